@@ -1,0 +1,26 @@
+"""Distributed locks for Celery tasks, held for exactly as long as the task runs."""
+
+from celery_dislock.exceptions import (
+    DislockError,
+    LockHeldError,
+    LockKeyError,
+    LockLostError,
+    SettingsError,
+    StoreError,
+)
+from celery_dislock.locks import Lease, current_lease
+from celery_dislock.plugin import Dislock
+from celery_dislock.task import SingletonTask
+
+__all__ = [
+    "Dislock",
+    "SingletonTask",
+    "current_lease",
+    "Lease",
+    "DislockError",
+    "SettingsError",
+    "LockKeyError",
+    "LockHeldError",
+    "LockLostError",
+    "StoreError",
+]

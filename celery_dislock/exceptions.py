@@ -1,0 +1,111 @@
+"""Everything that celery-dislock raises, in one tree.
+
+Each error carries its data as attributes and as its ``args``: Celery rebuilds an exception from
+those on the other side of a pool process or a result backend.
+"""
+
+from __future__ import annotations
+
+
+class DislockError(Exception):
+    """Base of every error of this package."""
+
+
+class SettingsError(DislockError, ValueError):
+    """An option or setting cannot be used; raised when a task is bound or a worker starts.
+
+    Attributes:
+        owner: Whose option it is: a task's name, or ``app.conf``.
+        option: Name of the option or setting.
+        value: The value that was refused.
+        remedy: What to give instead.
+    """
+
+    def __init__(self, owner: str, option: str, value: object, remedy: str) -> None:
+        super().__init__(owner, option, value, remedy)
+        self.owner = owner
+        self.option = option
+        self.value = value
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.option}={self.value!r}: {self.remedy}"
+
+
+class LockKeyError(DislockError, ValueError):
+    """The key of a lock cannot be built from these arguments; nothing was locked or run.
+
+    Attributes:
+        template: The key template, or the name of the callable, as declared.
+        argument: The argument at fault, or None where it is not a single one.
+        reason: What is wrong with it, and what is allowed.
+    """
+
+    def __init__(self, template: str, argument: str | None, reason: str) -> None:
+        super().__init__(template, argument, reason)
+        self.template = template
+        self.argument = argument
+        self.reason = reason
+
+    def __str__(self) -> str:
+        argument = f", argument <{self.argument}>" if self.argument else ""
+        return f"lock_key {self.template!r}{argument}: {self.reason}"
+
+
+class LockHeldError(DislockError):
+    """The lock is held by another execution; the body was not run.
+
+    Attributes:
+        key: The key of the lock.
+        holder: Who holds it, in words: task, task id, worker and process.
+        remaining: Seconds until the holder's lease ends, unless it is renewed.
+    """
+
+    def __init__(self, key: str, holder: str, remaining: float) -> None:
+        super().__init__(key, holder, remaining)
+        self.key = key
+        self.holder = holder
+        self.remaining = remaining
+
+    def __str__(self) -> str:
+        return (
+            f"lock {self.key!r} is held by {self.holder}, "
+            f"for {self.remaining:.1f} s more unless renewed"
+        )
+
+
+class LockLostError(DislockError):
+    """This process can no longer trust its lease; another execution may hold the lock by now.
+
+    Attributes:
+        key: The key of the lock.
+        reason: Why: expired, taken over, not renewed in time, or capped.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(key, reason)
+        self.key = key
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"lock {self.key!r} is lost: {self.reason}"
+
+
+class StoreError(DislockError):
+    """The lock server did not answer, or refused.
+
+    A lock that was asked for may have been taken all the same: then it ends with its expiry, or
+    at once when its owner asks again.
+
+    Attributes:
+        server: The server's URL, without its password.
+        reason: What went wrong, in the server's or the client's words.
+    """
+
+    def __init__(self, server: str, reason: str) -> None:
+        super().__init__(server, reason)
+        self.server = server
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"lock server {self.server}: {self.reason}"

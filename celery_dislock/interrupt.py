@@ -1,0 +1,178 @@
+"""Stop a body that is running, from another thread or greenlet.
+
+How depends on where the body runs, which :func:`running_here` finds out on the spot:
+
+====================  ==========================================================================
+a greenlet            the exception is thrown into it when its hub gets to it
+the main thread       (prefork child, solo worker) a signal, whose handler raises; this also ends
+                      a blocking system call
+any other thread      an asynchronous exception, which CPython raises before the next bytecode:
+                      a blocking call is not interrupted, it ends first
+====================  ==========================================================================
+
+The body is armed while it runs and disarmed when it has ended, under a mutex: an exception that
+comes too late is dropped.  One that was thrown but not yet raised when the body ends is raised
+between the two, inside the caller's ``finally``: callers nest two of them.
+
+SIGURG carries the interruption: ignored by default, so a late one is harmless, and used by neither
+Celery nor billiard (SIGUSR1 is the soft time limit).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+SIGNAL = getattr(signal, "SIGURG", None)
+
+
+class Target(Protocol):
+    """A running body that can be interrupted."""
+
+    def throw(self, exc: BaseException) -> None:
+        """Raise the exception in the body, soon, if it still runs; does not wait for that."""
+
+    def disarm(self) -> None:
+        """The body has ended: throw nothing more into what runs there next."""
+
+
+def running_here() -> Target:
+    """Make a target of what the caller runs in; it is armed."""
+    if _patched("gevent.monkey", "is_module_patched", "threading"):
+        return _GeventTarget()
+    if _patched("eventlet.patcher", "is_monkey_patched", "thread"):
+        return _EventletTarget()
+    if SIGNAL is not None and threading.current_thread() is threading.main_thread():
+        return _MainThreadTarget()
+    return _ThreadTarget()
+
+
+def _patched(module: str, question: str, what: str) -> bool:
+    patcher = sys.modules.get(module)
+    return patcher is not None and getattr(patcher, question)(what)
+
+
+class _GeventTarget:
+    def __init__(self) -> None:
+        import gevent  # noqa: PLC0415 -- only there when it has patched this process
+
+        self._greenlet = gevent.getcurrent()
+        self._hub = gevent.get_hub()
+        self._armed = True
+
+    def throw(self, exc: BaseException) -> None:
+        self._hub.loop.run_callback(self._throw_now, exc)
+
+    def _throw_now(self, exc: BaseException) -> None:
+        if self._armed:
+            self._greenlet.throw(exc)
+
+    def disarm(self) -> None:
+        self._armed = False
+
+
+class _EventletTarget:
+    def __init__(self) -> None:
+        import eventlet.hubs  # noqa: PLC0415 -- only there when it has patched this process
+
+        self._hub = eventlet.hubs.get_hub()
+        self._greenlet = eventlet.getcurrent()
+        self._armed = True
+
+    def throw(self, exc: BaseException) -> None:
+        self._hub.schedule_call_global(0, self._throw_now, exc)
+
+    def _throw_now(self, exc: BaseException) -> None:
+        if self._armed:
+            self._greenlet.throw(exc)
+
+    def disarm(self) -> None:
+        self._armed = False
+
+
+class _MainThreadTarget:
+    """The handler runs in the main thread, as the body does: setting one attribute disarms it."""
+
+    _pending: BaseException | None = None
+    _armed: _MainThreadTarget | None = None
+
+    def __init__(self) -> None:
+        cls = _MainThreadTarget
+        assert SIGNAL is not None
+        if signal.getsignal(SIGNAL) is not cls._raise_pending:
+            signal.signal(SIGNAL, cls._raise_pending)
+        self._outer = cls._armed  # an eager task inside a task's body
+        cls._armed = self
+
+    def throw(self, exc: BaseException) -> None:
+        assert SIGNAL is not None
+        self._pending = exc
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, SIGNAL)
+
+    def disarm(self) -> None:
+        if _MainThreadTarget._armed is self:
+            _MainThreadTarget._armed = self._outer
+
+    @staticmethod
+    def _raise_pending(signum: int, frame: FrameType | None) -> None:
+        target = _MainThreadTarget._armed
+        while target is not None:
+            if target._pending is not None:
+                exc, target._pending = target._pending, None
+                raise exc
+            target = target._outer
+
+
+class _ThreadTarget:
+    def __init__(self) -> None:
+        self._ident = ctypes.c_ulong(threading.get_ident())
+        self._mutex = threading.Lock()
+        self._armed = True
+        self._thrown = False
+
+    def throw(self, exc: BaseException) -> None:
+        with self._mutex:
+            if self._armed:
+                self._thrown = True
+                self._set_async(_raised_as(exc))
+
+    def disarm(self) -> None:
+        with self._mutex:
+            self._armed = False
+            if self._thrown:
+                self._set_async(None)
+
+    def _set_async(self, exc: type[BaseException] | None) -> None:
+        argument: Any = ctypes.py_object(exc) if exc is not None else None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._ident, argument)
+
+
+def _raised_as(exc: BaseException) -> type[BaseException]:
+    """Make a class whose instances stand for *exc*: CPython raises a class, and calls it."""
+    kind = type(exc)
+
+    def __init__(self: BaseException) -> None:  # noqa: N807
+        BaseException.__init__(self, *exc.args)
+        self.__dict__.update(exc.__dict__)
+
+    def __reduce__(self: BaseException) -> Any:  # noqa: N807
+        return exc.__reduce__()
+
+    return type(
+        kind.__name__,
+        (kind,),
+        {
+            "__init__": __init__,
+            "__reduce__": __reduce__,
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+        },
+    )

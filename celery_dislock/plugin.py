@@ -1,0 +1,146 @@
+"""What turns locks on for an app: ``Dislock(app)``, and ``celery worker --dislock``.
+
+The command line writes to the app's configuration, before any pool process exists, and everything
+else reads it from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+from celery.bin.base import CeleryOption
+from celery.signals import worker_process_init
+
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.task import SingletonTask, install, runtime_of
+
+if TYPE_CHECKING:
+    from celery import Celery
+    from celery.worker import WorkController
+
+    from celery_dislock.locks import Lease
+
+logger = logging.getLogger("celery_dislock")
+
+OPTIONS = (
+    CeleryOption(
+        ["--dislock/--no-dislock"],
+        default=None,
+        help_group="Lock Options",
+        help="Lock every task that has a lock_key, and check the lock server before starting; "
+        "or run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
+    ),
+    CeleryOption(
+        ["--dislock-url"],
+        default=None,
+        metavar="URL",
+        help_group="Lock Options",
+        help="The lock server, in place of the setting dislock_url.",
+    ),
+)
+
+
+class Dislock:
+    """Locks for the tasks of one app.
+
+    Adds ``--dislock``, ``--no-dislock`` and ``--dislock-url`` to ``celery worker``, and guards all
+    tasks that have a ``lock_key`` where ``dislock_enabled`` is True.  Make one per app, where the
+    app is made::
+
+        app = Celery("shop", broker="redis://localhost:6379/0")
+        dislock = Dislock(app)
+
+    Args:
+        app: The app.  Two apps in one process share nothing.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        runtime_of(app)
+        app.user_options["worker"].update(OPTIONS)
+        app.steps["worker"].add(LockStep)
+        app.on_after_finalize.connect(_guard_if_enabled, weak=False)
+
+
+class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Part of a worker's start-up: applies the command line, and checks the lock server.
+
+    Runs while the worker is put together, so that one that must not start has not forked yet.
+    """
+
+    label = "Dislock"
+
+    def __init__(
+        self,
+        worker: WorkController,
+        dislock: bool | None = None,
+        dislock_url: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(worker, **kwargs)
+        conf = worker.app.conf
+        if dislock is not None:
+            conf.dislock_enabled = dislock
+        if dislock_url is not None:
+            conf.dislock_url = dislock_url
+        self.enabled = runtime_of(worker.app).enabled
+        self.server = ""
+        if self.enabled:
+            self.server = _check_lock_server(worker.app)
+            guard_tasks(worker.app)
+
+    def start(self, worker: WorkController) -> None:
+        """Say in the worker's log what holds."""
+        if self.enabled:
+            logger.info("Locks are on; lock server: %s", self.server)
+        elif self.enabled is False:
+            logger.warning(
+                "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
+                "beside those of any other."
+            )
+
+
+def guard_tasks(app: Celery) -> None:
+    """Guard every task that is to be locked, whatever its base class.
+
+    Raises:
+        SettingsError: An option of one of them cannot be used.
+    """
+    for task in list(app.tasks.values()):
+        if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+            install(type(task), app)
+
+
+def _guard_if_enabled(sender: Celery, **kwargs: Any) -> None:
+    if runtime_of(sender).enabled:
+        guard_tasks(sender)
+
+
+def _check_lock_server(app: Celery) -> str:
+    """Ask the lock server who it is; refuse to start without an answer.
+
+    Raises:
+        SystemExit: With a message for the operator.
+    """
+    try:
+        process = runtime_of(app).process
+        process.store.ping()
+    except SettingsError as exc:
+        raise SystemExit(f"Cannot start with locks: {exc}") from exc
+    except StoreError as exc:
+        raise SystemExit(
+            f"Cannot start with locks: {exc}. Start that server, name another one "
+            "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
+        ) from exc
+    return process.store.server
+
+
+@worker_process_init.connect(weak=False)
+def _start_watchdog(**kwargs: Any) -> None:
+    from celery import current_app  # noqa: PLC0415 -- the child's, known only now
+
+    runtime = vars(current_app._get_current_object()).get("_dislock_runtime")
+    if runtime is not None and runtime.enabled:
+        runtime.process.watchdog.start()

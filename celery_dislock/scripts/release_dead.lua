@@ -1,0 +1,19 @@
+-- release_dead.lua: end the leases of a process that died while executing a task.
+--
+-- KEYS[1]   lock
+-- ARGV[1]   start of the owner: all of it but the counter of its acquisition
+-- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
+--
+-- Returns   how many leases were ended
+--
+-- The caller has seen that process end.  Sent twice, the second answers 0.
+
+local ended = 0
+local leases = redis.call('HGETALL', lock)
+for i = 1, #leases, 2 do
+  if string.sub(leases[i], 1, #ARGV[1]) == ARGV[1] then
+    finish(leases[i], leases[i + 1], tonumber(ARGV[2]))
+    ended = ended + 1
+  end
+end
+return ended

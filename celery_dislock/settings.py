@@ -1,0 +1,344 @@
+"""Every option and setting, each declared once.
+
+An option belongs to a task: ``@app.task(lock_watchdog_timeout=60)``.  Its default for a whole app
+is the setting of the same name under ``dislock_``: ``app.conf.dislock_watchdog_timeout = 60``.
+Name, type, default, unit, check and description stand in one field of :class:`TaskOptions` or
+:class:`AppSettings`; the error messages, the near misses and the reference page come from there.
+
+A check takes what the user gave and returns what the code uses, or raises ``ValueError`` with the
+remedy.  All of them run when a task is bound or a worker starts, never later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from celery_dislock.exceptions import SettingsError
+
+NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
+
+Check = Callable[[Any], Any]
+Settings = TypeVar("Settings", "TaskOptions", "AppSettings")
+
+
+def seconds(*, above: float | None = None, at_least: float | None = None) -> Check:
+    """Check a duration: an int, float or timedelta, as seconds."""
+    wanted = f"above {above:g}" if above is not None else f"of {at_least:g} or more"
+
+    def check(value: object) -> float:
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
+        if (
+            not math.isfinite(value)
+            or (above is not None and value <= above)
+            or (at_least is not None and value < at_least)
+        ):
+            raise ValueError(f"give seconds {wanted}, and finite")
+        return float(value)
+
+    return check
+
+
+def whole_number(value: object) -> int:
+    """Check an integer; a boolean is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("give a whole number")
+    return value
+
+
+def yes_or_no(value: object) -> bool:
+    """Check a boolean; nothing else stands for one."""
+    if not isinstance(value, bool):
+        raise ValueError("give True or False")
+    return value
+
+
+def text(value: object) -> str:
+    """Check a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("give a string that is not empty")
+    return value
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """Check a mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError("give a dict")
+    return dict(value)
+
+
+def optional(check: Check) -> Check:
+    """Let None pass, else check."""
+    return lambda value: None if value is None else check(value)
+
+
+def one_of(*allowed: str, not_yet: tuple[str, ...] = ()) -> Check:
+    """Check a choice; those in *not_yet* are part of the design, but not there yet."""
+
+    def check(value: object) -> str:
+        if value in not_yet or (not_yet and callable(value)):
+            raise ValueError(f"not yet available; use one of {', '.join(map(repr, allowed))}")
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(
+                f"use one of {', '.join(map(repr, allowed))}{_did_you_mean(str(value), allowed)}"
+            )
+        return value
+
+    return check
+
+
+def lock_limit(value: object) -> int:
+    """Check the number of leases at a time."""
+    if whole_number(value) != 1:
+        raise ValueError("not yet available; use 1")
+    return 1
+
+
+def lock_key(value: object) -> object:
+    """Check the kind of a key declaration; what it says is checked against the task's arguments."""
+    if isinstance(value, (list, tuple)):
+        raise ValueError("several keys are not yet available; give one template or callable")
+    if value is None or value is False or isinstance(value, str) or callable(value):
+        return value
+    raise ValueError("give a template such as 'export:<corp_id>', a callable, None or False")
+
+
+def _declare(default: Any, check: Check, unit: str, description: str) -> Any:
+    return field(
+        default=default, metadata={"check": check, "unit": unit, "description": description}
+    )
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """How a task takes its lock; see the reference page for each option's meaning."""
+
+    lock_key: str | Callable[..., str] | Literal[False] | None = _declare(
+        None,
+        lock_key,
+        "",
+        "What the lock is about: a template such as `export:<corp_id>`, or a callable that is "
+        "given the task's arguments. None on a SingletonTask: the task's name and a digest of "
+        "all its arguments. False: this task takes no lock.",
+    )
+    lock_watchdog_timeout: float = _declare(
+        30.0,
+        seconds(above=0),
+        "s",
+        "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
+        "every third of it.",
+    )
+    max_renew_times: int = _declare(
+        360,
+        whole_number,
+        "",
+        "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what happens. "
+        "0 or less: no cap. With the default timeout, 360 is one hour.",
+    )
+    lock_expire: float | None = _declare(
+        None,
+        optional(seconds(above=0)),
+        "s",
+        "A fixed expiry instead of the watchdog: set once, never renewed.",
+    )
+    release_on_success: bool = _declare(
+        True,
+        yes_or_no,
+        "",
+        "False: after a body that succeeded the lock is left to expire.",
+    )
+    release_on_failure: bool = _declare(
+        True,
+        yes_or_no,
+        "",
+        "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject "
+        "are no failures: they release.",
+    )
+    lock_at_least_for: float = _declare(
+        0.0,
+        seconds(at_least=0),
+        "s",
+        "Hold the lock at least so long, counted from its acquisition, however short the task.",
+    )
+    lock_on_conflict: str = _declare(
+        "skip",
+        one_of("skip", "raise", not_yet=("retry", "wait", "queue", "reject")),
+        "",
+        "What the task that comes second does: `skip` does not run and ends as REVOKED, `raise` "
+        "fails with LockHeldError.",
+    )
+    lock_on_lost: str = _declare(
+        "warn",
+        one_of("warn", "raise", "terminate"),
+        "",
+        "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
+        "raises LockLostError in it, `terminate` stops it even where it catches Exception.",
+    )
+    lock_on_cap: str = _declare(
+        "expire",
+        one_of("expire", "raise", "terminate"),
+        "",
+        "What happens to a body that still runs when the cap is reached: `expire` lets the lease "
+        "run out under it, `raise` and `terminate` as for `lock_on_lost`.",
+    )
+    lock_mode: str = _declare(
+        "exclusive",
+        one_of("exclusive", not_yet=("shared",)),
+        "",
+        "Kind of the lock; `exclusive` admits one lease.",
+    )
+    lock_limit: int = _declare(
+        1,
+        lock_limit,
+        "",
+        "How many leases at a time.",
+    )
+
+
+NOT_YET = {
+    "lock_wait_timeout": "belongs to lock_on_conflict='wait'",
+    "lock_queue_limit": "belongs to lock_on_conflict='queue'",
+    "lock_queue_overflow": "belongs to lock_on_conflict='queue'",
+}
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """What all locks of one app share."""
+
+    dislock_enabled: bool | None = _declare(
+        None,
+        optional(yes_or_no),
+        "",
+        "True: every task with a `lock_key` locks, whatever its base class, and a worker checks "
+        "the lock server at start-up (`--dislock`). False: nothing locks (`--no-dislock`). None: "
+        "tasks with the base class SingletonTask lock.",
+    )
+    dislock_url: str | None = _declare(
+        None,
+        optional(text),
+        "",
+        "URL of the lock server: redis://, rediss:// or unix://. None: the broker, then the "
+        "result backend, whichever is a Redis.",
+    )
+    dislock_prefix: str = _declare(
+        "dislock",
+        text,
+        "",
+        "First part of every name in Redis: `<prefix>:{<key>}`.",
+    )
+    dislock_transport_options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "check": mapping,
+            "unit": "",
+            "description": "Options of the connections to the lock server, as redis-py's "
+            "Connection takes them, e.g. `socket_timeout`.",
+        },
+    )
+
+
+def setting_name(option: str) -> str | None:
+    """Name of the setting that gives an option its default; None where there is none."""
+    if option == "lock_key":
+        return None
+    return "dislock_" + option.removeprefix("lock_")
+
+
+_SETTINGS = {f.name for f in fields(AppSettings)} | {
+    name for f in fields(TaskOptions) if (name := setting_name(f.name))
+}
+
+
+def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any]) -> TaskOptions:
+    """Resolve a task's options: its own, else the app's settings, else the defaults.
+
+    Args:
+        owner: The task's name, for messages.
+        declared: The task's attributes that may be options, by name.
+        conf: The app's configuration.
+
+    Raises:
+        SettingsError: An option cannot be used, or looks like one that is misspelt.
+    """
+    known = [f.name for f in fields(TaskOptions)]
+    for name, value in declared.items():
+        if name in NOT_YET:
+            raise SettingsError(owner, name, value, f"not yet available: {NOT_YET[name]}")
+        near = get_close_matches(name, known, 1, NEAR_MISS)
+        if name not in known and (near or name.startswith("lock_")):
+            raise SettingsError(owner, name, value, f"no such option{_did_you_mean(name, known)}")
+    check_settings(conf)
+
+    values: dict[str, Any] = {}
+    for option in fields(TaskOptions):
+        setting = setting_name(option.name)
+        if option.name in declared:
+            values[option.name] = _checked(owner, option.name, option, declared[option.name])
+        elif setting and setting in conf:
+            values[option.name] = _checked("app.conf", setting, option, conf[setting])
+    return TaskOptions(**values)
+
+
+def app_settings(conf: Mapping[str, Any]) -> AppSettings:
+    """Read an app's settings.
+
+    Raises:
+        SettingsError: A setting cannot be used, or looks like one that is misspelt.
+    """
+    check_settings(conf)
+    return AppSettings(
+        **{
+            f.name: _checked("app.conf", f.name, f, conf[f.name])
+            for f in fields(AppSettings)
+            if f.name in conf
+        }
+    )
+
+
+def check_settings(conf: Mapping[str, Any]) -> None:
+    """Refuse a ``dislock_`` setting that does not exist.
+
+    Raises:
+        SettingsError: Names the setting, and the one that was probably meant.
+    """
+    for name in conf:
+        if isinstance(name, str) and name.startswith("dislock_") and name not in _SETTINGS:
+            near = _did_you_mean(name, _SETTINGS)
+            raise SettingsError("app.conf", name, conf[name], f"no such setting{near}")
+
+
+def reference(kind: type[TaskOptions] | type[AppSettings]) -> str:
+    """Write the table of options or settings for the documentation, in Markdown."""
+    rows = ["| name | default | unit | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{f.name}` | `{_default(f)!r}` | {f.metadata['unit']} "
+        f"| {f.metadata['description'].replace('|', '&#124;')} |"
+        for f in fields(kind)
+    ]
+    return "\n".join(rows)
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return option.default
+
+
+def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
+    try:
+        return option.metadata["check"](value)
+    except ValueError as exc:
+        raise SettingsError(owner, name, value, str(exc)) from exc
+
+
+def _did_you_mean(given: str, known: Any) -> str:
+    near = get_close_matches(given, list(known), 1, NEAR_MISS)
+    return f"; did you mean {near[0]!r}?" if near else ""

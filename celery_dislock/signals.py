@@ -1,0 +1,44 @@
+"""Signals that a lock sends, in Celery's manner.
+
+Connect as to any Celery signal::
+
+    from celery_dislock.signals import lock_lost
+
+    @lock_lost.connect
+    def page_someone(sender, lease, reason, **kwargs): ...
+
+The sender is what took the lock: the task, for a task.  Receivers run where the event is noticed:
+``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly in the watchdog's thread or greenlet, so
+keep them short.  A receiver that raises is logged by Celery's dispatcher and changes nothing.
+
+==================  =================================================================
+signal              arguments
+==================  =================================================================
+``lock_acquired``   ``lease``
+``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``
+``lock_renewed``    ``lease``, sent after each renewal
+``lock_lost``       ``lease``, ``reason``; once per lease
+``lock_capped``     ``lease``; once per lease, when ``max_renew_times`` renewals are done
+``lock_released``   ``lease``, ``expiring``: True where it is left to expire
+==================  =================================================================
+"""
+
+from __future__ import annotations
+
+from celery.utils.dispatch import Signal
+
+__all__ = [
+    "lock_acquired",
+    "lock_conflict",
+    "lock_renewed",
+    "lock_lost",
+    "lock_capped",
+    "lock_released",
+]
+
+lock_acquired = Signal(name="lock_acquired", providing_args={"lease"})
+lock_conflict = Signal(name="lock_conflict", providing_args={"conflict", "task_id"})
+lock_renewed = Signal(name="lock_renewed", providing_args={"lease"})
+lock_lost = Signal(name="lock_lost", providing_args={"lease", "reason"})
+lock_capped = Signal(name="lock_capped", providing_args={"lease"})
+lock_released = Signal(name="lock_released", providing_args={"lease", "expiring"})

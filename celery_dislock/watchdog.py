@@ -1,0 +1,294 @@
+"""Keep held leases alive, and say so when one is lost.
+
+One loop per process renews every lease of that process.  It sleeps until the nearest renewal is
+due, takes along those that are due soon after, and renews them in one pipelined round trip, on a
+connection of the store's own for it.
+
+Two heaps hold the leases.  *Timers* orders them by when they want attention; *due* orders those
+whose renewal is due by when trust in them ends, so that after an outage the most urgent come first.
+A lease moves from timers to due, and back when it is renewed.  Taking one out is a number set to
+zero: an entry whose number is not its lease's any more is dropped when it comes up.
+
+After each batch the loop looks at its clock again.  A batch that fails is tried again soon, with
+backoff, within the trust that is left; the batches behind it are not made to wait for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from heapq import heapify, heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from celery_dislock import signals
+from celery_dislock.exceptions import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.locks import Lease
+
+BATCH = 500  # renewals in one round trip: some 5 ms of work for the server
+EARLY = 1 / 20  # of the time between two renewals: so much earlier a lease may be taken along
+RETRY_FIRST = 0.1  # seconds until a failed renewal is tried again; doubled each time
+RETRY_MOST = 1.0  # seconds between two tries at most
+WITHIN_MOST = 1.0  # seconds to wait for the server's answer
+WITHIN_LEAST = 0.05
+SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
+DEAD_ENTRIES = 1000  # heap entries of ended leases that are worth a clean-up
+
+logger = logging.getLogger("celery_dislock")
+
+
+class Renewing(Protocol):
+    """What the watchdog asks of a store."""
+
+    def renew(
+        self, leases: Sequence[tuple[str, str, float]], *, within: float
+    ) -> list[bool | StoreError]:
+        """See :meth:`celery_dislock.store.Store.renew`."""
+
+
+class Entry(NamedTuple):
+    """A lease in one of the heaps; *number* breaks ties and tells a stale entry."""
+
+    when: float
+    number: int
+    lease: Lease
+
+
+class Watchdog:
+    """
+    The leases of this process.  The thread (a greenlet, under gevent and eventlet) starts with the
+    first lease, and does not outlive the process.
+
+    Args:
+        store: Renews leases.
+        clock: Monotonic seconds.
+        threaded: False: no thread is started, and the caller calls :meth:`tick`.
+
+    Attributes:
+        errors: Unexpected exceptions that the loop has survived.
+    """
+
+    def __init__(
+        self,
+        store: Renewing,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        threaded: bool = True,
+    ) -> None:
+        self.errors = 0
+        self._store = store
+        self._clock = clock
+        self._threaded = threaded
+        self._thread: threading.Thread | None = None
+        self._mutex = threading.Lock()
+        self._wake = threading.Condition(self._mutex)
+        self._wakes_at = 0.0
+        self._numbers = count(1)
+        self._timers: list[Entry] = []
+        self._due: list[Entry] = []
+        self._watched = 0
+        self._failures = 0  # in a row
+
+    def __len__(self) -> int:
+        """Count the leases that are watched."""
+        return self._watched
+
+    def watch(self, lease: Lease) -> None:
+        """Renew the lease from now on; does not block."""
+        with self._mutex:
+            self._watched += 1
+            when = self._schedule(lease, lease.acquired_at)
+            if when < self._wakes_at:
+                self._wake.notify()
+        if self._thread is None and self._threaded:
+            self.start()
+
+    def unwatch(self, lease: Lease) -> None:
+        """
+        Leave the lease alone from now on; does not block.
+
+        A renewal that is under way may still reach the server before the release does; its answer
+        is ignored.
+        """
+        with self._mutex:
+            if not lease.watch_number:
+                return
+            self._drop(lease)
+            dead = len(self._timers) + len(self._due) - self._watched
+            if dead > DEAD_ENTRIES and dead > self._watched:
+                self._timers = [entry for entry in self._timers if _valid(entry)]
+                heapify(self._timers)
+
+    def start(self) -> None:
+        """Start the loop, if it does not run."""
+        with self._mutex:
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(
+                target=self._run, name="dislock-watchdog", daemon=True
+            )
+        self._thread.start()
+
+    def tick(self) -> float | None:
+        """
+        Do what is due: at most one round trip.
+
+        Returns:
+            Seconds until there is more to do, 0 for at once, None when there is nothing.
+        """
+        now = self._clock()
+        lost, capped, batch = [], [], []
+        with self._mutex:
+            self._collect_due(now)
+            while self._due and len(batch) < BATCH:
+                entry = heappop(self._due)
+                lease = entry.lease
+                if not _valid(entry):
+                    continue
+                if lease.trusted_until <= now:
+                    self._drop(lease)
+                    lost.append(lease)
+                elif lease.lock.interval is None:
+                    self._put(lease, lease.trusted_until)
+                elif _at_cap(lease):
+                    self._drop(lease)
+                    capped.append(lease)
+                else:
+                    batch.append(entry)
+        try:
+            for lease in lost:
+                self._report(lease.lose, _why_lost(lease))
+            for lease in capped:
+                self._report(lease.cap)
+        finally:
+            if batch:
+                self._renew(batch)
+        with self._mutex:
+            return self._idle_for()
+
+    def _collect_due(self, now: float) -> None:
+        timers = self._timers
+        while timers and timers[0].when - (timers[0].lease.lock.interval or 0.0) * EARLY <= now:
+            entry = heappop(timers)
+            if _valid(entry):
+                heappush(self._due, Entry(entry.lease.trusted_until, entry.number, entry.lease))
+
+    def _idle_for(self) -> float | None:
+        if self._due:
+            return 0.0
+        while self._timers and not _valid(self._timers[0]):
+            heappop(self._timers)
+        if not self._timers:
+            self._wakes_at = float("inf")
+            return None
+        self._wakes_at = self._timers[0].when
+        return max(0.0, self._wakes_at - self._clock())
+
+    def _renew(self, batch: list[Entry]) -> None:
+        sent_at = self._clock()
+        urgency = (batch[0].when - sent_at) / 2
+        answers: Sequence[bool | StoreError]
+        try:
+            answers = self._store.renew(
+                [(e.lease.lock.name, e.lease.owner, e.lease.lock.timeout) for e in batch],
+                within=max(WITHIN_LEAST, min(urgency, WITHIN_MOST)),
+            )
+        except StoreError as exc:
+            answers = [exc] * len(batch)
+        except Exception as exc:
+            answers = [StoreError("?", repr(exc))] * len(batch)
+            self._survive("renewing leases")
+        self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
+
+        renewed, lost = [], []
+        with self._mutex:
+            for entry, answer in zip(batch, answers):
+                lease = entry.lease
+                if not _valid(entry):
+                    continue
+                if answer is True:
+                    lease.extend(sent_at)
+                    self._schedule(lease, sent_at)
+                    renewed.append(lease)
+                elif answer is False:
+                    self._drop(lease)
+                    lost.append(lease)
+                else:
+                    self._retry(lease)
+        for lease in renewed:
+            self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
+        for lease in lost:
+            self._report(lease.lose, "the server no longer has it: expired, taken or deleted")
+
+    def _schedule(self, lease: Lease, since: float) -> float:
+        interval = lease.lock.interval
+        return self._put(lease, lease.trusted_until if interval is None else since + interval)
+
+    def _retry(self, lease: Lease) -> None:
+        now = self._clock()
+        pause = min(RETRY_FIRST * 2 ** min(self._failures, 10), RETRY_MOST)
+        left = lease.trusted_until - now
+        self._put(lease, now + (min(pause, left / 4) if left > WITHIN_LEAST else left))
+
+    def _put(self, lease: Lease, when: float) -> float:
+        lease.watch_number = next(self._numbers)
+        heappush(self._timers, Entry(when, lease.watch_number, lease))
+        return when
+
+    def _drop(self, lease: Lease) -> None:
+        lease.watch_number = 0
+        self._watched -= 1
+
+    def _report_outage(self, errors: list[StoreError]) -> None:
+        if errors:
+            self._failures += 1
+            if self._failures == 1:
+                logger.warning("Cannot renew %d lock(s), trying again: %s", len(errors), errors[0])
+        elif self._failures:
+            logger.info("Locks are renewed again, after %d failed tries.", self._failures)
+            self._failures = 0
+
+    def _report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+        try:
+            call(*args, **kwargs)
+        except SURVIVED:
+            self._survive("reporting on a lease")
+
+    def _survive(self, doing: str) -> None:
+        self.errors += 1
+        logger.exception("Unexpected error while %s; the watchdog goes on.", doing)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                idle = self.tick()
+                with self._mutex:
+                    if idle != 0.0 and not self._due:
+                        idle = self._idle_for()  # a lease may have come since
+                        if idle != 0.0:
+                            self._wake.wait(idle)
+            except SURVIVED:
+                self._survive("watching leases")
+                time.sleep(RETRY_FIRST)
+
+
+def _at_cap(lease: Lease) -> bool:
+    cap = lease.lock.options.max_renew_times
+    return 0 < cap <= lease.renewals
+
+
+def _why_lost(lease: Lease) -> str:
+    expiry = lease.lock.options.lock_expire
+    if expiry is not None:
+        return f"its fixed expiry of {expiry:g} s ran out"
+    return "it could not be renewed in time"
+
+
+def _valid(entry: Entry) -> bool:
+    return entry.number == entry.lease.watch_number
+
