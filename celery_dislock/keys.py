@@ -137,8 +137,8 @@ class KeyTemplate:
 
     def __init__(self, template: str, signature: inspect.Signature) -> None:
         literals, paths = _parse(template)
-        markers = _markers(literals, paths)
         names = [_split(path, signature) for path in paths]
+        markers = _markers(literals, paths)
         self._template = template
         self._signature = signature
         self._extra, self._keywords = _calling(signature)
@@ -160,7 +160,7 @@ class KeyTemplate:
         fits = self._keywords.get(given)
         if fits is None or not fits[0] <= kwargs.keys() <= fits[1]:
             bound = _bound(self._signature, args, kwargs)
-            kwargs, given = {**bound.get(self._extra, {}), **bound}, 0
+            kwargs = {**bound.get(self._extra, {}), **bound}
         parts = [self._head]
         for path, name, walk, index, default, literal in self._slots:
             value = args[index] if index < given else kwargs.get(name, default)

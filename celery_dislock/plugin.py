@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks import Lease
 
+POOL_CHECK_EVERY = 0.25  # seconds
+
 logger = logging.getLogger("celery_dislock")
 
 OPTIONS = (
@@ -87,9 +89,22 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             conf.dislock_url = dislock_url
         self.enabled = runtime_of(worker.app).enabled
         self.server = ""
+        self._check: Any = None
         if self.enabled:
             self.server = _check_lock_server(worker.app)
             guard_tasks(worker.app)
+
+    def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
+        """Look for dead pool processes more often than Celery does, whose locks are to be freed.
+
+        Celery is not always told of a child that was killed, and then finds out within five
+        seconds.
+        """
+        maintain_pool = getattr(worker.pool, "maintain_pool", None)
+        if maintain_pool is not None:
+            if self._check is not None:
+                self._check.cancel()  # a consumer that reconnects registers again
+            self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
 
     def start(self, worker: WorkController) -> None:
         """Say in the worker's log what holds."""
