@@ -1,0 +1,49 @@
+"""What every tier shares: Redis servers of our own, started here and ended here."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from example_project.redis_server import RedisServer, ServerMissing, find_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def redis_program() -> Path:
+    """The redis-server to run.  Where there is none the test is skipped; in CI it fails."""
+    try:
+        return find_server()
+    except ServerMissing as exc:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have a Redis server: {exc}", pytrace=False)
+        pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="session")
+def redis_server(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisServer]:
+    """One server for the whole session.  Tests share it: leave it running, and flush nothing."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The URL of the session's server, with nothing in it."""
+    with redis_server.client() as client:
+        client.flushall()
+    return redis_server.url
+
+
+@pytest.fixture
+def own_redis_server(redis_program: Path, tmp_path: Path) -> Iterator[RedisServer]:
+    """A server of this test alone, to kill, pause and restart."""
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
