@@ -85,9 +85,7 @@ def unavailable(task: Task, request: Context, error: StoreError) -> NoReturn:
     put_off(task, request, str(error))
 
 
-def put_off(
-    task: Task, request: Context, reason: str, at_most: float = PUT_OFF_MOST
-) -> NoReturn:
+def put_off(task: Task, request: Context, reason: str, at_most: float = PUT_OFF_MOST) -> NoReturn:
     """
     Send the task again for later, and end this delivery.
 

@@ -49,7 +49,7 @@ def running_here() -> Target:
     if _patched("eventlet.patcher", "is_monkey_patched", "thread"):
         return _EventletTarget()
     if SIGNAL is not None and threading.current_thread() is threading.main_thread():
-        return _MainThreadTarget()
+        return _MainThreadTarget(SIGNAL)
     return _ThreadTarget()
 
 
@@ -97,38 +97,35 @@ class _EventletTarget:
 
 
 class _MainThreadTarget:
-    """The handler runs in the main thread, as the body does: setting one attribute disarms it."""
+    """The handler runs in the main thread, as the body does: one assignment arms or disarms."""
 
-    _pending: BaseException | None = None
-    _armed: _MainThreadTarget | None = None
+    armed: _MainThreadTarget | None = None
 
-    def __init__(self) -> None:
-        cls = _MainThreadTarget
-        assert SIGNAL is not None
-        if signal.getsignal(SIGNAL) is not cls._raise_pending:
-            signal.signal(SIGNAL, cls._raise_pending)
-        self._outer = cls._armed  # an eager task inside a task's body
-        cls._armed = self
+    def __init__(self, signum: int) -> None:
+        self.outer = _MainThreadTarget.armed  # the body around an eager task's
+        self.pending: BaseException | None = None
+        self._signum = signum
+        self._ident = threading.get_ident()
+        if signal.getsignal(signum) is not _raise_pending:
+            signal.signal(signum, _raise_pending)
+        _MainThreadTarget.armed = self
 
     def throw(self, exc: BaseException) -> None:
-        assert SIGNAL is not None
-        self._pending = exc
-        ident = threading.main_thread().ident
-        assert ident is not None
-        signal.pthread_kill(ident, SIGNAL)
+        self.pending = exc
+        signal.pthread_kill(self._ident, self._signum)
 
     def disarm(self) -> None:
-        if _MainThreadTarget._armed is self:
-            _MainThreadTarget._armed = self._outer
+        if _MainThreadTarget.armed is self:
+            _MainThreadTarget.armed = self.outer
 
-    @staticmethod
-    def _raise_pending(signum: int, frame: FrameType | None) -> None:
-        target = _MainThreadTarget._armed
-        while target is not None:
-            if target._pending is not None:
-                exc, target._pending = target._pending, None
-                raise exc
-            target = target._outer
+
+def _raise_pending(_signum: int, _frame: FrameType | None) -> None:
+    target = _MainThreadTarget.armed
+    while target is not None:
+        if target.pending is not None:
+            exc, target.pending = target.pending, None
+            raise exc
+        target = target.outer
 
 
 class _ThreadTarget:
@@ -163,7 +160,7 @@ def _raised_as(exc: BaseException) -> type[BaseException]:
         BaseException.__init__(self, *exc.args)
         self.__dict__.update(exc.__dict__)
 
-    def __reduce__(self: BaseException) -> Any:  # noqa: N807
+    def __reduce__(_self: BaseException) -> Any:  # noqa: N807
         return exc.__reduce__()
 
     return type(

@@ -361,6 +361,9 @@ class Lock:
         answer = self.store.acquire(self.name, claim.owner, self.timeout, holder)
         if not isinstance(answer, Granted):
             return Conflict(self.key, answer.holder, answer.remaining)
+        if self.clock() >= sent_at + self.trust:
+            self.abandon(claim)
+            raise StoreError(self.name, "granted, but too late to be trusted")
         lease = claim.lease = Lease(self, claim, answer.token, sent_at)
         self.keeper.watch(lease)
         signals.lock_acquired.send(sender=claim.sender, lease=lease)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from celery import bootsteps
+from celery import bootsteps, current_app
 from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
@@ -19,8 +19,6 @@ from celery_dislock.task import SingletonTask, install, runtime_of
 if TYPE_CHECKING:
     from celery import Celery
     from celery.worker import WorkController
-
-    from celery_dislock.locks import Lease
 
 POOL_CHECK_EVERY = 0.25  # seconds
 
@@ -77,6 +75,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(
         self,
         worker: WorkController,
+        *,
         dislock: bool | None = None,
         dislock_url: str | None = None,
         **kwargs: Any,
@@ -91,8 +90,8 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.server = ""
         self._check: Any = None
         if self.enabled:
-            self.server = _check_lock_server(worker.app)
             guard_tasks(worker.app)
+            self.server = _check_lock_server(worker.app)
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
         """Look for dead pool processes more often than Celery does, whose locks are to be freed.
@@ -106,7 +105,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._check.cancel()  # a consumer that reconnects registers again
             self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
 
-    def start(self, worker: WorkController) -> None:
+    def start(self, _worker: WorkController) -> None:
         """Say in the worker's log what holds."""
         if self.enabled:
             logger.info("Locks are on; lock server: %s", self.server)
@@ -128,7 +127,7 @@ def guard_tasks(app: Celery) -> None:
             install(type(task), app)
 
 
-def _guard_if_enabled(sender: Celery, **kwargs: Any) -> None:
+def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
     if runtime_of(sender).enabled:
         guard_tasks(sender)
 
@@ -152,10 +151,10 @@ def _check_lock_server(app: Celery) -> str:
     return process.store.server
 
 
-@worker_process_init.connect(weak=False)
-def _start_watchdog(**kwargs: Any) -> None:
-    from celery import current_app  # noqa: PLC0415 -- the child's, known only now
-
-    runtime = vars(current_app._get_current_object()).get("_dislock_runtime")
-    if runtime is not None and runtime.enabled:
+def _start_watchdog(**_kwargs: Any) -> None:
+    runtime = runtime_of(current_app)
+    if runtime.enabled:
         runtime.process.watchdog.start()
+
+
+worker_process_init.connect(_start_watchdog, weak=False)

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
@@ -28,6 +28,7 @@ from celery_dislock.exceptions import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PID_MAX = 2**22  # of Linux, the highest there is
 CHECK_EVERY = 0.05  # seconds between two looks at a process that is about to end
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
@@ -39,7 +40,7 @@ def execution_start(task_id: str, hostname: str, pid: int) -> str:
     return f"{task_id}@{hostname}:{pid}/"
 
 
-@lru_cache(maxsize=None)
+@cache
 def recovering(base: type | str) -> type:
     """Extend a task's Request class, or the one of that name, by the release after a death."""
 
@@ -53,7 +54,7 @@ def recovering(base: type | str) -> type:
                 _release_after_death(self)
             return super().on_failure(exc_info, *args, **kwargs)
 
-        def on_timeout(self, soft: bool, timeout: float) -> Any:
+        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
             if not soft:
                 _release_after_death(self)
             return super().on_timeout(soft, timeout)
@@ -63,8 +64,8 @@ def recovering(base: type | str) -> type:
 
 def _release_after_death(request: Any) -> None:
     pid = request.worker_pid
-    guard = getattr(request.task, "dislock_guard", None)
-    if not pid or pid == os.getpid() or guard is None or not guard.releases_on_failure:
+    guard = request.task.dislock_guard
+    if not _is_child(pid) or not guard.releases_on_failure:
         return
     what = f"the lock of {request.task.name}[{request.id}], whose process {pid} died"
     start = execution_start(request.id, request.hostname, pid)
@@ -93,6 +94,11 @@ def _soon(call: Callable[[], None]) -> None:
         timer = threading.Timer(CHECK_EVERY, call)
         timer.daemon = True
         timer.start()
+
+
+def _is_child(pid: int | None) -> bool:
+    """Tell a pool process from this one (thread pools), and from a greenlet's ``id()``."""
+    return pid is not None and pid != os.getpid() and pid <= PID_MAX
 
 
 def _is_alive(pid: int) -> bool:

@@ -42,7 +42,9 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     url = conf.get("dislock_url")
     if url:
         if not url.startswith(REDIS_SCHEMES):
-            raise SettingsError("app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY)
+            raise SettingsError(
+                "app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY
+            )
         return url, {}
     for name, tls in (
         ("broker_write_url", "broker_use_ssl"),
@@ -113,5 +115,3 @@ class Process:
     def owner_name(self, start: str) -> str:
         """Make the name of a new owner: what it is, and this process's counter."""
         return f"{start}{next(self._counter)}"
-
-

@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from datetime import timedelta
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from celery_dislock.exceptions import SettingsError
 
 NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
 
 Check = Callable[[Any], Any]
-Settings = TypeVar("Settings", "TaskOptions", "AppSettings")
 
 
 def seconds(*, above: float | None = None, at_least: float | None = None) -> Check:
@@ -110,7 +109,7 @@ def lock_key(value: object) -> object:
     raise ValueError("give a template such as 'export:<corp_id>', a callable, None or False")
 
 
-def _declare(default: Any, check: Check, unit: str, description: str) -> Any:
+def _declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
     return field(
         default=default, metadata={"check": check, "unit": unit, "description": description}
     )
@@ -121,84 +120,100 @@ class TaskOptions:
     """How a task takes its lock; see the reference page for each option's meaning."""
 
     lock_key: str | Callable[..., str] | Literal[False] | None = _declare(
-        None,
-        lock_key,
-        "",
-        "What the lock is about: a template such as `export:<corp_id>`, or a callable that is "
-        "given the task's arguments. None on a SingletonTask: the task's name and a digest of "
-        "all its arguments. False: this task takes no lock.",
+        default=None,
+        check=lock_key,
+        unit="",
+        description=(
+            "What the lock is about: a template such as `export:<corp_id>`, or a callable that is"
+            " given the task's arguments. None on a SingletonTask: the task's name and a digest "
+            "of all its arguments. False: this task takes no lock."
+        ),
     )
     lock_watchdog_timeout: float = _declare(
-        30.0,
-        seconds(above=0),
-        "s",
-        "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
-        "every third of it.",
+        default=30.0,
+        check=seconds(above=0),
+        unit="s",
+        description=(
+            "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
+            "every third of it."
+        ),
     )
     max_renew_times: int = _declare(
-        360,
-        whole_number,
-        "",
-        "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what happens. "
-        "0 or less: no cap. With the default timeout, 360 is one hour.",
+        default=360,
+        check=whole_number,
+        unit="",
+        description=(
+            "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what "
+            "happens. 0 or less: no cap. With the default timeout, 360 is one hour."
+        ),
     )
     lock_expire: float | None = _declare(
-        None,
-        optional(seconds(above=0)),
-        "s",
-        "A fixed expiry instead of the watchdog: set once, never renewed.",
+        default=None,
+        check=optional(seconds(above=0)),
+        unit="s",
+        description="A fixed expiry instead of the watchdog: set once, never renewed.",
     )
     release_on_success: bool = _declare(
-        True,
-        yes_or_no,
-        "",
-        "False: after a body that succeeded the lock is left to expire.",
+        default=True,
+        check=yes_or_no,
+        unit="",
+        description="False: after a body that succeeded the lock is left to expire.",
     )
     release_on_failure: bool = _declare(
-        True,
-        yes_or_no,
-        "",
-        "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject "
-        "are no failures: they release.",
+        default=True,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject"
+            " are no failures: they release."
+        ),
     )
     lock_at_least_for: float = _declare(
-        0.0,
-        seconds(at_least=0),
-        "s",
-        "Hold the lock at least so long, counted from its acquisition, however short the task.",
+        default=0.0,
+        check=seconds(at_least=0),
+        unit="s",
+        description=(
+            "Hold the lock at least so long, counted from its acquisition, however short the task."
+        ),
     )
     lock_on_conflict: str = _declare(
-        "skip",
-        one_of("skip", "raise", not_yet=("retry", "wait", "queue", "reject")),
-        "",
-        "What the task that comes second does: `skip` does not run and ends as REVOKED, `raise` "
-        "fails with LockHeldError.",
+        default="skip",
+        check=one_of("skip", "raise", not_yet=("retry", "wait", "queue", "reject")),
+        unit="",
+        description=(
+            "What the task that comes second does: `skip` does not run and ends as REVOKED, "
+            "`raise` fails with LockHeldError."
+        ),
     )
     lock_on_lost: str = _declare(
-        "warn",
-        one_of("warn", "raise", "terminate"),
-        "",
-        "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
-        "raises LockLostError in it, `terminate` stops it even where it catches Exception.",
+        default="warn",
+        check=one_of("warn", "raise", "terminate"),
+        unit="",
+        description=(
+            "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
+            "raises LockLostError in it, `terminate` stops it even where it catches Exception."
+        ),
     )
     lock_on_cap: str = _declare(
-        "expire",
-        one_of("expire", "raise", "terminate"),
-        "",
-        "What happens to a body that still runs when the cap is reached: `expire` lets the lease "
-        "run out under it, `raise` and `terminate` as for `lock_on_lost`.",
+        default="expire",
+        check=one_of("expire", "raise", "terminate"),
+        unit="",
+        description=(
+            "What happens to a body that still runs when the cap is reached: `expire` lets the "
+            "lease run out under it, `raise` and `terminate` as for `lock_on_lost`."
+        ),
     )
     lock_mode: str = _declare(
-        "exclusive",
-        one_of("exclusive", not_yet=("shared",)),
-        "",
-        "Kind of the lock; `exclusive` admits one lease.",
+        default="exclusive",
+        check=one_of("exclusive", not_yet=("shared",)),
+        unit="",
+        description="Kind of the lock; `exclusive` admits one lease.",
     )
     lock_limit: int = _declare(
-        1,
-        lock_limit,
-        "",
-        "How many leases at a time.",
+        default=1,
+        check=lock_limit,
+        unit="",
+        description="How many leases at a time.",
     )
 
 
@@ -214,25 +229,29 @@ class AppSettings:
     """What all locks of one app share."""
 
     dislock_enabled: bool | None = _declare(
-        None,
-        optional(yes_or_no),
-        "",
-        "True: every task with a `lock_key` locks, whatever its base class, and a worker checks "
-        "the lock server at start-up (`--dislock`). False: nothing locks (`--no-dislock`). None: "
-        "tasks with the base class SingletonTask lock.",
+        default=None,
+        check=optional(yes_or_no),
+        unit="",
+        description=(
+            "True: every task with a `lock_key` locks, whatever its base class, and a worker "
+            "checks the lock server at start-up (`--dislock`). False: nothing locks "
+            "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
+        ),
     )
     dislock_url: str | None = _declare(
-        None,
-        optional(text),
-        "",
-        "URL of the lock server: redis://, rediss:// or unix://. None: the broker, then the "
-        "result backend, whichever is a Redis.",
+        default=None,
+        check=optional(text),
+        unit="",
+        description=(
+            "URL of the lock server: redis://, rediss:// or unix://. None: the broker, then the "
+            "result backend, whichever is a Redis."
+        ),
     )
     dislock_prefix: str = _declare(
-        "dislock",
-        text,
-        "",
-        "First part of every name in Redis: `<prefix>:{<key>}`.",
+        default="dislock",
+        check=text,
+        unit="",
+        description="First part of every name in Redis: `<prefix>:{<key>}`.",
     )
     dislock_transport_options: dict[str, Any] = field(
         default_factory=dict,
@@ -309,13 +328,16 @@ def check_settings(conf: Mapping[str, Any]) -> None:
     Raises:
         SettingsError: Names the setting, and the one that was probably meant.
     """
-    for name in conf:
-        if isinstance(name, str) and name.startswith("dislock_") and name not in _SETTINGS:
+    for given in conf:
+        # Celery may keep a namespace in front, in capitals: CELERY_DISLOCK_URL.
+        _, found, rest = given.lower().rpartition("dislock_")
+        name = found + rest
+        if found and name not in _SETTINGS:
             near = _did_you_mean(name, _SETTINGS)
-            raise SettingsError("app.conf", name, conf[name], f"no such setting{near}")
+            raise SettingsError("app.conf", given, conf[given], f"no such setting{near}")
 
 
-def reference(kind: type[TaskOptions] | type[AppSettings]) -> str:
+def reference(kind: type[TaskOptions | AppSettings]) -> str:
     """Write the table of options or settings for the documentation, in Markdown."""
     rows = ["| name | default | unit | meaning |", "|---|---|---|---|"]
     rows += [

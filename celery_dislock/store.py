@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from dataclasses import dataclass
 from importlib import resources
@@ -81,9 +82,10 @@ def milliseconds(seconds: float) -> int:
 
 
 class Store:
-    """
-    The leases on one Redis server.  Every method blocks for a round trip, no longer than the
-    socket timeouts allow; all are safe to call from many threads or greenlets.
+    """The leases on one Redis server.
+
+    Every method blocks for a round trip, no longer than the socket timeouts allow; all are safe to
+    call from many threads or greenlets.
 
     Args:
         url: redis://, rediss:// or unix://; Celery's redis+socket:// is understood.
@@ -108,14 +110,19 @@ class Store:
         settings: dict[str, Any] = {
             "socket_timeout": SOCKET_TIMEOUT,
             "socket_connect_timeout": SOCKET_TIMEOUT,
-            "socket_keepalive": True,
             "retry": Retry(NoBackoff(), 0),
             **(options or {}),
         }
+        url = _redis_url(url)
+        if not url.startswith("unix://"):
+            settings.setdefault("socket_keepalive", True)
         try:
-            pool = redis.ConnectionPool.from_url(_redis_url(url), **settings)
+            pool = redis.ConnectionPool.from_url(url, **settings)
             pool.connection_class(**pool.connection_kwargs)
-        except (TypeError, ValueError, RedisError) as exc:
+        except TypeError as exc:  # unknown to the kind of connection that the URL asks for
+            option = "dislock_transport_options"
+            raise SettingsError("app.conf", option, options, str(exc)) from exc
+        except (ValueError, RedisError) as exc:
             raise SettingsError("app.conf", "dislock_url", self.server, str(exc)) from exc
         self._new_connection: Callable[[], redis.Connection] = lambda: pool.connection_class(
             **pool.connection_kwargs
@@ -208,8 +215,7 @@ class Store:
             raise
         self._renewing = connection
         return [
-            self._error(reply) if isinstance(reply, Exception) else reply == 1
-            for reply in replies
+            self._error(reply) if isinstance(reply, Exception) else reply == 1 for reply in replies
         ]
 
     def _renew_on(
@@ -300,13 +306,15 @@ def _read(connection: redis.Connection) -> Any:
 
 
 def _redis_url(url: str) -> str:
-    """Rewrite Celery's ``redis+socket://`` as redis-py's ``unix://``."""
+    """Rewrite Celery's spellings as redis-py's: ``redis+socket://``, and ``CERT_REQUIRED``."""
     parts = urlsplit(url)
+    if parts.scheme == "rediss":
+        return re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda m: m[1].lower(), url)
     if parts.scheme != "redis+socket":
         return url
     query = parse_qs(parts.query)
     database = query.get("virtual_host", query.get("db", ["0"]))[0].strip("/")
-    return urlunsplit(("unix", parts.netloc, parts.path, f"db={database}", ""))
+    return f"unix://{parts.netloc}{parts.path}?db={database}"
 
 
 def without_password(url: str) -> str:

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.app.task import Context
 
+    from celery_dislock.locks import Lock
+
 KILL_AFTER = 1.0  # seconds that a body is given to stop before its pool process is killed
 
 logger = logging.getLogger("celery_dislock")
@@ -117,7 +119,9 @@ class Guard:
         declared = self.options.lock_key
         try:
             self._keys = key_builder(
-                declared or None, signature=_signature(task), task_name=task.name
+                None if declared is False else declared,
+                signature=_signature(task),
+                task_name=task.name,
             )
         except InvalidTemplate as exc:
             raise SettingsError(task.name, "lock_key", declared, str(exc)) from exc
@@ -134,20 +138,9 @@ class Guard:
             return body(*args, **kwargs)
         lock = self.runtime.lock(self._keys.key(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
-        try:
-            leased = lock.try_acquire(claim)
-        except StoreError as exc:
-            conflicts.unavailable(task, request, exc)
-        except BaseException:
-            if claim.lease is None:
-                lock.abandon(claim)
-            claim.settle()
-            raise
-        if isinstance(leased, Conflict):
-            conflicts.resolve(task, request, leased, self.options)
-
-        previous = current.set(leased)
-        running = Running(leased) if self._interrupts else None
+        lease = self._take(task, request, lock, claim)
+        previous = current.set(lease)
+        running = Running(lease) if self._interrupts else None
         try:
             try:
                 result = body(*args, **kwargs)
@@ -181,6 +174,20 @@ class Guard:
         name = self.runtime.lock_name(self._keys.key(args, kwargs))
         store = self.runtime.process.store
         return store.release_dead(name, owner_start, self.options.lock_at_least_for)
+
+    def _take(self, task: Task, request: Context, lock: Lock, claim: Claim) -> Lease:
+        try:
+            answer = lock.try_acquire(claim)
+        except StoreError as exc:
+            conflicts.unavailable(task, request, exc)
+        except BaseException:  # a signal handler's, perhaps after the server has granted the lock
+            if claim.lease is None:
+                lock.abandon(claim)
+            claim.settle()
+            raise
+        if isinstance(answer, Conflict):
+            conflicts.resolve(task, request, answer, self.options)
+        return answer
 
     def _claim(self, task: Task, request: Context) -> Claim:
         process = self.runtime.process
@@ -254,16 +261,18 @@ def install(task: type[Task], app: Celery) -> None:
         body = own_call.__get__(self) if own_call else self.run
         return guard.run(self, request, body, args, kwargs)
 
+    __call__.dislock_inner = own_call  # type: ignore[attr-defined]
     task.dislock_guard = guard
     task.__call__ = __call__
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
     request_class = task.Request
-    task.Request = property(lambda self: recovering(request_class))
+    if not isinstance(request_class, property):  # that of a guarded class which this one extends
+        task.Request = property(lambda _self: recovering(request_class))
     task_postrun.connect(_settle, dispatch_uid="dislock_settle")
 
 
-def _settle(task: Task | None = None, **kwargs: Any) -> None:
+def _settle(task: Task | None = None, **_kwargs: Any) -> None:
     claim = getattr(getattr(task, "request", None), "dislock_claim", None)
     if claim is not None:
         claim.settle()
@@ -298,5 +307,5 @@ def _custom_call(task: type[Task]) -> Callable[..., Any] | None:
             return None
         if "__call__" in vars(cls):
             call: Callable[..., Any] = vars(cls)["__call__"]
-            return call
+            return getattr(call, "dislock_inner", call)  # a guard's own is not to be guarded again
     return None

@@ -60,8 +60,9 @@ class Entry(NamedTuple):
 
 
 class Watchdog:
-    """
-    The leases of this process.  The thread (a greenlet, under gevent and eventlet) starts with the
+    """The leases of this process.
+
+    The thread (a greenlet, under gevent and eventlet) starts with the
     first lease, and does not outlive the process.
 
     Args:
@@ -129,9 +130,7 @@ class Watchdog:
         with self._mutex:
             if self._thread is not None:
                 return
-            self._thread = threading.Thread(
-                target=self._run, name="dislock-watchdog", daemon=True
-            )
+            self._thread = threading.Thread(target=self._run, name="dislock-watchdog", daemon=True)
         self._thread.start()
 
     def tick(self) -> float | None:
@@ -142,7 +141,9 @@ class Watchdog:
             Seconds until there is more to do, 0 for at once, None when there is nothing.
         """
         now = self._clock()
-        lost, capped, batch = [], [], []
+        lost: list[Lease] = []
+        capped: list[Lease] = []
+        batch: list[Entry] = []
         with self._mutex:
             self._collect_due(now)
             while self._due and len(batch) < BATCH:
@@ -200,14 +201,14 @@ class Watchdog:
             )
         except StoreError as exc:
             answers = [exc] * len(batch)
-        except Exception as exc:
+        except SURVIVED as exc:
             answers = [StoreError("?", repr(exc))] * len(batch)
-            self._survive("renewing leases")
+            self._survive("renewing leases", exc)
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
 
         renewed, lost = [], []
         with self._mutex:
-            for entry, answer in zip(batch, answers):
+            for entry, answer in zip(batch, answers, strict=True):
                 lease = entry.lease
                 if not _valid(entry):
                     continue
@@ -256,12 +257,12 @@ class Watchdog:
     def _report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
         try:
             call(*args, **kwargs)
-        except SURVIVED:
-            self._survive("reporting on a lease")
+        except SURVIVED as exc:
+            self._survive("reporting on a lease", exc)
 
-    def _survive(self, doing: str) -> None:
+    def _survive(self, doing: str, exc: BaseException) -> None:
         self.errors += 1
-        logger.exception("Unexpected error while %s; the watchdog goes on.", doing)
+        logger.error("Unexpected error while %s; the watchdog goes on.", doing, exc_info=exc)
 
     def _run(self) -> None:
         while True:
@@ -272,8 +273,8 @@ class Watchdog:
                         idle = self._idle_for()  # a lease may have come since
                         if idle != 0.0:
                             self._wake.wait(idle)
-            except SURVIVED:
-                self._survive("watching leases")
+            except SURVIVED as exc:
+                self._survive("watching leases", exc)
                 time.sleep(RETRY_FIRST)
 
 
@@ -291,4 +292,3 @@ def _why_lost(lease: Lease) -> str:
 
 def _valid(entry: Entry) -> bool:
     return entry.number == entry.lease.watch_number
-

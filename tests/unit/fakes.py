@@ -1,0 +1,127 @@
+"""A store and a clock that the tests drive; the store keeps leases as the scripts do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks import Claim, Lock
+from celery_dislock.settings import TaskOptions
+from celery_dislock.store import Granted, Refused
+from celery_dislock.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class FakeClock:
+    """Monotonic seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class FakeStore:
+    """Leases in a dict: lock -> (owner, expires, holder).
+
+    Attributes:
+        away: Raise StoreError instead of answering.
+        latency: Seconds that each round trip takes.
+        answers: Answers of renew to give instead of the true ones, by owner.
+        calls: What was asked, in order.
+    """
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.leases: dict[str, tuple[str, float, dict[str, Any]]] = {}
+        self.away = False
+        self.latency = 0.0
+        self.answers: dict[str, Any] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        self.tokens = 0
+
+    def _round_trip(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.away:
+            raise StoreError("redis://fake", "away")
+        self.clock.advance(self.latency)
+
+    def acquire(self, lock: str, owner: str, ttl: float, holder: str) -> Granted | Refused:
+        self._round_trip("acquire", lock, owner)
+        other = self.leases.get(lock)
+        if other and other[1] > self.clock() and other[0] != owner:
+            return Refused(other[0], other[1] - self.clock(), other[2])
+        self.tokens += 1
+        self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
+        return Granted(self.tokens)
+
+    def release(self, lock: str, owner: str, at_least: float = 0.0) -> bool:
+        self._round_trip("release", lock, owner, at_least)
+        if self.leases.get(lock, ("",))[0] != owner:
+            return False
+        _, expires, holder = self.leases.pop(lock)
+        if at_least:
+            self.leases[lock] = ("~" + owner, self.clock() + at_least, holder)
+        return expires > self.clock()
+
+    def release_dead(self, lock: str, owner_start: str, at_least: float = 0.0) -> int:
+        self._round_trip("release_dead", lock, owner_start, at_least)
+        if not self.leases.get(lock, ("",))[0].startswith(owner_start):
+            return 0
+        del self.leases[lock]
+        return 1
+
+    def renew(
+        self, leases: Sequence[tuple[str, str, float]], *, within: float
+    ) -> list[bool | StoreError]:
+        assert within > 0
+        self._round_trip("renew", [owner for _, owner, _ in leases])
+        return [self.answers.get(owner, self._renew(*lease)) for lease in leases
+                for owner in [lease[1]]]
+
+    def _renew(self, lock: str, owner: str, ttl: float) -> bool:
+        held = self.leases.get(lock)
+        if not held or held[0] != owner or held[1] <= self.clock():
+            return False
+        self.leases[lock] = (owner, self.clock() + ttl, held[2])
+        return True
+
+    def asked(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@dataclass
+class World:
+    """A clock, a store on it, and a watchdog that only ticks when told to."""
+
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.store = FakeStore(self.clock)
+        self.watchdog = Watchdog(self.store, clock=self.clock, threaded=False)
+
+    def lock(self, key: str = "k", **options: Any) -> Lock:
+        name = f"dislock:{{{key}}}"
+        return Lock(key, name, TaskOptions(**options), self.store, self.watchdog, self.clock)
+
+    def lease(self, key: str = "k", owner: str = "me", **options: Any) -> Any:
+        holder = {"task": "t", "id": "1", "worker": "w", "pid": 7}
+        return self.lock(key, **options).try_acquire(Claim(owner, holder))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, ticking whenever the watchdog wants it."""
+        end = self.clock.now + seconds
+        while True:
+            idle = self.watchdog.tick()
+            if idle is None or self.clock.now + idle > end:
+                break
+            self.clock.advance(idle or 0.001)
+        self.clock.now = max(end, self.clock.now)

@@ -1,0 +1,62 @@
+"""The error tree."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from celery.backends.base import Backend
+from celery import Celery
+
+import celery_dislock
+from celery_dislock import exceptions
+
+ERRORS = [
+    exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
+    exceptions.LockKeyError("export:<x>", "x", "it is a float"),
+    exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
+    exceptions.LockLostError("export:7", "expired"),
+    exceptions.StoreError("redis://x", "refused"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_errors_survive_pickling(error):
+    """A pool process hands its exception to the main process whole."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert vars(copy) == vars(error)
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_errors_survive_a_json_result_backend(error):
+    """A caller's get() raises our error with its data, not a generic one."""
+    backend = Backend(app=Celery(set_as_current=False), serializer="json")
+    stored = backend.decode(backend.encode(backend.prepare_exception(error)))
+    copy = backend.exception_to_python(stored)
+    assert type(copy) is type(error)
+    assert vars(copy) == vars(error)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
+def test_errors_form_one_tree(error):
+    """Whoever catches DislockError catches them all."""
+    assert isinstance(error, exceptions.DislockError)
+
+
+def test_the_public_names_are_pinned():
+    """What can be imported from the package is decided, not accidental."""
+    assert celery_dislock.__all__ == [
+        "Dislock",
+        "SingletonTask",
+        "current_lease",
+        "Lease",
+        "DislockError",
+        "SettingsError",
+        "LockKeyError",
+        "LockHeldError",
+        "LockLostError",
+        "StoreError",
+    ]
+    assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)

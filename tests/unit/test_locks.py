@@ -1,0 +1,169 @@
+"""A lock and its leases, on a store that the test drives."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock import signals
+from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock.locks import Claim, Conflict, Lease, in_words
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+def names(events):
+    return [name for name, _ in events]
+
+
+def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
+    """A refusal says who holds the lock, and for how much longer."""
+    world.lock().try_acquire(Claim("a", HOLDER))
+    world.clock.advance(10)
+    conflict = world.lock().try_acquire(Claim("b", {}))
+    assert isinstance(conflict, Conflict)
+    assert conflict.remaining == pytest.approx(20)
+    error = conflict.error()
+    assert error.key == "k"
+    assert error.holder == "shop.export[1] on w1 (pid 7)"
+
+
+def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
+    """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
+    claim = Claim("a", HOLDER)
+
+    def interrupted(lease):
+        assert claim.lease is lease
+        raise KeyboardInterrupt
+
+    world.watchdog.watch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.lock().try_acquire(claim)
+    claim.settle()
+    assert world.store.leases == {}
+
+
+def test_uncontended_acquire_and_release_are_one_round_trip_each(world):
+    """Two calls to the store, no more."""
+    world.lease().release()
+    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
+
+
+def test_a_released_lease_is_held_no_more(world, heard):
+    """Release ends trust at once, and says so once, however often it is called."""
+    lease = world.lease()
+    lease.release()
+    lease.release()
+    assert not lease.held
+    assert lease.remaining == 0
+    assert names(heard) == ["lock_acquired", "lock_released"]
+    with pytest.raises(LockLostError, match="released"):
+        lease.ensure_held()
+
+
+def test_a_release_that_was_interrupted_is_done_when_asked_again(world):
+    """An exception in the middle of a release leaves the rest to the safety net."""
+    lease = world.lease()
+    release, world.store.release = world.store.release, lambda *_: (_ for _ in ()).throw(SystemExit)
+    with pytest.raises(SystemExit):
+        lease.release()
+    world.store.release = release
+    lease.release()
+    assert world.store.leases == {}
+    assert len(world.watchdog) == 0
+
+
+def test_a_release_whose_first_reply_was_lost_is_a_release(world, heard):
+    """A lease found gone while it was trusted was released by the command sent before."""
+    lease = world.lease()
+    world.store.leases.clear()
+    lease.release()
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_a_release_that_comes_too_late_reports_the_loss(world, heard):
+    """A lease that had ended before its task did is reported as lost."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.clock.advance(40)
+    lease.release()
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+
+
+def test_a_release_touches_no_other_owner(world):
+    """A lost lease's release leaves the new holder alone."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.clock.advance(40)
+    world.lease(owner="new")
+    lease.release()
+    assert world.store.leases["dislock:{k}"][0] == "new"
+
+
+def test_a_server_that_is_away_at_release_does_not_raise(world, caplog):
+    """The task's result is not spoilt: the log says that the lock ends by itself, and when."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.away = True
+    lease.release()
+    assert "ends by itself within 30.0 s" in caplog.text
+
+
+def test_leave_stops_the_renewals_and_sends_nothing(world, heard):
+    """A lease left to expire is neither renewed nor released."""
+    lease = world.lease()
+    lease.leave()
+    world.run(100)
+    assert [call[0] for call in world.store.calls] == ["acquire"]
+    assert heard[-1][0] == "lock_released"
+    assert heard[-1][1]["expiring"] is True
+
+
+def test_at_least_for_is_passed_on_at_release(world):
+    """A short task holds its lock for the time it promised."""
+    world.lease(lock_at_least_for=60).release()
+    assert world.store.asked("release") == [("dislock:{k}", "me", 60)]
+
+
+def test_at_least_for_prolongs_a_lease_that_is_left(world):
+    """A lease left to expire ends no earlier than it would have, nor than it promised."""
+    lease = world.lease(lock_at_least_for=10, lock_watchdog_timeout=30)
+    world.clock.advance(5)
+    lease.leave()
+    assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
+
+
+def test_an_answer_that_comes_too_late_is_no_lease(world):
+    """Granted after trust would have ended: given back, and treated as no answer."""
+    world.store.latency = 31
+    with pytest.raises(StoreError, match="too late"):
+        world.lease(lock_watchdog_timeout=30)
+    assert world.store.leases == {}
+
+
+def test_lost_is_said_once_with_reason_and_action(world, heard, caplog):
+    """The log names key, task and why; the signal and the action come once."""
+    lease = world.lease(lock_on_lost="raise")
+    actions = []
+    lease.on_end = lambda lease, action: actions.append(action)
+    lease.lose("stolen")
+    lease.lose("stolen again")
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+    assert heard[-1][1]["reason"] == "stolen"
+    assert actions == ["raise"]
+    assert "'k'" in caplog.text
+    assert "t[1] on w (pid 7)" in caplog.text
+
+
+def test_a_receiver_that_raises_does_not_spoil_the_acquisition(world, receiving):
+    """A bug in a user's receiver is logged by Celery's dispatcher, and the lock is held."""
+
+    def receiver(**_):
+        raise ValueError
+
+    with receiving(signals.lock_acquired, receiver), receiving(signals.lock_released, receiver):
+        lease = world.lease()
+        assert isinstance(lease, Lease)
+        lease.release()
+    assert world.store.leases == {}
+
+
+def test_holders_read_well_even_with_parts_missing():
+    """A holder written by something else still makes a message."""
+    assert in_words({"task": "t"}) == "t[?] on ? (pid ?)"

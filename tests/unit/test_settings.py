@@ -1,0 +1,156 @@
+"""Options and settings: what they accept, and what they say when they do not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.settings import (
+    AppSettings,
+    TaskOptions,
+    app_settings,
+    reference,
+    setting_name,
+    task_options,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def refused(**declared):
+    with pytest.raises(SettingsError) as caught:
+        task_options("shop.export", declared, {})
+    return caught.value
+
+
+def test_a_task_option_wins_over_the_setting_and_that_over_the_default():
+    """Each option is looked up on the task, then in the app's settings, then in its default."""
+    conf = {"dislock_watchdog_timeout": 60, "dislock_max_renew_times": 5}
+    options = task_options("t", {"lock_watchdog_timeout": 90}, conf)
+    assert (options.lock_watchdog_timeout, options.max_renew_times) == (90.0, 5)
+    assert options.lock_on_conflict == "skip"
+
+
+def test_durations_may_be_timedeltas():
+    """A timedelta becomes seconds."""
+    options = task_options("t", {"lock_watchdog_timeout": timedelta(minutes=2)}, {})
+    assert options.lock_watchdog_timeout == 120.0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("lock_watchdog_timeout", 0, "above 0"),
+        ("lock_watchdog_timeout", -1, "above 0"),
+        ("lock_watchdog_timeout", float("nan"), "finite"),
+        ("lock_watchdog_timeout", float("inf"), "finite"),
+        ("lock_watchdog_timeout", True, "number of seconds"),
+        ("lock_watchdog_timeout", "30", "number of seconds"),
+        ("lock_watchdog_timeout", None, "number of seconds"),
+        ("lock_watchdog_timeout", timedelta(0), "above 0"),
+        ("lock_expire", 0, "above 0"),
+        ("lock_expire", False, "number of seconds"),
+        ("lock_at_least_for", -0.1, "0 or more"),
+        ("max_renew_times", True, "whole number"),
+        ("max_renew_times", 1.5, "whole number"),
+        ("release_on_success", 1, "True or False"),
+        ("release_on_failure", "yes", "True or False"),
+        ("lock_on_conflict", "explode", "'skip', 'raise'"),
+        ("lock_on_conflict", "wait", "not yet"),
+        ("lock_on_conflict", "retry", "not yet"),
+        ("lock_on_conflict", "queue", "not yet"),
+        ("lock_on_conflict", "reject", "not yet"),
+        ("lock_on_conflict", print, "not yet"),
+        ("lock_on_conflict", "skipp", "did you mean 'skip'"),
+        ("lock_on_lost", "expire", "'warn', 'raise', 'terminate'"),
+        ("lock_on_cap", "warn", "'expire', 'raise', 'terminate'"),
+        ("lock_mode", "shared", "not yet"),
+        ("lock_limit", 2, "not yet"),
+        ("lock_limit", True, "whole number"),
+        ("lock_key", 7, "template"),
+        ("lock_key", True, "template"),
+        ("lock_key", ["a", "b"], "not yet"),
+        ("lock_wait_timeout", 10, "not yet"),
+        ("lock_queue_limit", 10, "not yet"),
+    ],
+)
+def test_a_bad_value_names_task_option_value_and_remedy(option, value, remedy):
+    """The error carries what an operator needs to mend it, as text and as attributes."""
+    error = refused(**{option: value})
+    assert (error.owner, error.option) == ("shop.export", option)
+    assert error.value is value
+    assert remedy in error.remedy
+    assert str(error).startswith(f"shop.export: {option}={value!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("lock_watchdog_timeot", "lock_watchdog_timeout"),
+        ("lock_at_lest_for", "lock_at_least_for"),
+        ("max_renew_time", "max_renew_times"),
+        ("release_on_sucess", "release_on_success"),
+        ("lockkey", "lock_key"),
+        ("watchdog_timeout", "lock_watchdog_timeout"),
+    ],
+)
+def test_a_misspelt_option_suggests_the_near_miss(misspelt, meant):
+    """An attribute that looks like an option of ours is not silently ignored."""
+    assert f"did you mean {meant!r}" in refused(**{misspelt: 5}).remedy
+
+
+def test_an_unknown_lock_option_is_refused_without_a_suggestion():
+    """Any lock_ option is ours, known or not."""
+    assert refused(lock_colour="red").remedy == "no such option"
+
+
+def test_other_attributes_are_nobodys_business():
+    """Attributes that look like none of our options are left alone."""
+    task_options("t", {"rate": 5, "queue_name": "x", "retries_left": 2}, {})
+
+
+@pytest.mark.parametrize("name", ["dislock_watchdog_timeot", "CELERY_DISLOCK_WATCHDOG_TIMEOT"])
+def test_a_misspelt_setting_suggests_the_near_miss(name):
+    """Settings are checked as options are, with and without Celery's namespace in front."""
+    with pytest.raises(SettingsError, match="did you mean 'dislock_watchdog_timeout'"):
+        task_options("t", {}, {name: 5})
+
+
+def test_a_bad_setting_is_blamed_on_the_configuration():
+    """A bad default names the setting, not the task that met it first."""
+    with pytest.raises(SettingsError, match=r"app\.conf: dislock_watchdog_timeout=0"):
+        task_options("shop.export", {}, {"dislock_watchdog_timeout": 0})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dislock_enabled", "yes"),
+        ("dislock_url", ""),
+        ("dislock_url", 5),
+        ("dislock_prefix", ""),
+        ("dislock_transport_options", [1]),
+    ],
+)
+def test_app_settings_are_checked_too(setting, value):
+    """What all locks share is checked before the first lock."""
+    with pytest.raises(SettingsError, match=setting):
+        app_settings({setting: value})
+
+
+def test_every_option_has_a_setting_but_the_key():
+    """A key says what one task is about: there is no default for a whole app."""
+    without = [f.name for f in fields(TaskOptions) if setting_name(f.name) is None]
+    assert without == ["lock_key"]
+    assert setting_name("lock_watchdog_timeout") == "dislock_watchdog_timeout"
+    assert setting_name("max_renew_times") == "dislock_max_renew_times"
+
+
+@pytest.mark.parametrize("kind", [TaskOptions, AppSettings])
+def test_the_reference_page_tells_every_option(kind):
+    """The tables in the documentation are the declarations, to the letter."""
+    assert reference(kind) in (DOCS / "reference.md").read_text("utf-8")
