@@ -13,7 +13,7 @@ from celery import bootsteps, current_app
 from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DislockError
 from celery_dislock.task import SingletonTask, install, runtime_of
 
 if TYPE_CHECKING:
@@ -87,11 +87,14 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if dislock_url is not None:
             conf.dislock_url = dislock_url
         self.enabled = runtime_of(worker.app).enabled
-        self.server = ""
         self._check: Any = None
-        if self.enabled:
-            guard_tasks(worker.app)
-            self.server = _check_lock_server(worker.app)
+        try:
+            self.server = _lock_server(worker.app)
+        except DislockError as exc:
+            raise SystemExit(
+                f"Cannot start with locks: {exc}. Mend that, name another lock server "
+                "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
+            ) from exc
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
         """Look for dead pool processes more often than Celery does, whose locks are to be freed.
@@ -107,7 +110,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, _worker: WorkController) -> None:
         """Say in the worker's log what holds."""
-        if self.enabled:
+        if self.server:
             logger.info("Locks are on; lock server: %s", self.server)
         elif self.enabled is False:
             logger.warning(
@@ -132,23 +135,26 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
         guard_tasks(sender)
 
 
-def _check_lock_server(app: Celery) -> str:
-    """Ask the lock server who it is; refuse to start without an answer.
+def _lock_server(app: Celery) -> str:
+    """Guard the tasks, and find the server of their locks; under ``--dislock`` it must answer.
+
+    Returns:
+        The server's URL without its password; empty where nothing is locked.
 
     Raises:
-        SystemExit: With a message for the operator.
+        SettingsError: An option of a task cannot be used, or there is no lock server.
+        StoreError: It does not answer.
     """
-    try:
-        process = runtime_of(app).process
-        process.store.ping()
-    except SettingsError as exc:
-        raise SystemExit(f"Cannot start with locks: {exc}") from exc
-    except StoreError as exc:
-        raise SystemExit(
-            f"Cannot start with locks: {exc}. Start that server, name another one "
-            "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
-        ) from exc
-    return process.store.server
+    runtime = runtime_of(app)
+    if runtime.enabled:
+        guard_tasks(app)
+        runtime.process.store.ping()
+    elif runtime.enabled is False or not any(
+        isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
+        for task in app.tasks.values()
+    ):
+        return ""
+    return runtime.process.store.server
 
 
 def _start_watchdog(**_kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from celery_dislock.keys import InvalidTemplate, key_builder
 from celery_dislock.locks import Claim, Conflict, Lease, current
 from celery_dislock.recovery import execution_start, recovering
 from celery_dislock.runtime import Runtime
-from celery_dislock.settings import TaskOptions, task_options
+from celery_dislock.settings import TaskOptions, app_settings, task_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +112,7 @@ class Guard:
     """
 
     def __init__(self, task: type[Task], app: Celery) -> None:
+        app_settings(app.conf)
         self.runtime = runtime_of(app)
         self.options = task_options(task.name, declared_options(task), app.conf)
         self.timeout = self.options.lock_expire or self.options.lock_watchdog_timeout

@@ -84,8 +84,9 @@ class FakeStore:
     ) -> list[bool | StoreError]:
         assert within > 0
         self._round_trip("renew", [owner for _, owner, _ in leases])
-        return [self.answers.get(owner, self._renew(*lease)) for lease in leases
-                for owner in [lease[1]]]
+        return [
+            self.answers.get(owner, self._renew(*lease)) for lease in leases for owner in [lease[1]]
+        ]
 
     def _renew(self, lock: str, owner: str, ttl: float) -> bool:
         held = self.leases.get(lock)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from celery.backends.base import Backend
 from celery import Celery
+from celery.backends.base import Backend
 
 import celery_dislock
 from celery_dislock import exceptions

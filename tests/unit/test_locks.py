@@ -141,7 +141,7 @@ def test_lost_is_said_once_with_reason_and_action(world, heard, caplog):
     """The log names key, task and why; the signal and the action come once."""
     lease = world.lease(lock_on_lost="raise")
     actions = []
-    lease.on_end = lambda lease, action: actions.append(action)
+    lease.on_end = lambda _lease, action: actions.append(action)
     lease.lose("stolen")
     lease.lose("stolen again")
     assert names(heard) == ["lock_acquired", "lock_lost"]

@@ -1,0 +1,211 @@
+"""The worker's options, its start-up step, and where the lock server is found."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError
+from celery_dislock.plugin import OPTIONS, LockStep, guard_tasks
+from celery_dislock.runtime import Runtime, lock_server
+from celery_dislock.store import Store
+from celery_dislock.task import runtime_of
+
+
+@pytest.fixture
+def app():
+    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    Dislock(app)
+    return app
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    monkeypatch.setattr(Store, "ping", lambda _: {})
+
+
+def guarded(app, name):
+    return "dislock_guard" in vars(type(app.tasks[name]))
+
+
+def test_the_worker_command_gets_the_options(app):
+    """Dislock(app) adds --dislock, --no-dislock and --dislock-url."""
+    assert app.user_options["worker"] == set(OPTIONS)
+    assert [option.opts + option.secondary_opts for option in OPTIONS] == [
+        ["--dislock", "--no-dislock"],
+        ["--dislock-url"],
+    ]
+
+
+def test_dislock_guards_every_task_with_a_key(app, reachable):
+    """Under --dislock the base class does not matter; without a key nothing is locked."""
+
+    @app.task(name="keyed", lock_key="k", shared=False)
+    def keyed(): ...
+
+    @app.task(name="plain", shared=False)
+    def plain(): ...
+
+    step = LockStep(SimpleNamespace(app=app), dislock=True)
+    assert step.enabled
+    assert guarded(app, "keyed")
+    assert not guarded(app, "plain")
+
+
+def test_without_a_flag_only_singleton_tasks_are_guarded(app):
+    """Neither --dislock nor --no-dislock: SingletonTask locks all the same."""
+
+    @app.task(name="keyed", lock_key="k", shared=False)
+    def keyed(): ...
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    LockStep(SimpleNamespace(app=app))
+    assert not guarded(app, "keyed")
+    assert guarded(app, "singleton")
+
+
+def test_the_setting_guards_when_the_apps_tasks_are_final(app):
+    """dislock_enabled=True is --dislock for every process of the app."""
+
+    @app.task(name="keyed", lock_key="k", shared=False)
+    def keyed(): ...
+
+    app.conf.dislock_enabled = True
+    app.finalize()
+    assert guarded(app, "keyed")
+
+
+def test_no_dislock_says_so_loudly(app, caplog):
+    """An operator sees in the log that nothing locks."""
+    step = LockStep(SimpleNamespace(app=app), dislock=False)
+    step.start(None)
+    assert runtime_of(app).enabled is False
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "LOCKS ARE OFF" in record.message
+
+
+def test_the_command_line_wins_over_the_setting(app, reachable):
+    """--dislock and --dislock-url are written to the app's configuration."""
+    app.conf.dislock_enabled = False
+    LockStep(SimpleNamespace(app=app), dislock=True, dislock_url="redis://other:1/3")
+    assert runtime_of(app).enabled is True
+    assert runtime_of(app).process.store.server == "redis://other:1/3"
+
+
+def test_a_worker_without_a_lock_server_refuses_to_start(app, monkeypatch):
+    """The message names the server and the ways out; there is no traceback."""
+
+    def ping(_):
+        raise StoreError("redis://localhost:1/0", "Connection refused")
+
+    monkeypatch.setattr(Store, "ping", ping)
+    with pytest.raises(SystemExit) as caught:
+        LockStep(SimpleNamespace(app=app), dislock=True)
+    assert "redis://localhost:1/0: Connection refused" in caught.value.code
+    assert "--no-dislock" in caught.value.code
+
+
+def test_a_worker_with_a_bad_option_refuses_to_start(app, reachable):
+    """A task that is only locked under --dislock is checked when the worker starts."""
+
+    @app.task(name="keyed", lock_key="k:<x>", shared=False)
+    def keyed(): ...
+
+    with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
+        LockStep(SimpleNamespace(app=app), dislock=True)
+
+
+def test_a_worker_whose_singleton_tasks_have_no_server_refuses_to_start():
+    """Without a flag the server is not asked, but there must be one."""
+    app = Celery("shop", broker="amqp://localhost//", set_as_current=False)
+    Dislock(app)
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    with pytest.raises(SystemExit, match="dislock_url"):
+        LockStep(SimpleNamespace(app=app))
+
+
+def test_dead_children_are_looked_for_often(app):
+    """The event loop asks the pool to look for exits, once however often it is set up."""
+    calls = []
+
+    class Hub:
+        def call_repeatedly(self, delay, call):
+            calls.append(call)
+            return SimpleNamespace(cancel=lambda: calls.remove(call))
+
+    step = LockStep(SimpleNamespace(app=app))
+    worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
+    step.register_with_event_loop(worker, Hub())
+    step.register_with_event_loop(worker, Hub())
+    assert calls == ["maintain"]
+    step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
+
+
+def test_guarding_twice_changes_nothing(app):
+    """Start-up may come by more than once."""
+
+    @app.task(name="keyed", lock_key="k", shared=False)
+    def keyed(): ...
+
+    guard_tasks(app)
+    call = type(app.tasks["keyed"]).__call__
+    guard_tasks(app)
+    assert type(app.tasks["keyed"]).__call__ is call
+
+
+@pytest.mark.parametrize(
+    ("conf", "url"),
+    [
+        ({"dislock_url": "redis://a", "broker_url": "redis://b"}, "redis://a"),
+        ({"broker_url": "redis://b", "result_backend": "redis://c"}, "redis://b"),
+        ({"broker_url": "amqp://b", "result_backend": "redis://c"}, "redis://c"),
+        ({"broker_url": "rediss://b"}, "rediss://b"),
+        ({"broker_url": "redis+socket:///b"}, "redis+socket:///b"),
+        ({"broker_url": "redis://b;redis://c"}, "redis://b"),
+        ({"broker_url": ["redis://b", "redis://c"]}, "redis://b"),
+        ({"broker_write_url": "redis://w", "broker_url": "redis://b"}, "redis://w"),
+    ],
+)
+def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url):
+    """The first of the three that is a Redis."""
+    assert lock_server(conf)[0] == url
+
+
+def test_the_brokers_tls_options_come_with_its_url():
+    """What broker_use_ssl says holds for the locks on that server, too."""
+    conf = {"broker_url": "rediss://b", "broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
+    assert lock_server(conf)[1] == {"ssl_ca_certs": "ca.pem"}
+    assert lock_server({**conf, "dislock_url": "rediss://a"})[1] == {}
+
+
+@pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://"}, {"dislock_url": "http://x"}])
+def test_without_a_redis_the_error_says_what_to_give(conf):
+    """The remedy is in the message."""
+    with pytest.raises(SettingsError, match="give the lock server's URL"):
+        lock_server(conf)
+
+
+def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
+    """After a fork, which is to say under another process id, both are made anew."""
+    runtime = Runtime(lambda: {"broker_url": "redis://b"})
+    first = runtime.process
+    assert runtime.process is first
+    monkeypatch.setattr("celery_dislock.runtime.os.getpid", lambda: -5)
+    second = runtime.process
+    assert second.store is not first.store
+    assert second.watchdog is not first.watchdog
+
+
+def test_the_prefix_is_part_of_every_name():
+    """Two installations on one server keep apart by their prefix."""
+    runtime = Runtime(lambda: {"dislock_prefix": "staging"})
+    assert runtime.lock_name("export:7") == "staging:{export:7}"

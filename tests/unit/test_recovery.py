@@ -1,0 +1,153 @@
+"""Release after the death of a pool process, with processes that are said to live or not."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+from billiard.exceptions import Terminated, WorkerLostError
+from celery.worker.request import Request
+
+from celery_dislock import recovery
+from celery_dislock.exceptions import StoreError
+
+CHILD = os.getpid() + 1
+
+
+class Base:
+    """Stands for a Request class that a user set."""
+
+    def __init__(self, guard, pid=CHILD):
+        self.id, self.hostname, self.worker_pid = "1", "w1", pid
+        self.args, self.kwargs = (7,), {}
+        self.task = SimpleNamespace(name="t", dislock_guard=guard)
+        self.events = guard.events
+
+    def on_failure(self, exc_info, send_failed_event=True, return_ok=False):
+        self.events.append("on_failure")
+
+    def on_timeout(self, soft, timeout):
+        self.events.append("on_timeout")
+
+
+class Guard:
+    timeout = 30.0
+    releases_on_failure = True
+
+    def __init__(self):
+        self.events = []
+        self.error = None
+
+    def release_dead(self, args, kwargs, start):
+        if self.error:
+            raise self.error
+        self.events.append(("released", args, kwargs, start))
+        return 1
+
+
+@pytest.fixture
+def alive(monkeypatch):
+    """Process ids that are said to live; and what was put off until later."""
+    state = SimpleNamespace(pids=set(), later=[])
+    monkeypatch.setattr(recovery, "_is_alive", lambda pid: pid in state.pids)
+    monkeypatch.setattr(recovery, "_soon", state.later.append)
+    return state
+
+
+def failure(exc):
+    return SimpleNamespace(exception=exc)
+
+
+RELEASED = ("released", (7,), {}, f"1@w1:{CHILD}/")
+
+
+@pytest.mark.parametrize("exc", [WorkerLostError("x"), Terminated(9), SystemExit()])
+def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(alive, exc):
+    """The message may go back to its queue, so the lock must be free by then."""
+    guard = Guard()
+    recovery.recovering(Base)(guard).on_failure(failure(exc))
+    assert guard.events == [RELEASED, "on_failure"]
+
+
+def test_a_failed_body_has_released_by_itself(alive):
+    """An exception of the task's own is no death."""
+    guard = Guard()
+    recovery.recovering(Base)(guard).on_failure(failure(ValueError()))
+    assert guard.events == ["on_failure"]
+
+
+def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):
+    """The limit is reported before the child is killed; its lock is its own until then."""
+    guard = Guard()
+    alive.pids.add(CHILD)
+    recovery.recovering(Base)(guard).on_timeout(False, 10)
+    assert guard.events == ["on_timeout"]
+    alive.later.pop()()
+    assert guard.events == ["on_timeout"]
+    alive.pids.clear()
+    alive.later.pop()()
+    assert guard.events == ["on_timeout", RELEASED]
+
+
+def test_a_soft_time_limit_is_no_death(alive):
+    """The body goes on, and releases by itself."""
+    guard = Guard()
+    recovery.recovering(Base)(guard).on_timeout(True, 10)
+    assert guard.events == ["on_timeout"]
+
+
+def test_a_child_that_does_not_die_is_given_up_on(alive, monkeypatch):
+    """After one timeout the lease has ended by itself, and nobody looks any more."""
+    now = [0.0]
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
+    guard = Guard()
+    alive.pids.add(CHILD)
+    recovery.recovering(Base)(guard).on_timeout(False, 10)
+    now[0] = 31.0
+    alive.later.pop()()
+    assert alive.later == []
+
+
+@pytest.mark.parametrize("error", [StoreError("redis://x", "away"), TypeError("no such argument")])
+def test_a_release_that_fails_does_not_disturb_the_worker(alive, caplog, error):
+    """The lease is left to expire, and the log says so."""
+    guard = Guard()
+    guard.error = error
+    recovery.recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
+    assert guard.events == ["on_failure"]
+    assert "left to expire" in caplog.text
+
+
+@pytest.mark.parametrize("pid", [None, os.getpid(), sys.maxsize])
+def test_only_a_pool_process_can_die(alive, pid):
+    """Threads run in the worker's own process, and greenlets have no process id at all."""
+    guard = Guard()
+    recovery.recovering(Base)(guard, pid).on_failure(failure(SystemExit()))
+    assert guard.events == ["on_failure"]
+
+
+def test_release_on_failure_false_keeps_the_lock_of_a_crash_too(alive):
+    """A crash is a failure: the lock is left to expire."""
+    guard = Guard()
+    guard.releases_on_failure = False
+    recovery.recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
+    assert guard.events == ["on_failure"]
+
+
+def test_the_users_request_class_is_kept_and_extended():
+    """A class or a dotted path; the same base gives the same class."""
+    assert issubclass(recovery.recovering(Base), Base)
+    assert issubclass(recovery.recovering("celery.worker.request:Request"), Request)
+    assert recovery.recovering(Base) is recovery.recovering(Base)
+
+
+def test_processes_that_have_ended_are_told_from_those_that_live():
+    """This process lives; one that was waited for does not."""
+    assert recovery._is_alive(os.getpid())
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert not recovery._is_alive(pid)
