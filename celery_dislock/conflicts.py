@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import TYPE_CHECKING, Any, NoReturn
+import time
+from typing import TYPE_CHECKING, NoReturn
 
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from kombu.exceptions import OperationalError
 
 from celery_dislock import signals
 from celery_dislock.locks import in_words
@@ -95,8 +97,12 @@ def put_off(task: Task, request: Context, reason: str, at_most: float = PUT_OFF_
         reason: Why, for the log and the result.
         at_most: Seconds after which the reason is gone at the latest.
 
+    With the broker away too, a task that was acknowledged early exists nowhere but here: it waits in
+    its slot until it can be sent.
+
     Raises:
-        Retry: Always, unless the broker refused; then Reject, which requeues a late-acked message.
+        Retry: It was sent.
+        Reject: The broker is away, and has the message still: it is to be delivered again.
     """
     headers = dict(request.headers or {})
     times = headers.get(PUT_OFF_HEADER, 0)
@@ -104,12 +110,24 @@ def put_off(task: Task, request: Context, reason: str, at_most: float = PUT_OFF_
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- no secret
     countdown = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
     headers[PUT_OFF_HEADER] = times + 1
-    options: dict[str, Any] = {"countdown": countdown, "retries": request.retries}
-    signature = task.signature_from_request(request, headers=headers, **options)
-    try:
-        signature.apply_async()
-    except Exception as exc:
-        logger.exception("Task %s[%s] could not be put off.", task.name, request.id)
-        raise Reject(exc, requeue=True) from exc
+    signature = task.signature_from_request(
+        request, headers=headers, countdown=countdown, retries=request.retries
+    )
+    pause = PUT_OFF_FIRST
+    while True:
+        try:
+            signature.apply_async()
+            break
+        except OperationalError as exc:
+            if task.acks_late:  # the broker has the message still
+                raise Reject(exc, requeue=True) from exc
+            logger.error(  # noqa: TRY400 -- the reason says it all, many times over
+                "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s",
+                task.name,
+                request.id,
+                exc,
+            )
+        time.sleep(pause)
+        pause = min(pause * 2, PUT_OFF_MOST)
     logger.warning("Task %s[%s] put off for %.1f s: %s", task.name, request.id, countdown, reason)
     raise Retry(reason, when=countdown)

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps, current_app
+from celery._state import connect_on_app_finalize
 from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
@@ -61,7 +62,7 @@ class Dislock:
         runtime_of(app)
         app.user_options["worker"].update(OPTIONS)
         app.steps["worker"].add(LockStep)
-        app.on_after_finalize.connect(_guard_if_enabled, weak=False)
+        _follow(app)
 
 
 class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -155,6 +156,15 @@ def _lock_server(app: Celery) -> str:
     ):
         return ""
     return runtime.process.store.server
+
+
+def _follow(app: Celery) -> None:
+    app.on_after_finalize.connect(_guard_if_enabled, weak=False)
+
+
+# A pool process that is spawned, not forked, makes an app of its own, with the configuration of the
+# main process's but without its signal handlers.
+connect_on_app_finalize(_follow)
 
 
 def _start_watchdog(**_kwargs: Any) -> None:

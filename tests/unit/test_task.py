@@ -10,6 +10,7 @@ import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun
+from kombu.exceptions import OperationalError
 
 from celery_dislock import (
     LockHeldError,
@@ -354,6 +355,20 @@ def test_an_unreachable_server_never_lets_the_body_run(app, world):
     assert isinstance(task.apply().result, StoreError)
 
 
+class Broker:
+    """Stands for send_task; away for so many calls."""
+
+    def __init__(self, times_away):
+        self.times_away = times_away
+        self.sent = []
+
+    def __call__(self, name, *args, **options):
+        if self.times_away:
+            self.times_away -= 1
+            raise OperationalError
+        self.sent.append(options)
+
+
 def deliver(task, task_id="1", **request):
     """Run the task as a worker does: traced, not eager."""
     from celery.app.trace import build_tracer
@@ -395,21 +410,36 @@ def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, worl
     assert [options["task_id"] for options in sent] == ["1"]
 
 
-def test_a_broker_that_refuses_the_put_off_sends_the_message_back(app, world, monkeypatch):
-    """A late-acked message goes back to its queue rather than being lost."""
+def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(app, world, monkeypatch):
+    """The broker has the message still, and delivers it again."""
 
-    @app.task(base=SingletonTask, lock_key="k")
+    @app.task(base=SingletonTask, lock_key="k", acks_late=True)
     def task():
         raise AssertionError
 
-    def refuse(*_, **__):
-        raise OSError
-
-    monkeypatch.setattr(app, "send_task", refuse)
+    monkeypatch.setattr(app, "send_task", Broker(times_away=1))
     world.store.away = True
     rejection = deliver(task).retval.exception.exc
     assert isinstance(rejection, Reject)
     assert rejection.requeue is True
+
+
+def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, world, monkeypatch):
+    """It exists nowhere but here: it is sent as soon as the broker is back."""
+
+    @app.task(base=SingletonTask, lock_key="k", acks_late=False)
+    def task():
+        raise AssertionError
+
+    pauses = []
+    broker = Broker(times_away=3)
+    monkeypatch.setattr(app, "send_task", broker)
+    monkeypatch.setattr("celery_dislock.conflicts.time.sleep", pauses.append)
+    world.store.away = True
+    assert deliver(task).info.state == "RETRY"
+    assert len(broker.sent) == 1
+    assert pauses == sorted(pauses)
+    assert len(pauses) == 3
 
 
 def test_a_skipped_task_ends_as_revoked_with_the_reason(app, world):
