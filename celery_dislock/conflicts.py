@@ -97,8 +97,8 @@ def put_off(task: Task, request: Context, reason: str, at_most: float = PUT_OFF_
         reason: Why, for the log and the result.
         at_most: Seconds after which the reason is gone at the latest.
 
-    With the broker away too, a task that was acknowledged early exists nowhere but here: it waits in
-    its slot until it can be sent.
+    With the broker away too, a task that was acknowledged early exists nowhere but here: it waits
+    in its slot until it can be sent.
 
     Raises:
         Retry: It was sent.

@@ -51,7 +51,8 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         ("broker_url", "broker_use_ssl"),
         ("result_backend", "redis_backend_use_ssl"),
     ):
-        candidate = conf.get(name)
+        # Celery's configuration has properties for these, which ask the environment first.
+        candidate = getattr(conf, name, None) or conf.get(name)
         if isinstance(candidate, (list, tuple)):
             candidate = candidate[0] if candidate else None
         candidate = (candidate or "").split(";")[0]

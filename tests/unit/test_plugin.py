@@ -180,6 +180,12 @@ def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url):
     assert lock_server(conf)[0] == url
 
 
+def test_the_brokers_url_may_come_from_the_environment(app, monkeypatch):
+    """What Celery takes for its broker is the lock server: --broker is an environment variable."""
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://environment")
+    assert lock_server(app.conf)[0] == "redis://environment"
+
+
 def test_the_brokers_tls_options_come_with_its_url():
     """What broker_use_ssl says holds for the locks on that server, too."""
     conf = {"broker_url": "rediss://b", "broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
