@@ -8,7 +8,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.locks import Lease, current_lease
+from celery_dislock.leases import Lease, current_lease
 from celery_dislock.plugin import Dislock
 from celery_dislock.task import SingletonTask
 

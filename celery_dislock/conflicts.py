@@ -16,14 +16,14 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from kombu.exceptions import OperationalError
 
 from celery_dislock import signals
-from celery_dislock.locks import in_words
+from celery_dislock.leases import in_words
 
 if TYPE_CHECKING:
     from celery import Task
     from celery.app.task import Context
 
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.locks import Conflict
+    from celery_dislock.leases import Conflict
     from celery_dislock.settings import TaskOptions
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time

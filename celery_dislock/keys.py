@@ -13,7 +13,7 @@ the same key of a template.  That holds by construction:
   literal that follows it, and tells where the value ends and the next one begins: one key can be
   taken apart in one way only.
 
-A key of more than ``MAX_KEY_BYTES`` keeps a readable head and ends in ``%#`` and a digest of the
+A key of more than 200 bytes keeps a readable head and ends in ``%#`` and a digest of the
 whole.  Encoding never writes ``%#``, and a template whose literals could is refused, so a short
 key never passes for a shortened one.  A callable returns finished keys: there it is the
 callable's part to keep different things apart.
@@ -27,37 +27,31 @@ import inspect
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from datetime import date
-from decimal import Decimal
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
-from uuid import UUID
 
 from celery_dislock.exceptions import LockKeyError
+from celery_dislock.values import (
+    ALLOWED,
+    DIGEST_CHARS,
+    DIGEST_MARK,
+    ENCODED,
+    FORBIDDEN,
+    NotPlainError,
+    canonical,
+    check_key,
+    kind_of,
+    percent_encoded,
+    text_of,
+)
 
-MAX_KEY_BYTES = 200  # bytes of UTF-8
-DIGEST_CHARS = 32  # hex digits of a SHA-256: 128 bits
-_DIGEST_MARK = "%#"
-_HEAD_BYTES = MAX_KEY_BYTES - len(_DIGEST_MARK) - DIGEST_CHARS
-
-# C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot carry.
-_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
-_ENCODED = r":%{}<>" + _CONTROL
-_FORBIDDEN = re.compile(rf"[{{}}{_CONTROL}]")  # braces delimit the hash tag of the Redis name
 _TOKEN = re.compile(r"<<|>>|<([^<>]*)>|[<>]")
-_ALLOWED = "str, int, bool, UUID, Enum, date, datetime or Decimal"
 _NOT_GIVEN = inspect.Parameter.empty
 
 
 class InvalidTemplate(ValueError):  # noqa: N818  # it becomes a SettingsError, never travels alone
     """A ``lock_key`` cannot be used as declared; the message says what to write instead."""
-
-
-class _NotPlainError(Exception):
-    """A value that has no canonical form; the message is its type."""
 
 
 class KeyBuilder(Protocol):
@@ -97,34 +91,7 @@ def key_builder(
         raise InvalidTemplate("an async function returns no key; use a plain one")
     if callable(declared):
         return CallableKey(declared)
-    raise InvalidTemplate(f"{_kind(declared)} is not allowed; use a template, a callable or None")
-
-
-def check_key(key: str, *, declared: str | None = None) -> str:
-    """
-    Return a finished key, shortened where it is longer than ``MAX_KEY_BYTES``.
-
-    A key that came from here comes back unchanged.
-
-    Args:
-        key: The whole key, from whatever source.
-        declared: What an error names as its source; None means the key itself.
-
-    Raises:
-        LockKeyError: It is not a str, is empty, or holds braces or control characters.
-    """
-    source = reprlib.repr(key) if declared is None else declared
-    if not isinstance(key, str):
-        raise LockKeyError(source, None, f"a key is a str, not {_kind(key)}")
-    if not key:
-        raise LockKeyError(source, None, "the key is empty")
-    if wrong := _FORBIDDEN.search(key):
-        raise LockKeyError(source, None, f"the key holds {wrong[0]!r}, which no key may")
-    raw = key.encode()
-    if len(raw) <= MAX_KEY_BYTES:
-        return str.__str__(key)
-    head = raw[:_HEAD_BYTES].decode(errors="ignore")  # without a character that was cut in two
-    return f"{head}{_DIGEST_MARK}{hashlib.sha256(raw).hexdigest()[:DIGEST_CHARS]}"
+    raise InvalidTemplate(f"{kind_of(declared)} is not allowed; use a template, a callable or None")
 
 
 class KeyTemplate:
@@ -150,7 +117,7 @@ class KeyTemplate:
             (path, name, walk, index.get(name, sys.maxsize), default.get(name, _NOT_GIVEN), literal)
             for path, (name, *walk), literal in zip(paths, names, literals[1:], strict=True)
         ]
-        encoded = re.compile(f"[{_ENCODED}{re.escape(markers)}]")
+        encoded = re.compile(f"[{ENCODED}{re.escape(markers)}]")
         self._needs_encoding, self._encode = encoded.search, encoded.sub
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -168,7 +135,7 @@ class KeyTemplate:
                 value = self._walked(value, path, walk)
             text = value if type(value) is str else self._text(value, path)
             if self._needs_encoding(text):
-                text = self._encode(_percent, text)
+                text = self._encode(percent_encoded, text)
             parts += (text, literal)
         return check_key("".join(parts), declared=self._template)
 
@@ -180,18 +147,18 @@ class KeyTemplate:
             else:
                 value = getattr(owner, name, _NOT_GIVEN)
             if value is _NOT_GIVEN:
-                raise LockKeyError(self._template, path, f"{_kind(owner)} has no {name!r}")
+                raise LockKeyError(self._template, path, f"{kind_of(owner)} has no {name!r}")
         return value
 
     def _text(self, value: object, path: str) -> str:
         if value is _NOT_GIVEN:
             raise LockKeyError(self._template, path, "the call does not give it")
         try:
-            text = _text(value)
+            text = text_of(value)
         except ValueError as error:  # an int of thousands of digits
             raise LockKeyError(self._template, path, str(error)) from error
         if text is None:
-            reason = f"{_kind(value)} is not allowed in a key; use {_ALLOWED}"
+            reason = f"{kind_of(value)} is not allowed in a key; use {ALLOWED}"
             raise LockKeyError(self._template, path, reason)
         return text
 
@@ -207,7 +174,7 @@ class CallableKey:
         """Return the key of a call; see `KeyBuilder.key`."""
         key = self._function(*args, **kwargs)
         if not isinstance(key, str):
-            reason = f"it returned {reprlib.repr(key)}; a key is a str, not {_kind(key)}"
+            reason = f"it returned {reprlib.repr(key)}; a key is a str, not {kind_of(key)}"
             raise LockKeyError(self._name, None, reason)
         return check_key(key, declared=self._name)
 
@@ -221,7 +188,7 @@ class DigestKey:
     """
 
     def __init__(self, task_name: str, signature: inspect.Signature) -> None:
-        self._name = re.sub(f"[{_ENCODED}]", _percent, task_name)
+        self._name = re.sub(f"[{ENCODED}]", percent_encoded, task_name)
         self._declared = f"{task_name}:<all arguments>"
         self._signature = signature
 
@@ -230,8 +197,8 @@ class DigestKey:
         digest = hashlib.sha256()
         for name, value in _bound(self._signature, args, kwargs).items():
             try:
-                digest.update(_canonical(name) + _canonical(value))
-            except (_NotPlainError, RecursionError) as error:
+                digest.update(canonical(name) + canonical(value))
+            except (NotPlainError, RecursionError) as error:
                 what = "data nested this deep" if isinstance(error, RecursionError) else error
                 reason = f"{what} cannot be digested; declare an explicit lock_key"
                 raise LockKeyError(self._declared, name, reason) from error
@@ -256,11 +223,11 @@ def _parse(template: str) -> tuple[list[str], list[str]]:
             paths.append(token[1])
             literals.append("")
     literals[-1] += template[end:]
-    if wrong := _FORBIDDEN.search("".join(literals)):
+    if wrong := FORBIDDEN.search("".join(literals)):
         hint = "; write <name> for an argument" if wrong[0] in "{}" else ""
         raise InvalidTemplate(f"{wrong[0]!r} cannot stand in a key{hint}")
     # A value may be empty or begin with "#".
-    if any(_DIGEST_MARK in part + "#" for part in literals[:-1]) or _DIGEST_MARK in literals[-1]:
+    if any(DIGEST_MARK in part + "#" for part in literals[:-1]) or DIGEST_MARK in literals[-1]:
         raise InvalidTemplate("'%' cannot stand before '#' or <name>: '%#' marks a shortened key")
     return literals, paths
 
@@ -320,54 +287,3 @@ def _bound(
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
-
-
-def _percent(match: re.Match[str]) -> str:
-    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
-
-
-def _text(value: object) -> str | None:
-    """Return the text of a value, or None where its type has no place in a key."""
-    if isinstance(value, Enum):
-        return _text(value.value)
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__repr__(value)
-    if isinstance(value, date):
-        return value.isoformat()
-    return str(value) if isinstance(value, (bool, UUID, Decimal)) else None
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Enum):
-        return f"{type(value).__name__} of {_kind(value.value)}"
-    return "None" if value is None else type(value).__name__
-
-
-def _canonical(value: object) -> bytes:
-    """Return bytes that are equal for equal data only; each value tells where it ends."""
-    parts: Iterable[bytes]
-    if isinstance(value, Enum):
-        return _canonical(value.value)
-    if value is None or isinstance(value, bool):
-        tag, parts = b"c", [str(value).encode()]
-    elif isinstance(value, int):
-        tag, parts = b"i", [f"{int(value):x}".encode()]  # hex has no limit of digits
-    elif isinstance(value, float):
-        tag, parts = b"f", [float.__repr__(value).encode()]
-    elif (text := _text(value)) is not None:
-        tag, parts = b"s", [text.encode("utf-8", "surrogatepass")]
-    elif isinstance(value, bytes):
-        tag, parts = b"b", [value]
-    elif isinstance(value, (list, tuple)):
-        tag, parts = b"l", map(_canonical, value)
-    elif isinstance(value, Mapping):
-        tag = b"m"
-        parts = sorted(_canonical(key) + _canonical(item) for key, item in value.items())
-    elif isinstance(value, AbstractSet):
-        tag, parts = b"e", sorted(map(_canonical, value))
-    else:
-        raise _NotPlainError(_kind(value))
-    data = b"".join(parts)
-    return b"%b%d:%b" % (tag, len(data), data)

@@ -1,36 +1,19 @@
-"""A lock, and one owner's lease of it.
-
-A lease is trusted until ``sent_at + timeout - margin``, where ``sent_at`` is the monotonic time
-before the acquisition or the last successful renewal was *sent*: a slow reply shortens trust,
-never stretches it.  Past that instant the lease is lost for good, even if the server would still
-extend it: whoever asked it in between was told so, and may have acted on it.
-
-What a lease is at any moment follows from two facts: when trust ends, and which of the ends below
-it has met.  It meets at most one.
-
-============  ====================================================================
-end           how it came
-============  ====================================================================
-released      its owner is done with it
-expiring      its owner is done with it, and leaves it to run out
-lost          this process can no longer trust it
-============  ====================================================================
-"""
+"""A lock by its key: how it is taken, for how long a lease of it is trusted, and how it is kept."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from celery_dislock import signals
-from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
+from celery_dislock.exceptions import StoreError
+from celery_dislock.leases import Claim, Conflict, Lease
 from celery_dislock.store import Granted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from celery_dislock.settings import TaskOptions
     from celery_dislock.store import Refused
@@ -40,13 +23,6 @@ TRUST_MARGIN_RATIO = 0.1  # of the timeout, where that is less
 RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
-
-current: ContextVar[Lease | None] = ContextVar("dislock_lease", default=None)
-
-
-def current_lease() -> Lease | None:
-    """Return the lease under which the running task body runs; None where it runs under none."""
-    return current.get()
 
 
 class Locking(Protocol):
@@ -67,229 +43,6 @@ class Keeper(Protocol):
 
     def unwatch(self, lease: Lease) -> None:
         """Leave the lease alone from now on."""
-
-
-def in_words(holder: Mapping[str, Any]) -> str:
-    """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    return f"{task}[{task_id}] on {worker} (pid {pid})"
-
-
-class Claim:
-    """
-    One attempt of one owner to take a lock, and what came of it.
-
-    The lease is noted here before anything keeps it alive, so that whoever made the claim can
-    settle it whatever exception came in between, and at whichever instruction.
-
-    Args:
-        owner: The string that identifies this acquisition.
-        holder: What others are told: task, id, worker, pid.
-        sender: Sender of the signals about this lock.
-    """
-
-    __slots__ = ("holder", "lease", "leaves", "owner", "sender")
-
-    def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
-        self.owner = owner
-        self.holder = holder
-        self.sender = sender
-        self.lease: Lease | None = None
-        self.leaves = False  # the lease to expire, instead of releasing it
-
-    def settle(self) -> None:
-        """End the lease, where there is one; does nothing the second time."""
-        if self.lease is not None:
-            if self.leaves:
-                self.lease.leave()
-            else:
-                self.lease.release()
-
-
-class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held."""
-
-    key: str
-    holder: Mapping[str, Any]
-    remaining: float  # seconds until the holder's lease ends, unless it is renewed
-
-    def error(self) -> LockHeldError:
-        """Make the error that stands for this conflict."""
-        return LockHeldError(self.key, in_words(self.holder), self.remaining)
-
-
-class Lease:
-    """
-    One owner's hold on a lock, with a deadline.  Made by :meth:`Lock.try_acquire`.
-
-    Attributes:
-        key: The key of the lock.
-        owner: The string that identifies this acquisition.
-        token: The fencing token: grows with each new lease of this lock.  A resource that
-            remembers the highest it has seen can refuse a holder that was overtaken.
-        renewals: How often the lease has been renewed.
-        capped: True once the cap stopped the renewals.
-    """
-
-    __slots__ = (
-        "_ended",
-        "_finished",
-        "_lost",
-        "acquired_at",
-        "capped",
-        "holder",
-        "key",
-        "lock",
-        "on_end",
-        "owner",
-        "renewals",
-        "sender",
-        "token",
-        "trusted_until",
-        "watch_number",
-    )
-
-    def __init__(self, lock: Lock, claim: Claim, token: int, sent_at: float) -> None:
-        self.lock = lock
-        self.key = lock.key
-        self.owner = claim.owner
-        self.holder = claim.holder
-        self.sender = claim.sender
-        self.token = token
-        self.renewals = 0
-        self.capped = False
-        self.on_end: Callable[[Lease, str], None] | None = None
-        self.watch_number = 0  # the keeper's
-        self.acquired_at = sent_at
-        self.trusted_until = sent_at + lock.trust
-        self._ended = ""  # how, in words
-        self._lost = False
-        self._finished = False
-
-    @property
-    def held(self) -> bool:
-        """Whether this process may still trust the lease; asks the local clock, not the server."""
-        return not self._ended and self.lock.clock() < self.trusted_until
-
-    @property
-    def remaining(self) -> float:
-        """Seconds for which the lease is trusted if it is not renewed; 0 where it is not held."""
-        if self._ended:
-            return 0.0
-        return max(0.0, self.trusted_until - self.lock.clock())
-
-    @property
-    def why_ended(self) -> str:
-        """Why the lease is held no more, or soon will be, in words; empty where it is held."""
-        if self._ended:
-            return self._ended
-        if self.capped:
-            return f"it was renewed {self.renewals} times, its cap"
-        return "" if self.held else "its time ran out"
-
-    def ensure_held(self) -> None:
-        """
-        Return if the lease is held; never waits, asks the local clock.
-
-        Call it before a step that must not be done twice, and give that step the token.
-
-        Raises:
-            LockLostError: Another execution may hold the lock by now.
-        """
-        if not self.held:
-            raise LockLostError(self.key, self.why_ended)
-
-    def extend(self, sent_at: float) -> None:
-        """Trust the lease anew after a renewal that was sent at *sent_at*."""
-        self.trusted_until = sent_at + self.lock.trust
-        self.renewals += 1
-
-    def lose(self, reason: str) -> None:
-        """Say, once, that the lease can no longer be trusted, and do what was asked for then."""
-        if self._lost:
-            return
-        self._lost = True
-        self._ended = reason
-        action = self.lock.options.lock_on_lost
-        logger.error(
-            "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
-            self.key,
-            in_words(self.holder),
-            reason,
-            action,
-        )
-        signals.lock_lost.send(sender=self.sender, lease=self, reason=reason)
-        if self.on_end is not None:
-            self.on_end(self, action)
-
-    def cap(self) -> None:
-        """Say that the lease is renewed no more, and do what was asked for then."""
-        self.capped = True
-        action = self.lock.options.lock_on_cap
-        logger.warning(
-            "Lock %r of %s was renewed %d times, its cap, and ends in %.1f s; lock_on_cap=%r.",
-            self.key,
-            in_words(self.holder),
-            self.renewals,
-            self.remaining,
-            action,
-        )
-        signals.lock_capped.send(sender=self.sender, lease=self)
-        if self.on_end is not None:
-            self.on_end(self, action)
-
-    def release(self) -> None:
-        """
-        End the lease; one round trip, and none where that was done before.
-
-        A server that is away does not raise: the lease then ends with its expiry, and the log
-        says when.
-        """
-        if self._finished:
-            return
-        was_trusted = self.lock.clock() < self.trusted_until and not self._lost
-        self._stop("released")
-        found = self._finish(self.lock.options.lock_at_least_for)
-        # Gone though trusted: the release was sent twice, and the first reply was lost.
-        if not found and not was_trusted and not self.capped:
-            self.lose("it had ended before its task did")
-        self._finished = True
-        if not self._lost:
-            signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
-
-    def leave(self) -> None:
-        """Stop renewing the lease and let it run out; ``lock_at_least_for`` may prolong it."""
-        if self._finished:
-            return
-        self._stop("left to expire")
-        at_least = self.lock.options.lock_at_least_for
-        if at_least:
-            expiry = self.trusted_until - self.lock.trust + self.lock.timeout
-            self._finish(max(at_least, expiry - self.acquired_at))
-        self._finished = True
-        if not self._lost:
-            signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
-
-    def _stop(self, end: str) -> None:
-        self.lock.keeper.unwatch(self)
-        self._ended = self._ended or end
-
-    def _finish(self, at_least: float) -> bool:
-        try:
-            return self.lock.store.release(self.lock.name, self.owner, at_least)
-        except StoreError as exc:
-            logger.warning(
-                "Lock %r of %s could not be released and ends by itself within %.1f s: %s",
-                self.key,
-                in_words(self.holder),
-                self.lock.timeout,
-                exc,
-            )
-            return True
-
-    def __repr__(self) -> str:
-        state = self._ended or ("held" if self.held else "ended")
-        return f"<Lease of {self.key!r} by {self.owner}: {state}, token {self.token}>"
 
 
 class Lock:

@@ -11,86 +11,26 @@ remedy.  All of them run when a task is bound or a worker starts, never later.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from datetime import timedelta
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from celery_dislock.checks import (
+    NEAR_MISS,
+    Check,
+    did_you_mean,
+    mapping,
+    one_of,
+    optional,
+    seconds,
+    text,
+    whole_number,
+    yes_or_no,
+)
 from celery_dislock.exceptions import SettingsError
 
-NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
-
-Check = Callable[[Any], Any]
-
-
-def seconds(*, above: float | None = None, at_least: float | None = None) -> Check:
-    """Check a duration: an int, float or timedelta, as seconds."""
-    wanted = f"above {above:g}" if above is not None else f"of {at_least:g} or more"
-
-    def check(value: object) -> float:
-        if isinstance(value, timedelta):
-            value = value.total_seconds()
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
-        if (
-            not math.isfinite(value)
-            or (above is not None and value <= above)
-            or (at_least is not None and value < at_least)
-        ):
-            raise ValueError(f"give seconds {wanted}, and finite")
-        return float(value)
-
-    return check
-
-
-def whole_number(value: object) -> int:
-    """Check an integer; a boolean is none."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("give a whole number")
-    return value
-
-
-def yes_or_no(value: object) -> bool:
-    """Check a boolean; nothing else stands for one."""
-    if not isinstance(value, bool):
-        raise ValueError("give True or False")
-    return value
-
-
-def text(value: object) -> str:
-    """Check a string that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise ValueError("give a string that is not empty")
-    return value
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """Check a mapping."""
-    if not isinstance(value, Mapping):
-        raise ValueError("give a dict")
-    return dict(value)
-
-
-def optional(check: Check) -> Check:
-    """Let None pass, else check."""
-    return lambda value: None if value is None else check(value)
-
-
-def one_of(*allowed: str, not_yet: tuple[str, ...] = ()) -> Check:
-    """Check a choice; those in *not_yet* are part of the design, but not there yet."""
-
-    def check(value: object) -> str:
-        if value in not_yet or (not_yet and callable(value)):
-            raise ValueError(f"not yet available; use one of {', '.join(map(repr, allowed))}")
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(
-                f"use one of {', '.join(map(repr, allowed))}{_did_you_mean(str(value), allowed)}"
-            )
-        return value
-
-    return check
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 
 def lock_limit(value: object) -> int:
@@ -293,7 +233,7 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             raise SettingsError(owner, name, value, f"not yet available: {NOT_YET[name]}")
         near = get_close_matches(name, known, 1, NEAR_MISS)
         if name not in known and (near or name.startswith("lock_")):
-            raise SettingsError(owner, name, value, f"no such option{_did_you_mean(name, known)}")
+            raise SettingsError(owner, name, value, f"no such option{did_you_mean(name, known)}")
     check_settings(conf)
 
     values: dict[str, Any] = {}
@@ -333,7 +273,7 @@ def check_settings(conf: Mapping[str, Any]) -> None:
         _, found, rest = given.lower().rpartition("dislock_")
         name = found + rest
         if found and name not in _SETTINGS:
-            near = _did_you_mean(name, _SETTINGS)
+            near = did_you_mean(name, _SETTINGS)
             raise SettingsError("app.conf", given, conf[given], f"no such setting{near}")
 
 
@@ -359,8 +299,3 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
         return option.metadata["check"](value)
     except ValueError as exc:
         raise SettingsError(owner, name, value, str(exc)) from exc
-
-
-def _did_you_mean(given: str, known: Any) -> str:
-    near = get_close_matches(given, list(known), 1, NEAR_MISS)
-    return f"; did you mean {near[0]!r}?" if near else ""

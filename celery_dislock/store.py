@@ -12,12 +12,9 @@ reply on it might belong to the command before.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
-from dataclasses import dataclass
-from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
@@ -27,14 +24,16 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.retry import Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from celery_dislock.scripts import Script
+
 RESENDS = 2  # times a command is sent again when its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
 SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
-HEADER = "_lease"  # the script part that every script begins with
 
 # What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
@@ -52,28 +51,6 @@ class Refused(NamedTuple):
     owner: str
     remaining: float  # seconds
     holder: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Script:
-    """A Lua script as the server knows it."""
-
-    text: str
-    sha: str
-
-    @classmethod
-    def load(cls, name: str) -> Script:
-        """Read a script that is part of this package."""
-        folder = resources.files("celery_dislock") / "scripts"
-        parts = [(folder / f"{part}.lua").read_text("utf-8") for part in (HEADER, name)]
-        text = "\n".join(parts)
-        return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-
-ACQUIRE = Script.load("acquire")
-RENEW = Script.load("renew")
-RELEASE = Script.load("release")
-RELEASE_DEAD = Script.load("release_dead")
 
 
 def milliseconds(seconds: float) -> int:

@@ -11,24 +11,19 @@ raised in the middle of the release.
 from __future__ import annotations
 
 import inspect
-import logging
-import os
-import signal
-import threading
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from billiard import current_process
 from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun
 
 from celery_dislock import conflicts
-from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
-from celery_dislock.interrupt import running_here
+from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, key_builder
-from celery_dislock.locks import Claim, Conflict, Lease, current
+from celery_dislock.leases import Claim, Conflict, Lease, current
 from celery_dislock.recovery import execution_start, recovering
+from celery_dislock.running import Running, StopTask
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import TaskOptions, app_settings, task_options
 
@@ -39,10 +34,6 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.locks import Lock
-
-KILL_AFTER = 1.0  # seconds that a body is given to stop before its pool process is killed
-
-logger = logging.getLogger("celery_dislock")
 
 
 def runtime_of(app: Celery) -> Runtime:
@@ -84,14 +75,6 @@ def lease_of(task: Task) -> Lease | None:
     """Return the lease of the task's current execution."""
     claim = getattr(task.request, "dislock_claim", None)
     return claim.lease if claim is not None else None
-
-
-class StopTask(BaseException):
-    """Thrown into a body that is to be terminated; ``except Exception`` does not catch it."""
-
-    def __init__(self, error: LockLostError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class Guard:
@@ -200,41 +183,6 @@ class Guard:
         }
         start = execution_start(request.id, request.hostname, process.pid)
         return Claim(process.owner_name(start), holder, sender=task)
-
-
-class Running:
-    """A body that is stopped when its lease ends under it, where its task asks for that."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._target = running_here()
-        self._mutex = threading.Lock()
-        self._ended = False
-        lease.on_end = self._stop
-
-    def end(self) -> None:
-        """The body has ended; from here on nothing is thrown into it."""
-        with self._mutex:
-            self._ended = True
-        self._target.disarm()
-
-    def _stop(self, lease: Lease, action: str) -> None:
-        if action not in {"raise", "terminate"}:
-            return
-        error = LockLostError(lease.key, lease.why_ended)
-        if action == "raise":
-            self._target.throw(error)
-            return
-        self._target.throw(StopTask(error))
-        if current_process().name != "MainProcess":
-            killer = threading.Timer(KILL_AFTER, self._kill, (lease,))
-            killer.daemon = True
-            killer.start()
-
-    def _kill(self, lease: Lease) -> None:
-        with self._mutex:
-            if not self._ended:
-                logger.error("Killing process %d: %r does not stop.", os.getpid(), lease)
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 def install(task: type[Task], app: Celery) -> None:

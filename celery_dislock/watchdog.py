@@ -28,7 +28,7 @@ from celery_dislock.exceptions import StoreError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_dislock.locks import Lease
+    from celery_dislock.leases import Lease
 
 BATCH = 500  # renewals in one round trip: some 5 ms of work for the server
 EARLY = 1 / 20  # of the time between two renewals: so much earlier a lease may be taken along

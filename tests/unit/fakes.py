@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks import Claim, Lock
+from celery_dislock.leases import Claim
+from celery_dislock.locks import Lock
 from celery_dislock.settings import TaskOptions
 from celery_dislock.store import Granted, Refused
 from celery_dislock.watchdog import Watchdog

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.keys import (
-    MAX_KEY_BYTES,
     CallableKey,
     DigestKey,
     InvalidTemplate,
     KeyTemplate,
-    check_key,
     key_builder,
 )
+from celery_dislock.values import MAX_KEY_BYTES, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.locks import Claim, Conflict, Lease, in_words
+from celery_dislock.leases import Claim, Conflict, Lease, in_words
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 

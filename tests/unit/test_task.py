@@ -21,7 +21,7 @@ from celery_dislock import (
     current_lease,
 )
 from celery_dislock.conflicts import PUT_OFF_HEADER
-from celery_dislock.locks import Claim
+from celery_dislock.leases import Claim
 from celery_dislock.task import install, lease_of, runtime_of
 
 
