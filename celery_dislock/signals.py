@@ -9,7 +9,8 @@ Connect as to any Celery signal::
 
 The sender is what took the lock: the task, for a task.  Receivers run where the event is noticed:
 ``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly in the watchdog's thread or greenlet, so
-keep them short.  A receiver that raises is logged by Celery's dispatcher and changes nothing.
+keep them short.  What a dead process held is released by another, without a signal.  A receiver
+that raises is logged by Celery's dispatcher and changes nothing.
 
 ==================  =================================================================
 signal              arguments

@@ -1,0 +1,174 @@
+"""
+Draw spans of time as bars on a common axis, in plain text.
+
+::
+
+    export:1   w1/311  ├──·──·──·──┤
+    export:1   skipped  x   x  x
+                       0s    1s    2s
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from example_project.timeline import Span
+
+WIDTH_LEAST, WIDTH_MOST = 60, 120  # characters
+STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds between two figures on the axis
+ROOM_FOR_FIGURE = 8  # characters
+
+
+class Marks(NamedTuple):
+    """The characters that a timeline is drawn with."""
+
+    start: str
+    line: str
+    renewal: str
+    cap: str
+    ends: Mapping[str, str]  # by the event that ended the span
+    running: str  # the span lasts
+    brief: str  # begins and ends in one column
+    refused: str
+
+
+FINE = Marks(
+    start="├",
+    line="─",
+    renewal="·",
+    cap="◆",
+    ends={"released": "┤", "ended": "┤", "lost": "X", "killed": "X"},
+    running="…",
+    brief="│",
+    refused="x",
+)
+PLAIN = Marks(
+    start="|",
+    line="-",
+    renewal="+",
+    cap="#",
+    ends={"released": "|", "ended": "|", "lost": "X", "killed": "X"},
+    running=">",
+    brief="|",
+    refused="x",
+)
+
+
+def marks() -> Marks:
+    """Return the fine characters, or plain ASCII where standard output cannot show them."""
+    try:
+        "├─·◆┤…│".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return PLAIN
+    return FINE
+
+
+def legend() -> str:
+    """Explain the characters in one line."""
+    use = marks()
+    return (
+        f"{use.start}{use.line}{use.line}{use.ends['released']} held, {use.renewal} renewal, "
+        f"{use.cap} cap reached, {use.ends['killed']} killed, {use.refused} click refused"
+    )
+
+
+def text_width() -> int:
+    """Return how many characters a line may have."""
+    columns = shutil.get_terminal_size(fallback=(100, 24)).columns
+    return min(max(columns, WIDTH_LEAST), WIDTH_MOST)
+
+
+def draw(
+    spans: Sequence[Span], refused: Iterable[tuple[str, float]] = (), *, indent: str = "  "
+) -> list[str]:
+    """
+    Draw the spans, a line for each key and process, and a line for the clicks that were refused.
+
+    Args:
+        spans: What to draw; the axis begins with the first and ends with the last of them.
+        refused: Key and Unix time of each refusal.
+        indent: Put before every line.
+
+    Returns:
+        The lines, the axis last; nothing where there are no spans.
+    """
+    if not spans:
+        return []
+    use = marks()
+    crosses: dict[str, list[float]] = {}
+    for key, at in refused:
+        crosses.setdefault(key, []).append(at)
+    times = [at for many in crosses.values() for at in many]
+    times += [at for span in spans for at in (span.start, span.end, *span.renewals) if at]
+    first, last = min(times), max(times)
+
+    rows: dict[tuple[str, str], list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.key, span.start)):
+        rows.setdefault((span.key, f"{span.worker.split('@')[0]}/{span.pid}"), []).append(span)
+    names = [key for key, _ in rows]
+    key_width = max(map(len, names))
+    label_width = key_width + 2 + max(len("refused"), *(len(who) for _, who in rows))
+    columns = text_width() - len(indent) - label_width - 2
+    scale = _Scale(first, last, columns)
+
+    lines = []
+    for index, ((key, who), row) in enumerate(rows.items()):
+        line = [" "] * columns
+        for span in row:
+            _draw_bar(line, span, scale, use)
+        lines.append(_labelled(indent, key, who, key_width, label_width, line))
+        if key in crosses and key not in names[index + 1 :]:
+            line = [" "] * columns
+            for at in crosses[key]:
+                line[scale.column(at)] = use.refused
+            lines.append(_labelled(indent, key, "refused", key_width, label_width, line))
+    lines.append(_labelled(indent, "", "", key_width, label_width, scale.axis()))
+    return lines
+
+
+class _Scale:
+    """Turns times into columns."""
+
+    def __init__(self, first: float, last: float, columns: int) -> None:
+        self._first = first
+        self._columns = columns
+        self._length = max(last - first, 0.01)
+
+    def column(self, at: float) -> int:
+        share = (at - self._first) / self._length
+        return min(max(round(share * (self._columns - 1)), 0), self._columns - 1)
+
+    def axis(self) -> list[str]:
+        most = self._columns / ROOM_FOR_FIGURE  # figures
+        step = next((step for step in STEPS if self._length / step <= most), STEPS[-1])
+        line = [" "] * self._columns
+        for number in range(int(self._length / step) + 1):
+            figure = f"{number * step:g}s"
+            start = min(self.column(self._first + number * step), self._columns - len(figure))
+            line[start : start + len(figure)] = figure
+        return line
+
+
+def _draw_bar(line: list[str], span: Span, scale: _Scale, use: Marks) -> None:
+    start = scale.column(span.start)
+    end = len(line) - 1 if span.end is None else scale.column(span.end)
+    for column in range(start, end):
+        line[column] = use.line
+    for at in span.renewals:
+        line[scale.column(at)] = use.renewal
+    line[start] = use.start
+    line[end] = use.brief if start == end else use.ends.get(span.how, use.running)
+    if span.capped is not None:
+        line[min(scale.column(span.capped), max(end - 1, start))] = use.cap
+
+
+def _labelled(
+    indent: str, key: str, who: str, key_width: int, label_width: int, line: list[str]
+) -> str:
+    label = f"{key:<{key_width}}  {who}"
+    return f"{indent}{label:<{label_width}}  {''.join(line)}".rstrip()

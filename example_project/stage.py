@@ -1,0 +1,78 @@
+"""What a scene of the demo is given, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from example_project import timeline
+from example_project.timeline import bodies, holds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from example_project.redis_server import RedisServer
+    from example_project.timeline import Span
+
+
+@dataclass
+class Stage:
+    """What the scenes play on."""
+
+    server: RedisServer
+    events_file: Path
+    watchdog_timeout: float  # seconds
+
+    def events(self, since: float) -> list[dict[str, Any]]:
+        """Return what was recorded from then on."""
+        return timeline.read(self.events_file, since)
+
+    def is_locked(self, key: str) -> bool:
+        """Ask Redis whether it has anything under the lock's name."""
+        with self.server.client() as client:
+            return bool(client.exists(f"dislock:{{{key}}}"))
+
+
+@dataclass
+class Timeline:
+    """What is drawn of a scene.
+
+    Attributes:
+        title: What the bars stand for.
+        spans: Who held which lock; which bodies ran, where nobody held any.
+        refused: Key and Unix time of each click that was refused.
+    """
+
+    title: str
+    spans: list[Span]
+    refused: list[tuple[str, float]]
+
+    @classmethod
+    def of(cls, how: str, events: list[dict[str, Any]]) -> Timeline:
+        """Choose what to draw; *how* the scene was played begins the title."""
+        refused = [(event["key"], event["at"]) for event in events if event["what"] == "conflict"]
+        held = holds(events)
+        bars = "who held the lock" if held else "who ran; nobody held a lock"
+        return cls(f"{how}: {bars}" if how else bars, held or bodies(events), refused)
+
+
+@dataclass
+class Outcome:
+    """What a scene has to show.
+
+    Attributes:
+        verdict: What happened, in numbers.
+        problems: Why the scene failed; empty where it passed.
+        notes: More that is worth reading.
+        timelines: What is drawn.
+    """
+
+    verdict: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def expect(self, condition: bool, problem: str) -> None:  # noqa: FBT001  # the thing itself
+        """Count it as a problem where the condition is not true."""
+        if not condition:
+            self.problems.append(problem)
