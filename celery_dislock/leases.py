@@ -177,24 +177,27 @@ class Lease:
         self.renewals += 1
 
     def lose(self, reason: str) -> None:
-        """Say, once, that the lease can no longer be trusted, and do what was asked for then."""
-        if self._lost:
-            return
+        """Trust the lease no more; called by its keeper, under the mutex that unwatch waits for."""
         self._lost = True
         self._ended = reason
+
+    def report_lost(self) -> None:
+        """Say that the lease can no longer be trusted, and do what was asked for then."""
         action = self.lock.options.lock_on_lost
         logger.error(
             "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
             self.key,
             in_words(self.holder),
-            reason,
+            self._ended,
             action,
         )
-        signals.lock_lost.send(sender=self.sender, lease=self, reason=reason)
-        if self.on_end is not None:
-            self.on_end(self, action)
+        try:
+            if self.on_end is not None:
+                self.on_end(self, action)
+        finally:
+            signals.lock_lost.send(sender=self.sender, lease=self, reason=self._ended)
 
-    def cap(self) -> None:
+    def report_capped(self) -> None:
         """Say that the lease is renewed no more, and do what was asked for then."""
         self.capped = True
         action = self.lock.options.lock_on_cap
@@ -206,9 +209,11 @@ class Lease:
             self.remaining,
             action,
         )
-        signals.lock_capped.send(sender=self.sender, lease=self)
-        if self.on_end is not None:
-            self.on_end(self, action)
+        try:
+            if self.on_end is not None:
+                self.on_end(self, action)
+        finally:
+            signals.lock_capped.send(sender=self.sender, lease=self)
 
     def release(self) -> None:
         """
@@ -219,12 +224,13 @@ class Lease:
         """
         if self._finished:
             return
-        was_trusted = self.lock.clock() < self.trusted_until and not self._lost
         self._stop("released")
+        was_trusted = self.lock.clock() < self.trusted_until
         found = self._finish(self.lock.options.lock_at_least_for)
         # Gone though trusted: the release was sent twice, and the first reply was lost.
-        if not found and not was_trusted and not self.capped:
+        if not (found or was_trusted or self.capped or self._lost):
             self.lose("it had ended before its task did")
+            self.report_lost()
         self._finished = True
         if not self._lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)

@@ -22,6 +22,8 @@ TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends:
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, where that is less
 RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
+to_json = json.JSONEncoder(separators=(",", ":")).encode
+
 logger = logging.getLogger("celery_dislock")
 
 
@@ -110,7 +112,7 @@ class Lock:
                 itself after its timeout, or at once by :meth:`abandon`.
         """
         sent_at = self.clock()
-        holder = json.dumps(claim.holder, separators=(",", ":"))
+        holder = to_json(claim.holder)
         answer = self.store.acquire(self.name, claim.owner, self.timeout, holder)
         if not isinstance(answer, Granted):
             return Conflict(self.key, answer.holder, answer.remaining)

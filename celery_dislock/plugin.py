@@ -87,7 +87,9 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             conf.dislock_enabled = dislock
         if dislock_url is not None:
             conf.dislock_url = dislock_url
-        self.enabled = runtime_of(worker.app).enabled
+        self.locking = runtime_of(
+            worker.app
+        ).enabled  # not "enabled": that would leave out the step
         self._check: Any = None
         try:
             self.server = _lock_server(worker.app)
@@ -113,7 +115,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Say in the worker's log what holds."""
         if self.server:
             logger.info("Locks are on; lock server: %s", self.server)
-        elif self.enabled is False:
+        elif self.locking is False:
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
                 "beside those of any other."

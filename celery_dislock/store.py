@@ -12,11 +12,12 @@ reply on it might belong to the command before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -98,9 +99,11 @@ class Store:
             pool.connection_class(**pool.connection_kwargs)
         except TypeError as exc:  # unknown to the kind of connection that the URL asks for
             option = "dislock_transport_options"
-            raise SettingsError("app.conf", option, options, str(exc)) from exc
-        except (ValueError, RedisError) as exc:
-            raise SettingsError("app.conf", "dislock_url", self.server, str(exc)) from exc
+            raise SettingsError("app.conf", option, sorted(settings), str(exc)) from exc
+        except (ValueError, RedisError):
+            # Not from its cause, which may quote the password.
+            remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
+            raise SettingsError("app.conf", "dislock_url", self.server, remedy) from None
         self._new_connection: Callable[[], redis.Connection] = lambda: pool.connection_class(
             **pool.connection_kwargs
         )
@@ -165,7 +168,7 @@ class Store:
 
         Args:
             leases: Name of the lock in Redis, owner, and expiry in seconds from now, each.
-            within: Seconds for the connection, and again for the first reply.
+            within: Seconds for the connection, where there is none yet, and for the first reply.
 
         Returns:
             For each lease in turn: True renewed, False no longer held, or the error that the
@@ -177,7 +180,8 @@ class Store:
         connection, self._renewing = self._renewing, None
         if connection is None:
             connection = self._new_connection()
-            connection.socket_connect_timeout = within
+            # For the handshake too, and for the rest of a batch once its first reply has come.
+            connection.socket_connect_timeout = connection.socket_timeout = within
         try:
             replies = self._renew_on(connection, leases, within)
             if any(isinstance(reply, NoScriptError) for reply in replies):
@@ -199,7 +203,7 @@ class Store:
         self, connection: redis.Connection, leases: Iterable[tuple[str, str, float]], within: float
     ) -> list[Any]:
         commands = [
-            connection.pack_command("EVALSHA", RENEW.sha, 1, lock, owner, milliseconds(ttl))
+            connection.pack_command(b"EVALSHA", RENEW.sha, 1, lock, owner, milliseconds(ttl))
             for lock, owner, ttl in leases
         ]
         connection.send_packed_command([b"".join(map(b"".join, commands))], check_health=False)
@@ -217,44 +221,37 @@ class Store:
         Raises:
             StoreError: It did not answer, or refused.
         """
-        info = self._send(lambda connection: connection.pack_command("INFO")).decode()
+        info = self._send(b"INFO").decode()
         return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
 
     def close(self) -> None:
         """Close the idle connections."""
-        while self._idle:
-            self._idle.pop().disconnect()
+        self._close_idle()
         if self._renewing is not None:
             self._renewing.disconnect()
 
     def _run(self, script: Script, lock: str, *arguments: str | int) -> Any:
-        def evalsha(connection: redis.Connection) -> Any:
-            return connection.pack_command("EVALSHA", script.sha, 1, lock, *arguments)
-
-        def evaluate(connection: redis.Connection) -> Any:
-            return connection.pack_command("EVAL", script.text, 1, lock, *arguments)
-
         try:
-            return self._send(evalsha)
+            return self._send(b"EVALSHA", script.sha, 1, lock, *arguments)
         except NoScriptError:
-            return self._send(evaluate)
+            return self._send(b"EVAL", script.text, 1, lock, *arguments)
 
-    def _send(self, pack: Callable[[redis.Connection], Any]) -> Any:
+    def _send(self, *command: str | bytes | int) -> Any:
         for attempt in range(1 + RESENDS):
             try:
                 connection = self._idle.pop()
             except IndexError:
                 connection = self._new_connection()
             try:
-                connection.send_packed_command(pack(connection), check_health=False)
+                packed = connection.pack_command(*command)
+                connection.send_packed_command(packed, check_health=False)
                 reply = connection.read_response(disable_decoding=True)
             except NoScriptError:
                 self._idle.append(connection)
                 raise
             except AWAY as exc:
                 connection.disconnect()
-                while self._idle:  # they are from before the server went away, too
-                    self._idle.pop().disconnect()
+                self._close_idle()  # they are from before the server went away, too
                 if attempt == RESENDS:
                     raise self._error(exc) from exc
                 self._pause(attempt * RESEND_PAUSE)
@@ -268,6 +265,11 @@ class Store:
                 self._idle.append(connection)
                 return reply
         raise AssertionError("unreachable")  # pragma: no cover
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):  # other threads take from the stack, too
+            while True:
+                self._idle.pop().disconnect()
 
     def _error(self, exc: Exception) -> StoreError:
         return StoreError(self.server, str(exc) or type(exc).__name__)
@@ -295,10 +297,10 @@ def _redis_url(url: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return the URL as a log line may show it."""
-    parts = urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
+    """Return the URL as a log line may show it, whatever is wrong with it."""
+    scheme, _, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
     if not at:
-        return url.partition("?")[0]
+        return f"{scheme}://{rest.partition('?')[0]}"
     name = user.partition(":")[0]
-    return urlunsplit((parts.scheme, f"{name}:***@{host}", parts.path, "", ""))
+    return f"{scheme}://{name}:***@{host.partition('?')[0]}"

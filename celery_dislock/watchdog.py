@@ -130,15 +130,16 @@ class Watchdog:
         with self._mutex:
             if self._thread is not None:
                 return
-            self._thread = threading.Thread(target=self._run, name="dislock-watchdog", daemon=True)
-        self._thread.start()
+            thread = threading.Thread(target=self._run, name="dislock-watchdog", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def tick(self) -> float | None:
         """
         Do what is due: at most one round trip.
 
         Returns:
-            Seconds until there is more to do, 0 for at once, None when there is nothing.
+            Seconds until there may be more to do, 0 for at once, None when there is nothing.
         """
         now = self._clock()
         lost: list[Lease] = []
@@ -153,6 +154,7 @@ class Watchdog:
                     continue
                 if lease.trusted_until <= now:
                     self._drop(lease)
+                    lease.lose(_why_expired(lease))
                     lost.append(lease)
                 elif lease.lock.interval is None:
                     self._put(lease, lease.trusted_until)
@@ -163,9 +165,9 @@ class Watchdog:
                     batch.append(entry)
         try:
             for lease in lost:
-                self._report(lease.lose, _why_lost(lease))
+                self._report(lease.report_lost)
             for lease in capped:
-                self._report(lease.cap)
+                self._report(lease.report_capped)
         finally:
             if batch:
                 self._renew(batch)
@@ -182,11 +184,11 @@ class Watchdog:
     def _idle_for(self) -> float | None:
         if self._due:
             return 0.0
-        while self._timers and not _valid(self._timers[0]):
-            heappop(self._timers)
         if not self._timers:
             self._wakes_at = float("inf")
             return None
+        # The first entry may be stale, and the loop wake once for nothing.  To look past it would
+        # cost more: where short leases follow one another, each of them would have to wake it.
         self._wakes_at = self._timers[0].when
         return max(0.0, self._wakes_at - self._clock())
 
@@ -218,13 +220,14 @@ class Watchdog:
                     renewed.append(lease)
                 elif answer is False:
                     self._drop(lease)
+                    lease.lose("the server no longer has it: expired, taken or deleted")
                     lost.append(lease)
                 else:
                     self._retry(lease)
         for lease in renewed:
             self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
         for lease in lost:
-            self._report(lease.lose, "the server no longer has it: expired, taken or deleted")
+            self._report(lease.report_lost)
 
     def _schedule(self, lease: Lease, since: float) -> float:
         interval = lease.lock.interval
@@ -283,7 +286,7 @@ def _at_cap(lease: Lease) -> bool:
     return 0 < cap <= lease.renewals
 
 
-def _why_lost(lease: Lease) -> str:
+def _why_expired(lease: Lease) -> str:
     expiry = lease.lock.options.lock_expire
     if expiry is not None:
         return f"its fixed expiry of {expiry:g} s ran out"

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
 BRIEF = 1.5  # seconds: a lease that is renewed twice a second
 GATE_POLL = 0.02  # seconds between two looks at a gate
+PAUSE = 0.5  # seconds between a result and the end of its execution
 ASLEEP = 60.0  # seconds of one blocking call
 URL = os.environ.get("SCENARIOS_URL", "redis://localhost:6379/0")
 
@@ -169,6 +170,24 @@ def step(key: str, seconds: float = 0.0) -> dict[str, Any]:
     """Do a little, and succeed."""
     with reported(key):
         time.sleep(seconds)
+        lease = current_lease()
+        return {"held": lease is not None and lease.held}
+
+
+class SlowToEnd(SingletonTask):
+    """A user's class that takes its time after the body, when callers know the result already."""
+
+    abstract = True
+
+    def on_success(self, *_: Any) -> None:
+        """Keep the execution from its end."""
+        time.sleep(PAUSE)
+
+
+@app.task(base=SlowToEnd, lock_key="<key>")
+def step_slowly(key: str) -> dict[str, Any]:
+    """Do a little, and succeed, and be slow to end."""
+    with reported(key):
         lease = current_lease()
         return {"held": lease is not None and lease.held}
 

@@ -15,7 +15,7 @@
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.
 --
 -- The hash lives as long as its longest lease.  An ended lease that shares its hash with a live
--- one is swept out by the next acquire.
+-- one is swept out by the next acquire that is granted.
 
 local lock = KEYS[1]
 
@@ -39,8 +39,9 @@ end
 
 -- The owner is done with its lease: end it now, or at acquired + at_least_ms.
 local function finish(owner, lease, at_least_ms)
-  local _, token, acquired, rest = parse(lease)
   redis.call('HDEL', lock, owner)
+  if at_least_ms == 0 then return end
+  local _, token, acquired, rest = parse(lease)
   if acquired + at_least_ms > now then
     write('~' .. owner, acquired + at_least_ms, token, acquired, rest)
     if redis.call('HLEN', lock) == 1 then

@@ -11,6 +11,6 @@
 local lease = redis.call('HGET', lock, ARGV[1])
 if not lease then return 0 end
 
-local expires = parse(lease)
+local expires = tonumber(string.match(lease, '^1 (%d+)'))
 finish(ARGV[1], lease, tonumber(ARGV[2]))
 return expires > now and 1 or 0

@@ -137,18 +137,33 @@ def test_an_answer_that_comes_too_late_is_no_lease(world):
     assert world.store.leases == {}
 
 
-def test_lost_is_said_once_with_reason_and_action(world, heard, caplog):
-    """The log names key, task and why; the signal and the action come once."""
+def test_lost_is_said_with_reason_and_action(world, heard, caplog):
+    """The log names key, task and why; the action comes even where a receiver exits."""
     lease = world.lease(lock_on_lost="raise")
     actions = []
     lease.on_end = lambda _lease, action: actions.append(action)
     lease.lose("stolen")
-    lease.lose("stolen again")
+    lease.report_lost()
     assert names(heard) == ["lock_acquired", "lock_lost"]
     assert heard[-1][1]["reason"] == "stolen"
     assert actions == ["raise"]
     assert "'k'" in caplog.text
     assert "t[1] on w (pid 7)" in caplog.text
+
+
+def test_a_lease_meets_one_end(world, heard):
+    """A lease that was found lost while its owner released it is lost, not released as well."""
+    lease = world.lease()
+    unwatch = world.watchdog.unwatch
+
+    def lost_meanwhile(lease):
+        unwatch(lease)
+        lease.lose("stolen")
+
+    world.watchdog.unwatch = lost_meanwhile
+    lease.release()
+    lease.report_lost()
+    assert names(heard) == ["lock_acquired", "lock_lost"]
 
 
 def test_a_receiver_that_raises_does_not_spoil_the_acquisition(world, receiving):

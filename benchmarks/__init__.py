@@ -1,0 +1,1 @@
+"""Measure celery-dislock beside its peers; ``python -m benchmarks``, see README.md."""

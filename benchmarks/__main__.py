@@ -1,0 +1,60 @@
+"""
+Run the benchmarks, all of them or those that are named, and print one table.
+
+    python -m benchmarks [name ...]
+
+A figure that is missed is printed as missed; the exit code is 0 all the same, because a time that
+was measured on a shared machine proves nothing about the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.report import print_table
+
+if TYPE_CHECKING:
+    from benchmarks.report import Row
+
+NAMES = ("acquire_release", "many_leases", "noop_task")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=summaries())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    # No choices=: argparse would refuse an empty list of them.
+    parser.add_argument("names", nargs="*", metavar="name", help="default: all")
+    names = parser.parse_args().names or NAMES
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
+
+    signal.signal(signal.SIGTERM, _exit)  # so that servers and workers are stopped then, too
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="dislock-bench-") as folder:
+        for name in names:
+            began = time.monotonic()
+            print(f"{name} ...", end=" ", flush=True, file=sys.stderr)
+            rows += import_module(f"benchmarks.{name}").run(Path(folder, name))
+            print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+    print_table(rows)
+
+
+def summaries() -> str:
+    """Return the first line of each benchmark's docstring, under its name."""
+    docs = {name: import_module(f"benchmarks.{name}").__doc__ or "" for name in NAMES}
+    return "\n".join(f"{name:<16} {doc.strip().splitlines()[0]}" for name, doc in docs.items())
+
+
+def _exit(signum: int, _frame: Any) -> None:
+    sys.exit(128 + signum)
+
+
+if __name__ == "__main__":
+    main()

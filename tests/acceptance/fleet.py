@@ -1,0 +1,226 @@
+"""Real ``celery worker`` processes, and what a test sees of one lock that they fight for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import pytest
+
+from example_project import scenarios
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import redis
+    from celery import Signature, Task
+    from celery.result import AsyncResult
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30.0  # seconds until a condition must hold; half the expiry of the scenarios' locks
+STOP_LIMIT = 15.0  # seconds after SIGTERM until a worker is killed
+POLL = 0.02  # seconds between two looks
+CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo": 1}
+PREFORK = pytest.mark.parametrize("fleet", ["prefork"], indirect=True)
+
+T = TypeVar("T")
+
+
+def wait_for(what: str, condition: Callable[[], T], limit: float = LIMIT) -> T:
+    """Look until the condition gives something true, and return that; fail after the limit."""
+    deadline = time.monotonic() + limit
+    while not (found := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {limit:g} s in vain: {what}")
+        time.sleep(POLL)
+    return found
+
+
+class Worker:
+    """One ``celery worker`` process in a session of its own, with its log in a file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *options: str,
+        app: str = "example_project.scenarios",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.log_file = folder / f"{name}.log"
+        command = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", f"{name}@here"]
+        command += ["--loglevel", "INFO", "--without-gossip", "--without-mingle"]
+        command += ["--without-heartbeat", *options]
+        paths = [str(ROOT), str(folder)]
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        """All that the worker and its pool have said."""
+        return self.log_file.read_text("utf-8", "replace")
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_until_ready(self) -> None:
+        wait_for(f"{self.name} is ready", lambda: " ready." in self.log or not self.running)
+        assert self.running, f"{self.name} ended with {self.process.returncode}:\n{self.log}"
+
+    def wait_until_it_says(self, words: str) -> None:
+        wait_for(f"{self.name} says {words!r}", lambda: words in self.log)
+
+    def wait_until_it_ends(self) -> int:
+        """Return the exit status."""
+        wait_for(f"{self.name} ends", lambda: not self.running)
+        return self.process.returncode
+
+    def terminate(self) -> None:
+        """Ask for a warm shutdown; does not wait for it."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """End the worker and its pool, whatever it is doing."""
+        try:
+            if self.running:
+                self.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(STOP_LIMIT)
+        finally:
+            # The group outlives its leader where pool processes were left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class Fleet:
+    """Workers of one pool that share a queue."""
+
+    def __init__(self, pool: str, queue: str, workers: Sequence[Worker]) -> None:
+        self.pool = pool
+        self.queue = queue
+        self.workers = workers
+
+    def send(self, task: Task, *args: Any, **options: Any) -> AsyncResult:
+        return task.apply_async(args, queue=self.queue, **options)
+
+    def signature(self, task: Task, *args: Any) -> Signature:
+        """Make a signature that goes to this fleet and ignores the result before it."""
+        return task.si(*args).set(queue=self.queue)
+
+    def says(self, *words: str) -> bool:
+        """Whether one of the workers has logged a line with all these words."""
+        lines = (line for worker in self.workers for line in worker.log.splitlines())
+        return any(all(word in line for word in words) for line in lines)
+
+
+class LeaseInRedis(NamedTuple):
+    """A lease as the lock server has it."""
+
+    owner: str
+    expires_ms: int
+    token: int
+    acquired_ms: int
+    holder: Mapping[str, Any]
+
+    @property
+    def extended_by(self) -> float:
+        """Seconds from the acquisition to the expiry."""
+        return (self.expires_ms - self.acquired_ms) / 1000
+
+    @property
+    def is_left_to_expire(self) -> bool:
+        return self.owner.startswith("~")
+
+
+class Scene:
+    """The lock of one test: its key, what the tasks of that key report, and what is in Redis."""
+
+    def __init__(self, key: str, client: redis.Redis) -> None:
+        self.key = key
+        self.redis = client
+        self.lock = f"dislock:{{{key}}}"
+
+    def open_gate(self) -> None:
+        """Let the bodies of this key end, those to come included."""
+        self.redis.set(scenarios.gate_of(self.key), "open")
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """What the executions of this key have reported, in the order in which it happened."""
+        events = self.redis.lrange(scenarios.history_of(self.key), 0, -1)
+        return [json.loads(event) for event in events]
+
+    def reported(self, what: str, **more: Any) -> list[dict[str, Any]]:
+        """Those reports that say this."""
+        wanted = {"what": what, **more}
+        return [event for event in self.history if wanted.items() <= event.items()]
+
+    def wait_for_report(self, what: str, times: int = 1, **more: Any) -> dict[str, Any]:
+        """Wait until so many executions have reported this; return the last of them."""
+        said = " ".join([what, *(f"{name}={value}" for name, value in more.items())])
+        wait_for(
+            f"{times} x {said!r} in the history of {self.key}",
+            lambda: len(self.reported(what, **more)) >= times,
+        )
+        return self.reported(what, **more)[times - 1]
+
+    @property
+    def leases(self) -> list[LeaseInRedis]:
+        return [_parse(owner, text) for owner, text in self.redis.hgetall(self.lock).items()]
+
+    @property
+    def lease(self) -> LeaseInRedis:
+        """The one lease of the lock; waits until there is one."""
+        leases = wait_for(f"a lease of {self.key}", lambda: self.leases)
+        assert len(leases) == 1, leases
+        return leases[0]
+
+    @property
+    def is_free(self) -> bool:
+        return not self.redis.exists(self.lock)
+
+    def wait_until_free(self) -> None:
+        wait_for(f"the lock of {self.key} is free", lambda: self.is_free)
+
+    def lose_the_lock(self) -> None:
+        """Delete the lock under its holder."""
+        assert self.redis.delete(self.lock) == 1
+
+    def assert_exclusive(self, dead: Sequence[int] = ()) -> None:
+        """Check that no execution began before the one before it had ended, or was dead."""
+        inside: dict[str, Any] | None = None
+        tokens = []
+        for event in self.history:
+            if event["what"] == "begin":
+                assert inside is None or inside["pid"] in dead, (
+                    f"two at a time for {self.key}: {inside} and {event}"
+                )
+                inside = event
+                tokens.append(event["token"])
+            elif event["what"] == "end":
+                inside = None
+        assert tokens == sorted(set(tokens)), f"fencing tokens of {self.key} do not grow: {tokens}"
+
+
+def _parse(owner: str, text: str) -> LeaseInRedis:
+    version, expires, token, acquired, mode, holder = text.split(" ", 5)
+    assert (version, mode) == ("1", "x")
+    return LeaseInRedis(owner, int(expires), int(token), int(acquired), json.loads(holder))

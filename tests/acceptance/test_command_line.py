@@ -1,0 +1,140 @@
+"""The command line of the worker: what locks, where, and what must not start."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from example_project import scenarios
+from tests.acceptance.fleet import LIMIT, wait_for
+
+pytestmark = pytest.mark.acceptance
+
+APP_WITH_A_BAD_OPTION = """
+from celery import Celery
+from celery_dislock import Dislock, SingletonTask
+
+app = Celery("bad", broker={url!r})
+dislock = Dislock(app)
+
+@app.task(base=SingletonTask, name="shop.export", {option}={value!r})
+def export(corp_id): ...
+"""
+BAD_OPTIONS = [
+    ("lock_watchdog_timeout", 0),
+    ("lock_on_conflict", "skipp"),
+    ("lock_key", "export:<corp>"),
+    ("lock_watchdog_timeuot", 30),
+]
+
+
+@pytest.fixture
+def redis_url_of_nobody():
+    """A URL at which no server listens: the port is taken, by a socket that does not listen."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"
+
+
+def assert_locks(fleet, scene, task):
+    """Send two at once: one runs, the other is skipped."""
+    results = [fleet.send(task, scene.key) for _ in range(2)]
+    wait_for("one is skipped", lambda: any(r.ready() for r in results))
+    scene.open_gate()
+    (skipped,) = (r for r in results if r.state == "REVOKED")
+    with pytest.raises(TaskRevokedError):
+        skipped.get(timeout=LIMIT)
+    (other,) = (r for r in results if r is not skipped)
+    assert other.get(timeout=LIMIT)["held"] is True
+
+
+def assert_does_not_lock(fleet, scene, task):
+    """Send two at once: both run, side by side, with no lock."""
+    results = [fleet.send(task, scene.key) for _ in range(2)]
+    scene.wait_for_report("begin", times=2)
+    assert not scene.reported("end")
+    assert scene.is_free
+    scene.open_gate()
+    for result in results:
+        assert result.get(timeout=LIMIT) == {"held": None}
+
+
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+def test_with_no_dislock_nothing_locks(start_fleet, scene, pool):
+    """--no-dislock runs every task without its lock, and says so loudly in the log."""
+    fleet = start_fleet(pool, "--no-dislock")
+    assert fleet.says("WARNING", "LOCKS ARE OFF")
+    assert_does_not_lock(fleet, scene, scenarios.hold)
+
+
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+def test_without_the_option_a_singleton_task_locks(start_fleet, scene, pool):
+    """A SingletonTask needs no option of the worker, whose log names the lock server."""
+    fleet = start_fleet(pool)
+    assert fleet.says("Locks are on", "redis://")
+    assert_locks(fleet, scene, scenarios.hold)
+
+
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+def test_without_the_option_a_plain_task_does_not_lock(start_fleet, scene, pool):
+    """A lock_key alone locks nothing in a worker that was not told to."""
+    fleet = start_fleet(pool)
+    assert not fleet.says("LOCKS ARE OFF")
+    assert_does_not_lock(fleet, scene, scenarios.plain_hold)
+
+
+def test_with_dislock_a_plain_task_locks(fleet, scene):
+    """--dislock locks every task with a lock_key, whatever its base class, in every pool."""
+    assert fleet.says("Locks are on", "redis://")
+    assert_locks(fleet, scene, scenarios.plain_hold)
+
+
+@pytest.mark.parametrize("pool", ["threads", "prefork"])
+@pytest.mark.parametrize("options", [["--dislock"], []])
+def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, pool, options):
+    """--dislock-url puts the locks into that database, with --dislock and without."""
+    url = server.url.removesuffix("0") + "1"
+    fleet = start_fleet(pool, *options, "--dislock-url", url)
+    result = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    assert scene.is_free
+    assert elsewhere.exists(scene.lock)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert not elsewhere.exists(scene.lock)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "solo"])
+def test_a_worker_that_cannot_reach_the_lock_server_refuses_to_start(
+    start_fleet, pool, redis_url_of_nobody
+):
+    """--dislock checks the lock server first; the message tells what to do, not where it broke."""
+    fleet = start_fleet(pool, "--dislock", "--dislock-url", redis_url_of_nobody, ready=False)
+    (worker,) = fleet.workers
+    assert worker.wait_until_it_ends() != 0
+    assert "Cannot start with locks: lock server redis://" in worker.log
+    assert "--no-dislock" in worker.log
+    assert "Traceback" not in worker.log
+    assert "secret" not in worker.log
+    assert " ready." not in worker.log
+
+
+def test_a_worker_that_locks_nothing_needs_no_lock_server(start_fleet, scene, redis_url_of_nobody):
+    """--no-dislock is the way out while the lock server is away."""
+    fleet = start_fleet("threads", "--no-dislock", "--dislock-url", redis_url_of_nobody)
+    assert_does_not_lock(fleet, scene, scenarios.hold)
+
+
+@pytest.mark.parametrize("options", [["--dislock"], []])
+@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
+def test_a_worker_refuses_a_bad_option(start_fleet, server, tmp_path, option, value, options):
+    """A bad option is found when the worker starts, by its task, its name and its value."""
+    text = APP_WITH_A_BAD_OPTION.format(url=server.url, option=option, value=value)
+    (tmp_path / "shop_with_a_bad_option.py").write_text(text)
+    fleet = start_fleet("solo", *options, app="shop_with_a_bad_option", ready=False)
+    (worker,) = fleet.workers
+    assert worker.wait_until_it_ends() != 0
+    assert f"shop.export: {option}={value!r}: " in worker.log
+    assert " ready." not in worker.log

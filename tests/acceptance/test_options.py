@@ -1,0 +1,85 @@
+"""Options that keep the lock longer than the body, or let it go earlier; the same in every pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from billiard.exceptions import WorkerLostError
+from celery.exceptions import TaskRevokedError
+
+from example_project import scenarios
+from tests.acceptance.fleet import LIMIT, PREFORK
+
+pytestmark = [pytest.mark.acceptance, PREFORK]
+
+
+@pytest.mark.parametrize("task", [scenarios.fail_and_keep, scenarios.succeed_and_keep])
+def test_a_lock_can_be_left_to_expire(fleet, scene, task):
+    """release_on_failure=False and release_on_success=False leave the lease as it was."""
+    fleet.send(task, scene.key).get(timeout=LIMIT, propagate=False)
+    lease = scene.lease
+    assert 0 < scene.redis.pttl(scene.lock) <= scenarios.LONG * 1000
+    assert lease.extended_by == scenarios.LONG
+    with pytest.raises(TaskRevokedError):
+        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
+    scene.redis.delete(scene.lock)
+
+
+def test_a_retry_is_no_failure(fleet, scene):
+    """release_on_failure=False does not keep the lock from a retry."""
+    assert fleet.send(scenarios.retry_once_or_keep, scene.key).get(timeout=LIMIT) == 1
+    assert scene.is_free
+    scene.assert_exclusive()
+
+
+def test_a_death_is_a_failure(fleet, scene):
+    """release_on_failure=False leaves the lock of a child that was killed to expire."""
+    result = fleet.send(scenarios.hold_or_keep, scene.key)
+    scene.wait_for_report("begin")
+    lease = scene.lease
+    os.kill(lease.holder["pid"], signal.SIGKILL)
+    with pytest.raises(WorkerLostError):
+        result.get(timeout=LIMIT)
+    with pytest.raises(TaskRevokedError, match=result.id):
+        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
+    assert scene.lease == lease
+    scene.redis.delete(scene.lock)
+
+
+def test_a_lock_can_be_held_longer_than_the_body_lasts(fleet, scene):
+    """lock_at_least_for keeps others out after the body has ended, and nobody renews that."""
+    fleet.send(scenarios.linger, scene.key).get(timeout=LIMIT)
+    assert scene.lease.is_left_to_expire
+    assert scene.lease.extended_by == scenarios.LONG
+    with pytest.raises(TaskRevokedError):
+        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
+    scene.redis.delete(scene.lock)
+
+
+def test_a_fixed_expiry_is_never_renewed(fleet, scene):
+    """lock_expire ends the lease under a body that lasts longer, which is told."""
+    result = fleet.send(scenarios.hold_without_renewal, scene.key)
+    scene.wait_for_report("begin")
+    assert scene.lease.extended_by == scenarios.BRIEF
+    scene.wait_until_free()
+    assert not scene.reported("end")
+    scene.open_gate()
+    assert result.get(timeout=LIMIT) == {
+        "held": False,
+        "renewals": 0,
+        "token": scene.reported("begin")[0]["token"],
+    }
+
+
+def test_a_call_of_ones_own_runs_inside_the_lock(fleet, scene):
+    """A class with its own __call__ keeps it, and cannot skip the lock."""
+    holder = fleet.send(scenarios.hold_counted, scene.key)
+    scene.wait_for_report("begin")
+    with pytest.raises(TaskRevokedError, match=holder.id):
+        fleet.send(scenarios.hold_counted, scene.key).get(timeout=LIMIT)
+    scene.open_gate()
+    assert holder.get(timeout=LIMIT)["held"] is True
+    assert [event["what"] for event in scene.history] == ["called", "begin", "end"]
+    assert scene.reported("called", leased=True)

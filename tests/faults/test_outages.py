@@ -1,0 +1,179 @@
+"""The lock server, or the way to it, is away for a while: kept where it can be, told where not."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from celery_dislock.exceptions import LockLostError, StoreError
+from celery_dislock.leases import Conflict
+from celery_dislock.store import RENEW
+from tests.faults.proxy import runs, swallow_reply
+from tests.holding import Holding, wait_for
+
+pytestmark = pytest.mark.faults
+
+KEY = "export:7"
+BLOCKED = 20.0  # seconds that a caller may wait for a reply; no report may wait for that
+
+
+class TestBlackHole:
+    """No byte comes through, and no connection ends: only a clock can tell."""
+
+    @pytest.fixture
+    def holding(self, proxy):
+        with Holding(proxy.url, {"socket_timeout": BLOCKED}) as holding:
+            yield holding
+            proxy.heal()
+
+    def test_every_lease_is_reported_lost_once(self, proxy, holding):
+        """Longer than the lease: each is lost at its deadline, not when the socket gives up."""
+        leases = [holding.take(f"export:{number}", 1.5) for number in range(20)]
+        wait_for(lambda: all(lease.renewals for lease in leases), "the first renewals")
+        proxy.black_hole()
+        wait_for(lambda: not any(lease.held for lease in leases), "the deadline")
+        wait_for(lambda: len(holding.named("lock_lost")) >= len(leases), "the reports", BLOCKED / 2)
+        for lease in leases:
+            (event,) = holding.named("lock_lost", lease)
+            assert not event.held
+            assert "could not be renewed in time" in event.arguments["reason"]
+
+    @pytest.mark.parametrize("nth", [1, 10, 20])
+    def test_a_batch_that_stalls_half_way_costs_no_lease(self, proxy, holding, nth):
+        """A reply that never comes, after others of its batch did, is given up in time."""
+        leases = [holding.take(f"export:{number}", 6.0) for number in range(20)]
+        proxy.fault(runs(RENEW), swallow_reply, nth=nth)
+        wait_for(lambda: all(lease.renewals or lease.why_ended for lease in leases), "renewals")
+        assert proxy.count(runs(RENEW), swallow_reply) == 1
+        assert all(lease.held for lease in leases)
+        assert holding.named("lock_lost") == []
+
+    def test_a_lost_lease_stays_lost(self, proxy, holding, others):
+        """When the way is free again the lease is not revived: another may have the lock."""
+        lease = holding.take(KEY, 1.5)
+        holding.wait_renewed(lease)
+        proxy.black_hole()
+        holding.wait_lost(lease)
+        renewals = lease.renewals
+        new = wait_for(
+            lambda: not isinstance(got := others.try_take(KEY, 60.0), Conflict) and got,
+            "the free lock",
+        )
+        proxy.heal()
+        marker = holding.take("marker", 1.5)
+        holding.wait_renewed(marker, 2)
+        lease.release()
+        assert lease.renewals == renewals
+        assert len(holding.named("lock_lost")) == 1
+        assert holding.named("lock_released") == []
+        assert new.held
+        assert new.token > lease.token
+        assert isinstance(others.try_take(KEY), Conflict)
+
+    def test_the_lease_is_not_trusted_while_another_can_have_it(self, proxy, holding, others):
+        """When the server gives the lock to another, the first holder trusts it no more."""
+        lease = holding.take(KEY, 1.2)
+        holding.wait_renewed(lease)
+        proxy.black_hole()
+        while isinstance(others.try_take(KEY, 60.0), Conflict):
+            time.sleep(0.001)
+        assert not lease.held
+        with pytest.raises(LockLostError):
+            lease.ensure_held()
+
+    def test_a_short_one_costs_no_lease(self, proxy, holding, others, caplog):
+        """When renewals fail and the way is free again in time, the lease is kept."""
+        lease = holding.take(KEY, 6.0)
+        with caplog.at_level(logging.WARNING, "celery_dislock"):
+            proxy.black_hole()
+            wait_for(lambda: "Cannot renew" in caplog.text, "the first failure")
+            proxy.heal()
+            holding.wait_renewed(lease, 2)
+        assert isinstance(others.try_take(KEY), Conflict)
+        assert holding.named("lock_lost") == []
+
+
+class TestFlappingConnections:
+    def test_connections_that_end_again_and_again_cost_no_lease(self, proxy, others):
+        """However often connections are cut, a lease is kept by what comes through in between."""
+        with Holding(proxy.url) as holding:
+            lease = holding.take(KEY, 3.0)
+            for _ in range(15):
+                proxy.cut_all()
+                assert lease.held
+                time.sleep(0.25)
+            assert lease.renewals >= 2
+            assert proxy.count(runs(RENEW)) >= 2
+            assert isinstance(others.try_take(KEY), Conflict)
+            assert holding.named("lock_lost") == []
+
+
+class TestServerPaused:
+    @pytest.fixture
+    def holding(self, own_redis_server):
+        with Holding(own_redis_server.url, {"socket_timeout": BLOCKED}) as holding:
+            yield holding
+            own_redis_server.resume()
+
+    def test_shorter_than_the_lease(self, own_redis_server, holding, caplog):
+        """A server that stalls, and answers again within the lease, costs nothing."""
+        lease = holding.take(KEY, 6.0)
+        with caplog.at_level(logging.WARNING, "celery_dislock"):
+            own_redis_server.pause()
+            wait_for(lambda: "Cannot renew" in caplog.text, "the first failure")
+            own_redis_server.resume()
+            holding.wait_renewed(lease, 2)
+        assert holding.named("lock_lost") == []
+
+    def test_longer_than_the_lease(self, own_redis_server, holding):
+        """A server that stalls for longer costs the lease, which is told while it still stalls."""
+        lease = holding.take(KEY, 1.2)
+        holding.wait_renewed(lease)
+        own_redis_server.pause()
+        wait_for(lambda: not lease.held, "the deadline")
+        wait_for(lambda: holding.named("lock_lost"), "the report", BLOCKED / 2)
+        own_redis_server.resume()
+        lease.release()
+        assert len(holding.named("lock_lost")) == 1
+
+
+class TestServerKilled:
+    def test_restarted_empty(self, own_redis_server):
+        """A server that comes back without the lease has lost it, and the holder is told why."""
+        with Holding(own_redis_server.url) as holding, Holding(own_redis_server.url) as others:
+            lease = holding.take(KEY, 9.0)
+            own_redis_server.kill()
+            own_redis_server.restart()
+            new = others.take(KEY, 60.0)
+            event = holding.wait_lost(lease)
+            assert "no longer has it" in event.arguments["reason"]
+            assert not lease.held
+            lease.release()
+            assert new.token > lease.token
+            assert isinstance(others.try_take(KEY), Conflict)
+            assert len(holding.named("lock_lost")) == 1
+
+    def test_for_good(self, own_redis_server):
+        """Without a server the lease is lost at its deadline, and nothing else breaks."""
+        with Holding(own_redis_server.url) as holding:
+            lease = holding.take(KEY, 1.5)
+            own_redis_server.kill()
+            assert lease.held
+            event = holding.wait_lost(lease)
+            assert "could not be renewed in time" in event.arguments["reason"]
+            lease.release()
+            assert [e.name for e in holding.events] == ["lock_acquired", "lock_lost"]
+            with pytest.raises(StoreError):
+                holding.try_take("other")
+
+    def test_the_watchdog_goes_on_when_it_is_back(self, own_redis_server):
+        """After an outage that cost a lease, new leases are renewed as ever."""
+        with Holding(own_redis_server.url) as holding:
+            lost = holding.take(KEY, 0.9)
+            own_redis_server.kill()
+            holding.wait_lost(lost)
+            own_redis_server.restart()
+            holding.wait_renewed(holding.take(KEY, 1.5), 3)
+            assert len(holding.named("lock_lost")) == 1

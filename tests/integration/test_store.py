@@ -1,0 +1,839 @@
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import pytest
+
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.store import RENEW, Granted, Refused, Store
+from example_project.redis_server import RedisServer
+from tests.holding import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import redis
+
+LOCK = "dislock:{export:7}"
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+SHORT = 0.05  # seconds: one that does
+HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
+WITHIN = 10.0  # seconds
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Store]:
+    store = Store(redis_url)
+    yield store
+    store.close()
+
+
+def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
+    """Acquire a lock that must be free, and return the token."""
+    answer = store.acquire(lock, owner, ttl, HOLDER)
+    assert isinstance(answer, Granted)
+    return answer.token
+
+
+def renew(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> bool | StoreError:
+    """Renew one lease."""
+    (answer,) = store.renew([(lock, owner, ttl)], within=WITHIN)
+    return answer
+
+
+def state(client: redis.Redis) -> dict[str, dict[str, str]]:
+    """Everything that is in Redis; each key must have a TTL."""
+    found = {}
+    for key in client.keys("*"):
+        found[key] = client.hgetall(key)
+        assert client.pttl(key) > 0, f"{key} would stay for ever"
+    return found
+
+
+def wait_until_gone(client: redis.Redis, key: str = LOCK) -> None:
+    wait_for(lambda: not client.exists(key), f"expiry of {key}")
+
+
+class TestAcquire:
+    def test_a_free_lock_is_granted_and_says_who_holds_it(self, store, redis_client):
+        """The grant carries a token; Redis knows the owner, the token, the mode and the holder."""
+        token = take(store, "a/1")
+        fields = state(redis_client)[LOCK]
+        version, expires, written, acquired, mode, holder = fields["a/1"].split(" ", 5)
+        assert (version, int(written), mode) == ("1", token, "x")
+        assert int(expires) - int(acquired) == LONG * 1000
+        assert json.loads(holder) == json.loads(HOLDER)
+
+    def test_a_held_lock_is_refused_with_its_holder(self, store, redis_client):
+        """A second owner is told who holds the lock and for how long, and changes nothing."""
+        take(store, "a/1")
+        before = state(redis_client)
+        answer = store.acquire(LOCK, "b/1", LONG, '{"id":"id-2"}')
+        assert isinstance(answer, Refused)
+        assert answer.owner == "a/1"
+        assert answer.holder == json.loads(HOLDER)
+        assert 0 < answer.remaining <= LONG
+        assert state(redis_client) == before
+
+    def test_a_refusal_does_not_prolong_the_lock(self, store, redis_client):
+        """However often others ask, the holder's lease ends when it would have ended."""
+        take(store, "a/1", ttl=LONG)
+        before = redis_client.pttl(LOCK)
+        for _ in range(20):
+            store.acquire(LOCK, "b/1", 10 * LONG, HOLDER)
+        assert redis_client.pttl(LOCK) <= before
+
+    def test_the_owner_that_asks_again_is_confirmed(self, store, redis_client):
+        """The same owner gets the same token, a fresh expiry, and no second lease."""
+        token = take(store, "a/1", ttl=LONG / 2)
+        first = state(redis_client)[LOCK]["a/1"].split(" ", 5)
+        assert take(store, "a/1", ttl=LONG) == token
+        fields = state(redis_client)[LOCK]
+        assert list(fields) == ["a/1"]
+        again = fields["a/1"].split(" ", 5)
+        assert int(again[1]) >= int(first[1]) + LONG * 500
+        assert again[2:] == first[2:]
+        assert redis_client.pttl(LOCK) > LONG * 500
+
+    def test_another_acquisition_of_the_same_process_is_another_owner(self, store):
+        """Owners are told apart by their whole name, not by its beginning."""
+        take(store, "a/1")
+        assert isinstance(store.acquire(LOCK, "a/11", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire(LOCK, "a/", LONG, HOLDER), Refused)
+
+    def test_locks_of_other_keys_are_free(self, store):
+        """One key's lease is in nobody else's way."""
+        take(store, "a/1")
+        take(store, "b/1", lock="dislock:{export:8}")
+
+    def test_an_expired_lease_is_in_nobodys_way(self, store, redis_client):
+        """When a lease has run out the lock is free, and nothing of it is left in Redis."""
+        take(store, "a/1", ttl=SHORT)
+        wait_until_gone(redis_client)
+        assert state(redis_client) == {}
+        take(store, "b/1")
+
+    def test_an_expired_lease_beside_a_live_one_is_swept_out(self, store, redis_client):
+        """A lease that ended in a hash that lives on is removed by the next one that is granted."""
+        take(store, "a/1")
+        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
+        take(store, "a/1")
+        assert list(state(redis_client)[LOCK]) == ["a/1"]
+
+    def test_an_expired_lease_is_not_named_as_the_holder(self, store, redis_client):
+        """A refusal names the live lease, wherever in the hash an ended one stands."""
+        redis_client.hset(LOCK, "dead/0", "1 1000 5 500 x {}")
+        redis_client.expire(LOCK, int(LONG))
+        take(store, "a/1")
+        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
+        assert store.acquire(LOCK, "b/1", LONG, HOLDER).owner == "a/1"
+
+    def test_a_lock_whose_only_lease_has_ended_is_granted(self, store, redis_client):
+        """An ended lease in a hash that is still there does not hold the lock."""
+        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
+        redis_client.expire(LOCK, int(LONG))
+        take(store, "b/1")
+        assert list(state(redis_client)[LOCK]) == ["b/1"]
+
+    @pytest.mark.parametrize(
+        ("owner", "holder"),
+        [("ü" * 300, '{"id":"ü"}'), ("a b\n%d {x}", '{"id":"a b %s {}"}'), ("~", "{}")],
+        ids=["long and not ASCII", "blanks and braces", "tilde"],
+    )
+    def test_any_name_can_be_an_owner(self, store, owner, holder):
+        """Owners and holders come back as they were given, whatever characters are in them."""
+        answer = store.acquire(LOCK, owner, LONG, holder)
+        assert isinstance(answer, Granted)
+        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        assert refused.holder == json.loads(holder)
+        assert refused.owner == owner.removeprefix("~")
+        assert store.release(LOCK, owner)
+
+    def test_a_ttl_is_rounded_up_to_a_millisecond(self, store, redis_client):
+        """The shortest lease there is lasts a millisecond, and does not fail or stay for ever."""
+        take(store, "a/1", ttl=0.0000001)
+        wait_until_gone(redis_client)
+
+
+class TestRenew:
+    def test_the_expiry_is_reset_not_added_to(self, store, redis_client):
+        """However often a lease is renewed, it ends one timeout after the last renewal."""
+        take(store, "a/1", ttl=LONG / 2)
+        for _ in range(10):
+            assert renew(store, "a/1", LONG) is True
+        assert LONG * 500 < redis_client.pttl(LOCK) <= LONG * 1000
+        version, expires, _, acquired, _, _ = state(redis_client)[LOCK]["a/1"].split(" ", 5)
+        assert version == "1"
+        assert int(expires) - int(acquired) < LONG * 1500
+
+    def test_token_and_holder_stay(self, store, redis_client):
+        """A renewal changes the expiry and nothing else."""
+        token = take(store, "a/1")
+        before = state(redis_client)[LOCK]["a/1"].split(" ", 5)
+        renew(store, "a/1", 2 * LONG)
+        after = state(redis_client)[LOCK]["a/1"].split(" ", 5)
+        assert int(after[1]) > int(before[1])
+        assert after[2:] == before[2:]
+        assert int(after[2]) == token
+
+    def test_a_batch_is_answered_in_its_order(self, store):
+        """Each lease of a batch has its own answer, whatever became of its neighbours."""
+        for number in range(0, 100, 2):
+            take(store, f"a/{number}", lock=f"dislock:{{{number}}}")
+        answers = store.renew(
+            [(f"dislock:{{{number}}}", f"a/{number}", LONG) for number in range(100)],
+            within=WITHIN,
+        )
+        assert answers == [True, False] * 50
+
+    def test_a_renewal_creates_nothing(self, store, redis_client):
+        """Renewing a lease that never was answers False and leaves Redis empty."""
+        assert renew(store, "a/1") is False
+        assert state(redis_client) == {}
+
+    def test_a_renewal_after_the_release_creates_nothing(self, store, redis_client):
+        """A renewal that arrives after the release does not bring the lock back."""
+        take(store, "a/1")
+        store.release(LOCK, "a/1")
+        assert renew(store, "a/1") is False
+        assert state(redis_client) == {}
+
+    def test_a_renewal_revives_nothing(self, store, redis_client):
+        """A lease that has ended stays so, even while its entry is still there."""
+        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
+        redis_client.expire(LOCK, int(LONG))
+        assert renew(store, "dead/1") is False
+        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Granted)
+
+    def test_a_late_renewal_leaves_the_new_holder_alone(self, store, redis_client):
+        """A stalled owner is told so; the new lease keeps its owner, token and expiry."""
+        take(store, "a/1", ttl=SHORT)
+        wait_until_gone(redis_client)
+        take(store, "b/1")
+        before, pttl = state(redis_client), redis_client.pttl(LOCK)
+        assert renew(store, "a/1", 100 * LONG) is False
+        assert state(redis_client) == before
+        assert redis_client.pttl(LOCK) <= pttl
+
+    def test_a_shorter_renewal_does_not_end_the_lock_under_another_lease(self, store, redis_client):
+        """The hash lives as long as its longest lease: a renewal never shortens its TTL."""
+        take(store, "a/1")
+        redis_client.pexpire(LOCK, int(LONG * 5000))
+        renew(store, "a/1", LONG)
+        assert redis_client.pttl(LOCK) > LONG * 4000
+
+
+class TestRelease:
+    def test_nothing_is_left(self, store, redis_client):
+        """After a release Redis is empty, and the lock is free at once."""
+        take(store, "a/1")
+        assert store.release(LOCK, "a/1") is True
+        assert state(redis_client) == {}
+        take(store, "b/1")
+
+    def test_the_second_release_answers_false(self, store):
+        """A release that is sent again finds nothing, and says so."""
+        take(store, "a/1")
+        assert [store.release(LOCK, "a/1") for _ in range(3)] == [True, False, False]
+
+    def test_another_owners_lease_is_not_touched(self, store, redis_client):
+        """Only the owner's own name releases; part of it, or another's, changes nothing."""
+        take(store, "a/1")
+        before = state(redis_client)
+        for other in ("b/1", "a/", "a/11", ""):
+            assert store.release(LOCK, other) is False
+        assert state(redis_client) == before
+
+    def test_an_old_owner_cannot_release_the_new_lease(self, store, redis_client):
+        """An owner whose lease ran out, and whose lock was taken since, releases nothing."""
+        take(store, "a/1", ttl=SHORT)
+        wait_until_gone(redis_client)
+        take(store, "b/1")
+        assert store.release(LOCK, "a/1") is False
+        assert isinstance(store.acquire(LOCK, "c/1", LONG, HOLDER), Refused)
+
+    def test_an_ended_lease_is_not_released_but_removed(self, store, redis_client):
+        """Releasing a lease that ended answers False, and its entry goes."""
+        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
+        redis_client.expire(LOCK, int(LONG))
+        assert store.release(LOCK, "dead/1") is False
+        assert state(redis_client) == {}
+
+    def test_at_least_keeps_the_lock_until_then(self, store, redis_client):
+        """With at_least the lock stays taken, until so long after the acquisition and no longer."""
+        take(store, "a/1")
+        assert store.release(LOCK, "a/1", at_least=2 * LONG) is True
+        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        assert isinstance(refused, Refused)
+        assert refused.owner == "a/1"
+        assert refused.holder == json.loads(HOLDER)
+        assert LONG < refused.remaining <= 2 * LONG
+        assert LONG * 1000 < redis_client.pttl(LOCK) <= LONG * 2000
+
+    def test_at_least_can_end_before_the_lease_would(self, store, redis_client):
+        """A lock that is kept for at_least is free right then, not at the old expiry."""
+        take(store, "a/1", ttl=LONG)
+        store.release(LOCK, "a/1", at_least=0.3)
+        assert redis_client.pttl(LOCK) <= 300
+        wait_until_gone(redis_client)
+        take(store, "b/1")
+
+    def test_at_least_that_has_passed_keeps_nothing(self, store, redis_client):
+        """When the lock was held so long already, at_least changes nothing."""
+        take(store, "a/1")
+        time.sleep(0.02)
+        assert store.release(LOCK, "a/1", at_least=0.01) is True
+        assert state(redis_client) == {}
+
+    def test_a_lease_kept_by_at_least_belongs_to_nobody(self, store, redis_client):
+        """Its owner can neither renew, nor release, nor take again what it has given up."""
+        take(store, "a/1")
+        store.release(LOCK, "a/1", at_least=LONG)
+        before = state(redis_client)
+        assert renew(store, "a/1", 10 * LONG) is False
+        assert store.release(LOCK, "a/1") is False
+        assert store.release_dead(LOCK, "a/") == 0
+        assert isinstance(store.acquire(LOCK, "a/1", LONG, HOLDER), Refused)
+        assert state(redis_client) == before
+
+
+class TestReleaseDead:
+    def test_the_dead_executions_lease_ends(self, store, redis_client):
+        """A lease whose owner begins with the execution's name is ended, whatever its counter."""
+        take(store, "id-1@w:7/123")
+        assert store.release_dead(LOCK, "id-1@w:7/") == 1
+        assert state(redis_client) == {}
+        assert store.release_dead(LOCK, "id-1@w:7/") == 0
+
+    @pytest.mark.parametrize(
+        "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234"]
+    )
+    def test_no_other_executions_lease_is_touched(self, store, redis_client, start):
+        """Another process, task or host, or a name that only occurs further in, ends nothing."""
+        take(store, "id-1@w:7/123")
+        before = state(redis_client)
+        assert store.release_dead(LOCK, start) == 0
+        assert state(redis_client) == before
+
+    @pytest.mark.parametrize("start", ["id-1@w.7/", "id-1@w%:7/", "[i]d-1@w:7/", "id-1@w:7/*"])
+    def test_the_name_is_no_pattern(self, store, start):
+        """Characters that are special to Lua or Redis patterns stand for themselves."""
+        take(store, "id-1@w:7/1")
+        assert store.release_dead(LOCK, start) == 0
+
+    def test_at_least_holds_after_a_death_too(self, store, redis_client):
+        """lock_at_least_for keeps the lock of a dead execution as it keeps any other."""
+        take(store, "id-1@w:7/1")
+        assert store.release_dead(LOCK, "id-1@w:7/", at_least=2 * LONG) == 1
+        assert redis_client.pttl(LOCK) > LONG * 1000
+        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
+
+    def test_a_lock_that_is_not_there_is_left_so(self, store, redis_client):
+        """Releasing after a death where nothing is held creates nothing."""
+        assert store.release_dead(LOCK, "id-1@w:7/", at_least=LONG) == 0
+        assert state(redis_client) == {}
+
+
+class TestFencingToken:
+    def test_it_grows_over_releases(self, store):
+        """Each new lease has a greater token than all before, though no key stays in between."""
+        tokens = []
+        for number in range(300):
+            tokens.append(take(store, f"a/{number}"))
+            store.release(LOCK, f"a/{number}")
+        assert all(token < following for token, following in pairwise(tokens))
+
+    def test_it_grows_over_expiries(self, store, redis_client):
+        """A lease after one that ran out has a greater token."""
+        tokens = []
+        for number in range(5):
+            tokens.append(take(store, f"a/{number}", ttl=0.01))
+            wait_until_gone(redis_client)
+        assert sorted(set(tokens)) == tokens
+
+    def test_it_grows_over_deaths(self, store):
+        """A lease after one that was ended for a dead process has a greater token."""
+        tokens = []
+        for number in range(20):
+            tokens.append(take(store, f"a/{number}"))
+            store.release_dead(LOCK, "a/")
+        assert sorted(set(tokens)) == tokens
+
+    def test_it_grows_though_the_servers_clock_was_set_back(self, store, redis_client):
+        """While an older lease is still written there, the next token is greater than its."""
+        future = (int(time.time()) + 10**6) * 10**6
+        redis_client.hset(LOCK, "dead/1", f"1 1000 {future} 500 x {{}}")
+        redis_client.expire(LOCK, int(LONG))
+        assert take(store, "b/1") == future + 1
+
+    def test_it_grows_for_an_owner_that_comes_back_too_late(self, store, redis_client):
+        """An owner that asks again after its lease ended gets a new lease, with a new token."""
+        first = take(store, "a/1", ttl=SHORT)
+        wait_until_gone(redis_client)
+        assert take(store, "a/1") > first
+        redis_client.hset(LOCK, "a/1", "1 1000 5 500 x {}")
+        assert take(store, "a/1") > first
+
+    def test_it_comes_back_exact(self, store, redis_client):
+        """Tokens are whole microseconds: none is rounded on its way through Lua."""
+        tokens = [take(store, "a/1", lock=f"dislock:{{{number}}}") for number in range(200)]
+        written = [
+            int(redis_client.hget(f"dislock:{{{number}}}", "a/1").split(" ")[2])
+            for number in range(200)
+        ]
+        assert tokens == written
+        assert len({token % 1000 for token in tokens}) > 20
+
+
+class TestSentTwice:
+    """A command whose reply was lost is sent again: the second must mean what the first did."""
+
+    def test_acquire(self, store, redis_client):
+        """Acquire twice: one lease, one token."""
+        assert take(store, "a/1") == take(store, "a/1")
+        assert list(state(redis_client)[LOCK]) == ["a/1"]
+
+    def test_acquire_refused(self, store, redis_client):
+        """Refused twice: nothing has changed."""
+        take(store, "a/1")
+        before = state(redis_client)
+        for _ in range(2):
+            assert store.acquire(LOCK, "b/1", LONG, HOLDER).owner == "a/1"
+        assert state(redis_client) == before
+
+    def test_renew(self, store, redis_client):
+        """Renew twice: renewed both times, to the same expiry from now."""
+        take(store, "a/1")
+        assert [renew(store, "a/1"), renew(store, "a/1")] == [True, True]
+        assert redis_client.pttl(LOCK) <= LONG * 1000
+
+    @pytest.mark.parametrize("at_least", [0.0, 2 * LONG], ids=["at once", "at least"])
+    def test_release(self, store, redis_client, at_least):
+        """Release twice: the second changes nothing, in particular no expiry."""
+        take(store, "a/1")
+        assert store.release(LOCK, "a/1", at_least) is True
+        before, pttl = state(redis_client), redis_client.pttl(LOCK)
+        assert store.release(LOCK, "a/1", at_least) is False
+        assert state(redis_client) == before
+        assert redis_client.pttl(LOCK) <= pttl
+
+    @pytest.mark.parametrize("at_least", [0.0, 2 * LONG], ids=["at once", "at least"])
+    def test_release_dead(self, store, redis_client, at_least):
+        """Released after a death twice: the second changes nothing, in particular no expiry."""
+        take(store, "a/1")
+        assert store.release_dead(LOCK, "a/", at_least) == 1
+        before, pttl = state(redis_client), redis_client.pttl(LOCK)
+        assert store.release_dead(LOCK, "a/", at_least) == 0
+        assert state(redis_client) == before
+        assert redis_client.pttl(LOCK) <= pttl
+
+    def test_release_after_another_took_it(self, store, redis_client):
+        """A release that arrives again after the hand-over leaves the new lease alone."""
+        take(store, "a/1")
+        store.release(LOCK, "a/1")
+        take(store, "b/1")
+        before = state(redis_client)
+        assert store.release(LOCK, "a/1") is False
+        assert store.release_dead(LOCK, "a/") == 0
+        assert state(redis_client) == before
+
+
+class TestScriptsForgotten:
+    @pytest.mark.parametrize("operation", ["acquire", "release", "release_dead", "renew"])
+    def test_a_server_that_forgot_a_script_is_told_again(self, store, redis_client, operation):
+        """After SCRIPT FLUSH every operation works as before, at its first try."""
+        take(store, "a/1")
+        renew(store, "a/1")
+        redis_client.script_flush()
+        answer = {
+            "acquire": lambda: store.acquire(LOCK, "a/1", LONG, HOLDER),
+            "release": lambda: store.release(LOCK, "a/1"),
+            "release_dead": lambda: store.release_dead(LOCK, "a/"),
+            "renew": lambda: renew(store, "a/1"),
+        }[operation]()
+        assert answer
+        assert not isinstance(answer, (Refused, StoreError))
+
+    def test_a_whole_batch_is_renewed_all_the_same(self, store, redis_client):
+        """A batch that meets NOSCRIPT is renewed as a whole, and each lease is."""
+        batch = [(f"dislock:{{{number}}}", "a/1", LONG) for number in range(50)]
+        for lock, owner, _ in batch:
+            take(store, owner, ttl=LONG / 2, lock=lock)
+        redis_client.script_flush()
+        assert store.renew(batch, within=WITHIN) == [True] * 50
+        assert all(redis_client.pttl(lock) > LONG * 500 for lock, _, _ in batch)
+
+    def test_the_script_is_then_known(self, store, redis_client):
+        """One SCRIPT LOAD is enough: later batches do not pay for it."""
+        take(store, "a/1")
+        redis_client.script_flush()
+        renew(store, "a/1")
+        assert redis_client.script_exists(RENEW.sha) == [True]
+
+
+class TestErrors:
+    @pytest.mark.parametrize("operation", ["acquire", "release", "release_dead"])
+    def test_a_key_of_another_type_is_a_store_error(self, store, redis_client, operation):
+        """A key that is no lock of ours is an error that says so, and is left as it was."""
+        redis_client.set(LOCK, "somebody else's")
+        arguments = {
+            "acquire": ("a/1", LONG, HOLDER),
+            "release": ("a/1",),
+            "release_dead": ("a/",),
+        }[operation]
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            getattr(store, operation)(LOCK, *arguments)
+        assert redis_client.get(LOCK) == "somebody else's"
+
+    def test_one_bad_key_does_not_spoil_its_batch(self, store, redis_client):
+        """In a batch the key of another type has its own error; the others are renewed."""
+        redis_client.set("dislock:{bad}", "somebody else's")
+        take(store, "a/1")
+        answers = store.renew(
+            [(LOCK, "a/1", LONG), ("dislock:{bad}", "a/1", LONG), (LOCK, "a/1", LONG)],
+            within=WITHIN,
+        )
+        assert [answers[0], answers[2]] == [True, True]
+        assert isinstance(answers[1], StoreError)
+        assert "WRONGTYPE" in answers[1].reason
+
+    def test_the_store_goes_on_after_an_error(self, store, redis_client):
+        """An error that the server answered is the end of that command, not of the store."""
+        redis_client.set("dislock:{bad}", "somebody else's")
+        with pytest.raises(StoreError):
+            store.release("dislock:{bad}", "a/1")
+        take(store, "a/1")
+        assert store.release(LOCK, "a/1") is True
+
+    def test_a_server_that_is_not_there_is_a_store_error(self, own_redis_server):
+        """When nobody listens every method says so, with the server's address."""
+        own_redis_server.kill()
+        store = Store(own_redis_server.url)
+        for ask in (
+            lambda: store.acquire(LOCK, "a/1", LONG, HOLDER),
+            lambda: store.release(LOCK, "a/1"),
+            lambda: store.release_dead(LOCK, "a/"),
+            lambda: renew(store, "a/1"),
+            store.ping,
+        ):
+            with pytest.raises(StoreError, match=str(own_redis_server.port)):
+                ask()
+
+    def test_a_server_that_comes_back_is_used_again(self, own_redis_server):
+        """After a restart the old connections are replaced, without an error to the caller."""
+        store = Store(own_redis_server.url)
+        take(store, "a/1")
+        assert renew(store, "a/1") is True
+        own_redis_server.restart()
+        take(store, "b/1")
+        with pytest.raises(StoreError):
+            renew(store, "b/1")  # the watchdog tries again by itself
+        assert renew(store, "b/1") is True
+        store.close()
+
+    def test_a_server_that_is_frozen_is_a_store_error(self, own_redis_server):
+        """A server that does not answer in time is away, for tasks and for the watchdog."""
+        store = Store(own_redis_server.url, {"socket_timeout": 0.1})
+        take(store, "a/1")
+        renew(store, "a/1")
+        own_redis_server.pause()
+        with pytest.raises(StoreError):
+            store.release(LOCK, "a/1")
+        with pytest.raises(StoreError):
+            store.renew([(LOCK, "a/1", LONG)], within=0.1)
+        own_redis_server.resume()
+        store.close()
+
+    def test_a_wrong_password_is_a_store_error_that_does_not_tell_it(self, own_redis_server):
+        """The server's refusal is passed on; the password is in no text."""
+        with own_redis_server.client() as client:
+            client.config_set("requirepass", "right-one")
+        url = f"redis://:wrong-one@127.0.0.1:{own_redis_server.port}/0"
+        store = Store(url)
+        for ask in (store.ping, lambda: renew(store, "a/1")):
+            with pytest.raises(StoreError) as raised:
+                ask()
+            assert "one" not in f"{raised.value} {raised.value.args!r} {store.server}"
+        for wrong in ("", "nobody:x@"):
+            with pytest.raises(StoreError):
+                Store(f"redis://{wrong}127.0.0.1:{own_redis_server.port}/0").ping()
+        good = Store(url.replace("wrong", "right"))
+        assert good.ping()["redis_version"]
+        good.close()
+
+    def test_ping_tells_who_answers(self, store):
+        """The start-up check reads the server's version and its memory policy."""
+        info = store.ping()
+        assert info["redis_version"]
+        assert info["maxmemory_policy"]
+        assert info["role"] == "master"
+
+
+class Interrupted(BaseException):
+    """As a soft time limit or a terminated task raises it, from a signal handler."""
+
+
+class TestInterruptedConnection:
+    """A connection that was left in the middle of a reply must not be used again."""
+
+    @pytest.fixture
+    def interrupt_soon(self):
+        def raise_it(signum, frame):
+            raise Interrupted
+
+        previous = signal.signal(signal.SIGUSR1, raise_it)
+        main = threading.main_thread().ident
+        timers = []
+
+        def soon():
+            timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1))
+            timers.append(timer)
+            timer.start()
+
+        yield soon
+        for timer in timers:
+            timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+
+    @pytest.fixture
+    def patient_store(self, own_redis_server):
+        store = Store(own_redis_server.url, {"socket_timeout": 60.0})
+        take(store, "warm-up", lock="dislock:{warm-up}")
+        renew(store, "warm-up", lock="dislock:{warm-up}")
+        yield store
+        own_redis_server.resume()
+        store.close()
+
+    def test_the_next_command_gets_its_own_reply(
+        self, own_redis_server, patient_store, interrupt_soon
+    ):
+        """After an interrupted acquire a release is answered as a release, not as that acquire."""
+        own_redis_server.pause()
+        with pytest.raises(Interrupted):
+            interrupt_soon()
+            patient_store.acquire(LOCK, "a/1", LONG, HOLDER)
+        own_redis_server.resume()
+        assert patient_store.release("dislock:{other}", "b/1") is False
+        assert take(patient_store, "b/1", lock="dislock:{other}")
+        assert patient_store.release(LOCK, "a/1") is True  # it had reached the server
+
+    def test_the_next_renewal_gets_its_own_reply(
+        self, own_redis_server, patient_store, interrupt_soon
+    ):
+        """After an interrupted batch the next batch has its own answers."""
+        take(patient_store, "a/1")
+        own_redis_server.pause()
+        with pytest.raises(Interrupted):
+            interrupt_soon()
+            patient_store.renew([(LOCK, "a/1", LONG)], within=60.0)
+        own_redis_server.resume()
+        assert renew(patient_store, "nobody") is False
+        assert renew(patient_store, "a/1") is True
+
+    def test_a_late_reply_is_nobodys(self, own_redis_server):
+        """A reply that comes after its timeout is not taken for the next command's."""
+        store = Store(own_redis_server.url, {"socket_timeout": 0.2})
+        take(store, "a/1")
+        renew(store, "a/1")
+        own_redis_server.pause()
+        with pytest.raises(StoreError):
+            store.acquire("dislock:{other}", "b/1", LONG, HOLDER)
+        with pytest.raises(StoreError):
+            store.renew([(LOCK, "a/1", LONG)], within=0.1)
+        own_redis_server.resume()
+        assert store.release(LOCK, "nobody") is False
+        assert renew(store, "nobody") is False
+        store.close()
+
+
+class TestConnections:
+    @pytest.mark.parametrize("protocol", [2, 3])
+    @pytest.mark.parametrize("decode_responses", [False, True])
+    def test_every_operation_under_every_client_option(
+        self, redis_url, redis_client, protocol, decode_responses
+    ):
+        """Neither RESP2 or RESP3 nor decode_responses changes what the store answers."""
+        store = Store(redis_url, {"protocol": protocol, "decode_responses": decode_responses})
+        assert store.ping()["redis_version"]
+        token = take(store, "ü/1")
+        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        assert (refused.owner, refused.holder) == ("ü/1", json.loads(HOLDER))
+        assert renew(store, "ü/1") is True
+        assert renew(store, "b/1") is False
+        redis_client.script_flush()
+        assert renew(store, "ü/1") is True
+        redis_client.script_flush()
+        assert take(store, "ü/1") == token
+        redis_client.set("dislock:{bad}", "somebody else's")
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            store.release("dislock:{bad}", "a/1")
+        assert isinstance(renew(store, "a/1", lock="dislock:{bad}"), StoreError)
+        assert store.release(LOCK, "ü/1") is True
+        assert store.release_dead(LOCK, "ü") == 0
+        store.close()
+
+    def test_a_unix_socket_in_both_spellings(self, redis_program, tmp_path):
+        """redis-py's unix:// and Celery's redis+socket:// lead to the same locks."""
+        with RedisServer(tmp_path, unix_socket=True) as server:
+            ours, celerys = Store(server.url), Store(server.broker_url)
+            take(ours, "a/1")
+            assert isinstance(celerys.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
+            assert renew(celerys, "a/1") is True
+            ours.close()
+            celerys.close()
+
+    def test_celerys_spelling_of_the_database(self, redis_program, tmp_path):
+        """redis+socket:// names its database virtual_host; the lock is in that one."""
+        with RedisServer(tmp_path, unix_socket=True) as server:
+            store = Store(server.broker_url.replace("virtual_host=0", "virtual_host=3"))
+            take(store, "a/1")
+            store.close()
+            with server.client() as client:
+                assert set(client.info("keyspace")) == {"db3"}
+
+    def test_the_database_of_the_url_is_used(self, redis_url, redis_client):
+        """redis://.../5 keeps its locks in database 5 and none in database 0."""
+        store = Store(redis_url.removesuffix("/0") + "/5")
+        take(store, "a/1")
+        assert not redis_client.exists(LOCK)
+        store.release(LOCK, "a/1")
+        store.close()
+
+    def test_connections_are_used_again(self, store, redis_client):
+        """Commands one after another share one connection; renewals have one of their own."""
+        before = redis_client.info("stats")["total_connections_received"]
+        for number in range(50):
+            take(store, f"a/{number}")
+            renew(store, f"a/{number}")
+            store.release(LOCK, f"a/{number}")
+        assert redis_client.info("stats")["total_connections_received"] == before + 2
+
+    def test_an_uncontended_lock_costs_two_commands(self, store, redis_client):
+        """Acquire and release are one round trip each."""
+        take(store, "warm-up")
+        store.release(LOCK, "warm-up")
+        redis_client.config_resetstat()
+        take(store, "a/1")
+        store.release(LOCK, "a/1")
+        calls = redis_client.info("commandstats")
+        assert calls["cmdstat_evalsha"]["calls"] == 2
+        assert not {"cmdstat_eval", "cmdstat_hello", "cmdstat_ping"} & set(calls)
+
+    def test_threads_share_a_store(self, redis_url, redis_client):
+        """Many threads contend: each lock has one holder, and each thread gets its own replies."""
+        store = Store(redis_url)
+        counts = [0] * 3
+        errors = []
+
+        def work(thread):
+            for turn in range(100):
+                key = (thread + turn) % 3
+                lock, owner = f"dislock:{{{key}}}", f"{thread}/{turn}"
+                answer = store.acquire(lock, owner, LONG, json.dumps({"id": owner}))
+                if isinstance(answer, Refused):
+                    if answer.holder != {"id": answer.owner}:
+                        errors.append(answer)
+                    continue
+                seen = counts[key]
+                time.sleep(0.0005)
+                counts[key] = seen + 1
+                if not store.release(lock, owner):
+                    errors.append((lock, owner))
+                done.append(key)
+
+        done = []
+        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+        assert counts == [done.count(key) for key in range(3)]
+        assert state(redis_client) == {}
+        assert len(store._idle) <= 8
+        store.close()
+
+
+class TestUrls:
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "http://localhost/0",
+            "localhost:6379",
+            "amqp://guest@localhost//",
+            "redis://localhost:notaport/0",
+            "redis://localhost:99999999/0",
+        ],
+    )
+    def test_an_url_that_is_none_is_a_settings_error(self, url):
+        """What redis-py cannot read is refused when the store is made, with the setting's name."""
+        with pytest.raises(SettingsError, match="dislock_url"):
+            Store(url)
+
+    @pytest.mark.parametrize(
+        ("url", "options"),
+        [
+            ("redis://localhost/0", {"sokcet_timeout": 3}),
+            ("redis://localhost/0?sokcet_timeout=3", {}),
+            ("redis://localhost/0", {"protocol": 7}),
+            ("unix:///nowhere/redis.sock", {"socket_keepalive_typo": True}),
+        ],
+    )
+    def test_an_option_that_is_none_is_a_settings_error(self, url, options):
+        """An unknown option of a connection is refused when the store is made."""
+        with pytest.raises(SettingsError):
+            Store(url, options)
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "redis://:s3cret@host:6379/0",
+            "redis://user:s3cret@host:6379/0",
+            "rediss://user:s3cret@host:6379/0?ssl_cert_reqs=none",
+            "redis://host:6379/0?password=s3cret",
+            "unix://:s3cret@/path/redis.sock?db=1",
+            "unix://user:s3cret@/path/redis.sock",
+            "redis+socket://:s3cret@/path/redis.sock?virtual_host=1",
+            "redis://user:a@s3cret@host:6379/0",
+            "redis://:s3cret/more@host:6379/0",
+            "redis://:more/s3cret@host:6379/0",
+            "redis://:s3cret#more@host:6379/0",
+            "redis://:s3cret?more@host:6379/0",
+            "redis://:s3cret@host:notaport/0",
+            "redis://:s3cret@host:6379/0?no_such_option=s3cret",
+            "http://user:s3cret@host/0",
+        ],
+    )
+    def test_the_password_is_in_no_text(self, url):
+        """Neither the server's name nor an error about its URL shows the password."""
+        try:
+            store = Store(url)
+        except SettingsError as exc:
+            shown = f"{exc} {exc.args!r}"
+        else:
+            shown = store.server
+        assert "s3cret" not in shown
+
+    def test_the_password_of_an_option_is_in_no_text(self):
+        """A misspelt option is named; the password beside it is not shown."""
+        options = {"password": "s3cret", "sokcet_timeout": 3}
+        with pytest.raises(SettingsError, match="sokcet_timeout") as raised:
+            Store("redis://host:6379/0", options)
+        assert "s3cret" not in f"{raised.value} {raised.value.args!r}"
+
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("redis://:s3cret@host:6379/0", "redis://:***@host:6379/0"),
+            ("redis://user:s3cret@host/2", "redis://user:***@host/2"),
+            ("redis://host:6379/0", "redis://host:6379/0"),
+        ],
+    )
+    def test_the_server_is_named_by_the_rest_of_its_url(self, url, shown):
+        """An operator sees which server it is: scheme, user, host, port and database."""
+        assert Store(url).server == shown

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from celery_dislock import signals
+from celery_dislock.leases import Conflict
+from celery_dislock.watchdog import BATCH
+from tests.holding import PATIENCE, Holding, name_of, wait_for
+
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+KEY = "export:7"
+
+
+@pytest.fixture
+def holding(redis_url):
+    with Holding(redis_url) as holding:
+        yield holding
+
+
+@pytest.fixture
+def others(redis_url):
+    """Another process's locks on the same server."""
+    with Holding(redis_url) as others:
+        yield others
+
+
+@pytest.fixture
+def receive(holding):
+    """Connect a receiver to one signal of these locks, for the time of the test."""
+    connected = []
+
+    def connect(name, receiver):
+        signal = getattr(signals, name)
+        signal.connect(receiver, sender=holding.sender, weak=False)
+        connected.append((signal, receiver))
+
+    yield connect
+    for signal, receiver in connected:
+        signal.disconnect(receiver, sender=holding.sender)
+
+
+def watchdog_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "dislock-watchdog"]
+
+
+class TestKeeping:
+    def test_a_lease_outlives_its_timeout_by_far(self, holding, others, redis_client):
+        """A lease is held through three timeouts and more, and nobody else gets the lock."""
+        lease = holding.take(KEY, 1.5)
+        first = redis_client.hget(name_of(KEY), lease.owner).split(" ")[1]
+        while lease.renewals < 10:
+            assert lease.held, lease
+            assert isinstance(others.try_take(KEY), Conflict)
+            time.sleep(0.02)
+        last = redis_client.hget(name_of(KEY), lease.owner).split(" ")[1]
+        assert int(last) - int(first) > 3 * 1500
+        assert holding.named("lock_lost") == []
+
+    def test_many_leases_are_renewed_together(self, holding, redis_client):
+        """300 leases are renewed in few round trips, by one thread, and all stay held."""
+        before = set(watchdog_threads())
+        leases = [holding.take(f"export:{number}", 6.0) for number in range(300)]
+        redis_client.config_resetstat()
+        wait_for(lambda: all(lease.renewals >= 2 for lease in leases), "the second renewals")
+        reads = redis_client.info("stats")["total_reads_processed"]
+        renewals = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        assert renewals >= 2 * len(leases) - 10
+        assert reads < renewals / 5
+        assert len(set(watchdog_threads()) - before) == 1
+        assert all(lease.held for lease in leases)
+        assert holding.named("lock_lost") == []
+
+    def test_more_than_one_batch(self, holding):
+        """Leases beyond one batch are renewed all the same."""
+        leases = [holding.take(f"export:{number}", 9.0) for number in range(BATCH + 50)]
+        wait_for(lambda: all(lease.renewals for lease in leases), "all renewals")
+        assert len(holding.watchdog) == len(leases)
+
+    def test_a_released_lease_is_renewed_no_more(self, holding, redis_client):
+        """After a release nothing comes back, while other leases go on being renewed."""
+        other, lease = holding.take("other", 0.9), holding.take(KEY, 0.9)
+        holding.wait_renewed(lease)
+        lease.release()
+        renewals = lease.renewals
+        holding.wait_renewed(other, 3)
+        assert lease.renewals == renewals
+        assert redis_client.keys("*") == [name_of("other")]
+        assert len(holding.watchdog) == 1
+
+    def test_renewals_go_on_after_the_scripts_were_flushed(self, holding, redis_client):
+        """SCRIPT FLUSH on the server costs no lease."""
+        lease = holding.take(KEY, 1.5)
+        holding.wait_renewed(lease)
+        redis_client.script_flush()
+        holding.wait_renewed(lease, 3)
+        assert holding.named("lock_lost") == []
+
+    def test_renewals_go_on_after_the_connections_were_killed(self, holding, redis_client):
+        """CLIENT KILL costs no lease: the watchdog connects again."""
+        lease = holding.take(KEY, 3.0)
+        holding.wait_renewed(lease)
+        redis_client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        holding.wait_renewed(lease, 2)
+        assert holding.named("lock_lost") == []
+
+    def test_short_and_long_leases_stand_side_by_side(self, holding):
+        """A lease that is due often is not made to wait for one that is due seldom."""
+        long, short = holding.take("long", LONG), holding.take("short", 0.9)
+        holding.wait_renewed(short, 4)
+        assert long.renewals == 0
+        assert long.held
+
+    def test_a_watchdog_that_slept_long_wakes_for_a_new_lease(self, holding):
+        """A short lease that comes while the watchdog sleeps for a long one is renewed in time."""
+        holding.take("long", 100 * LONG)
+        for number in range(5):
+            short = holding.take(f"short:{number}", 0.9)
+            holding.wait_renewed(short)
+            short.release()
+        assert holding.named("lock_lost") == []
+
+
+class TestCap:
+    def test_the_lease_ends_after_the_last_renewal(self, holding, others):
+        """After max_renew_times renewals the lease runs out, the lock is free, no loss is told."""
+        lease = holding.take(KEY, 0.6, max_renew_times=2)
+        wait_for(lambda: holding.named("lock_capped", lease), "the cap")
+        assert lease.renewals == 2
+        assert lease.capped
+        wait_for(lambda: not isinstance(others.try_take(KEY, LONG), Conflict), "the free lock")
+        assert not lease.held
+        assert "2 times, its cap" in lease.why_ended
+        lease.release()
+        assert len(holding.named("lock_capped")) == 1
+        assert holding.named("lock_lost") == []
+        assert isinstance(others.try_take(KEY), Conflict)
+
+    @pytest.mark.parametrize("cap", [0, -1])
+    def test_none_is_none(self, holding, cap):
+        """max_renew_times of 0 or less never stops the renewals."""
+        lease = holding.take(KEY, 0.9, max_renew_times=cap)
+        holding.wait_renewed(lease, 4)
+        assert holding.named("lock_capped") == []
+
+    def test_the_chosen_action_is_passed_on(self, holding):
+        """Whoever runs the body is told the cap with the action that the task chose, once."""
+        ends = []
+        lease = holding.take(KEY, 0.6, max_renew_times=1, lock_on_cap="raise")
+        lease.on_end = lambda _, action: ends.append(action)
+        wait_for(lambda: ends, "the end")
+        assert ends == ["raise"]
+
+
+class TestSurviving:
+    @pytest.mark.parametrize("error", [ValueError, SystemExit], ids=lambda error: error.__name__)
+    @pytest.mark.parametrize("name", ["lock_renewed", "lock_lost", "lock_capped"])
+    def test_a_receiver_that_raises_costs_no_lease(
+        self, holding, receive, redis_client, name, error
+    ):
+        """Whatever a receiver raises in the watchdog's thread, the other leases stay renewed."""
+        calls = []
+
+        def bad(**kwargs):
+            calls.append(kwargs)
+            raise error("a receiver's mistake")
+
+        receive(name, bad)
+        kept = holding.take("kept", 1.2)
+        holding.take("lost", 0.6)
+        holding.take("capped", 0.6, max_renew_times=1)
+        redis_client.delete(name_of("lost"))
+        wait_for(lambda: calls, f"a call of the receiver of {name}")
+        holding.wait_renewed(kept, 2)
+        assert kept.held
+
+    @pytest.mark.parametrize("error", [ValueError, SystemExit], ids=lambda error: error.__name__)
+    def test_an_action_that_raises_costs_no_lease(self, holding, redis_client, error):
+        """Whatever the end of one lease's body raises, the other leases stay renewed."""
+
+        def bad(lease, action):
+            raise error("no way to stop it")
+
+        kept, lost = holding.take("kept", 1.5), holding.take("lost", 1.5)
+        lost.on_end = bad
+        redis_client.delete(name_of("lost"))
+        holding.wait_lost(lost)
+        holding.wait_renewed(kept, 3)
+        assert holding.watchdog.errors == 1
+
+    def test_one_key_of_another_type_costs_no_other_lease(self, holding, redis_client):
+        """A key that was overwritten fails alone, and is lost at its deadline; the rest is kept."""
+        kept, spoilt = holding.take("kept", 1.5), holding.take("spoilt", 1.5)
+        redis_client.set(name_of("spoilt"), "somebody else's", ex=int(LONG))
+        event = holding.wait_lost(spoilt)
+        assert "could not be renewed in time" in event.arguments["reason"]
+        holding.wait_renewed(kept, 2)
+        assert kept.held
+        assert len(holding.named("lock_lost")) == 1
+
+    def test_an_unexpected_error_of_the_store_is_survived(self, holding, monkeypatch):
+        """An exception that is nobody's plan is counted and logged, and the renewal tried again."""
+        lease = holding.take(KEY, 3.0)
+        renew = holding.store.renew
+        failures = iter([RuntimeError("a bug"), SystemExit(1), KeyError("another")])
+
+        def failing(leases, *, within):
+            for failure in failures:
+                raise failure
+            return renew(leases, within=within)
+
+        monkeypatch.setattr(holding.store, "renew", failing)
+        holding.wait_renewed(lease, 2)
+        assert holding.watchdog.errors == 3
+        assert lease.held
+
+    def test_a_slow_reply_shortens_trust(self, holding, monkeypatch):
+        """Trust counts from before the renewal was sent, however late its reply came."""
+        sent = []
+        renew = holding.store.renew
+
+        def slow(leases, *, within):
+            sent.append(time.monotonic())
+            answers = renew(leases, within=within)
+            time.sleep(0.1)
+            return answers
+
+        monkeypatch.setattr(holding.store, "renew", slow)
+        lease = holding.take(KEY, 1.5)
+        holding.wait_renewed(lease)
+        assert lease.trusted_until - lease.lock.trust <= sent[-1]
+
+    def test_an_outage_is_logged_once_each_way(self, own_redis_server, caplog):
+        """The operator reads one line when renewing fails, and one when it works again."""
+        with (
+            caplog.at_level(logging.INFO, "celery_dislock"),
+            Holding(own_redis_server.url, {"socket_timeout": 0.2}) as holding,
+        ):
+            lease = holding.take(KEY, 6.0)
+            holding.wait_renewed(lease)
+            own_redis_server.pause()
+            wait_for(lambda: "Cannot renew" in caplog.text, "the first failure")
+            own_redis_server.resume()
+            holding.wait_renewed(lease)
+            wait_for(lambda: "renewed again" in caplog.text, "the good news")
+            assert caplog.text.count("Cannot renew") == 1
+            assert caplog.text.count("renewed again") == 1
+
+
+class TestBlockedWatchdog:
+    """A receiver that never returns blocks the one thread: trust must end all the same."""
+
+    @pytest.fixture
+    def block(self, receive):
+        gate, inside = threading.Event(), threading.Event()
+
+        def bad(**kwargs):
+            inside.set()
+            gate.wait(PATIENCE)
+
+        receive("lock_renewed", bad)
+        yield inside, gate
+        gate.set()
+
+    def test_held_turns_false_at_the_deadline(self, holding, block):
+        """With the watchdog blocked a lease is held until its local deadline, and then no more."""
+        inside, gate = block
+        lease = holding.take(KEY, 1.2)
+        assert inside.wait(PATIENCE)
+        while True:
+            before, held, after = time.monotonic(), lease.held, time.monotonic()
+            if after < lease.trusted_until:
+                assert held
+            if before >= lease.trusted_until:
+                assert not held
+                break
+        assert lease.remaining == 0
+        with pytest.raises(Exception, match="its time ran out"):
+            lease.ensure_held()
+        gate.set()
+        event = holding.wait_lost(lease)
+        assert "could not be renewed in time" in event.arguments["reason"]
+        lease.release()
+        assert len(holding.named("lock_lost", lease)) == 1
+        assert holding.named("lock_released") == []
+
+    def test_a_lease_past_its_deadline_is_not_renewed(self, holding, block, redis_client):
+        """A watchdog that wakes up after the deadline does not extend what Redis still has."""
+        inside, gate = block
+        lease = holding.take(KEY, 1.2)
+        assert inside.wait(PATIENCE)
+        redis_client.pexpire(name_of(KEY), 60_000)
+        field = redis_client.hget(name_of(KEY), lease.owner).split(" ")
+        field[1] = str(int(field[1]) + 60_000)
+        redis_client.hset(name_of(KEY), lease.owner, " ".join(field))
+        wait_for(lambda: not lease.held, "the deadline")
+        renewals = lease.renewals
+        gate.set()
+        holding.wait_lost(lease)
+        assert lease.renewals == renewals
+        assert not lease.held
+
+    def test_a_lease_that_was_released_meanwhile_is_not_lost(self, holding, block):
+        """A lease that its owner released while the watchdog was blocked is not reported."""
+        inside, gate = block
+        lease = holding.take(KEY, 1.2)
+        assert inside.wait(PATIENCE)
+        lease.release()
+        marker = holding.take("marker", 0.9)
+        gate.set()
+        holding.wait_renewed(marker, 3)
+        assert holding.named("lock_lost") == []
+
+
+class TestReports:
+    def test_nothing_is_told_of_a_lease_after_its_release(self, holding, redis_client):
+        """A lease released while another's loss is being reported is released, and not lost."""
+        gate, inside = threading.Event(), threading.Event()
+
+        def slow(lease, action):
+            inside.set()
+            gate.wait(PATIENCE)
+
+        leases = [holding.take(f"export:{number}", 1.2) for number in range(20)]
+        for lease in leases:
+            lease.on_end = slow
+        redis_client.delete(*(lease.lock.name for lease in leases))
+        assert inside.wait(PATIENCE)
+        for lease in leases:
+            lease.release()
+        gate.set()
+        marker = holding.take("marker", 0.9)
+        holding.wait_renewed(marker)
+        for lease in leases:
+            ends = [
+                event.name
+                for event in holding.events
+                if event.lease is lease and event.name in {"lock_lost", "lock_released"}
+            ]
+            assert len(ends) == 1, (lease, ends)
