@@ -62,8 +62,8 @@ class Entry(NamedTuple):
 class Watchdog:
     """The leases of this process.
 
-    The thread (a greenlet, under gevent and eventlet) starts with the
-    first lease, and does not outlive the process.
+    The thread (a greenlet, under gevent and eventlet) starts with the first lease, and does not
+    outlive the process.
 
     Args:
         store: Renews leases.
