@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from celery_dislock.store import Script
+    from celery_dislock.scripts import Script
 
 Command = list[bytes]
 

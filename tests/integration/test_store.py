@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.store import RENEW, Granted, Refused, Store
+from celery_dislock.scripts import RENEW
+from celery_dislock.store import Granted, Refused, Store
 from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 
@@ -755,7 +756,7 @@ class TestConnections:
         assert errors == []
         assert counts == [done.count(key) for key in range(3)]
         assert state(redis_client) == {}
-        assert len(store._idle) <= 8
+        assert len(store._server._idle) <= 8
         store.close()
 
 
