@@ -5,11 +5,13 @@ from celery_dislock.exceptions import (
     LockHeldError,
     LockKeyError,
     LockLostError,
+    NotOwnerError,
     SettingsError,
     StoreError,
 )
 from celery_dislock.leases import Lease, current_lease
 from celery_dislock.plugin import Dislock
+from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.task import SingletonTask
 
 __all__ = [
@@ -17,10 +19,12 @@ __all__ = [
     "SingletonTask",
     "current_lease",
     "Lease",
+    "ReentrantLock",
     "DislockError",
     "SettingsError",
     "LockKeyError",
     "LockHeldError",
     "LockLostError",
+    "NotOwnerError",
     "StoreError",
 ]

@@ -141,6 +141,40 @@ class Server:
                 return reply
         raise AssertionError("unreachable")  # pragma: no cover
 
+    def pop(self, key: str, seconds: float) -> bool:
+        """
+        Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
+
+        Nothing is resent: what was taken may be lost with its reply, so ask the server what is.
+
+        Args:
+            key: Name of the list.
+            seconds: > 0, a fraction allowed.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            StoreError: No reply came, or an error; an element may have been taken.
+        """
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        try:
+            packed = connection.pack_command(b"BLPOP", key, seconds)
+            connection.send_packed_command(packed, check_health=False)
+            connection.can_read(timeout=seconds + SOCKET_TIMEOUT)
+            reply = connection.read_response(disable_decoding=True)
+        except (RedisError, OSError) as exc:
+            connection.disconnect()
+            raise self._error(exc) from exc
+        except BaseException:
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        return reply is not None
+
     def run_many(
         self, script: Script, calls: Sequence[tuple[str | int, ...]], *, within: float
     ) -> list[Any]:

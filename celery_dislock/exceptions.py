@@ -74,6 +74,23 @@ class LockHeldError(DislockError):
         )
 
 
+class NotOwnerError(DislockError):
+    """A lock was released or extended by a thread that does not hold it; nothing was changed.
+
+    Attributes:
+        key: The key of the lock.
+        holder: Who holds it, in words; empty where nobody does.
+    """
+
+    def __init__(self, key: str, holder: str) -> None:
+        super().__init__(key, holder)
+        self.key = key
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return f"lock {self.key!r} is not held by this thread, but by {self.holder or 'nobody'}"
+
+
 class LockLostError(DislockError):
     """This process can no longer trust its lease; another execution may hold the lock by now.
 

@@ -44,7 +44,8 @@ def current_lease() -> Lease | None:
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    return f"{task}[{task_id}] on {worker} (pid {pid})"
+    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+    return f"{who} on {worker} (pid {pid})"
 
 
 class Claim:
@@ -175,6 +176,27 @@ class Lease:
         """Trust the lease anew after a renewal that was sent at *sent_at*."""
         self.trusted_until = sent_at + self.lock.trust
         self.renewals += 1
+
+    def renew(self) -> bool:
+        """
+        Renew the lease now; one round trip.
+
+        Returns:
+            False where the server no longer has it: then it is lost.
+
+        Raises:
+            StoreError: The server did not answer; the lease is what it was before.
+        """
+        lock = self.lock
+        sent_at = lock.clock()
+        if lock.store.extend(lock.name, self.owner, lock.timeout):
+            self.extend(sent_at)
+            return True
+        lock.keeper.unwatch(self)
+        if not self._ended:
+            self.lose("the server no longer has it: expired, taken or deleted")
+            self.report_lost()
+        return False
 
     def lose(self, reason: str) -> None:
         """Trust the lease no more; called by its keeper, under the mutex that unwatch waits for."""

@@ -15,7 +15,11 @@ from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
 from celery_dislock.exceptions import DislockError
+from celery_dislock.reentrant import ReentrantLock
+from celery_dislock.runtime import Runtime
+from celery_dislock.settings import app_settings, task_options
 from celery_dislock.task import SingletonTask, install, runtime_of
+from celery_dislock.values import check_key
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -55,14 +59,59 @@ class Dislock:
 
     Args:
         app: The app.  Two apps in one process share nothing.
+
+    Attributes:
+        runtime: What its locks share: settings, store and watchdog.
     """
 
     def __init__(self, app: Celery) -> None:
-        self.app = app
-        runtime_of(app)
+        self.runtime = runtime_of(app)
         app.user_options["worker"].update(OPTIONS)
         app.steps["worker"].add(LockStep)
         _follow(app)
+
+    @classmethod
+    def from_url(cls, url: str, **settings: Any) -> Dislock:
+        """
+        Make locks for plain Python, without a Celery app or a worker.
+
+        Args:
+            url: The lock server.
+            settings: Settings of the reference page without their ``dislock_``, such as
+                ``prefix`` or ``transport_options``; and defaults for :meth:`lock`.
+
+        Raises:
+            SettingsError: One of them cannot be used.
+        """
+        conf = {"dislock_url": url, **{f"dislock_{name}": v for name, v in settings.items()}}
+        app_settings(conf)
+        dislock = cls.__new__(cls)
+        dislock.runtime = Runtime(lambda: conf)
+        return dislock
+
+    def lock(self, key: str, *, fair: bool = True, **options: Any) -> ReentrantLock:
+        """
+        Make the lock of a key, for plain Python; the very one that tasks of that key take.
+
+        Asks nobody.  The lease is kept alive by the watchdog, and has the same signals and errors
+        as a task's.
+
+        Args:
+            key: What the lock is about: ``export:7``.
+            fair: False: pass those who wait, where the lock admits one more.
+            options: ``mode``, ``limit``, ``watchdog_timeout``, ``max_renew_times`` and
+                ``expire``: as the task options of these names, with or without their ``lock_``.
+
+        Raises:
+            SettingsError: An option cannot be used.
+            LockKeyError: The key cannot.
+        """
+        declared = {_PYTHON_OPTIONS.get(name, name): value for name, value in options.items()}
+        resolved = task_options(f"lock {key!r}", declared, self.runtime.conf)
+        return ReentrantLock(check_key(key), resolved, self.runtime, fair=fair)
+
+
+_PYTHON_OPTIONS = {name: f"lock_{name}" for name in ("mode", "limit", "watchdog_timeout", "expire")}
 
 
 class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from celery_dislock.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from celery_dislock.leases import Claim
     from celery_dislock.settings import AppSettings, TaskOptions
 
 REDIS_SCHEMES = ("redis://", "rediss://", "redis+socket://", "unix://")
@@ -74,6 +75,11 @@ class Runtime:
         self._by_pid: dict[int, Process] = {}
 
     @property
+    def conf(self) -> Mapping[str, Any]:
+        """The app's configuration as it is now."""
+        return self._conf()
+
+    @property
     def enabled(self) -> bool | None:
         """``dislock_enabled`` as it is now: a worker's command line may have set it."""
         return self._conf().get("dislock_enabled")
@@ -103,6 +109,16 @@ class Runtime:
         return f"{self.settings.dislock_prefix}:{{{key}}}"
 
 
+class Held:
+    """What one thread holds of one lock, in plain Python, and how often it has taken it."""
+
+    __slots__ = ("claim", "depth")
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.depth = 1
+
+
 class Process:
     """The store and the watchdog of one process; neither connects or starts before its use."""
 
@@ -111,6 +127,7 @@ class Process:
         self.pid = os.getpid()
         self.store = Store(url, {**options, **settings.dislock_transport_options})
         self.watchdog = Watchdog(self.store)
+        self.threads: dict[tuple[int, str], Held] = {}  # thread and name of the lock
         self._counter = count(1)
 
     def owner_name(self, start: str) -> str:

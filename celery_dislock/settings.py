@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 def lock_limit(value: object) -> int:
     """Check the number of leases at a time."""
-    if whole_number(value) != 1:
-        raise ValueError("not yet available; use 1")
-    return 1
+    if whole_number(value) < 1:
+        raise ValueError("give 1 or more")
+    return whole_number(value)
 
 
 def lock_key(value: object) -> object:
@@ -145,15 +145,22 @@ class TaskOptions:
     )
     lock_mode: str = _declare(
         default="exclusive",
-        check=one_of("exclusive", not_yet=("shared",)),
+        check=one_of("exclusive", "shared"),
         unit="",
-        description="Kind of the lock; `exclusive` admits one lease.",
+        description=(
+            "`exclusive` admits one lease, or `lock_limit` of them; `shared` any number, but none "
+            "beside an exclusive one. A task that waits for the one keeps later ones of the other "
+            "from passing it."
+        ),
     )
     lock_limit: int = _declare(
         default=1,
         check=lock_limit,
         unit="",
-        description="How many leases at a time.",
+        description=(
+            "How many exclusive leases at a time: a counting semaphore. It may change while the "
+            "lock is held: nobody is evicted, and the newest limit decides who is admitted."
+        ),
     )
 
 

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.connections import Server
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+
+MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
+NAMES = {letter: mode for mode, letter in MODES.items()}
 
 
 class Granted(NamedTuple):
@@ -21,10 +25,20 @@ class Granted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The lock is held."""
+    """The lock does not admit another lease; of those in the way, the one that ends first."""
 
     owner: str
     remaining: float  # seconds
+    holder: Mapping[str, Any]
+
+
+class Holding(NamedTuple):
+    """A live lease."""
+
+    owner: str
+    remaining: float  # seconds
+    token: int
+    mode: str
     holder: Mapping[str, Any]
 
 
@@ -61,7 +75,18 @@ class Store:
         self._server = Server(url, options, pause=pause)
         self.server = self._server.name
 
-    def acquire(self, lock: str, owner: str, ttl: float, holder: str) -> Granted | Refused:
+    def acquire(
+        self,
+        lock: str,
+        owner: str,
+        ttl: float,
+        holder: str,
+        *,
+        mode: str = "exclusive",
+        limit: int = 1,
+        place: float = 0.0,
+        fair: bool = True,
+    ) -> Granted | Refused:
         """
         Take the lock, or confirm and renew the lease that its owner already has.
 
@@ -70,6 +95,11 @@ class Store:
             owner: Who asks; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
+            mode: "exclusive" or "shared".
+            limit: Leases at a time of an exclusive lock, > 0.
+            place: Seconds for which an owner that is refused stands in line; it is to ask again
+                before they are over.  0: it does not wait.
+            fair: Come after those who wait already.
 
         Returns:
             The fencing token, or the lease that is in the way.
@@ -77,7 +107,17 @@ class Store:
         Raises:
             StoreError: The server did not answer; the lock may have been taken, see there.
         """
-        reply = self._server.run(ACQUIRE, lock, owner, milliseconds(ttl), holder)
+        reply = self._server.run(
+            ACQUIRE,
+            lock,
+            owner,
+            milliseconds(ttl),
+            holder,
+            MODES[mode],
+            limit,
+            milliseconds(place),
+            int(fair),
+        )
         if reply[0] == 1:
             return Granted(int(reply[1]))
         _, remaining_ms, other, other_holder = reply
@@ -85,9 +125,57 @@ class Store:
             other.decode().removeprefix("~"), remaining_ms / 1000, json.loads(other_holder)
         )
 
+    def wait(self, lock: str, owner: str, seconds: float) -> bool:
+        """
+        Wait to be handed the lock; blocks for *seconds* at most.
+
+        Returns:
+            Whether it was handed over; either way, ask again.
+
+        Raises:
+            StoreError: The server went away; ask again.
+        """
+        return self._server.pop(f"{lock}:wake:{owner}", seconds)
+
+    def holders(self, lock: str) -> list[Holding]:
+        """
+        Ask who holds the lock.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        reply = self._server.run(HOLDERS, lock)
+        return [
+            Holding(
+                owner.decode().removeprefix("~"),
+                remaining / 1000,
+                int(token),
+                NAMES[mode.decode()],
+                json.loads(holder),
+            )
+            for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
+        ]
+
+    def extend(self, lock: str, owner: str, ttl: float) -> bool:
+        """
+        Reset the expiry of one lease.
+
+        Returns:
+            False where the owner does not hold the lock: nothing was created or revived.
+
+        Raises:
+            StoreError: The server did not answer; the lease may have been renewed or not.
+        """
+        return bool(self._server.run(RENEW, lock, owner, milliseconds(ttl)) == 1)
+
     def release(self, lock: str, owner: str, at_least: float = 0.0) -> bool:
         """
-        End the owner's lease, or let it run out *at_least* seconds after its acquisition.
+        End the owner's lease, or its wait for one, and hand the lock on to those who wait.
+
+        Args:
+            lock: Name of the lock in Redis.
+            owner: Whose lease.
+            at_least: Seconds since its acquisition until which the lease is to run out instead.
 
         Returns:
             True where the owner still held it; False where it was gone, which is also the answer

@@ -1,6 +1,6 @@
--- _lease.lua: how a lease is written.  Put in front of every other script when it is loaded.
+-- _lease.lua: how a lock is written.  Put in front of every other script when it is loaded.
 --
--- A lock is one hash, KEYS[1] = <prefix>{<key>}: a field per lease.
+-- KEYS[1], the lock, is <prefix>:{<key>}, a hash with a field per lease:
 --
 --   owner -> "1 expires_ms token acquired_ms mode holder"
 --
@@ -8,16 +8,26 @@
 --     expires_ms   Redis TIME at which the lease ends
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
---     mode         x exclusive
+--     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: task, id, worker, pid
 --
 -- A field whose name begins with "~" is a lease whose owner is done and which only runs out
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.
 --
--- The hash lives as long as its longest lease.  An ended lease that shares its hash with a live
--- one is swept out by the next acquire that is granted.
+-- Beside it, with its name in front of theirs and so in its slot, stand those who wait:
+--
+--   <lock>:line           sorted set: owner -> when it joined, in Redis TIME in microseconds
+--   <lock>:places         hash: owner -> "1 deadline_ms ttl_ms mode limit holder"
+--   <lock>:wake:<owner>   list: one element, put there when the owner is granted the lock
+--
+-- A place whose deadline is over belongs to a waiter that died: it is passed over.  Every key
+-- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
+-- live one is swept out when the leases are counted.
 
 local lock = KEYS[1]
+local line, places = lock .. ':line', lock .. ':places'
+
+local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
 
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
@@ -33,8 +43,8 @@ local function write(owner, expires, token, acquired, rest)
     string.format('1 %.0f %.0f %.0f %s', expires, token, acquired, rest))
 end
 
-local function live_at_least(ttl_ms)
-  if redis.call('PTTL', lock) < ttl_ms then redis.call('PEXPIRE', lock, ttl_ms) end
+local function live_at_least(key, ttl_ms)
+  if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end
 end
 
 -- The owner is done with its lease: end it now, or at acquired + at_least_ms.
@@ -47,7 +57,90 @@ local function finish(owner, lease, at_least_ms)
     if redis.call('HLEN', lock) == 1 then
       redis.call('PEXPIRE', lock, acquired + at_least_ms - now)
     else
-      live_at_least(acquired + at_least_ms - now)
+      live_at_least(lock, acquired + at_least_ms - now)
+    end
+  end
+end
+
+-- The live leases: how many of each mode, the newest token, and which of them ends first.
+-- Returns the lease of *owner*, where it is among them.
+local counted = {x = 0, s = 0}
+local newest, first, first_expires, first_rest = 0, nil, nil, nil
+
+local function count_leases(owner)
+  local mine = nil
+  counted.x, counted.s, first = 0, 0, nil
+  local leases = redis.call('HGETALL', lock)
+  for i = 1, #leases, 2 do
+    local expires, token, _, rest = parse(leases[i + 1])
+    newest = math.max(newest, token)
+    if expires <= now then
+      redis.call('HDEL', lock, leases[i])
+    else
+      local mode = string.sub(rest, 1, 1)
+      counted[mode] = counted[mode] + 1
+      if leases[i] == owner then mine = leases[i + 1] end
+      if not first or expires < first_expires then
+        first, first_expires, first_rest = leases[i], expires, rest
+      end
+    end
+  end
+  return mine
+end
+
+local function admits(mode, limit)
+  if mode == 's' then return counted.x == 0 end
+  return counted.s == 0 and counted.x < limit
+end
+
+local function grant(owner, ttl_ms, mode, holder)
+  newest = math.max(now_us, newest + 1)
+  write(owner, now + ttl_ms, newest, now, mode .. ' ' .. holder)
+  if first then live_at_least(lock, ttl_ms) else redis.call('PEXPIRE', lock, ttl_ms) end
+  counted[mode] = counted[mode] + 1
+  return newest
+end
+
+local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
+  if not redis.call('ZSCORE', line, owner) then
+    local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
+    local joined = math.max(now_us, tonumber(last or 0) + 1)
+    redis.call('ZADD', line, string.format('%.0f', joined), owner)
+  end
+  redis.call('HSET', places, owner,
+    string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
+  live_at_least(line, place_ms)
+  live_at_least(places, place_ms)
+end
+
+local function leave_line(owner)
+  redis.call('HDEL', places, owner)
+  return redis.call('ZREM', line, owner) == 1
+end
+
+-- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
+-- who is awake.  The leases have been counted.  Returns the asker's token where it got the lock.
+local function hand_on(asker)
+  local token = nil
+  while true do
+    local head = redis.call('ZRANGE', line, 0, 0)[1]
+    if not head then return token end
+    local deadline, ttl, mode, limit, holder = string.match(
+      redis.call('HGET', places, head) or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
+    if not deadline or tonumber(deadline) <= now then
+      leave_line(head)
+    elseif not admits(mode, tonumber(limit)) then
+      return token
+    else
+      leave_line(head)
+      if head == asker then
+        token = grant(head, tonumber(ttl), mode, holder)
+      else
+        grant(head, math.min(tonumber(ttl), RESERVED_MS), mode, holder)
+        local wake = lock .. ':wake:' .. head
+        redis.call('RPUSH', wake, 1)
+        redis.call('PEXPIRE', wake, RESERVED_MS)
+      end
     end
   end
 end

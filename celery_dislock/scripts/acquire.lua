@@ -1,39 +1,50 @@
--- acquire.lua: take an exclusive lock if nobody else holds it.
+-- acquire.lua: take a lock if it admits one more lease, or wait in line for it.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   owner
--- ARGV[2]   ttl_ms    integer > 0
--- ARGV[3]   holder    JSON, for messages and tools
+-- ARGV[2]   ttl_ms     integer > 0
+-- ARGV[3]   holder     JSON, for messages and tools
+-- ARGV[4]   mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
+--                      s shared: admitted beside no exclusive lease
+-- ARGV[5]   limit      integer > 0
+-- ARGV[6]   place_ms   > 0: wait in line, where the place is kept so long unless asked again
+--                      0: do not wait
+-- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
 --
 -- Returns   {1, token}                         granted: the lease ends in ttl_ms unless renewed
---           {0, remaining_ms, owner, holder}   refused: that owner's lease is the one in the way
+--           {0, remaining_ms, owner, holder}   refused: of the leases in the way, the one that ends
+--                                              first; the asker is in line, if it is to wait
 --
--- Safe to send twice: an owner that has the lease already gets the same token again, and its
--- expiry is reset.  A refusal changes nothing but sweeping out leases that have ended.
+-- Safe to send twice: an owner that has the lock already gets the same token again, and its
+-- expiry is reset; one that waits already keeps its place.
 
-local owner, ttl = ARGV[1], tonumber(ARGV[2])
-local leases = redis.call('HGETALL', lock)
+local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local mode, limit, place_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 
-if #leases == 0 then
-  write(owner, now + ttl, now_us, now, 'x ' .. ARGV[3])
-  redis.call('PEXPIRE', lock, ttl)
-  return {1, string.format('%.0f', now_us)}
+local mine = count_leases(owner)
+if mine then
+  local _, token, acquired, rest = parse(mine)
+  write(owner, now + ttl, token, acquired, rest)
+  live_at_least(lock, ttl)
+  return {1, string.format('%.0f', token)}
 end
 
-local last_token, mine, acquired, rest = 0, nil, nil, nil
-for i = 1, #leases, 2 do
-  local expires, token, since, holding = parse(leases[i + 1])
-  if expires <= now then
-    redis.call('HDEL', lock, leases[i])
-  elseif leases[i] == owner then
-    mine, acquired, rest = token, since, holding
-  else
-    return {0, expires - now, leases[i], string.sub(holding, 3)}
+local waiting = redis.call('EXISTS', line) == 1
+if admits(mode, limit) and (not waiting or ARGV[7] == '0') then
+  if waiting then leave_line(owner) end
+  return {1, string.format('%.0f', grant(owner, ttl, mode, holder))}
+end
+
+if place_ms > 0 then
+  join_line(owner, place_ms, ttl, mode, limit, holder)
+  waiting = true
+end
+if waiting then
+  local token = hand_on(owner)
+  if token then return {1, string.format('%.0f', token)} end
+  count_leases()
+  if place_ms == 0 and admits(mode, limit) and redis.call('EXISTS', line) == 0 then
+    return {1, string.format('%.0f', grant(owner, ttl, mode, holder))}
   end
-  last_token = math.max(last_token, token)
 end
-
-local token = mine or math.max(now_us, last_token + 1)
-write(owner, now + ttl, token, acquired or now, rest or 'x ' .. ARGV[3])
-redis.call('PEXPIRE', lock, ttl)
-return {1, string.format('%.0f', token)}
+return {0, first_expires - now, first, string.sub(first_rest, 3)}

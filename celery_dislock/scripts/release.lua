@@ -1,16 +1,27 @@
--- release.lua: end a lease at its owner's wish.
+-- release.lua: end a lease at its owner's wish, or its wait for one, and hand the lock on.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   owner
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
 --
--- Returns   1 released   0 not held: nothing was changed
+-- Returns   1 released   0 not held: no lease was ended
 --
--- Touches no other owner's lease.  Sent twice, the second answers 0.
+-- Touches no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
+-- second answers 0.
 
-local lease = redis.call('HGET', lock, ARGV[1])
-if not lease then return 0 end
+local owner = ARGV[1]
+local lease = redis.call('HGET', lock, owner)
+local expires = lease and tonumber(string.match(lease, '^1 (%d+)'))
+if redis.call('EXISTS', line) == 0 then
+  if lease then finish(owner, lease, tonumber(ARGV[2])) end
+  return lease and expires > now and 1 or 0
+end
 
-local expires = tonumber(string.match(lease, '^1 (%d+)'))
-finish(ARGV[1], lease, tonumber(ARGV[2]))
-return expires > now and 1 or 0
+count_leases()
+if lease then finish(owner, lease, tonumber(ARGV[2])) end
+if leave_line(owner) or lease then
+  redis.call('DEL', lock .. ':wake:' .. owner)
+  count_leases()
+  hand_on(nil)
+end
+return lease and expires > now and 1 or 0

@@ -1,4 +1,4 @@
--- release_dead.lua: end the leases of a process that died while executing a task.
+-- release_dead.lua: end what a process held or waited for that died while executing a task.
 --
 -- KEYS[1]   lock
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
@@ -8,12 +8,22 @@
 --
 -- The caller has seen that process end.  Sent twice, the second answers 0.
 
+local function dead(owner)
+  return string.sub(owner, 1, #ARGV[1]) == ARGV[1]
+end
+
+count_leases()
 local ended = 0
 local leases = redis.call('HGETALL', lock)
 for i = 1, #leases, 2 do
-  if string.sub(leases[i], 1, #ARGV[1]) == ARGV[1] then
+  if dead(leases[i]) then
     finish(leases[i], leases[i + 1], tonumber(ARGV[2]))
     ended = ended + 1
   end
 end
+for _, owner in ipairs(redis.call('HKEYS', places)) do
+  if dead(owner) then leave_line(owner) end
+end
+count_leases()
+hand_on(nil)
 return ended

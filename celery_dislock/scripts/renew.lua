@@ -19,5 +19,5 @@ if expires <= now then
 end
 
 write(ARGV[1], now + ARGV[2], token, acquired, rest)
-live_at_least(tonumber(ARGV[2]))
+live_at_least(lock, tonumber(ARGV[2]))
 return 1

@@ -55,7 +55,9 @@ class FakeStore:
             raise StoreError("redis://fake", "away")
         self.clock.advance(self.latency)
 
-    def acquire(self, lock: str, owner: str, ttl: float, holder: str) -> Granted | Refused:
+    def acquire(
+        self, lock: str, owner: str, ttl: float, holder: str, **terms: Any
+    ) -> Granted | Refused:
         self._round_trip("acquire", lock, owner)
         other = self.leases.get(lock)
         if other and other[1] > self.clock() and other[0] != owner:

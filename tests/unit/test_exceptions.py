@@ -15,6 +15,7 @@ ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
     exceptions.LockKeyError("export:<x>", "x", "it is a float"),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
+    exceptions.NotOwnerError("export:7", "thread MainThread on host (pid 5)"),
     exceptions.LockLostError("export:7", "expired"),
     exceptions.StoreError("redis://x", "refused"),
 ]
@@ -52,11 +53,13 @@ def test_the_public_names_are_pinned():
         "SingletonTask",
         "current_lease",
         "Lease",
+        "ReentrantLock",
         "DislockError",
         "SettingsError",
         "LockKeyError",
         "LockHeldError",
         "LockLostError",
+        "NotOwnerError",
         "StoreError",
     ]
     assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)

@@ -1,0 +1,91 @@
+"""How the URL and the TLS options of a lock server are spelt, by Celery, kombu and redis-py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+SINGLE = ("redis://", "rediss://", "redis+socket://", "unix://")
+SENTINEL = ("sentinel://",)
+CLUSTER = ("redis+cluster://", "rediss+cluster://")
+SCHEMES = SINGLE + SENTINEL + CLUSTER
+
+SENTINEL_PORT = 26379
+REDIS_PORT = 6379
+
+
+class Group(NamedTuple):
+    """What a URL says that names several hosts."""
+
+    name: str  # the URL as a message may show it
+    url: str  # one of a single server, with all that the hosts have in common
+    hosts: tuple[tuple[str, int], ...]
+
+
+def redis_url(url: str) -> str:
+    """Rewrite Celery's spellings as redis-py's: ``redis+socket://``, and ``CERT_REQUIRED``."""
+    parts = urlsplit(url)
+    if parts.scheme == "rediss":
+        return re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda m: m[1].lower(), url)
+    if parts.scheme != "redis+socket":
+        return url
+    query = parse_qs(parts.query)
+    database = query.get("virtual_host", query.get("db", ["0"]))[0].strip("/")
+    return f"unix://{parts.netloc}{parts.path}?db={database}"
+
+
+def redis_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrite Celery's spelling of ``ssl_cert_reqs`` as redis-py's; its constants are known."""
+    options = dict(options)
+    wanted = options.get("ssl_cert_reqs")
+    if isinstance(wanted, str):
+        options["ssl_cert_reqs"] = wanted.removeprefix("CERT_").lower()
+    return options
+
+
+def group(url: str) -> Group:
+    """
+    Read a URL of several hosts: ``sentinel://a:1;sentinel://b:2/0``, ``redis+cluster://a:1,b:2``.
+
+    User, password, database and query are those of the first host that has them.
+
+    Raises:
+        ValueError: It cannot be read; the message quotes nothing of it.
+    """
+    scheme = url.partition("://")[0]
+    port = SENTINEL_PORT if scheme == "sentinel" else REDIS_PORT
+    hosts, login, path, query = [], "", "", ""
+    for given in re.split("[;,]", url):
+        part = given if "://" in given else f"{scheme}://{given}"
+        if not part.startswith(f"{scheme}://"):
+            raise ValueError("the hosts have different schemes")
+        try:
+            parts = urlsplit(part)
+            hosts.append((parts.hostname or "", parts.port or port))
+        except ValueError:  # it quotes what is no port, and may be a password
+            raise ValueError("a port is no number") from None
+        if not parts.hostname:
+            raise ValueError("a host is missing")
+        login = login or parts.netloc.rpartition("@")[0]
+        path = path or parts.path.rstrip("/")
+        query = query or parts.query
+    user = f"{login.partition(':')[0]}:***@" if login else ""
+    single = "rediss" if scheme == "rediss+cluster" else "redis"
+    at = f"{login}@" if login else ""
+    return Group(
+        f"{scheme}://{user}{','.join(f'{host}:{number}' for host, number in hosts)}{path}",
+        f"{single}://{at}localhost{path}{f'?{query}' if query else ''}",
+        tuple(hosts),
+    )
+
+
+def without_password(url: str) -> str:
+    """Return the URL as a log line may show it, whatever is wrong with it."""
+    scheme, _, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    if not at:
+        return f"{scheme}://{rest.partition('?')[0]}"
+    name = user.partition(":")[0]
+    return f"{scheme}://{name}:***@{host.partition('?')[0]}"
