@@ -118,6 +118,18 @@ def hold_without_renewal(key: str) -> dict[str, Any]:
     return stay(key)
 
 
+@app.task(base=SingletonTask, lock_key="<key>", lock_mode="shared")
+def hold_shared(key: str) -> dict[str, Any]:
+    """Hold the lock beside others of this kind until the gate is open."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_limit=2)
+def hold_one_of_two(key: str) -> dict[str, Any]:
+    """Hold one of two leases until the gate is open."""
+    return stay(key)
+
+
 @app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise")
 def hold_or_raise(key: str) -> dict[str, Any]:
     """Hold the lock, or fail where another does."""

@@ -83,3 +83,24 @@ def test_a_call_of_ones_own_runs_inside_the_lock(fleet, scene):
     assert holder.get(timeout=LIMIT)["held"] is True
     assert [event["what"] for event in scene.history] == ["called", "begin", "end"]
     assert scene.reported("called", leased=True)
+
+
+def test_shared_tasks_run_beside_each_other_and_an_exclusive_one_does_not(fleet, scene):
+    """lock_mode="shared" keeps out the task that must be alone, and nobody else."""
+    readers = [fleet.send(scenarios.hold_shared, scene.key) for _ in range(2)]
+    scene.wait_for_report("begin", 2)
+    with pytest.raises(TaskRevokedError):
+        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
+    assert len(scene.leases) == len(readers)
+    scene.open_gate()
+    assert all(reader.get(timeout=LIMIT)["held"] for reader in readers)
+
+
+def test_a_limit_admits_so_many_and_no_more(fleet, scene):
+    """lock_limit=2 lets two run at a time, and the third is the one that is skipped."""
+    admitted = [fleet.send(scenarios.hold_one_of_two, scene.key) for _ in range(2)]
+    scene.wait_for_report("begin", 2)
+    with pytest.raises(TaskRevokedError):
+        fleet.send(scenarios.hold_one_of_two, scene.key).get(timeout=LIMIT)
+    scene.open_gate()
+    assert all(task.get(timeout=LIMIT)["held"] for task in admitted)
