@@ -93,7 +93,7 @@ class ReentrantLock:
             try:
                 held.claim.settle()
             finally:
-                del self._runtime.process.threads[self._thread]
+                del self._held_here[self._name]
 
     def extend(self) -> None:
         """
@@ -133,7 +133,7 @@ class ReentrantLock:
         Raises:
             StoreError: The lock server did not answer.
         """
-        return self._runtime.process.store.holders(self._runtime.lock_name(self.key))
+        return self._runtime.process.store.holders(self._name)
 
     def __enter__(self) -> Lease:
         answer = self._take(blocking=True, timeout=None)
@@ -153,12 +153,17 @@ class ReentrantLock:
         return f"<ReentrantLock {self.key!r}: {self.lease or 'not held by this thread'}>"
 
     @property
-    def _thread(self) -> tuple[int, str]:
-        return threading.get_ident(), self._runtime.lock_name(self.key)
+    def _name(self) -> str:
+        return self._runtime.lock_name(self.key)
+
+    @property
+    def _held_here(self) -> dict[str, Held]:
+        held: dict[str, Held] = vars(self._runtime.process.held)
+        return held
 
     @property
     def _held(self) -> Held | None:
-        return self._runtime.process.threads.get(self._thread)
+        return self._held_here.get(self._name)
 
     def _take(self, *, blocking: bool, timeout: float | None) -> Lease | Conflict:
         held = self._held
@@ -181,7 +186,7 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(claim, fair=self._fair)
             if isinstance(answer, Lease):
-                process.threads[self._thread] = Held(claim)
+                self._held_here[self._name] = Held(claim)
         except BaseException:
             claim.settle()
             raise

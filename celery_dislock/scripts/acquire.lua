@@ -26,6 +26,7 @@ if mine then
   local _, token, acquired, rest = parse(mine)
   write(owner, now + ttl, token, acquired, rest)
   live_at_least(lock, ttl)
+  redis.call('DEL', lock .. ':wake:' .. owner)
   return {1, string.format('%.0f', token)}
 end
 
