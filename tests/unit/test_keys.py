@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
@@ -494,6 +494,10 @@ class TestFastPath:
         """For any signature and call: the key of the bound arguments, or the error of `bind`."""
         template = "k-" + "-".join(f"<{name}>" for name in declared.parameters)
         builder = KeyTemplate(template, declared)
+        # Some versions of bind let **kwargs take the name of a positional-only argument that is
+        # missing: the call itself would fail.
+        taken = [p for p in declared.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        assume(not any(p.name in kwargs for p in taken[len(args) :]))
 
         def expected() -> str:
             bound = declared.bind(*args, **kwargs)
