@@ -40,6 +40,13 @@ def whole_number(value: object) -> int:
     return value
 
 
+def natural_number(value: object) -> int:
+    """Check a count: an integer of 0 or more."""
+    if whole_number(value) < 0:
+        raise ValueError("give 0 or more")
+    return whole_number(value)
+
+
 def yes_or_no(value: object) -> bool:
     """Check a boolean; nothing else stands for one."""
     if not isinstance(value, bool):

@@ -119,10 +119,7 @@ class Node:
         for attempt in range(1 + self._resends):
             connection: redis.Connection | None = None
             try:
-                try:
-                    connection = self._idle.pop()
-                except IndexError:
-                    connection = self._connect(None)
+                connection = self._take()
                 if before:
                     connection.send_command(*before)
                     connection.read_response()
@@ -136,7 +133,7 @@ class Node:
                 raise
             except AWAY as exc:
                 _close(connection)
-                self._close_idle()  # they are from before the server went away, too
+                self.close_idle()  # they are from before the server went away, too
                 if attempt == self._resends:
                     raise self._error(exc) from exc
                 self._pause(attempt * RESEND_PAUSE)
@@ -164,7 +161,7 @@ class Node:
                 f"{patience:g} s; it was given back"
             )
 
-    def pop(self, key: str, seconds: float) -> bool:
+    def pop(self, key: str, seconds: float, *, asking: bool = False) -> bool:
         """
         Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
 
@@ -173,6 +170,7 @@ class Node:
         Args:
             key: Name of the list.
             seconds: > 0, a fraction allowed.
+            asking: See :meth:`run`.
 
         Returns:
             Whether there was one.
@@ -182,14 +180,13 @@ class Node:
         """
         connection: redis.Connection | None = None
         try:
-            try:
-                connection = self._idle.pop()
-            except IndexError:
-                connection = self._connect(None)
+            connection = self._take()
+            if asking:
+                connection.send_command(b"ASKING")
+                connection.read_response()
             packed = connection.pack_command(b"BLPOP", key, seconds)
             connection.send_packed_command(packed, check_health=False)
-            if not connection.can_read(timeout=seconds + SOCKET_TIMEOUT):
-                raise redis.TimeoutError(f"no reply to BLPOP within {seconds:.1f} s and more")
+            connection.can_read(timeout=seconds + SOCKET_TIMEOUT)
             reply = _read(connection)
         except (RedisError, OSError) as exc:
             _close(connection)
@@ -264,9 +261,9 @@ class Node:
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self._close_idle()
-        if self._batching is not None:
-            self._batching.disconnect()
+        self.close_idle()
+        batching, self._batching = self._batching, None
+        _close(batching)
 
     @contextlib.contextmanager
     def _using_batching(self) -> Iterator[None]:
@@ -279,7 +276,14 @@ class Node:
                 raise self._error(exc) from exc
             raise
 
-    def _close_idle(self) -> None:
+    def _take(self) -> redis.Connection:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect(None)
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for a command."""
         with contextlib.suppress(IndexError):  # other threads take from the stack, too
             while True:
                 self._idle.pop().disconnect()
@@ -345,14 +349,16 @@ def single(
 
 def demoted(exc: BaseException) -> bool:
     """Tell whether the server says it is a replica; before Redis 7 a script's error hides it."""
-    return isinstance(exc, ResponseError) and "READONLY" in str(exc)
+    return isinstance(exc, redis.ReadOnlyError) or (
+        isinstance(exc, ResponseError) and "READONLY" in str(exc)
+    )
 
 
 def _read(connection: redis.Connection) -> Any:
     try:
         return connection.read_response(disable_decoding=True)
     except ResponseError as exc:
-        if isinstance(exc, redis.ReadOnlyError) or demoted(exc):
+        if demoted(exc):
             raise redis.ConnectionError("it is a replica, and no longer the master") from exc
         raise
 

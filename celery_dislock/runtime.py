@@ -7,6 +7,7 @@ thread is never used on the other side of a fork.  What the parent had is kept t
 from __future__ import annotations
 
 import os
+import threading
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks import Lock
 from celery_dislock.settings import app_settings
 from celery_dislock.store import Store
+from celery_dislock.urls import SCHEMES, SENTINEL, WITHOUT_TLS
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -23,11 +25,17 @@ if TYPE_CHECKING:
     from celery_dislock.leases import Claim
     from celery_dislock.settings import AppSettings, TaskOptions
 
-REDIS_SCHEMES = ("redis://", "rediss://", "redis+socket://", "unix://")
 _REMEDY = (
     "neither the broker nor the result backend is a Redis; give the lock server's URL: "
-    "redis://host:6379/0, rediss://... or unix:///path"
+    "redis://host:6379/0, rediss://..., unix:///path, sentinel://... or redis+cluster://..."
 )
+_CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transport options
+    ("broker_write_url", "broker_use_ssl", "broker_transport_options"),
+    ("broker_url", "broker_use_ssl", "broker_transport_options"),
+    ("result_backend", "redis_backend_use_ssl", "result_backend_transport_options"),
+)
+# How the server is found, but not for how long it is waited for: locks have times of their own.
+_TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
 
 
 def lock_server(conf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -41,26 +49,34 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         SettingsError: None of them is a Redis.
     """
     url = conf.get("dislock_url")
-    if url:
-        if not url.startswith(REDIS_SCHEMES):
-            raise SettingsError(
-                "app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY
-            )
-        return url, {}
-    for name, tls in (
-        ("broker_write_url", "broker_use_ssl"),
-        ("broker_url", "broker_use_ssl"),
-        ("result_backend", "redis_backend_use_ssl"),
-    ):
+    if url and not url.startswith(SCHEMES):
+        raise SettingsError("app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY)
+    for name, tls, transport in _CELERYS:
         # Celery's configuration has properties for these, which ask the environment first.
-        candidate = getattr(conf, name, None) or conf.get(name)
-        if isinstance(candidate, (list, tuple)):
-            candidate = candidate[0] if candidate else None
-        candidate = (candidate or "").split(";")[0]
-        if candidate.startswith(REDIS_SCHEMES):
-            options = conf.get(tls) if candidate.startswith("rediss://") else None
-            return candidate, dict(options) if isinstance(options, dict) else {}
+        candidate = _one_url(getattr(conf, name, None) or conf.get(name))
+        if candidate.startswith(SCHEMES) and (not url or url == candidate):
+            return candidate, _options_of(candidate, conf.get(tls), conf.get(transport) or {})
+    if url:
+        return url, {}
     raise SettingsError("app.conf", "dislock_url", None, _REMEDY)
+
+
+def _one_url(given: Any) -> str:
+    """Return the first of several servers; Sentinels are asked together, so all of them."""
+    urls = given if isinstance(given, (list, tuple)) else [given or ""]
+    joined = ";".join(urls)
+    return joined if joined.startswith(SENTINEL) else joined.split(";")[0]
+
+
+def _options_of(url: str, tls: Any, transport: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if url.startswith(SENTINEL):
+        options.update((name, transport[name]) for name in _TAKEN_OVER if name in transport)
+    if tls and not url.startswith(WITHOUT_TLS):
+        if not url.startswith("rediss"):
+            options["ssl"] = True  # kombu uses TLS then, whatever the URL says
+        options.update(tls if isinstance(tls, dict) else {})
+    return options
 
 
 class Runtime:
@@ -125,9 +141,16 @@ class Process:
     def __init__(self, conf: Mapping[str, Any], settings: AppSettings) -> None:
         url, options = lock_server(conf)
         self.pid = os.getpid()
-        self.store = Store(url, {**options, **settings.dislock_transport_options})
+        self.store = Store(
+            url,
+            {
+                **options,
+                **settings.dislock_transport_options,
+                "min_replicas": settings.dislock_min_replicas,
+            },
+        )
         self.watchdog = Watchdog(self.store)
-        self.threads: dict[tuple[int, str], Held] = {}  # thread and name of the lock
+        self.held = threading.local()  # of each thread: name of the lock -> Held
         self._counter = count(1)
 
     def owner_name(self, start: str) -> str:

@@ -60,9 +60,10 @@ def watched(
     timeout = asking.setdefault("socket_timeout", options.get("socket_timeout") or SOCKET_TIMEOUT)
     asking.setdefault("socket_connect_timeout", timeout)
     asking.setdefault("retry", Retry(NoBackoff(), 0))
-    order = list(sentinels)
+    order = sentinels
 
     def connect(within: float | None) -> redis.Connection:
+        nonlocal order
         limits = {}
         if within is not None:
             each = min(timeout, within / len(order))
@@ -72,7 +73,7 @@ def watched(
             host, port = with_.discover_master(master)
             # The one that answered is put first; it is asked first the next time, too.
             first = with_.sentinels[0].connection_pool.connection_kwargs
-            order.sort(key=lambda sentinel: sentinel != (first["host"], first["port"]))
+            order = tuple(sorted(order, key=lambda s: s != (first["host"], first["port"])))
         finally:
             for sentinel in with_.sentinels:
                 sentinel.close()

@@ -20,6 +20,7 @@ from celery_dislock.checks import (
     Check,
     did_you_mean,
     mapping,
+    natural_number,
     one_of,
     optional,
     seconds,
@@ -190,8 +191,8 @@ class AppSettings:
         check=optional(text),
         unit="",
         description=(
-            "URL of the lock server: redis://, rediss:// or unix://. None: the broker, then the "
-            "result backend, whichever is a Redis."
+            "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
+            "or rediss+cluster://. None: the broker, then the result backend, whichever is a Redis."
         ),
     )
     dislock_prefix: str = _declare(
@@ -206,8 +207,18 @@ class AppSettings:
             "check": mapping,
             "unit": "",
             "description": "Options of the connections to the lock server, as redis-py's "
-            "Connection takes them, e.g. `socket_timeout`.",
+            "Connection takes them, e.g. `socket_timeout`; for sentinel:// also `master_name` and "
+            "`sentinel_kwargs`.",
         },
+    )
+    dislock_min_replicas: int = _declare(
+        default=0,
+        check=natural_number,
+        unit="",
+        description=(
+            "An acquisition counts only when so many replicas have it, within a second; else it "
+            "is given back, and the lock server counts as away."
+        ),
     )
 
 

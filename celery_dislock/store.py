@@ -6,7 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.connections import Server
+from celery_dislock.connections import server_for
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
 
@@ -54,7 +54,7 @@ class Store:
     call from many threads or greenlets.
 
     Args:
-        url: See :class:`celery_dislock.connections.Server`, as for the others.
+        url: See :func:`celery_dislock.connections.server_for`, as for the others.
         options: Keyword arguments of redis-py's Connection, on top of the URL's.
         pause: Called with seconds to wait between two attempts.
 
@@ -72,7 +72,7 @@ class Store:
         *,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._server = Server(url, options, pause=pause)
+        self._server = server_for(url, options, pause=pause)
         self.server = self._server.name
 
     def acquire(

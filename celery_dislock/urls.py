@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 SINGLE = ("redis://", "rediss://", "redis+socket://", "unix://")
+WITHOUT_TLS = ("redis+socket://", "unix://")
 SENTINEL = ("sentinel://",)
 CLUSTER = ("redis+cluster://", "rediss+cluster://")
 SCHEMES = SINGLE + SENTINEL + CLUSTER

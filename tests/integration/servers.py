@@ -1,0 +1,306 @@
+"""Lock servers of every kind, made of processes that a test starts and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+from typing import TYPE_CHECKING, NamedTuple
+
+import redis
+from redis.crc import key_slot
+
+from example_project.redis_server import RedisServer
+from tests.holding import wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from typing_extensions import Self
+
+MASTER_NAME = "locks"
+FAST_SYNC = ["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]
+FAST_SYNC += ["--repl-ping-replica-period", "1"]
+DOWN_AFTER = 500  # milliseconds of silence until a Sentinel calls the master down
+
+
+class Certificates(NamedTuple):
+    """A throw-away certificate authority, and what it signed."""
+
+    authority: Path
+    server: Path
+    server_key: Path
+    client: Path
+    client_key: Path
+
+
+def make_certificates(folder: Path) -> Certificates:
+    """Make an authority, and certificates of a server at 127.0.0.1 and of a client."""
+    authority = _certificate(folder, "authority", signed_by=None)
+    return Certificates(
+        authority,
+        _certificate(folder, "server", signed_by="authority"),
+        folder / "server.key",
+        _certificate(folder, "client", signed_by="authority"),
+        folder / "client.key",
+    )
+
+
+def _certificate(folder: Path, name: str, *, signed_by: str | None) -> Path:
+    program = shutil.which("openssl")
+    assert program
+    made, settings = folder / f"{name}.pem", folder / f"{name}.cnf"
+    settings.write_text(
+        "[req]\ndistinguished_name=who\nprompt=no\n"
+        f"[who]\nCN=celery-dislock test {name}\n"
+        f"[more]\nbasicConstraints=critical,CA:{'FALSE' if signed_by else 'TRUE'}\n"
+        + ("subjectAltName=IP:127.0.0.1,DNS:localhost\n" if signed_by else "")
+    )
+    key = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(folder / f"{name}.key")]
+    ask = [program, "req", *key, "-config", str(settings), "-days", "2"]
+    if signed_by is None:
+        _silently([*ask, "-x509", "-extensions", "more", "-out", str(made)])
+        return made
+    request = folder / f"{name}.csr"
+    _silently([*ask, "-out", str(request)])
+    sign = [program, "x509", "-req", "-in", str(request), "-days", "2", "-CAcreateserial"]
+    sign += ["-CA", str(folder / f"{signed_by}.pem"), "-CAkey", str(folder / f"{signed_by}.key")]
+    _silently([*sign, "-extfile", str(settings), "-extensions", "more", "-out", str(made)])
+    return made
+
+
+def _silently(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody has at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class TlsServer(RedisServer):
+    """A Redis with a second port, for TLS, where clients must show a certificate."""
+
+    def __init__(self, folder: Path, certificates: Certificates) -> None:
+        self.tls_port = free_port()
+        super().__init__(
+            folder,
+            args=[
+                *("--tls-port", str(self.tls_port), "--tls-auth-clients", "yes"),
+                *("--tls-ca-cert-file", str(certificates.authority)),
+                *("--tls-cert-file", str(certificates.server)),
+                *("--tls-key-file", str(certificates.server_key)),
+            ],
+        )
+
+    @property
+    def tls_url(self) -> str:
+        """The TLS port's URL."""
+        return f"rediss://127.0.0.1:{self.tls_port}/0"
+
+
+class SentinelServer(RedisServer):
+    """A Sentinel; it writes down what it learns, so it is told by a file what to watch."""
+
+    def __init__(self, folder: Path, master_port: int) -> None:
+        super().__init__(folder, args=["--sentinel"])
+        self._master_port = master_port
+
+    def _launch(self, program: Path) -> None:
+        settings = self.folder / "sentinel.conf"
+        settings.write_text(
+            f"port {self.port}\nbind 127.0.0.1\ndir {self.folder.resolve()}\n"
+            f"sentinel monitor {MASTER_NAME} 127.0.0.1 {self._master_port} 2\n"
+            f"sentinel down-after-milliseconds {MASTER_NAME} {DOWN_AFTER}\n"
+            f"sentinel failover-timeout {MASTER_NAME} 3000\n"
+        )
+        with self._log().open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(program), str(settings), "--sentinel"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+
+class Watched:
+    """A master, two replicas, and three Sentinels that watch them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        self.servers: list[RedisServer] = []
+        self.sentinels: list[RedisServer] = []
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            master = stack.enter_context(RedisServer(self._folder / "master", args=FAST_SYNC))
+            follow = [*FAST_SYNC, "--replicaof", "127.0.0.1", str(master.port)]
+            self.servers = [master] + [
+                stack.enter_context(RedisServer(self._folder / name, args=follow))
+                for name in ("replica-1", "replica-2")
+            ]
+            self.sentinels = [
+                stack.enter_context(SentinelServer(self._folder / name, master.port or 0))
+                for name in ("sentinel-1", "sentinel-2", "sentinel-3")
+            ]
+            wait_for(self._all_know_each_other, "Sentinels that know each other")
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def url(self) -> str:
+        """The Sentinels, as kombu spells them."""
+        return ";".join(f"sentinel://127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+
+    @property
+    def master(self) -> RedisServer:
+        """The server that says it is the master."""
+        return next(server for server in self.servers if server.running and is_master(server))
+
+    def wait_for_master(self, other_than: RedisServer) -> RedisServer:
+        """Wait until a failover is over."""
+
+        def next_master() -> RedisServer | None:
+            for server in self.servers:
+                if server is not other_than and server.running and is_master(server):
+                    return server
+            return None
+
+        found: RedisServer = wait_for(next_master, "the next master", within=60.0)
+        return found
+
+    def _all_know_each_other(self) -> bool:
+        for sentinel in self.sentinels:
+            with sentinel.client() as client:
+                state = client.sentinel_masters()[MASTER_NAME]
+                if (state["num-slaves"], state["num-other-sentinels"]) != (2, 2):
+                    return False
+        return self.master is self.servers[0]
+
+
+class RedisCluster:
+    """Three masters with a third of the slots each, and a replica of each."""
+
+    def __init__(self, folder: Path, *, node_timeout: int) -> None:
+        self._folder = folder
+        self._node_timeout = node_timeout  # milliseconds of silence until a replica takes over
+        self._stack = contextlib.ExitStack()
+        self.servers: list[RedisServer] = []  # masters first, their replicas in the same order
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.servers = [stack.enter_context(self._node(number)) for number in range(6)]
+            self._join()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def masters(self) -> list[RedisServer]:
+        """Those that were made masters."""
+        return self.servers[:3]
+
+    @property
+    def url(self) -> str:
+        """Two of the nodes; the rest is to be found."""
+        return "redis+cluster://" + ",".join(
+            f"127.0.0.1:{server.port}" for server in self.servers[1:3]
+        )
+
+    @contextlib.contextmanager
+    def moving(self, key: str, source: RedisServer, target: RedisServer) -> Iterator[None]:
+        """Move the key's slot to another master; inside, the key has moved and the slot has not."""
+        slot = key_slot(key.encode())
+        with source.client() as old, target.client() as new:
+            old_id, new_id = (_node_id(client) for client in (old, new))
+            new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
+            old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
+            old.execute_command("MIGRATE", "127.0.0.1", target.port, key, 0, 10_000)
+            yield
+            for client in (new, old):
+                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+
+    def _node(self, number: int) -> RedisServer:
+        args = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout)]
+        return RedisServer(
+            self._folder / f"node-{number}", port=_port_with_bus(), args=[*FAST_SYNC, *args]
+        )
+
+    def _join(self) -> None:
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(server.client()) for server in self.servers]
+            ids = [_node_id(client) for client in clients]
+            for number, client in enumerate(clients):
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+                if number < 3:
+                    start, end = (16384 * n // 3 for n in (number, number + 1))
+                    client.execute_command("CLUSTER", "ADDSLOTS", *range(start, end))
+            for server in self.servers[1:]:
+                clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+            wait_for(lambda: all(_known(client) == 6 for client in clients), "nodes that met")
+            for client, master in zip(clients[3:], ids[:3], strict=True):
+                client.execute_command("CLUSTER", "REPLICATE", master)
+            wait_for(lambda: all(_settled(client) for client in clients), "a cluster that is up")
+
+
+def _port_with_bus() -> int:
+    """Return a free port whose bus port, 10000 above, is free as well."""
+    while True:
+        port = free_port() % 40_000 + 12_000  # the bus port must be a port, too
+        with socket.socket() as ours, socket.socket() as bus, contextlib.suppress(OSError):
+            ours.bind(("127.0.0.1", port))
+            bus.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
+def _node_id(client: redis.Redis) -> str:
+    return _text(client.execute_command("CLUSTER", "MYID"))
+
+
+def _known(client: redis.Redis) -> int:
+    return int(client.execute_command("CLUSTER INFO")["cluster_known_nodes"])
+
+
+def _settled(client: redis.Redis) -> bool:
+    # Whether a replica is there is asked of its master: the nodes tell each other at their leisure.
+    state = client.info("replication")
+    return (
+        client.execute_command("CLUSTER INFO")["cluster_state"] == "ok"
+        and len(client.execute_command("CLUSTER SLOTS")) == 3
+        and (state["role"] == "slave" or state["connected_slaves"] == 1)
+    )
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def is_master(server: RedisServer) -> bool:
+    """Ask the server whether it is one; Sentinels cut the connections to one they demote."""
+    with server.client() as client, contextlib.suppress(redis.ConnectionError):
+        return bool(client.info("replication")["role"] == "master")
+    return False
+
+
+def wait_for_replicas(master: RedisServer, number: int) -> None:
+    """Wait until so many replicas have all that the master has."""
+
+    def caught_up() -> bool:
+        state = client.info("replication")
+        return state["connected_slaves"] >= number and all(
+            state[f"slave{n}"]["offset"] == state["master_repl_offset"] for n in range(number)
+        )
+
+    with master.client() as client:
+        wait_for(caught_up, "replicas that caught up")

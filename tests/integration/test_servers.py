@@ -1,0 +1,531 @@
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+from redis.crc import key_slot
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.runtime import Runtime
+from celery_dislock.store import Granted, Refused, Store
+from example_project.redis_server import RedisServer
+from tests.holding import Holding, wait_for
+from tests.integration.servers import (
+    FAST_SYNC,
+    MASTER_NAME,
+    Certificates,
+    RedisCluster,
+    TlsServer,
+    Watched,
+    free_port,
+    is_master,
+    make_certificates,
+    wait_for_replicas,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+LOCK = "dislock:{export:7}"
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
+WITHIN = 10.0  # seconds
+
+
+def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
+    """Acquire a lock that must be free, and return the token."""
+    answer = store.acquire(lock, owner, ttl, HOLDER)
+    assert isinstance(answer, Granted), answer
+    return answer.token
+
+
+def round_trip(store: Store, lock: str = LOCK) -> None:
+    """Take, refuse, renew and release: all that a lock server is for."""
+    take(store, "a/1", lock=lock)
+    assert isinstance(store.acquire(lock, "b/1", LONG, HOLDER), Refused)
+    assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+    assert store.release(lock, "a/1") is True
+    assert store.release(lock, "a/1") is False
+
+
+def missing(what: str) -> None:
+    """Skip the test for want of something; in CI that is a failure."""
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must have {what}", pytrace=False)
+    pytest.skip(f"there is no {what} here")
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if not shutil.which("openssl"):
+        missing("openssl command, to make certificates with")
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def tls_server(
+    redis_program: Path, certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TlsServer]:
+    asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+    if "'tls-auth-clients" in said.stdout + said.stderr:
+        missing("redis-server that was built with TLS")
+    with TlsServer(tmp_path_factory.mktemp("tls"), certificates) as server:
+        yield server
+
+
+class TestTls:
+    @pytest.mark.parametrize(
+        "required", ["required", "CERT_REQUIRED", ssl.CERT_REQUIRED], ids=["py", "celery", "enum"]
+    )
+    def test_both_sides_show_their_certificate(self, tls_server, certificates, required):
+        """A lock works over TLS with a client certificate, however verification is spelt."""
+        store = Store(
+            tls_server.tls_url,
+            {
+                "ssl_cert_reqs": required,
+                "ssl_ca_certs": str(certificates.authority),
+                "ssl_certfile": str(certificates.client),
+                "ssl_keyfile": str(certificates.client_key),
+            },
+        )
+        round_trip(store)
+        store.close()
+
+    @pytest.mark.parametrize("required", ["required", "CERT_REQUIRED"])
+    def test_the_url_can_say_it_all(self, tls_server, certificates, required):
+        """The TLS options can stand in the URL's query, in redis-py's spelling and Celery's."""
+        store = Store(
+            f"{tls_server.tls_url}?ssl_cert_reqs={required}&ssl_ca_certs={certificates.authority}"
+            f"&ssl_certfile={certificates.client}&ssl_keyfile={certificates.client_key}"
+        )
+        round_trip(store)
+        store.close()
+
+    @pytest.mark.parametrize("scheme", ["redis", "rediss"])
+    def test_broker_use_ssl_is_taken_over(self, tls_server, certificates, scheme):
+        """What Celery is told about TLS to its broker holds for the locks on that server."""
+        runtime = Runtime(
+            lambda: {
+                "broker_url": tls_server.tls_url.replace("rediss", scheme),
+                "broker_use_ssl": {
+                    "ssl_cert_reqs": ssl.CERT_REQUIRED,
+                    "ssl_ca_certs": str(certificates.authority),
+                    "ssl_certfile": str(certificates.client),
+                    "ssl_keyfile": str(certificates.client_key),
+                },
+            }
+        )
+        round_trip(runtime.process.store)
+        runtime.process.store.close()
+
+    def test_a_server_of_an_unknown_authority_is_refused(self, tls_server, certificates):
+        """Without the authority's certificate nothing is sent, and the error says why."""
+        store = Store(
+            tls_server.tls_url,
+            {
+                "ssl_certfile": str(certificates.client),
+                "ssl_keyfile": str(certificates.client_key),
+            },
+        )
+        with pytest.raises(StoreError, match=r"(?i)certificate"):
+            store.ping()
+        store.close()
+
+    def test_a_client_without_a_certificate_is_refused(self, tls_server, certificates):
+        """A server that wants client certificates takes no lock without one."""
+        store = Store(tls_server.tls_url, {"ssl_ca_certs": str(certificates.authority)})
+        with pytest.raises(StoreError):
+            take(store, "a/1")
+        store.close()
+
+
+class TestUserAndPassword:
+    @pytest.fixture
+    def url(self, own_redis_server):
+        with own_redis_server.client() as client:
+            client.acl_setuser(
+                "locker",
+                enabled=True,
+                passwords=["+se:cr@et"],
+                keys=["dislock:*"],
+                categories=["+@all"],
+            )
+            client.acl_setuser("default", enabled=False)
+        return f"redis://locker:se%3Acr%40et@127.0.0.1:{own_redis_server.port}/0"
+
+    def test_a_user_of_the_acl_takes_locks(self, url):
+        """User and password of the URL are used, special characters as %XX."""
+        store = Store(url)
+        round_trip(store)
+        store.close()
+
+    def test_what_the_acl_forbids_is_a_store_error(self, url):
+        """A name that the user may not touch is refused in the server's words, no password told."""
+        store = Store(url)
+        with pytest.raises(StoreError, match=r"(?i)permission|NOPERM") as raised:
+            take(store, "a/1", lock="other:{export:7}")
+        assert "se:cr" not in str(raised.value)
+        assert "se%3Acr" not in str(raised.value)
+        store.close()
+
+    def test_a_wrong_password_is_refused(self, url):
+        """The wrong password takes no lock."""
+        store = Store(url.replace("se%3Acr", "wrong"))
+        with pytest.raises(StoreError):
+            take(store, "a/1")
+        store.close()
+
+
+class TestSentinel:
+    @pytest.fixture
+    def watched(self, redis_program, tmp_path):
+        with Watched(tmp_path) as watched:
+            yield watched
+
+    @pytest.fixture
+    def store(self, watched):
+        store = Store(watched.url, {"master_name": MASTER_NAME})
+        yield store
+        store.close()
+
+    def test_locks_are_kept_on_the_master(self, watched, store):
+        """The Sentinels are asked where the master is, and the lock is taken there."""
+        take(store, "a/1")
+        assert exists(watched.master, LOCK)
+        assert store.renew([(LOCK, "a/1", LONG)], within=WITHIN) == [True]
+        assert store.release(LOCK, "a/1") is True
+
+    def test_the_sentinels_of_the_broker_are_taken_over(self, watched):
+        """With kombu's URL and transport options for the broker nothing more has to be said."""
+        runtime = Runtime(
+            lambda: {
+                "broker_url": watched.url,
+                "broker_transport_options": {
+                    "master_name": MASTER_NAME,
+                    "sentinel_kwargs": {"socket_timeout": 1.0},
+                    "visibility_timeout": 60,
+                },
+            }
+        )
+        round_trip(runtime.process.store)
+        runtime.process.store.close()
+
+    def test_sentinels_that_are_away_are_passed_over(self, watched, store):
+        """As long as one Sentinel answers, the master is found; without any, the server is away."""
+        for sentinel in watched.sentinels[:2]:
+            sentinel.kill()
+        round_trip(store)
+        store.close()
+        watched.sentinels[2].kill()
+        with pytest.raises(StoreError, match="No master found"):
+            take(store, "a/1")
+        with pytest.raises(StoreError, match="No master found"):
+            store.renew([(LOCK, "a/1", LONG)], within=1.0)
+
+    def test_a_master_they_do_not_know_is_a_store_error(self, watched):
+        """A misspelt master_name is named in the error."""
+        store = Store(watched.url, {"master_name": "lcoks"})
+        with pytest.raises(StoreError, match="lcoks"):
+            store.ping()
+
+    def test_a_failover_is_followed(self, watched, store):
+        """When the master dies, a lock can be taken on the next; one that is held is refused."""
+        take(store, "a/1")
+        wait_for_replicas(watched.master, 2)
+        dead = watched.master
+        dead.kill()
+        with pytest.raises(StoreError):  # fail closed: for now there is no master
+            store.acquire("dislock:{other}", "b/1", LONG, HOLDER)
+        answer = wait_for(lambda: attempt(store, LOCK, "b/1"), "an answer of the next master")
+        assert isinstance(answer, Refused)
+        assert answer.owner == "a/1"
+        take(store, "b/1", lock="dislock:{other}")
+        new = watched.wait_for_master(other_than=dead)
+        assert exists(new, LOCK)
+        assert store.release(LOCK, "a/1") is True
+
+    def test_a_lease_survives_a_failover_or_is_reported_lost(self, watched):
+        """Through a failover the watchdog renews a lease on the next master, or says it is lost."""
+        with Holding(watched.url, {"master_name": MASTER_NAME}) as holding:
+            lease = holding.take("export:7", timeout=9.0)
+            wait_for_replicas(watched.master, 2)
+            dead = watched.master
+            dead.kill()
+            watched.wait_for_master(other_than=dead)
+            renewals = lease.renewals
+            wait_for(lambda: lease.renewals > renewals or not lease.held, "its fate")
+            if lease.held:
+                answer = wait_for(lambda: attempt(holding.store, LOCK, "b/1"), "an answer")
+                assert isinstance(answer, Refused)
+            else:
+                holding.wait_lost(lease)
+
+    def test_a_lease_that_no_replica_had_is_reported_lost(self, watched):
+        """A lease that the next master never heard of ends as lost, not as held by two."""
+        with Holding(watched.url, {"master_name": MASTER_NAME}) as holding:
+            lease = holding.take("export:7", timeout=9.0)
+            dead = watched.master
+            dead.kill()
+            with watched.wait_for_master(other_than=dead).client() as client:
+                client.delete(LOCK)  # as if the old one had died before it was told
+            holding.wait_lost(lease)
+            assert not lease.held
+
+    def test_a_replica_counts_as_away(self, own_redis_server):
+        """A server that says it is a replica has taken no lock, and its connections are dropped."""
+        store = Store(own_redis_server.url)
+        round_trip(store)
+        with own_redis_server.client() as client:
+            before = client.info("stats")["total_connections_received"]
+            client.replicaof("127.0.0.1", 1)
+            for ask in (
+                lambda: take(store, "a/1"),
+                lambda: store.renew([(LOCK, "a/1", LONG)], within=WITHIN),
+            ):
+                with pytest.raises(StoreError, match="no longer the master"):
+                    ask()
+                client.replicaof("no", "one")
+                take(store, "a/1")
+                client.replicaof("127.0.0.1", 1)
+            client.replicaof("no", "one")
+            assert client.info("stats")["total_connections_received"] > before + 2
+        assert store.release(LOCK, "a/1") is True
+        store.close()
+
+    def test_a_demoted_master_counts_as_away(self, watched, store):
+        """A master that has become a replica is left, though its connections are still open."""
+        store.ping()
+        old = watched.master
+        with watched.sentinels[0].client() as client:
+            client.execute_command("SENTINEL", "FAILOVER", MASTER_NAME)
+        new = watched.wait_for_master(other_than=old)
+        wait_for(lambda: not is_master(old), "demotion of the old master")
+        wait_for(lambda: attempt(store, LOCK, "a/1"), "the lock on the next master")
+        assert exists(new, LOCK)
+        assert store.release(LOCK, "a/1") is True
+
+
+class TestReplicas:
+    @pytest.fixture
+    def replicated(self, redis_program, tmp_path):
+        """A master and its one replica."""
+        with RedisServer(tmp_path / "master", args=FAST_SYNC) as master:
+            follow = [*FAST_SYNC, "--replicaof", "127.0.0.1", str(master.port)]
+            with RedisServer(tmp_path / "replica", args=follow) as replica:
+                wait_for_replicas(master, 1)
+                yield master, replica
+
+    def test_an_acquisition_counts_when_the_replicas_have_it(self, replicated):
+        """With as many replicas as dislock_min_replicas asks for, a lock is taken as ever."""
+        master, replica = replicated
+        runtime = Runtime(lambda: {"dislock_url": master.url, "dislock_min_replicas": 1})
+        store = runtime.process.store
+        take(store, "a/1")
+        assert exists(replica, LOCK)
+        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
+        assert store.release(LOCK, "a/1") is True
+        store.close()
+
+    def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, replicated):
+        """With too few replicas an acquisition is a StoreError, and the lock is free again."""
+        master, replica = replicated
+        store = Store(master.url, {"min_replicas": 1})
+        take(store, "a/1")
+        replica.pause()
+        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)  # at once, as ever
+        other = "dislock:{other}"
+        with pytest.raises(StoreError, match="only 0 of 1 replicas"):
+            take(store, "b/1", lock=other)
+        assert not exists(master, other)
+        replica.resume()
+        wait_for_replicas(master, 1)
+        take(store, "c/1", lock=other)
+        store.close()
+
+    def test_two_of_one_are_too_few(self, replicated):
+        """The error says how many replicas had the lock, of how many."""
+        store = Store(replicated[0].url, {"min_replicas": 2})
+        with pytest.raises(StoreError, match="only 1 of 2 replicas"):
+            take(store, "a/1")
+        store.close()
+
+    def test_without_the_setting_nobody_waits_for_replicas(self, replicated):
+        """By default a lock costs what it cost before: no WAIT is sent."""
+        master, _ = replicated
+        store = Store(master.url)
+        round_trip(store)
+        with master.client() as client:
+            assert "cmdstat_wait" not in client.info("commandstats")
+        store.close()
+
+    def test_replicas_of_a_cluster_count_for_their_master(self, cluster):
+        """In a cluster the replicas of the lock's own node are asked."""
+        store = Store(cluster.url, {"min_replicas": 1})
+        round_trip(store)
+        store.close()
+        store = Store(cluster.url, {"min_replicas": 2})
+        with pytest.raises(StoreError, match="only 1 of 2 replicas"):
+            take(store, "a/1")
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisCluster]:
+    """Three masters and a replica of each, for the tests that end none of them."""
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def own_cluster(redis_program: Path, tmp_path: Path) -> Iterator[RedisCluster]:
+    """One that a test may break, and that mends itself soon."""
+    with RedisCluster(tmp_path, node_timeout=1000) as cluster:
+        yield cluster
+
+
+class TestCluster:
+    @pytest.fixture
+    def store(self, cluster):
+        store = Store(cluster.url)
+        yield store
+        store.close()
+
+    def test_each_lock_is_on_the_node_of_its_slot(self, cluster, store):
+        """Locks are spread over the masters by their hash slots, and all work from one URL."""
+        locks = [name_on(cluster.masters, number) for number in range(3)]
+        for lock, master in zip(locks, cluster.masters, strict=True):
+            round_trip(store, lock)
+            take(store, "a/1", lock=lock)
+            assert exists(master, lock)
+            assert store.release(lock, "a/1") is True
+
+    def test_a_batch_over_all_nodes_is_answered_in_its_order(self, store):
+        """Renewals of leases on all nodes come back each in its place."""
+        locks = [f"dislock:{{batch-{number}}}" for number in range(60)]
+        for lock in locks[::2]:
+            take(store, "a/1", lock=lock)
+        leases = [(lock, "a/1", LONG) for lock in locks]
+        assert store.renew(leases, within=WITHIN) == [True, False] * 30
+        assert all(store.release(lock, "a/1") for lock in locks[::2])
+
+    def test_the_server_says_who_it_is(self, store):
+        """A cluster answers a ping as a single server does."""
+        assert store.ping()["redis_mode"] == "cluster"
+
+    def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, cluster):
+        """The nodes are found from any that answers."""
+        store = Store(
+            f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{cluster.servers[5].port}"
+        )
+        round_trip(store)
+        store.close()
+
+    def test_a_server_that_is_no_cluster_is_a_store_error(self, redis_server):
+        """A single server under redis+cluster:// is refused in its own words."""
+        store = Store(f"redis+cluster://127.0.0.1:{redis_server.port}")
+        with pytest.raises(StoreError, match="cluster support disabled"):
+            take(store, "a/1")
+        store.close()
+
+    def test_waiting_works_on_the_node_of_the_lock(self, store):
+        """Whoever waits for a lock is woken on its node."""
+        lock = "dislock:{wait}"
+        take(store, "a/1", lock=lock)
+        waiting = store.acquire(lock, "b/1", LONG, HOLDER, place=LONG)
+        assert isinstance(waiting, Refused)
+        assert store.release(lock, "a/1") is True
+        assert store.wait(lock, "b/1", WITHIN) is True
+        take(store, "b/1", lock=lock)
+        assert store.release(lock, "b/1") is True
+
+    @pytest.mark.parametrize("way", ["acquire", "renew"])
+    def test_a_slot_that_moves_is_followed(self, cluster, way):
+        """While a slot moves and after it has, a lock in it is found where it is."""
+        store = Store(cluster.url)
+        source, target = cluster.masters[0], cluster.masters[1]
+        lock = name_on(cluster.masters, 0, way)
+        take(store, "a/1", lock=lock)
+        assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+        with cluster.moving(lock, source, target):
+            # The key has left already, but the slot is still the old node's: it says ASK.
+            for _ in range(2):
+                if way == "renew":
+                    assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+                assert store.acquire(lock, "b/1", LONG, HOLDER).owner == "a/1"
+                assert store.wait(lock, "b/1", 0.01) is False
+        assert store.wait(lock, "b/1", 0.01) is False
+        if way == "renew":  # now MOVED
+            assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+            assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+        assert store.acquire(lock, "b/1", LONG, HOLDER).owner == "a/1"
+        assert exists(target, lock)
+        assert store.release(lock, "a/1") is True
+        store.close()
+
+    def test_one_node_that_is_frozen_delays_no_others_leases(self, cluster):
+        """With a master frozen the leases on the others are renewed, within the time of one."""
+        store = Store(cluster.url, {"socket_timeout": 0.5})
+        locks = [name_on(cluster.masters, number, "frozen") for number in range(3)]
+        for lock in locks:
+            take(store, "a/1", lock=lock)
+        leases = [(lock, "a/1", LONG) for lock in locks]
+        assert store.renew(leases, within=WITHIN) == [True, True, True]
+        cluster.masters[0].pause()
+        try:
+            for _ in range(2):
+                failed, *renewed = store.renew(leases, within=0.3)
+                assert isinstance(failed, StoreError)
+                assert renewed == [True, True]
+            assert store.release(locks[1], "a/1") is True
+        finally:
+            cluster.masters[0].resume()
+        store.close()
+
+    def test_a_failover_is_followed(self, own_cluster):
+        """When a master dies its replica takes over and has the lock; other slots go on."""
+        store = Store(own_cluster.url, {"socket_timeout": 0.5})
+        mine, others = (name_on(own_cluster.masters, number) for number in (0, 1))
+        take(store, "a/1", lock=mine)
+        wait_for_replicas(own_cluster.masters[0], 1)
+        own_cluster.masters[0].kill()
+        round_trip(store, others)
+        answer = wait_for(lambda: attempt(store, mine, "b/1"), "an answer of the next master")
+        assert isinstance(answer, Refused)
+        assert answer.owner == "a/1"
+        (renewed,) = store.renew([(mine, "a/1", LONG)], within=WITHIN)
+        assert renewed is True
+        assert store.release(mine, "a/1") is True
+        store.close()
+
+
+def name_on(masters: list[RedisServer], number: int, what: str = "any") -> str:
+    """Return a lock in one of the slots that this master has at the start."""
+    size = 16384 // len(masters)
+    return next(
+        name
+        for name in (f"dislock:{{{what}-{i}}}" for i in range(1000))
+        if key_slot(name.encode()) // size == number
+    )
+
+
+def attempt(store: Store, lock: str, owner: str) -> Granted | Refused | None:
+    """Acquire, where None means that the lock server is away."""
+    try:
+        return store.acquire(lock, owner, LONG, HOLDER)
+    except StoreError:
+        return None
+
+
+def exists(server: RedisServer, name: str) -> bool:
+    """Look whether this server has the lock."""
+    with server.client() as client:
+        return bool(client.exists(name))
