@@ -497,59 +497,6 @@ def signalled(wait, then=None, *, raises):
         signal.signal(signal.SIGUSR1, before)
 
 
-class Interrupt(BaseException):
-    """What a signal handler raises."""
-
-
-class InterruptAt:
-    """Raises in this thread where signal handlers run: the so many-eth place in this package.
-
-    That is at the begin of a function, and after a call has been carried out, whose result is
-    then lost.
-    """
-
-    def __init__(self, number):
-        self.left = number
-        self.where = None
-
-    def __enter__(self):
-        sys.setprofile(self._profile)
-        return self
-
-    def __exit__(self, *exc_info):
-        sys.setprofile(None)
-
-    def _profile(self, frame, event, _argument):
-        if event != "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{event} in {frame.f_code.co_filename}:{frame.f_lineno}"
-                raise Interrupt
-
-
-@pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
-def test_an_exception_at_any_call_leaves_all_or_nothing(lock, store, redis_client, held):
-    """Thrown anywhere into an acquisition, an exception leaves it not done, or releasable."""
-    if held:
-        store.acquire(NAME, "other", LONG, HOLDER)
-        redis_client.config_set("hz", 500)  # how soon the server notices that a wait is over
-    number, done = 0, False
-    while not done:
-        number += 1
-        interrupt = InterruptAt(number)
-        try:
-            with interrupt:
-                assert lock.acquire(timeout=0.001) is not held
-            done = True
-        except Interrupt:
-            pass
-        if lock.lease is not None:
-            lock.release()
-        assert redis_client.hkeys(NAME) == (["other"] if held else []), interrupt.where
-        assert not redis_client.exists(LINE), interrupt.where
-    assert number > 50
-
-
 @contextmanager
 def another_process(program, *arguments):
     """Run a program that says "ready" as its first line."""
