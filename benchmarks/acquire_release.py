@@ -103,7 +103,7 @@ def ours(store: Store) -> Callable[[], None]:
     def pair() -> None:
         nonlocal number
         number += 1
-        lock = Lock("export:7", "dislock:{export:7}", options, store, watchdog)
+        lock = Lock(["export:7"], ["dislock:{export:7}"], options, store, watchdog)
         lease = lock.try_acquire(Claim(f"{holder['id']}@celery@bench:1/{number}", holder))
         assert isinstance(lease, Lease)
         assert lease.token

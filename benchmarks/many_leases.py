@@ -165,11 +165,11 @@ class Recording:
     """A store that notes when which leases were renewed: one more call per batch of hundreds."""
 
     def __init__(self, store: Store) -> None:
-        self.batches: list[tuple[float, float, Sequence[tuple[str, str, float]]]] = []
+        self.batches: list[tuple[float, float, Sequence[tuple[Sequence[str], str, float]]]] = []
         self._store = store
 
     def renew(
-        self, leases: Sequence[tuple[str, str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         """See `celery_dislock.store.Store.renew`."""
         sent_at = time.monotonic()
@@ -182,7 +182,7 @@ class Recording:
         renewed_at = dict(acquired_at)
         latest = 0.0
         for sent_at, answered_at, leases in self.batches:
-            for name, _, _ in leases:
+            for (name,), _, _ in leases:
                 latest = max(latest, answered_at - renewed_at[name] - INTERVAL)
                 renewed_at[name] = sent_at
         return max(latest, time.monotonic() - min(renewed_at.values()) - INTERVAL)
@@ -196,7 +196,7 @@ def hold_ours(url: str) -> Held:
     leases: list[Lease] = []
     for i in spread(LEASES):
         key = f"many:{i}"
-        lock = Lock(key, f"dislock:{{{key}}}", options, store, watchdog)
+        lock = Lock([key], [f"dislock:{{{key}}}"], options, store, watchdog)
         owner = f"{i:036}@celery@bench:1/{i}"
         holder = {"task": "shop.export", "id": f"{i:036}", "worker": "celery@bench", "pid": 1}
         lease = lock.try_acquire(Claim(owner, holder))
@@ -209,7 +209,7 @@ def hold_ours(url: str) -> Held:
         cpu,
         sum(lease.renewals for lease in leases) - before,
         threading.active_count() - 1,
-        recording.latest({lease.lock.name: lease.acquired_at for lease in leases}),
+        recording.latest({lease.lock.names[0]: lease.acquired_at for lease in leases}),
         sum(not lease.held for lease in leases),
     )
 
@@ -218,7 +218,7 @@ def hold_bare(url: str) -> Held:
     store = Store(url)
     owned = [(f"bare:{{{i}}}", f"{i:036}@celery@bench:1/{i}") for i in range(LEASES)]
     for i in spread(LEASES):
-        assert isinstance(store.acquire(*owned[i], TIMEOUT, "{}"), Granted)
+        assert isinstance(store.acquire([owned[i][0]], owned[i][1], TIMEOUT, "{}"), Granted)
     client = redis.Redis.from_url(url)
     sha = client.script_load(RENEW.text)
     connection = client.connection_pool.get_connection()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from redis.cluster import parse_cluster_slots
@@ -86,19 +87,25 @@ class Cluster:
         self._slots: list[Address | None] = []  # by slot; empty until asked
         self._failing: set[Address] = set()  # those that did not answer the last batch
 
-    def run(self, script: Script, key: str, *arguments: str | int) -> Any:
+    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Group keys, in their order, by what one script can be given: those of one slot."""
+        return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
         """
-        Run a script on the node of its lock; see :meth:`celery_dislock.node.Node.run`.
+        Run a script on the node of its locks, which are in one slot.
+
+        See :meth:`celery_dislock.node.Node.run`.
 
         Raises:
             StoreError: No reply came, or an error; the script may have run.
         """
-        slot = key_slot(key.encode())
+        slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False
         failures = 0
         for _ in range(REDIRECTS):
             try:
-                return self._node(address).run(script, key, *arguments, asking=asking)
+                return self._node(address).run(script, keys, *arguments, asking=asking)
             except StoreError as exc:
                 error, cause = exc, exc.__cause__
             if isinstance(cause, AskError):
@@ -132,7 +139,7 @@ class Cluster:
                     error = exc
         raise error or StoreError(self.name, "it has no nodes")
 
-    def pop(self, key: str, seconds: float) -> bool:
+    def pop(self, key: str, seconds: float) -> bytes | None:
         """See :meth:`celery_dislock.node.Node.pop`; only what a node sent on is resent."""
         address, asking = self._owner(key_slot(key.encode())), False
         for _ in range(REDIRECTS):
@@ -217,7 +224,7 @@ class Cluster:
                 key, *arguments = calls[number]
                 try:
                     node = self._node(cause.node_addr)
-                    replies[number] = node.run(script, str(key), *arguments, asking=asking)
+                    replies[number] = node.run(script, [str(key)], *arguments, asking=asking)
                 except StoreError as exc:
                     replies[number] = exc
         if unsettled or moved:

@@ -31,13 +31,16 @@ class Server(Protocol):
 
     name: str
 
-    def run(self, script: Script, key: str, *arguments: str | int) -> Any:
-        """See :meth:`celery_dislock.node.Node.run`, as for the others."""
+    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Group keys, in their order, by what one script can be given."""
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
+        """See :meth:`celery_dislock.node.Node.run`, as for the others; keys that go together."""
 
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command that is about no key."""
 
-    def pop(self, key: str, seconds: float) -> bool:
+    def pop(self, key: str, seconds: float) -> bytes | None:
         """Take an element from a list; blocks until there is one, *seconds* at most."""
 
     def run_many(

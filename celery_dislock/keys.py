@@ -94,6 +94,13 @@ def key_builder(
     raise InvalidTemplate(f"{kind_of(declared)} is not allowed; use a template, a callable or None")
 
 
+def in_order(keys: Sequence[str]) -> Sequence[str]:
+    """Return the keys of one lock in the order in which everybody takes them, each once."""
+    if not keys:
+        raise LockKeyError("[]", None, "a lock has one key at least")
+    return keys if len(keys) == 1 else sorted(set(keys))
+
+
 class KeyTemplate:
     """A key with placeholders: ``export:<corp_id>``, ``<order.customer.id>``; ``<<`` is ``<``.
 

@@ -27,9 +27,13 @@ from celery_dislock import signals
 from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.locks import Lock
+
+TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
+TRUST_MARGIN_RATIO = 0.1  # of the timeout, where that is less
+RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
 
@@ -39,6 +43,11 @@ current: ContextVar[Lease | None] = ContextVar("dislock_lease", default=None)
 def current_lease() -> Lease | None:
     """Return the lease under which the running task body runs; None where it runs under none."""
     return current.get()
+
+
+def trust_in(ttl: float) -> float:
+    """Return for how many seconds a lease is trusted that the server ends after *ttl*."""
+    return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
 
 
 def in_words(holder: Mapping[str, Any]) -> str:
@@ -96,10 +105,11 @@ class Lease:
     One owner's hold on a lock, with a deadline.  Made by :meth:`Lock.try_acquire`.
 
     Attributes:
-        key: The key of the lock.
+        key: The key of the lock; of several locks, all keys in one text.
         owner: The string that identifies this acquisition.
-        token: The fencing token: grows with each new lease of this lock.  A resource that
-            remembers the highest it has seen can refuse a holder that was overtaken.
+        tokens: The fencing token of each lock, by key.  It grows with each new lease of that lock:
+            a resource that remembers the highest it has seen can refuse a holder that was
+            overtaken.
         renewals: How often the lease has been renewed.
         capped: True once the cap stopped the renewals.
     """
@@ -108,8 +118,10 @@ class Lease:
         "_ended",
         "_finished",
         "_lost",
+        "_reserved",
         "acquired_at",
         "capped",
+        "due",
         "holder",
         "key",
         "lock",
@@ -117,27 +129,37 @@ class Lease:
         "owner",
         "renewals",
         "sender",
-        "token",
+        "tokens",
         "trusted_until",
         "watch_number",
     )
 
-    def __init__(self, lock: Lock, claim: Claim, token: int, sent_at: float) -> None:
+    def __init__(
+        self, lock: Lock, claim: Claim, tokens: Sequence[int], since: float, ttl: float
+    ) -> None:
         self.lock = lock
         self.key = lock.key
         self.owner = claim.owner
         self.holder = claim.holder
         self.sender = claim.sender
-        self.token = token
+        self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
         self.watch_number = 0  # the keeper's
-        self.acquired_at = sent_at
-        self.trusted_until = sent_at + lock.trust
+        self.acquired_at = since
+        self.trusted_until = since + trust_in(ttl)
+        # When it is to be renewed; None: never.
+        self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
+        self._reserved = ttl < lock.timeout  # until the renewal that gives it its full length
         self._ended = ""  # how, in words
         self._lost = False
         self._finished = False
+
+    @property
+    def token(self) -> int:
+        """The fencing token; of several locks, that of the first key in their order."""
+        return next(iter(self.tokens.values()))
 
     @property
     def held(self) -> bool:
@@ -175,7 +197,12 @@ class Lease:
     def extend(self, sent_at: float) -> None:
         """Trust the lease anew after a renewal that was sent at *sent_at*."""
         self.trusted_until = sent_at + self.lock.trust
-        self.renewals += 1
+        if self.due is not None:
+            self.due = sent_at + self.lock.timeout / RENEWALS_PER_TIMEOUT
+        if self._reserved:
+            self._reserved = False
+        else:
+            self.renewals += 1
 
     def renew(self) -> bool:
         """
@@ -189,7 +216,7 @@ class Lease:
         """
         lock = self.lock
         sent_at = lock.clock()
-        if lock.store.extend(lock.name, self.owner, lock.timeout):
+        if lock.store.extend(lock.names, self.owner, lock.timeout):
             self.extend(sent_at)
             return True
         lock.keeper.unwatch(self)
@@ -263,7 +290,9 @@ class Lease:
             return
         self._stop("left to expire")
         at_least = self.lock.options.lock_at_least_for
-        if at_least:
+        if self._reserved:
+            self._finish(max(at_least, self.lock.timeout))
+        elif at_least:
             expiry = self.trusted_until - self.lock.trust + self.lock.timeout
             self._finish(max(at_least, expiry - self.acquired_at))
         self._finished = True
@@ -276,7 +305,7 @@ class Lease:
 
     def _finish(self, at_least: float) -> bool:
         try:
-            return self.lock.store.release(self.lock.name, self.owner, at_least)
+            return self.lock.store.release(self.lock.names, self.owner, at_least)
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",

@@ -1,8 +1,7 @@
-"""A lock by its key: how it is taken, for how long a lease of it is trusted, and how it is kept."""
+"""A lock by its keys: how it is taken, waited for and kept."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -11,18 +10,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Claim, Conflict, Lease
+from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Claim, Conflict, Lease, trust_in
 from celery_dislock.store import Granted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from celery_dislock.settings import TaskOptions
-    from celery_dislock.store import Refused
+    from celery_dislock.store import Handed, Refused
 
-TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
-TRUST_MARGIN_RATIO = 0.1  # of the timeout, where that is less
-RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
 PLACE_TIMEOUT = (
     3 * ASK_AGAIN
@@ -39,7 +35,7 @@ class Locking(Protocol):
 
     def acquire(
         self,
-        lock: str,
+        locks: Sequence[str],
         owner: str,
         ttl: float,
         holder: str,
@@ -51,13 +47,13 @@ class Locking(Protocol):
     ) -> Granted | Refused:
         """See :meth:`celery_dislock.store.Store.acquire`."""
 
-    def wait(self, lock: str, owner: str, seconds: float) -> bool:
+    def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """See :meth:`celery_dislock.store.Store.wait`."""
 
-    def extend(self, lock: str, owner: str, ttl: float) -> bool:
+    def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """See :meth:`celery_dislock.store.Store.extend`."""
 
-    def release(self, lock: str, owner: str, at_least: float = 0.0) -> bool:
+    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
         """See :meth:`celery_dislock.store.Store.release`."""
 
 
@@ -73,11 +69,12 @@ class Keeper(Protocol):
 
 class Lock:
     """
-    A lock by its key, as one set of options takes it.  Cheap: it holds nothing, a lease does.
+    A lock by its keys, as one set of options takes it.  Cheap: it holds nothing, a lease does.
 
     Args:
-        key: What the lock is about.
-        name: Its name in Redis.
+        keys: What the lock is about.  Several are taken all or not at all, in this order, which is
+            to be the same for everybody.
+        names: Their names in Redis.
         options: How it is taken and kept.
         store: Where.
         keeper: What renews the leases.
@@ -93,8 +90,8 @@ class Lock:
         "clock",
         "interval",
         "keeper",
-        "key",
-        "name",
+        "keys",
+        "names",
         "options",
         "store",
         "timeout",
@@ -103,15 +100,15 @@ class Lock:
 
     def __init__(
         self,
-        key: str,
-        name: str,
+        keys: Sequence[str],
+        names: Sequence[str],
         options: TaskOptions,
         store: Locking,
         keeper: Keeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.key = key
-        self.name = name
+        self.keys = keys
+        self.names = names
         self.options = options
         self.store = store
         self.keeper = keeper
@@ -119,7 +116,12 @@ class Lock:
         self.timeout = options.lock_expire or options.lock_watchdog_timeout
         fixed = options.lock_expire is not None
         self.interval = None if fixed else self.timeout / RENEWALS_PER_TIMEOUT
-        self.trust = self.timeout - min(TRUST_MARGIN, self.timeout * TRUST_MARGIN_RATIO)
+        self.trust = trust_in(self.timeout)
+
+    @property
+    def key(self) -> str:
+        """The key, or all of them, as a message names them."""
+        return " + ".join(self.keys)
 
     def try_acquire(self, claim: Claim, *, fair: bool = True) -> Lease | Conflict:
         """
@@ -136,7 +138,11 @@ class Lock:
             StoreError: The server did not answer.  The lock may have been taken; if so it frees
                 itself after its timeout, or at once by :meth:`abandon`.
         """
-        return self._ask(claim, place=0.0, fair=fair)
+        asked_at = self.clock()
+        answer = self._ask(claim, place=0.0, fair=fair)
+        if isinstance(answer, Granted):
+            return self._keep(claim, answer.tokens, asked_at, self.timeout)
+        return self._conflict(answer)
 
     def acquire(
         self, claim: Claim, *, timeout: float | None, fair: bool = True
@@ -147,6 +153,9 @@ class Lock:
         Whoever releases the lock hands it to the first in line and wakes that one alone.  A waiter
         asks again when the lease in its way would have run out, so a holder that crashed is
         noticed at that moment; and often enough to keep its place.
+
+        What is handed over is a lease for a few seconds, which the first renewal, soon after,
+        brings to its full length.
 
         Args:
             claim: Who asks.
@@ -162,27 +171,29 @@ class Lock:
         give_up_at = math.inf if timeout is None else self.clock() + timeout
         try:
             while True:
+                asked_at = self.clock()
                 answer = self._ask(claim, place=PLACE_TIMEOUT, fair=fair)
-                if isinstance(answer, Lease):
-                    return answer
+                if isinstance(answer, Granted):
+                    return self._keep(claim, answer.tokens, asked_at, self.timeout)
                 left = give_up_at - self.clock()
                 if left <= 0:
                     self.abandon(claim)
-                    return answer
-                # Not woken up to there, or not able to wait: the next answer tells.
-                with contextlib.suppress(StoreError):
-                    self.store.wait(
-                        self.name, claim.owner, min(left, answer.remaining + LATE, ASK_AGAIN)
-                    )
+                    return self._conflict(answer)
+                handed = self._wait(claim, answer, left)
+                if handed is None:
+                    continue
+                # Dated by the server's clock, from before it was asked on: never too late.
+                granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
+                if self.clock() < granted_at + trust_in(handed.ttl):
+                    return self._keep(claim, (handed.token,), granted_at, handed.ttl)
         except BaseException:  # a signal handler's, at whichever instruction
             if claim.lease is None:
                 self.abandon(claim)
             raise
 
-    def _ask(self, claim: Claim, *, place: float, fair: bool) -> Lease | Conflict:
-        sent_at = self.clock()
-        answer = self.store.acquire(
-            self.name,
+    def _ask(self, claim: Claim, *, place: float, fair: bool) -> Granted | Refused:
+        return self.store.acquire(
+            self.names,
             claim.owner,
             self.timeout,
             to_json(claim.holder),
@@ -191,12 +202,27 @@ class Lock:
             place=place,
             fair=fair,
         )
-        if not isinstance(answer, Granted):
-            return Conflict(self.key, answer.holder, answer.remaining)
-        if self.clock() >= sent_at + self.trust:
+
+    def _wait(self, claim: Claim, refused: Refused, left: float) -> Handed | None:
+        """Wait in line; return what can be used as it is, or None: to ask again will tell."""
+        pause = min(left, refused.remaining + LATE, ASK_AGAIN)
+        if refused.nth:
+            pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # those taken are to be kept
+        try:
+            handed = self.store.wait(self.names[refused.nth], claim.owner, pause)
+        except StoreError:
+            return None
+        # Asked for in one piece: several locks, and the expiry that no renewal sets.
+        return handed if len(self.names) == 1 and self.interval is not None else None
+
+    def _conflict(self, refused: Refused) -> Conflict:
+        return Conflict(self.keys[refused.nth], refused.holder, refused.remaining)
+
+    def _keep(self, claim: Claim, tokens: Sequence[int], since: float, ttl: float) -> Lease:
+        if self.clock() >= since + trust_in(ttl):
             self.abandon(claim)
-            raise StoreError(self.name, "granted, but too late to be trusted")
-        lease = claim.lease = Lease(self, claim, answer.token, sent_at)
+            raise StoreError(self.key, "granted, but too late to be trusted")
+        lease = claim.lease = Lease(self, claim, tokens, since, ttl)
         self.keeper.watch(lease)
         signals.lock_acquired.send(sender=claim.sender, lease=lease)
         return lease
@@ -204,7 +230,7 @@ class Lock:
     def abandon(self, claim: Claim) -> None:
         """Give up a claim that was interrupted, or came too late: its place, and what it got."""
         try:
-            self.store.release(self.name, claim.owner)
+            self.store.release(self.names, claim.owner)
         except StoreError as exc:
             logger.warning(
                 "Lock %r may be held for %.1f s by nobody: %s", self.key, self.timeout, exc

@@ -74,15 +74,17 @@ class Node:
         self._idle: list[redis.Connection] = []
         self._batching: redis.Connection | None = None
 
-    def run(self, script: Script, key: str, *arguments: str | int, asking: bool = False) -> Any:
+    def run(
+        self, script: Script, keys: Sequence[str], *arguments: str | int, asking: bool = False
+    ) -> Any:
         """
         Run a script; blocks for a round trip, or a few where replies are lost.
 
         Args:
             script: The script.
-            key: The lock.
+            keys: The locks, all in one slot where this is a node of a cluster.
             arguments: Of the script.
-            asking: The key may be on its way to this node of a cluster; see ASK there.
+            asking: They may be on its way to this node of a cluster; see ASK there.
 
         Returns:
             Its reply, strings as bytes.
@@ -90,16 +92,21 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the script may have run.
         """
+        named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self._min_replicas and script is ACQUIRE else None
         try:
             try:
-                return self._exchange((b"EVALSHA", script.sha, 1, key, *arguments), before, then)
+                return self._exchange((b"EVALSHA", script.sha, *named), before, then)
             except NoScriptError:
-                return self._exchange((b"EVAL", script.text, 1, key, *arguments), before, then)
+                return self._exchange((b"EVAL", script.text, *named), before, then)
         except _TooFewReplicas as exc:
-            self.run(RELEASE, key, arguments[0], 0, asking=asking)
+            self.run(RELEASE, keys, arguments[0], 0, asking=asking)
             raise self._error(exc) from exc
+
+    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Group keys, in their order, by what one script can be given: here all of them."""
+        return [keys]
 
     def send(self, *command: str | bytes | int) -> Any:
         """
@@ -161,7 +168,7 @@ class Node:
                 f"{patience:g} s; it was given back"
             )
 
-    def pop(self, key: str, seconds: float, *, asking: bool = False) -> bool:
+    def pop(self, key: str, seconds: float, *, asking: bool = False) -> bytes | None:
         """
         Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
 
@@ -173,7 +180,7 @@ class Node:
             asking: See :meth:`run`.
 
         Returns:
-            Whether there was one.
+            The element; None where there was none.
 
         Raises:
             StoreError: No reply came, or an error; an element may have been taken.
@@ -195,7 +202,7 @@ class Node:
             _close(connection)
             raise
         self._idle.append(connection)
-        return reply is not None
+        return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """

@@ -15,6 +15,7 @@ from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
 from celery_dislock.exceptions import DislockError
+from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import app_settings, task_options
@@ -22,6 +23,8 @@ from celery_dislock.task import SingletonTask, install, runtime_of
 from celery_dislock.values import check_key
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from celery import Celery
     from celery.worker import WorkController
 
@@ -89,7 +92,7 @@ class Dislock:
         dislock.runtime = Runtime(lambda: conf)
         return dislock
 
-    def lock(self, key: str, *, fair: bool = True, **options: Any) -> ReentrantLock:
+    def lock(self, key: str | Sequence[str], *, fair: bool = True, **options: Any) -> ReentrantLock:
         """
         Make the lock of a key, for plain Python; the very one that tasks of that key take.
 
@@ -97,18 +100,20 @@ class Dislock:
         as a task's.
 
         Args:
-            key: What the lock is about: ``export:7``.
+            key: What the lock is about: ``export:7``; or a list of keys, of which all are taken or
+                none.
             fair: False: pass those who wait, where the lock admits one more.
             options: ``mode``, ``limit``, ``watchdog_timeout``, ``max_renew_times`` and
                 ``expire``: as the task options of these names, with or without their ``lock_``.
 
         Raises:
             SettingsError: An option cannot be used.
-            LockKeyError: The key cannot.
+            LockKeyError: The key cannot, or there is none.
         """
         declared = {_PYTHON_OPTIONS.get(name, name): value for name, value in options.items()}
         resolved = task_options(f"lock {key!r}", declared, self.runtime.conf)
-        return ReentrantLock(check_key(key), resolved, self.runtime, fair=fair)
+        keys = in_order([check_key(one) for one in ([key] if isinstance(key, str) else key)])
+        return ReentrantLock(keys, resolved, self.runtime, fair=fair)
 
 
 _PYTHON_OPTIONS = {name: f"lock_{name}" for name in ("mode", "limit", "watchdog_timeout", "expire")}

@@ -11,11 +11,12 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
-from celery_dislock.exceptions import LockLostError, NotOwnerError
+from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
 from celery_dislock.leases import Claim, Conflict, Lease, in_words
 from celery_dislock.runtime import Held
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from celery_dislock.runtime import Runtime
@@ -34,11 +35,13 @@ class ReentrantLock:
             lease.ensure_held()
 
     Attributes:
-        key: What the lock is about.
+        keys: What the lock is about; several are taken all together.
     """
 
-    def __init__(self, key: str, options: TaskOptions, runtime: Runtime, *, fair: bool) -> None:
-        self.key = key
+    def __init__(
+        self, keys: Sequence[str], options: TaskOptions, runtime: Runtime, *, fair: bool
+    ) -> None:
+        self.keys = tuple(keys)
         self._options = options
         self._runtime = runtime
         self._fair = fair
@@ -57,6 +60,8 @@ class ReentrantLock:
         Raises:
             ValueError: A timeout that is negative, or given though nothing waits.
             LockLostError: This thread held the lock before, and has lost it.
+            LockHeldError: This thread holds one of several keys by another lock, and would wait
+                for itself.
             StoreError: The lock server did not answer.  The lock may have been taken; if so it
                 frees itself after its timeout.
         """
@@ -93,7 +98,7 @@ class ReentrantLock:
             try:
                 held.claim.settle()
             finally:
-                del self._held_here[self._name]
+                del self._held_here[self.keys]
 
     def extend(self) -> None:
         """
@@ -119,7 +124,7 @@ class ReentrantLock:
 
     def locked(self) -> bool:
         """
-        Tell whether anybody holds the lock; one round trip.
+        Tell whether anybody holds the lock, or one of its keys; a round trip for each.
 
         Raises:
             StoreError: The lock server did not answer.
@@ -130,10 +135,15 @@ class ReentrantLock:
         """
         Tell who holds the lock: owner, remaining seconds, token, mode and holder of each lease.
 
+        Of several keys, those of the first come first.
+
         Raises:
             StoreError: The lock server did not answer.
         """
-        return self._runtime.process.store.holders(self._name)
+        store = self._runtime.process.store
+        return [
+            held for name in self._runtime.lock_names(self.keys) for held in store.holders(name)
+        ]
 
     def __enter__(self) -> Lease:
         answer = self._take(blocking=True, timeout=None)
@@ -153,17 +163,17 @@ class ReentrantLock:
         return f"<ReentrantLock {self.key!r}: {self.lease or 'not held by this thread'}>"
 
     @property
-    def _name(self) -> str:
-        return self._runtime.lock_name(self.key)
+    def key(self) -> str:
+        """The key, or all of them, as a message names them."""
+        return " + ".join(self.keys)
 
     @property
-    def _held_here(self) -> dict[str, Held]:
-        held: dict[str, Held] = vars(self._runtime.process.held)
-        return held
+    def _held_here(self) -> dict[tuple[str, ...], Held]:
+        return self._runtime.process.held_here
 
     @property
     def _held(self) -> Held | None:
-        return self._held_here.get(self._name)
+        return self._held_here.get(self.keys)
 
     def _take(self, *, blocking: bool, timeout: float | None) -> Lease | Conflict:
         held = self._held
@@ -171,6 +181,8 @@ class ReentrantLock:
             held.claim.lease.ensure_held()
             held.depth += 1
             return held.claim.lease
+        if blocking:
+            self._refuse_to_wait_for_itself()
         process = self._runtime.process
         thread = threading.current_thread()
         host = socket.gethostname()
@@ -179,18 +191,24 @@ class ReentrantLock:
             {"thread": thread.name, "worker": host, "pid": process.pid},
             sender=self,
         )
-        lock = self._runtime.lock(self.key, self._options)
+        lock = self._runtime.lock(self.keys, self._options)
         try:
             if blocking:
                 answer = lock.acquire(claim, timeout=timeout, fair=self._fair)
             else:
                 answer = lock.try_acquire(claim, fair=self._fair)
             if isinstance(answer, Lease):
-                self._held_here[self._name] = Held(claim)
+                self._held_here[self.keys] = Held(claim)
         except BaseException:
             claim.settle()
             raise
         return answer
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        for keys, held in self._held_here.items():
+            common = set(keys).intersection(self.keys)
+            if common and held.claim.lease is not None:
+                raise LockHeldError(min(common), "this very thread", held.claim.lease.remaining)
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()

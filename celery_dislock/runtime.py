@@ -20,7 +20,7 @@ from celery_dislock.urls import SCHEMES, SENTINEL, WITHOUT_TLS
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.leases import Claim
     from celery_dislock.settings import AppSettings, TaskOptions
@@ -115,14 +115,15 @@ class Runtime:
             # No mutex, which a fork could find taken: what loses this race is not started yet.
             return self._by_pid.setdefault(pid, Process(self._conf(), self.settings))
 
-    def lock(self, key: str, options: TaskOptions) -> Lock:
-        """Make the lock of this key; asks nobody."""
+    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+        """Make the lock of these keys; asks nobody."""
         process = self.process
-        return Lock(key, self.lock_name(key), options, process.store, process.watchdog)
+        return Lock(keys, self.lock_names(keys), options, process.store, process.watchdog)
 
-    def lock_name(self, key: str) -> str:
-        """Name of the lock in Redis; the braces keep all its names in one slot of a cluster."""
-        return f"{self.settings.dislock_prefix}:{{{key}}}"
+    def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Names in Redis; the braces keep all that belongs to one lock in one slot of a cluster."""
+        prefix = self.settings.dislock_prefix
+        return tuple([f"{prefix}:{{{key}}}" for key in keys])
 
 
 class Held:
@@ -150,8 +151,17 @@ class Process:
             },
         )
         self.watchdog = Watchdog(self.store)
-        self.held = threading.local()  # of each thread: name of the lock -> Held
+        self._held = threading.local()
         self._counter = count(1)
+
+    @property
+    def held_here(self) -> dict[tuple[str, ...], Held]:
+        """What this thread, or greenlet, holds in plain Python, by the keys of the lock."""
+        try:
+            held: dict[tuple[str, ...], Held] = self._held.by_keys
+        except AttributeError:
+            held = self._held.by_keys = {}
+        return held
 
     def owner_name(self, start: str) -> str:
         """Make the name of a new owner: what it is, and this process's counter."""

@@ -44,10 +44,14 @@ def lock_limit(value: object) -> int:
 def lock_key(value: object) -> object:
     """Check the kind of a key declaration; what it says is checked against the task's arguments."""
     if isinstance(value, (list, tuple)):
-        raise ValueError("several keys are not yet available; give one template or callable")
+        if not value or not all(isinstance(one, str) or callable(one) for one in value):
+            raise ValueError("give one template or callable at least, and nothing else, in a list")
+        return tuple(value)
     if value is None or value is False or isinstance(value, str) or callable(value):
         return value
-    raise ValueError("give a template such as 'export:<corp_id>', a callable, None or False")
+    raise ValueError(
+        "give a template such as 'export:<corp_id>', a callable, a list of them, None or False"
+    )
 
 
 def _declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
@@ -60,13 +64,16 @@ def _declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
 class TaskOptions:
     """How a task takes its lock; see the reference page for each option's meaning."""
 
-    lock_key: str | Callable[..., str] | Literal[False] | None = _declare(
+    lock_key: (
+        str | Callable[..., str] | tuple[str | Callable[..., str], ...] | Literal[False] | None
+    ) = _declare(
         default=None,
         check=lock_key,
         unit="",
         description=(
-            "What the lock is about: a template such as `export:<corp_id>`, or a callable that is"
-            " given the task's arguments. None on a SingletonTask: the task's name and a digest "
+            "What the lock is about: a template such as `export:<corp_id>`, a callable that is "
+            "given the task's arguments, or a list of them: all are taken, or none. None on a "
+            "SingletonTask: the task's name and a digest "
             "of all its arguments. False: this task takes no lock."
         ),
     )

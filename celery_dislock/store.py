@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.connections import server_for
@@ -13,23 +15,33 @@ from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENE
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.scripts import Script
 
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 NAMES = {letter: mode for mode, letter in MODES.items()}
 
 
 class Granted(NamedTuple):
-    """The lock was taken, or its owner had it already."""
+    """The locks were taken, or their owner had them already."""
 
-    token: int
+    tokens: tuple[int, ...]  # of each lock
 
 
 class Refused(NamedTuple):
-    """The lock does not admit another lease; of those in the way, the one that ends first."""
+    """A lock does not admit another lease; of those in the way, the one that ends first."""
 
     owner: str
     remaining: float  # seconds
     holder: Mapping[str, Any]
+    nth: int = 0  # of the locks asked for, the one that refused
+
+
+class Handed(NamedTuple):
+    """The lock was handed over by whoever released it."""
+
+    token: int
+    ttl: float  # seconds from then on until the lease ends, unless renewed
+    place_left: float  # seconds that the place in line would still have been kept then
 
 
 class Holding(NamedTuple):
@@ -53,6 +65,9 @@ class Store:
     Every method blocks for a round trip, no longer than the socket timeouts allow; all are safe to
     call from many threads or greenlets.
 
+    What takes several locks treats them as one.  It is given their names in Redis, in the one order
+    in which everybody takes them; in a cluster it needs a round trip for each slot among them.
+
     Args:
         url: See :func:`celery_dislock.connections.server_for`, as for the others.
         options: Keyword arguments of redis-py's Connection, on top of the URL's.
@@ -74,10 +89,11 @@ class Store:
     ) -> None:
         self._server = server_for(url, options, pause=pause)
         self.server = self._server.name
+        self._confirms = bool(options and options.get("min_replicas"))  # WAIT comes with acquire
 
     def acquire(
         self,
-        lock: str,
+        locks: Sequence[str],
         owner: str,
         ttl: float,
         holder: str,
@@ -88,29 +104,27 @@ class Store:
         fair: bool = True,
     ) -> Granted | Refused:
         """
-        Take the lock, or confirm and renew the lease that its owner already has.
+        Take the locks, or confirm and renew the leases that their owner already has.
 
         Args:
-            lock: Name of the lock in Redis.
+            locks: Names of the locks in Redis; all are taken, or none.
             owner: Who asks; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
             mode: "exclusive" or "shared".
             limit: Leases at a time of an exclusive lock, > 0.
-            place: Seconds for which an owner that is refused stands in line; it is to ask again
-                before they are over.  0: it does not wait.
+            place: Seconds for which an owner that is refused stands in line at the lock that
+                refused it, and keeps those before it; it is to ask again before they are over.
+                0: it does not wait.
             fair: Come after those who wait already.
 
         Returns:
-            The fencing token, or the lease that is in the way.
+            The fencing tokens, or the lease that is in the way.
 
         Raises:
-            StoreError: The server did not answer; the lock may have been taken, see there.
+            StoreError: The server did not answer; the locks may have been taken, see there.
         """
-        reply = self._server.run(
-            ACQUIRE,
-            lock,
-            owner,
+        terms = (
             milliseconds(ttl),
             holder,
             MODES[mode],
@@ -118,24 +132,46 @@ class Store:
             milliseconds(place),
             int(fair),
         )
-        if reply[0] == 1:
-            return Granted(int(reply[1]))
-        _, remaining_ms, other, other_holder = reply
-        return Refused(
-            other.decode().removeprefix("~"), remaining_ms / 1000, json.loads(other_holder)
-        )
+        tokens: list[int] = []
+        try:
+            for together in self._server.together(locks):
+                granted, *answer = self._server.run(ACQUIRE, together, owner, *terms)
+                if not granted:
+                    if not place:
+                        self._give_back(locks[: len(tokens)], owner)
+                    remaining_ms, other, other_holder, nth = answer
+                    return Refused(
+                        other.decode().removeprefix("~"),
+                        remaining_ms / 1000,
+                        json.loads(other_holder),
+                        len(tokens) + nth,
+                    )
+                tokens += map(int, answer)
+        except StoreError:
+            self._give_back(locks[: len(tokens)], owner)
+            raise
+        return Granted(tuple(tokens))
 
-    def wait(self, lock: str, owner: str, seconds: float) -> bool:
+    def _give_back(self, locks: Sequence[str], owner: str) -> None:
+        if locks:
+            with contextlib.suppress(StoreError):  # they end with their expiry
+                self.release(locks, owner)
+
+    def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """
         Wait to be handed the lock; blocks for *seconds* at most.
 
         Returns:
-            Whether it was handed over; either way, ask again.
+            What was handed over; None: ask again.
 
         Raises:
             StoreError: The server went away; ask again.
         """
-        return self._server.pop(f"{lock}:wake:{owner}", seconds)
+        told = self._server.pop(f"{lock}:wake:{owner}", seconds)
+        if told is None or self._confirms:
+            return None
+        token, ttl_ms, place_left_ms = map(int, told.split())
+        return Handed(token, ttl_ms / 1000, place_left_ms / 1000)
 
     def holders(self, lock: str) -> list[Holding]:
         """
@@ -144,7 +180,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        reply = self._server.run(HOLDERS, lock)
+        reply = self._server.run(HOLDERS, [lock])
         return [
             Holding(
                 owner.decode().removeprefix("~"),
@@ -156,37 +192,37 @@ class Store:
             for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
         ]
 
-    def extend(self, lock: str, owner: str, ttl: float) -> bool:
+    def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """
-        Reset the expiry of one lease.
+        Reset the expiry of the owner's leases.
 
         Returns:
-            False where the owner does not hold the lock: nothing was created or revived.
+            False where the owner does not hold all of the locks: nothing was created or revived.
 
         Raises:
-            StoreError: The server did not answer; the lease may have been renewed or not.
+            StoreError: The server did not answer; the leases may have been renewed or not.
         """
-        return bool(self._server.run(RENEW, lock, owner, milliseconds(ttl)) == 1)
+        return all(self._server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
 
-    def release(self, lock: str, owner: str, at_least: float = 0.0) -> bool:
+    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
         """
-        End the owner's lease, or its wait for one, and hand the lock on to those who wait.
+        End the owner's leases, or its wait for them, and hand the locks on to those who wait.
 
         Args:
-            lock: Name of the lock in Redis.
-            owner: Whose lease.
-            at_least: Seconds since its acquisition until which the lease is to run out instead.
+            locks: Names of the locks in Redis.
+            owner: Whose leases.
+            at_least: Seconds since their acquisition until which they are to run out instead.
 
         Returns:
-            True where the owner still held it; False where it was gone, which is also the answer
-            to a release that is sent again.
+            True where the owner still held all of them; False where one was gone, which is also the
+            answer to a release that is sent again.
 
         Raises:
-            StoreError: The server did not answer; the lease ends with its expiry at the latest.
+            StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return bool(self._server.run(RELEASE, lock, owner, milliseconds(at_least)))
+        return self._end(RELEASE, locks, owner, at_least) == len(locks)
 
-    def release_dead(self, lock: str, owner_start: str, at_least: float = 0.0) -> int:
+    def release_dead(self, locks: Sequence[str], owner_start: str, at_least: float = 0.0) -> int:
         """
         End the leases of owners that begin with *owner_start*; their process is known to be gone.
 
@@ -196,10 +232,21 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return int(self._server.run(RELEASE_DEAD, lock, owner_start, milliseconds(at_least)))
+        return self._end(RELEASE_DEAD, locks, owner_start, at_least)
+
+    def _end(self, script: Script, locks: Sequence[str], owner: str, at_least: float) -> int:
+        ended, error = 0, None
+        for together in self._server.together(locks):
+            try:
+                ended += self._server.run(script, together, owner, milliseconds(at_least))
+            except StoreError as exc:  # of one node; the others are not to wait for it
+                error = exc
+        if error is not None:
+            raise error
+        return ended
 
     def renew(
-        self, leases: Sequence[tuple[str, str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         """
         Reset the expiry of many leases in one pipelined round trip, on a connection of its own.
@@ -208,19 +255,19 @@ class Store:
         nothing is resent here.
 
         Args:
-            leases: Name of the lock in Redis, owner, and expiry in seconds from now, each.
+            leases: Names of the locks in Redis, owner, and expiry in seconds from now, each.
             within: Seconds for the connection, where there is none yet, and for the first reply.
 
         Returns:
-            For each lease in turn: True renewed, False no longer held, or the error that the
-            server answered for this one.
+            For each lease in turn: True renewed, False no longer held, one of its locks at least,
+            or the error that the server answered for this one.
 
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
-        calls = [(lock, owner, milliseconds(ttl)) for lock, owner, ttl in leases]
-        replies = self._server.run_many(RENEW, calls, within=within)
-        return [r if isinstance(r, StoreError) else r == 1 for r in replies]
+        calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
+        replies = iter(self._server.run_many(RENEW, calls, within=within))
+        return [_renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
 
     def ping(self) -> dict[str, Any]:
         """
@@ -238,3 +285,10 @@ class Store:
     def close(self) -> None:
         """Close the connections that are not in use."""
         self._server.close()
+
+
+def _renewed(replies: Sequence[Any]) -> bool | StoreError:
+    """Tell what the replies for the locks of one lease mean together."""
+    if 0 in replies:
+        return False
+    return next((reply for reply in replies if isinstance(reply, StoreError)), True)

@@ -20,7 +20,7 @@ from celery.signals import task_postrun
 
 from celery_dislock import conflicts
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys import InvalidTemplate, key_builder
+from celery_dislock.keys import InvalidTemplate, in_order, key_builder
 from celery_dislock.leases import Claim, Conflict, Lease, current
 from celery_dislock.recovery import execution_start, recovering
 from celery_dislock.running import Running, StopTask
@@ -28,7 +28,7 @@ from celery_dislock.runtime import Runtime
 from celery_dislock.settings import TaskOptions, app_settings, task_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from celery import Celery
     from celery.app.task import Context
@@ -102,11 +102,12 @@ class Guard:
         self.releases_on_failure = self.options.release_on_failure
         declared = self.options.lock_key
         try:
-            self._keys = key_builder(
-                None if declared is False else declared,
-                signature=_signature(task),
-                task_name=task.name,
-            )
+            self._keys = [
+                key_builder(
+                    None if one is False else one, signature=_signature(task), task_name=task.name
+                )
+                for one in (declared if isinstance(declared, tuple) else [declared])
+            ]
         except InvalidTemplate as exc:
             raise SettingsError(task.name, "lock_key", declared, str(exc)) from exc
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
@@ -120,7 +121,7 @@ class Guard:
         """Run the body under the task's lock, or end the delivery where it cannot be had."""
         if self.runtime.enabled is False:
             return body(*args, **kwargs)
-        lock = self.runtime.lock(self._keys.key(args, kwargs), self.options)
+        lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
         lease = self._take(task, request, lock, claim)
         previous = current.set(lease)
@@ -155,9 +156,12 @@ class Guard:
         """
         if self.runtime.enabled is False:
             return 0
-        name = self.runtime.lock_name(self._keys.key(args, kwargs))
+        names = self.runtime.lock_names(self._keys_of(args, kwargs))
         store = self.runtime.process.store
-        return store.release_dead(name, owner_start, self.options.lock_at_least_for)
+        return store.release_dead(names, owner_start, self.options.lock_at_least_for)
+
+    def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
+        return in_order([builder.key(args, kwargs) for builder in self._keys])
 
     def _take(self, task: Task, request: Context, lock: Lock, claim: Claim) -> Lease:
         try:

@@ -46,7 +46,7 @@ class Renewing(Protocol):
     """What the watchdog asks of a store."""
 
     def renew(
-        self, leases: Sequence[tuple[str, str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         """See :meth:`celery_dislock.store.Store.renew`."""
 
@@ -103,7 +103,7 @@ class Watchdog:
         """Renew the lease from now on; does not block."""
         with self._mutex:
             self._watched += 1
-            when = self._schedule(lease, lease.acquired_at)
+            when = self._schedule(lease)
             if when < self._wakes_at:
                 self._wake.notify()
         if self._thread is None and self._threaded:
@@ -198,7 +198,7 @@ class Watchdog:
         answers: Sequence[bool | StoreError]
         try:
             answers = self._store.renew(
-                [(e.lease.lock.name, e.lease.owner, e.lease.lock.timeout) for e in batch],
+                [(e.lease.lock.names, e.lease.owner, e.lease.lock.timeout) for e in batch],
                 within=max(WITHIN_LEAST, min(urgency, WITHIN_MOST)),
             )
         except StoreError as exc:
@@ -216,7 +216,7 @@ class Watchdog:
                     continue
                 if answer is True:
                     lease.extend(sent_at)
-                    self._schedule(lease, sent_at)
+                    self._schedule(lease)
                     renewed.append(lease)
                 elif answer is False:
                     self._drop(lease)
@@ -229,9 +229,8 @@ class Watchdog:
         for lease in lost:
             self._report(lease.report_lost)
 
-    def _schedule(self, lease: Lease, since: float) -> float:
-        interval = lease.lock.interval
-        return self._put(lease, lease.trusted_until if interval is None else since + interval)
+    def _schedule(self, lease: Lease) -> float:
+        return self._put(lease, lease.trusted_until if lease.due is None else lease.due)
 
     def _retry(self, lease: Lease) -> None:
         now = self._clock()

@@ -80,7 +80,7 @@ class Holding:
     def lock(self, key: str, timeout: float = 2.0, **options: Any) -> Lock:
         """Make a lock of these options."""
         options = {"lock_watchdog_timeout": timeout, **options}
-        return Lock(key, name_of(key), TaskOptions(**options), self.store, self.watchdog)
+        return Lock([key], [name_of(key)], TaskOptions(**options), self.store, self.watchdog)
 
     def claim(self, owner: str | None = None) -> Claim:
         """Make a claim, of a new owner unless one is given."""

@@ -1,6 +1,6 @@
 -- _lease.lua: how a lock is written.  Put in front of every other script when it is loaded.
 --
--- KEYS[1], the lock, is <prefix>:{<key>}, a hash with a field per lease:
+-- A lock is <prefix>:{<key>}, a hash with a field per lease:
 --
 --   owner -> "1 expires_ms token acquired_ms mode holder"
 --
@@ -18,20 +18,24 @@
 --
 --   <lock>:line           sorted set: owner -> when it joined, in Redis TIME in microseconds
 --   <lock>:places         hash: owner -> "1 deadline_ms ttl_ms mode limit holder"
---   <lock>:wake:<owner>   list: one element, put there when the owner is granted the lock
+--   <lock>:wake:<owner>   list: "token ttl_ms place_left_ms", put there when the owner is granted the
+--                         lock, with what was left until its place's deadline
 --
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.  Every key
 -- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
 -- live one is swept out when the leases are counted.
-
-local lock = KEYS[1]
-local line, places = lock .. ':line', lock .. ':places'
 
 local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
 
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now = math.floor(now_us / 1000)
+
+local lock, line, places  -- all that follows is about this lock
+
+local function use(key)
+  lock, line, places = key, key .. ':line', key .. ':places'
+end
 
 local function parse(lease)
   local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) (.*)$')
@@ -69,7 +73,7 @@ local newest, first, first_expires, first_rest = 0, nil, nil, nil
 
 local function count_leases(owner)
   local mine = nil
-  counted.x, counted.s, first = 0, 0, nil
+  counted.x, counted.s, newest, first = 0, 0, 0, nil
   local leases = redis.call('HGETALL', lock)
   for i = 1, #leases, 2 do
     local expires, token, _, rest = parse(leases[i + 1])
@@ -106,6 +110,7 @@ local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
     local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
     local joined = math.max(now_us, tonumber(last or 0) + 1)
     redis.call('ZADD', line, string.format('%.0f', joined), owner)
+    redis.call('DEL', lock .. ':wake:' .. owner)
   end
   redis.call('HSET', places, owner,
     string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
@@ -136,10 +141,11 @@ local function hand_on(asker)
       if head == asker then
         token = grant(head, tonumber(ttl), mode, holder)
       else
-        grant(head, math.min(tonumber(ttl), RESERVED_MS), mode, holder)
+        local reserved = math.min(tonumber(ttl), RESERVED_MS)
+        local granted = grant(head, reserved, mode, holder)
         local wake = lock .. ':wake:' .. head
-        redis.call('RPUSH', wake, 1)
-        redis.call('PEXPIRE', wake, RESERVED_MS)
+        redis.call('RPUSH', wake, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
+        redis.call('PEXPIRE', wake, reserved)
       end
     end
   end

@@ -6,6 +6,7 @@
 --
 -- Changes nothing.
 
+use(KEYS[1])
 local found = {}
 local leases = redis.call('HGETALL', lock)
 for i = 1, #leases, 2 do

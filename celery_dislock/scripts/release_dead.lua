@@ -1,6 +1,6 @@
 -- release_dead.lua: end what a process held or waited for that died while executing a task.
 --
--- KEYS[1]   lock
+-- KEYS      the locks
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
 --
@@ -12,18 +12,21 @@ local function dead(owner)
   return string.sub(owner, 1, #ARGV[1]) == ARGV[1]
 end
 
-count_leases()
 local ended = 0
-local leases = redis.call('HGETALL', lock)
-for i = 1, #leases, 2 do
-  if dead(leases[i]) then
-    finish(leases[i], leases[i + 1], tonumber(ARGV[2]))
-    ended = ended + 1
+for _, key in ipairs(KEYS) do
+  use(key)
+  count_leases()
+  local leases = redis.call('HGETALL', lock)
+  for i = 1, #leases, 2 do
+    if dead(leases[i]) then
+      finish(leases[i], leases[i + 1], tonumber(ARGV[2]))
+      ended = ended + 1
+    end
   end
+  for _, owner in ipairs(redis.call('HKEYS', places)) do
+    if dead(owner) then leave_line(owner) end
+  end
+  count_leases()
+  hand_on(nil)
 end
-for _, owner in ipairs(redis.call('HKEYS', places)) do
-  if dead(owner) then leave_line(owner) end
-end
-count_leases()
-hand_on(nil)
 return ended

@@ -77,7 +77,7 @@ class TestKilled:
         holder = start_holder("hold", redis_url, KEY, 60.0)
         owner = holder.wait_for("acquired")["owner"]
         holder.kill()
-        assert others.store.release_dead(name_of(KEY), owner.rpartition("/")[0] + "/") == 1
+        assert others.store.release_dead([name_of(KEY)], owner.rpartition("/")[0] + "/") == 1
         others.take(KEY)
 
 

@@ -29,8 +29,8 @@ def _scripts_known(redis_url):
     """So that the first EVALSHA that a fault hits is the one that does the work."""
     with Holding(redis_url) as holding:
         holding.take("warm-up", LONG)
-        holding.store.renew([(name_of("warm-up"), "nobody", LONG)], within=10)
-        holding.store.release_dead(name_of("warm-up"), "nobody")
+        holding.store.renew([([name_of("warm-up")], "nobody", LONG)], within=10)
+        holding.store.release_dead([name_of("warm-up")], "nobody")
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_a_release_that_is_never_answered_leaves_the_lock_to_expire(
 @any_way
 def test_a_release_after_a_death_whose_reply_is_lost_is_done(proxy, holding, others, way):
     """Sent again, the release of a dead execution's lease ends that one, and no newer."""
-    holding.store.acquire(name_of(KEY), "id-1@w:7/1", LONG, "{}")
+    holding.store.acquire([name_of(KEY)], "id-1@w:7/1", LONG, "{}")
     proxy.fault(runs(RELEASE_DEAD), way)
-    holding.store.release_dead(name_of(KEY), "id-1@w:7/")
+    holding.store.release_dead([name_of(KEY)], "id-1@w:7/")
     others.take(KEY)
 
 

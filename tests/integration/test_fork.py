@@ -43,7 +43,7 @@ def act(scene: Callable[[str], None], url: str) -> None:
 
 def take(runtime: Runtime, key: str) -> Lease | Conflict:
     owner = runtime.process.owner_name(f"{key}@w:{os.getpid()}/")
-    return runtime.lock(key, OPTIONS).try_acquire(Claim(owner, {"pid": os.getpid()}))
+    return runtime.lock([key], OPTIONS).try_acquire(Claim(owner, {"pid": os.getpid()}))
 
 
 def in_child(act_in_child: Callable[[], None]) -> int:

@@ -75,7 +75,7 @@ class TestTaking:
         """What an interrupted acquisition may have taken is given back by abandon()."""
         claim = holding.claim()
         lock = holding.lock(KEY, LONG)
-        holding.store.acquire(lock.name, claim.owner, LONG, "{}")
+        holding.store.acquire(lock.names, claim.owner, LONG, "{}")
         lock.abandon(claim)
         assert redis_client.keys("*") == []
         lock.abandon(claim)
@@ -294,7 +294,7 @@ class TestLosing:
     ):
         """A release that was sent twice finds nothing the second time: no loss is reported."""
         lease = holding.take(KEY, LONG)
-        holding.store.release(name_of(KEY), lease.owner)
+        holding.store.release([name_of(KEY)], lease.owner)
         lease.release()
         assert holding.named("lock_lost") == []
         assert len(holding.named("lock_released", lease)) == 1

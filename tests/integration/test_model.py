@@ -236,7 +236,7 @@ class LockMachine(RuleBasedStateMachine):
         answer = self.send(
             twice,
             self.store.acquire,
-            *(LOCK, owner, ttl * UNIT, json.dumps({"id": owner})),
+            *([LOCK], owner, ttl * UNIT, json.dumps({"id": owner})),
             mode=mode,
             limit=limit,
             place=place * UNIT,
@@ -245,7 +245,7 @@ class LockMachine(RuleBasedStateMachine):
         held = self.model.acquire(owner, ttl, mode, limit, place, fair)
         self.look()
         if held:
-            assert answer == Granted(self.model.leases[owner].token)
+            assert answer == Granted((self.model.leases[owner].token,))
         else:
             self.check_refusal(answer)
         if fair and owner in self.model.granted:
@@ -255,14 +255,14 @@ class LockMachine(RuleBasedStateMachine):
     @rule(slot=slots, ttl=durations, twice=st.booleans())
     def renew(self, slot, ttl, twice):
         owner = self.names[slot]
-        answer = self.send(twice, self.store.extend, LOCK, owner, ttl * UNIT)
+        answer = self.send(twice, self.store.extend, [LOCK], owner, ttl * UNIT)
         assert answer == self.model.renew(owner, ttl)
         self.look()
 
     @precondition(lambda self: self.model.leases or self.model.line)
     @rule(ttl=durations, twice=st.booleans())
     def renew_all(self, ttl, twice):
-        asked = [(LOCK, owner, ttl * UNIT) for owner in self.names]
+        asked = [([LOCK], owner, ttl * UNIT) for owner in self.names]
         answer = self.send(twice, self.store.renew, asked, within=10.0)
         assert answer == [self.model.renew(owner, ttl) for owner in self.names]
         self.look()
@@ -289,12 +289,14 @@ class LockMachine(RuleBasedStateMachine):
     def wake_up(self, number, ttl):
         woken = [o for o in self.model.woken if o in self.model.leases and o not in self.ended]
         owner = woken[number % len(woken)]
-        assert self.store.wait(LOCK, owner, 1.0)
+        handed = self.store.wait(LOCK, owner, 1.0)
+        assert handed is not None
+        assert (handed.token, handed.ttl) == (self.model.leases[owner].token, UNIT)
         del self.model.woken[owner]
-        answer = self.store.acquire(LOCK, owner, ttl * UNIT, json.dumps({"id": owner}))
+        answer = self.store.acquire([LOCK], owner, ttl * UNIT, json.dumps({"id": owner}))
         assert self.model.acquire(owner, ttl, "exclusive", 1, 0, fair=True)
         self.look()
-        assert answer == Granted(self.model.leases[owner].token)
+        assert answer == Granted((self.model.leases[owner].token,))
 
     # What happens to them.
 
@@ -322,7 +324,7 @@ class LockMachine(RuleBasedStateMachine):
     def die_observed(self, process, at_least, twice):
         start = f"p{process}:"
         answer = self.send(
-            twice, self.store.release_dead, LOCK, start, at_least * UNIT, second_answer=0
+            twice, self.store.release_dead, [LOCK], start, at_least * UNIT, second_answer=0
         )
         assert answer == self.model.release_dead(start, at_least)
         self.ended |= {owner for owner in self.names if owner.startswith(start)}
@@ -348,10 +350,10 @@ class LockMachine(RuleBasedStateMachine):
         for slot in range(SLOTS):
             self.end(slot, 0, twice=False)
         for owner in list(self.model.line):  # those that vanished
-            self.store.release(LOCK, owner)
+            self.store.release([LOCK], owner)
             self.model.release(owner, 0)
         for owner in [owner for owner in self.model.leases if owner[0] != "~"]:
-            self.store.release(LOCK, owner)
+            self.store.release([LOCK], owner)
             self.model.release(owner, 0)
         self.look()
         assert not self.client.exists(f"{LOCK}:line", f"{LOCK}:places")
@@ -368,7 +370,7 @@ class LockMachine(RuleBasedStateMachine):
     def end(self, slot, at_least, *, twice):
         owner = self.names[slot]
         answer = self.send(
-            twice, self.store.release, LOCK, owner, at_least * UNIT, second_answer=False
+            twice, self.store.release, [LOCK], owner, at_least * UNIT, second_answer=False
         )
         known = owner in self.model.leases or owner in self.model.line
         assert answer == self.model.release(owner, at_least)

@@ -85,7 +85,7 @@ def wait_in_line(redis_client, count):
 def take_over(store, redis_client):
     """Take the lock away from its holder, as an operator's DEL and the next task do."""
     redis_client.delete(NAME)
-    assert isinstance(store.acquire(NAME, "thief", LONG, HOLDER), Granted)
+    assert isinstance(store.acquire([NAME], "thief", LONG, HOLDER), Granted)
 
 
 class TestReentry:
@@ -161,7 +161,7 @@ class TestReentry:
         assert lost.value.key == KEY
         lock.release()
         assert isinstance(lock.try_acquire(), Conflict)
-        store.release(NAME, "thief")
+        store.release([NAME], "thief")
         assert lock.acquire(blocking=False)
         lock.release()
 
@@ -242,7 +242,7 @@ class TestAsking:
     )
     def test_a_held_lock_is_not_got(self, lock, store, redis_client, arguments):
         """Who does not wait, or not for long, is told so, and leaves no trace in line."""
-        store.acquire(NAME, "other", LONG, HOLDER)
+        store.acquire([NAME], "other", LONG, HOLDER)
         assert lock.acquire(**arguments) is False
         assert lock.lease is None
         assert redis_client.keys("*") == [NAME]
@@ -378,22 +378,22 @@ class TestWaiting:
         self, dislock, lock, store, redis_client, threads, monkeypatch
     ):
         """A waiter that is handed the lock while it gives up passes it to the next in line."""
-        store.acquire(NAME, "other", LONG, HOLDER)
+        store.acquire([NAME], "other", LONG, HOLDER)
         own = dislock.runtime.process.store
         give_up = own.release
         handed = []
 
-        def release(name, owner, at_least=0.0):
+        def release(names, owner, at_least=0.0):
             if not handed:
                 wait_in_line(redis_client, 2)
-                assert store.release(NAME, "other")
+                assert store.release([NAME], "other")
                 handed.append(redis_client.hkeys(NAME) == [owner])
-            return give_up(name, owner, at_least)
+            return give_up(names, owner, at_least)
 
         monkeypatch.setattr(own, "release", release)
         impatient = threads.submit(lock.acquire, timeout=0.2)
         wait_in_line(redis_client, 1)
-        store.acquire(NAME, "next", LONG, HOLDER, place=LONG)
+        store.acquire([NAME], "next", LONG, HOLDER, place=LONG)
         assert impatient.result(PATIENCE) is False
         assert handed == [True]
         assert store.wait(NAME, "next", PATIENCE)
@@ -401,7 +401,7 @@ class TestWaiting:
 
     def test_an_exception_leaves_no_ghost(self, lock, store, redis_client):
         """A waiter into which an exception is thrown leaves the line."""
-        store.acquire(NAME, "other", LONG, HOLDER)
+        store.acquire([NAME], "other", LONG, HOLDER)
         with signalled(lambda: wait_in_line(redis_client, 1), raises=KeyboardInterrupt):
             lock.acquire()
         assert redis_client.keys("*") == [NAME]
@@ -410,13 +410,13 @@ class TestWaiting:
 
     def test_an_exception_beside_the_hand_off_passes_it_on(self, lock, store, redis_client):
         """A waiter into which an exception is thrown as it is handed the lock passes it on."""
-        store.acquire(NAME, "other", LONG, HOLDER)
+        store.acquire([NAME], "other", LONG, HOLDER)
 
         def hand_over():
             wait_in_line(redis_client, 1)
-            store.acquire(NAME, "next", LONG, HOLDER, place=LONG)
+            store.acquire([NAME], "next", LONG, HOLDER, place=LONG)
 
-        with signalled(hand_over, lambda: store.release(NAME, "other"), raises=KeyboardInterrupt):
+        with signalled(hand_over, lambda: store.release([NAME], "other"), raises=KeyboardInterrupt):
             lock.acquire()
         assert store.wait(NAME, "next", PATIENCE)
         assert [h.owner for h in store.holders(NAME)] == ["next"]
@@ -424,11 +424,11 @@ class TestWaiting:
 
     def test_a_place_whose_time_is_over_is_passed_over(self, store, redis_client):
         """A waiter that has not asked again in time is skipped at the hand-off."""
-        store.acquire(NAME, "holder", LONG, HOLDER)
-        store.acquire(NAME, "dead", LONG, HOLDER, place=0.05)
-        store.acquire(NAME, "alive", LONG, HOLDER, place=LONG)
+        store.acquire([NAME], "holder", LONG, HOLDER)
+        store.acquire([NAME], "dead", LONG, HOLDER, place=0.05)
+        store.acquire([NAME], "alive", LONG, HOLDER, place=LONG)
         time.sleep(0.1)
-        store.release(NAME, "holder")
+        store.release([NAME], "holder")
         assert [h.owner for h in store.holders(NAME)] == ["alive"]
         assert not redis_client.exists(LINE, f"{NAME}:places", f"{NAME}:wake:dead")
 
@@ -438,12 +438,12 @@ class TestWaiting:
         self, dislock, store, redis_client, threads
     ):
         """When the lock was handed to a dead waiter, the next one wakes as that lease runs out."""
-        store.acquire(NAME, "holder", LONG, HOLDER)
-        store.acquire(NAME, "dead", LONG, HOLDER, place=LONG)
+        store.acquire([NAME], "holder", LONG, HOLDER)
+        store.acquire([NAME], "dead", LONG, HOLDER, place=LONG)
         lock = dislock.lock(KEY)
         waiting = threads.submit(lambda: (lock.acquire(), lock.release()))
         wait_in_line(redis_client, 2)
-        store.release(NAME, "holder")
+        store.release([NAME], "holder")
         assert [h.owner for h in store.holders(NAME)] == ["dead"]
         wait_for(lambda: not store.holders(NAME) or waiting.done(), "the end of the reservation")
         wait_for(waiting.done, "its wake-up", within=PATIENCE / 3)  # far less than ASK_AGAIN
@@ -453,13 +453,13 @@ class TestWaiting:
 
         def cost(waiters):
             redis_client.flushdb()
-            store.acquire(NAME, "holder", LONG, HOLDER)
+            store.acquire([NAME], "holder", LONG, HOLDER)
             for number in range(waiters):
-                store.acquire(NAME, f"w{number}", LONG, HOLDER, place=LONG)
+                store.acquire([NAME], f"w{number}", LONG, HOLDER, place=LONG)
             redis_client.config_resetstat()
-            store.release(NAME, "holder")
+            store.release([NAME], "holder")
             assert store.wait(NAME, "w0", PATIENCE)
-            assert isinstance(store.acquire(NAME, "w0", LONG, HOLDER, place=LONG), Granted)
+            assert isinstance(store.acquire([NAME], "w0", LONG, HOLDER, place=LONG), Granted)
             stats = redis_client.info("commandstats")
             return sum(
                 command["calls"]

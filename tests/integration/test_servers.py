@@ -40,18 +40,18 @@ WITHIN = 10.0  # seconds
 
 def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
     """Acquire a lock that must be free, and return the token."""
-    answer = store.acquire(lock, owner, ttl, HOLDER)
+    answer = store.acquire([lock], owner, ttl, HOLDER)
     assert isinstance(answer, Granted), answer
-    return answer.token
+    return answer.tokens[0]
 
 
 def round_trip(store: Store, lock: str = LOCK) -> None:
     """Take, refuse, renew and release: all that a lock server is for."""
     take(store, "a/1", lock=lock)
-    assert isinstance(store.acquire(lock, "b/1", LONG, HOLDER), Refused)
-    assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
-    assert store.release(lock, "a/1") is True
-    assert store.release(lock, "a/1") is False
+    assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
+    assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+    assert store.release([lock], "a/1") is True
+    assert store.release([lock], "a/1") is False
 
 
 def missing(what: str) -> None:
@@ -199,8 +199,8 @@ class TestSentinel:
         """The Sentinels are asked where the master is, and the lock is taken there."""
         take(store, "a/1")
         assert exists(watched.master, LOCK)
-        assert store.renew([(LOCK, "a/1", LONG)], within=WITHIN) == [True]
-        assert store.release(LOCK, "a/1") is True
+        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        assert store.release([LOCK], "a/1") is True
 
     def test_the_sentinels_of_the_broker_are_taken_over(self, watched):
         """With kombu's URL and transport options for the broker nothing more has to be said."""
@@ -227,7 +227,7 @@ class TestSentinel:
         with pytest.raises(StoreError, match="No master found"):
             take(store, "a/1")
         with pytest.raises(StoreError, match="No master found"):
-            store.renew([(LOCK, "a/1", LONG)], within=1.0)
+            store.renew([([LOCK], "a/1", LONG)], within=1.0)
 
     def test_a_master_they_do_not_know_is_a_store_error(self, watched):
         """A misspelt master_name is named in the error."""
@@ -242,14 +242,14 @@ class TestSentinel:
         dead = watched.master
         dead.kill()
         with pytest.raises(StoreError):  # fail closed: for now there is no master
-            store.acquire("dislock:{other}", "b/1", LONG, HOLDER)
+            store.acquire(["dislock:{other}"], "b/1", LONG, HOLDER)
         answer = wait_for(lambda: attempt(store, LOCK, "b/1"), "an answer of the next master")
         assert isinstance(answer, Refused)
         assert answer.owner == "a/1"
         take(store, "b/1", lock="dislock:{other}")
         new = watched.wait_for_master(other_than=dead)
         assert exists(new, LOCK)
-        assert store.release(LOCK, "a/1") is True
+        assert store.release([LOCK], "a/1") is True
 
     def test_a_lease_survives_a_failover_or_is_reported_lost(self, watched):
         """Through a failover the watchdog renews a lease on the next master, or says it is lost."""
@@ -287,7 +287,7 @@ class TestSentinel:
             client.replicaof("127.0.0.1", 1)
             for ask in (
                 lambda: take(store, "a/1"),
-                lambda: store.renew([(LOCK, "a/1", LONG)], within=WITHIN),
+                lambda: store.renew([([LOCK], "a/1", LONG)], within=WITHIN),
             ):
                 with pytest.raises(StoreError, match="no longer the master"):
                     ask()
@@ -296,7 +296,7 @@ class TestSentinel:
                 client.replicaof("127.0.0.1", 1)
             client.replicaof("no", "one")
             assert client.info("stats")["total_connections_received"] > before + 2
-        assert store.release(LOCK, "a/1") is True
+        assert store.release([LOCK], "a/1") is True
         store.close()
 
     def test_a_demoted_master_counts_as_away(self, watched, store):
@@ -309,7 +309,7 @@ class TestSentinel:
         wait_for(lambda: not is_master(old), "demotion of the old master")
         wait_for(lambda: attempt(store, LOCK, "a/1"), "the lock on the next master")
         assert exists(new, LOCK)
-        assert store.release(LOCK, "a/1") is True
+        assert store.release([LOCK], "a/1") is True
 
 
 class TestReplicas:
@@ -329,8 +329,8 @@ class TestReplicas:
         store = runtime.process.store
         take(store, "a/1")
         assert exists(replica, LOCK)
-        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
-        assert store.release(LOCK, "a/1") is True
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+        assert store.release([LOCK], "a/1") is True
         store.close()
 
     def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, replicated):
@@ -339,7 +339,7 @@ class TestReplicas:
         store = Store(master.url, {"min_replicas": 1})
         take(store, "a/1")
         replica.pause()
-        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)  # at once, as ever
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)  # at once, as ever
         other = "dislock:{other}"
         with pytest.raises(StoreError, match="only 0 of 1 replicas"):
             take(store, "b/1", lock=other)
@@ -406,16 +406,16 @@ class TestCluster:
             round_trip(store, lock)
             take(store, "a/1", lock=lock)
             assert exists(master, lock)
-            assert store.release(lock, "a/1") is True
+            assert store.release([lock], "a/1") is True
 
     def test_a_batch_over_all_nodes_is_answered_in_its_order(self, store):
         """Renewals of leases on all nodes come back each in its place."""
         locks = [f"dislock:{{batch-{number}}}" for number in range(60)]
         for lock in locks[::2]:
             take(store, "a/1", lock=lock)
-        leases = [(lock, "a/1", LONG) for lock in locks]
+        leases = [([lock], "a/1", LONG) for lock in locks]
         assert store.renew(leases, within=WITHIN) == [True, False] * 30
-        assert all(store.release(lock, "a/1") for lock in locks[::2])
+        assert all(store.release([lock], "a/1") for lock in locks[::2])
 
     def test_the_server_says_who_it_is(self, store):
         """A cluster answers a ping as a single server does."""
@@ -440,12 +440,12 @@ class TestCluster:
         """Whoever waits for a lock is woken on its node."""
         lock = "dislock:{wait}"
         take(store, "a/1", lock=lock)
-        waiting = store.acquire(lock, "b/1", LONG, HOLDER, place=LONG)
+        waiting = store.acquire([lock], "b/1", LONG, HOLDER, place=LONG)
         assert isinstance(waiting, Refused)
-        assert store.release(lock, "a/1") is True
-        assert store.wait(lock, "b/1", WITHIN) is True
+        assert store.release([lock], "a/1") is True
+        assert store.wait(lock, "b/1", WITHIN)
         take(store, "b/1", lock=lock)
-        assert store.release(lock, "b/1") is True
+        assert store.release([lock], "b/1") is True
 
     @pytest.mark.parametrize("way", ["acquire", "renew"])
     def test_a_slot_that_moves_is_followed(self, cluster, way):
@@ -454,21 +454,21 @@ class TestCluster:
         source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, way)
         take(store, "a/1", lock=lock)
-        assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
+        assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
         with cluster.moving(lock, source, target):
             # The key has left already, but the slot is still the old node's: it says ASK.
             for _ in range(2):
                 if way == "renew":
-                    assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
-                assert store.acquire(lock, "b/1", LONG, HOLDER).owner == "a/1"
-                assert store.wait(lock, "b/1", 0.01) is False
-        assert store.wait(lock, "b/1", 0.01) is False
+                    assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+                assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
+                assert store.wait(lock, "b/1", 0.01) is None
+        assert store.wait(lock, "b/1", 0.01) is None
         if way == "renew":  # now MOVED
-            assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
-            assert store.renew([(lock, "a/1", LONG)], within=WITHIN) == [True]
-        assert store.acquire(lock, "b/1", LONG, HOLDER).owner == "a/1"
+            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+        assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
         assert exists(target, lock)
-        assert store.release(lock, "a/1") is True
+        assert store.release([lock], "a/1") is True
         store.close()
 
     def test_one_node_that_is_frozen_delays_no_others_leases(self, cluster):
@@ -477,7 +477,7 @@ class TestCluster:
         locks = [name_on(cluster.masters, number, "frozen") for number in range(3)]
         for lock in locks:
             take(store, "a/1", lock=lock)
-        leases = [(lock, "a/1", LONG) for lock in locks]
+        leases = [([lock], "a/1", LONG) for lock in locks]
         assert store.renew(leases, within=WITHIN) == [True, True, True]
         cluster.masters[0].pause()
         try:
@@ -485,7 +485,7 @@ class TestCluster:
                 failed, *renewed = store.renew(leases, within=0.3)
                 assert isinstance(failed, StoreError)
                 assert renewed == [True, True]
-            assert store.release(locks[1], "a/1") is True
+            assert store.release([locks[1]], "a/1") is True
         finally:
             cluster.masters[0].resume()
         store.close()
@@ -501,9 +501,9 @@ class TestCluster:
         answer = wait_for(lambda: attempt(store, mine, "b/1"), "an answer of the next master")
         assert isinstance(answer, Refused)
         assert answer.owner == "a/1"
-        (renewed,) = store.renew([(mine, "a/1", LONG)], within=WITHIN)
+        (renewed,) = store.renew([([mine], "a/1", LONG)], within=WITHIN)
         assert renewed is True
-        assert store.release(mine, "a/1") is True
+        assert store.release([mine], "a/1") is True
         store.close()
 
 
@@ -520,7 +520,7 @@ def name_on(masters: list[RedisServer], number: int, what: str = "any") -> str:
 def attempt(store: Store, lock: str, owner: str) -> Granted | Refused | None:
     """Acquire, where None means that the lock server is away."""
     try:
-        return store.acquire(lock, owner, LONG, HOLDER)
+        return store.acquire([lock], owner, LONG, HOLDER)
     except StoreError:
         return None
 

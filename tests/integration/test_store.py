@@ -36,14 +36,14 @@ def store(redis_url: str) -> Iterator[Store]:
 
 def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
     """Acquire a lock that must be free, and return the token."""
-    answer = store.acquire(lock, owner, ttl, HOLDER)
+    answer = store.acquire([lock], owner, ttl, HOLDER)
     assert isinstance(answer, Granted)
-    return answer.token
+    return answer.tokens[0]
 
 
 def renew(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> bool | StoreError:
     """Renew one lease."""
-    (answer,) = store.renew([(lock, owner, ttl)], within=WITHIN)
+    (answer,) = store.renew([([lock], owner, ttl)], within=WITHIN)
     return answer
 
 
@@ -74,7 +74,7 @@ class TestAcquire:
         """A second owner is told who holds the lock and for how long, and changes nothing."""
         take(store, "a/1")
         before = state(redis_client)
-        answer = store.acquire(LOCK, "b/1", LONG, '{"id":"id-2"}')
+        answer = store.acquire([LOCK], "b/1", LONG, '{"id":"id-2"}')
         assert isinstance(answer, Refused)
         assert answer.owner == "a/1"
         assert answer.holder == json.loads(HOLDER)
@@ -86,7 +86,7 @@ class TestAcquire:
         take(store, "a/1", ttl=LONG)
         before = redis_client.pttl(LOCK)
         for _ in range(20):
-            store.acquire(LOCK, "b/1", 10 * LONG, HOLDER)
+            store.acquire([LOCK], "b/1", 10 * LONG, HOLDER)
         assert redis_client.pttl(LOCK) <= before
 
     def test_the_owner_that_asks_again_is_confirmed(self, store, redis_client):
@@ -104,8 +104,8 @@ class TestAcquire:
     def test_another_acquisition_of_the_same_process_is_another_owner(self, store):
         """Owners are told apart by their whole name, not by its beginning."""
         take(store, "a/1")
-        assert isinstance(store.acquire(LOCK, "a/11", LONG, HOLDER), Refused)
-        assert isinstance(store.acquire(LOCK, "a/", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire([LOCK], "a/11", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire([LOCK], "a/", LONG, HOLDER), Refused)
 
     def test_locks_of_other_keys_are_free(self, store):
         """One key's lease is in nobody else's way."""
@@ -132,7 +132,7 @@ class TestAcquire:
         redis_client.expire(LOCK, int(LONG))
         take(store, "a/1")
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
-        assert store.acquire(LOCK, "b/1", LONG, HOLDER).owner == "a/1"
+        assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
 
     def test_a_lock_whose_only_lease_has_ended_is_granted(self, store, redis_client):
         """An ended lease in a hash that is still there does not hold the lock."""
@@ -148,12 +148,12 @@ class TestAcquire:
     )
     def test_any_name_can_be_an_owner(self, store, owner, holder):
         """Owners and holders come back as they were given, whatever characters are in them."""
-        answer = store.acquire(LOCK, owner, LONG, holder)
+        answer = store.acquire([LOCK], owner, LONG, holder)
         assert isinstance(answer, Granted)
-        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
         assert refused.holder == json.loads(holder)
         assert refused.owner == owner.removeprefix("~")
-        assert store.release(LOCK, owner)
+        assert store.release([LOCK], owner)
 
     def test_a_ttl_is_rounded_up_to_a_millisecond(self, store, redis_client):
         """The shortest lease there is lasts a millisecond, and does not fail or stay for ever."""
@@ -187,7 +187,7 @@ class TestRenew:
         for number in range(0, 100, 2):
             take(store, f"a/{number}", lock=f"dislock:{{{number}}}")
         answers = store.renew(
-            [(f"dislock:{{{number}}}", f"a/{number}", LONG) for number in range(100)],
+            [([f"dislock:{{{number}}}"], f"a/{number}", LONG) for number in range(100)],
             within=WITHIN,
         )
         assert answers == [True, False] * 50
@@ -200,7 +200,7 @@ class TestRenew:
     def test_a_renewal_after_the_release_creates_nothing(self, store, redis_client):
         """A renewal that arrives after the release does not bring the lock back."""
         take(store, "a/1")
-        store.release(LOCK, "a/1")
+        store.release([LOCK], "a/1")
         assert renew(store, "a/1") is False
         assert state(redis_client) == {}
 
@@ -209,7 +209,7 @@ class TestRenew:
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
         redis_client.expire(LOCK, int(LONG))
         assert renew(store, "dead/1") is False
-        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Granted)
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Granted)
 
     def test_a_late_renewal_leaves_the_new_holder_alone(self, store, redis_client):
         """A stalled owner is told so; the new lease keeps its owner, token and expiry."""
@@ -233,21 +233,21 @@ class TestRelease:
     def test_nothing_is_left(self, store, redis_client):
         """After a release Redis is empty, and the lock is free at once."""
         take(store, "a/1")
-        assert store.release(LOCK, "a/1") is True
+        assert store.release([LOCK], "a/1") is True
         assert state(redis_client) == {}
         take(store, "b/1")
 
     def test_the_second_release_answers_false(self, store):
         """A release that is sent again finds nothing, and says so."""
         take(store, "a/1")
-        assert [store.release(LOCK, "a/1") for _ in range(3)] == [True, False, False]
+        assert [store.release([LOCK], "a/1") for _ in range(3)] == [True, False, False]
 
     def test_another_owners_lease_is_not_touched(self, store, redis_client):
         """Only the owner's own name releases; part of it, or another's, changes nothing."""
         take(store, "a/1")
         before = state(redis_client)
         for other in ("b/1", "a/", "a/11", ""):
-            assert store.release(LOCK, other) is False
+            assert store.release([LOCK], other) is False
         assert state(redis_client) == before
 
     def test_an_old_owner_cannot_release_the_new_lease(self, store, redis_client):
@@ -255,21 +255,21 @@ class TestRelease:
         take(store, "a/1", ttl=SHORT)
         wait_until_gone(redis_client)
         take(store, "b/1")
-        assert store.release(LOCK, "a/1") is False
-        assert isinstance(store.acquire(LOCK, "c/1", LONG, HOLDER), Refused)
+        assert store.release([LOCK], "a/1") is False
+        assert isinstance(store.acquire([LOCK], "c/1", LONG, HOLDER), Refused)
 
     def test_an_ended_lease_is_not_released_but_removed(self, store, redis_client):
         """Releasing a lease that ended answers False, and its entry goes."""
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
         redis_client.expire(LOCK, int(LONG))
-        assert store.release(LOCK, "dead/1") is False
+        assert store.release([LOCK], "dead/1") is False
         assert state(redis_client) == {}
 
     def test_at_least_keeps_the_lock_until_then(self, store, redis_client):
         """With at_least the lock stays taken, until so long after the acquisition and no longer."""
         take(store, "a/1")
-        assert store.release(LOCK, "a/1", at_least=2 * LONG) is True
-        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        assert store.release([LOCK], "a/1", at_least=2 * LONG) is True
+        refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
         assert isinstance(refused, Refused)
         assert refused.owner == "a/1"
         assert refused.holder == json.loads(HOLDER)
@@ -279,7 +279,7 @@ class TestRelease:
     def test_at_least_can_end_before_the_lease_would(self, store, redis_client):
         """A lock that is kept for at_least is free right then, not at the old expiry."""
         take(store, "a/1", ttl=LONG)
-        store.release(LOCK, "a/1", at_least=0.3)
+        store.release([LOCK], "a/1", at_least=0.3)
         assert redis_client.pttl(LOCK) <= 300
         wait_until_gone(redis_client)
         take(store, "b/1")
@@ -288,18 +288,18 @@ class TestRelease:
         """When the lock was held so long already, at_least changes nothing."""
         take(store, "a/1")
         time.sleep(0.02)
-        assert store.release(LOCK, "a/1", at_least=0.01) is True
+        assert store.release([LOCK], "a/1", at_least=0.01) is True
         assert state(redis_client) == {}
 
     def test_a_lease_kept_by_at_least_belongs_to_nobody(self, store, redis_client):
         """Its owner can neither renew, nor release, nor take again what it has given up."""
         take(store, "a/1")
-        store.release(LOCK, "a/1", at_least=LONG)
+        store.release([LOCK], "a/1", at_least=LONG)
         before = state(redis_client)
         assert renew(store, "a/1", 10 * LONG) is False
-        assert store.release(LOCK, "a/1") is False
-        assert store.release_dead(LOCK, "a/") == 0
-        assert isinstance(store.acquire(LOCK, "a/1", LONG, HOLDER), Refused)
+        assert store.release([LOCK], "a/1") is False
+        assert store.release_dead([LOCK], "a/") == 0
+        assert isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Refused)
         assert state(redis_client) == before
 
 
@@ -307,9 +307,9 @@ class TestReleaseDead:
     def test_the_dead_executions_lease_ends(self, store, redis_client):
         """A lease whose owner begins with the execution's name is ended, whatever its counter."""
         take(store, "id-1@w:7/123")
-        assert store.release_dead(LOCK, "id-1@w:7/") == 1
+        assert store.release_dead([LOCK], "id-1@w:7/") == 1
         assert state(redis_client) == {}
-        assert store.release_dead(LOCK, "id-1@w:7/") == 0
+        assert store.release_dead([LOCK], "id-1@w:7/") == 0
 
     @pytest.mark.parametrize(
         "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234"]
@@ -318,25 +318,25 @@ class TestReleaseDead:
         """Another process, task or host, or a name that only occurs further in, ends nothing."""
         take(store, "id-1@w:7/123")
         before = state(redis_client)
-        assert store.release_dead(LOCK, start) == 0
+        assert store.release_dead([LOCK], start) == 0
         assert state(redis_client) == before
 
     @pytest.mark.parametrize("start", ["id-1@w.7/", "id-1@w%:7/", "[i]d-1@w:7/", "id-1@w:7/*"])
     def test_the_name_is_no_pattern(self, store, start):
         """Characters that are special to Lua or Redis patterns stand for themselves."""
         take(store, "id-1@w:7/1")
-        assert store.release_dead(LOCK, start) == 0
+        assert store.release_dead([LOCK], start) == 0
 
     def test_at_least_holds_after_a_death_too(self, store, redis_client):
         """lock_at_least_for keeps the lock of a dead execution as it keeps any other."""
         take(store, "id-1@w:7/1")
-        assert store.release_dead(LOCK, "id-1@w:7/", at_least=2 * LONG) == 1
+        assert store.release_dead([LOCK], "id-1@w:7/", at_least=2 * LONG) == 1
         assert redis_client.pttl(LOCK) > LONG * 1000
-        assert isinstance(store.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
+        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
 
     def test_a_lock_that_is_not_there_is_left_so(self, store, redis_client):
         """Releasing after a death where nothing is held creates nothing."""
-        assert store.release_dead(LOCK, "id-1@w:7/", at_least=LONG) == 0
+        assert store.release_dead([LOCK], "id-1@w:7/", at_least=LONG) == 0
         assert state(redis_client) == {}
 
 
@@ -346,7 +346,7 @@ class TestFencingToken:
         tokens = []
         for number in range(300):
             tokens.append(take(store, f"a/{number}"))
-            store.release(LOCK, f"a/{number}")
+            store.release([LOCK], f"a/{number}")
         assert all(token < following for token, following in pairwise(tokens))
 
     def test_it_grows_over_expiries(self, store, redis_client):
@@ -362,7 +362,7 @@ class TestFencingToken:
         tokens = []
         for number in range(20):
             tokens.append(take(store, f"a/{number}"))
-            store.release_dead(LOCK, "a/")
+            store.release_dead([LOCK], "a/")
         assert sorted(set(tokens)) == tokens
 
     def test_it_grows_though_the_servers_clock_was_set_back(self, store, redis_client):
@@ -404,7 +404,7 @@ class TestSentTwice:
         take(store, "a/1")
         before = state(redis_client)
         for _ in range(2):
-            assert store.acquire(LOCK, "b/1", LONG, HOLDER).owner == "a/1"
+            assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
         assert state(redis_client) == before
 
     def test_renew(self, store, redis_client):
@@ -417,9 +417,9 @@ class TestSentTwice:
     def test_release(self, store, redis_client, at_least):
         """Release twice: the second changes nothing, in particular no expiry."""
         take(store, "a/1")
-        assert store.release(LOCK, "a/1", at_least) is True
+        assert store.release([LOCK], "a/1", at_least) is True
         before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert store.release(LOCK, "a/1", at_least) is False
+        assert store.release([LOCK], "a/1", at_least) is False
         assert state(redis_client) == before
         assert redis_client.pttl(LOCK) <= pttl
 
@@ -427,20 +427,20 @@ class TestSentTwice:
     def test_release_dead(self, store, redis_client, at_least):
         """Released after a death twice: the second changes nothing, in particular no expiry."""
         take(store, "a/1")
-        assert store.release_dead(LOCK, "a/", at_least) == 1
+        assert store.release_dead([LOCK], "a/", at_least) == 1
         before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert store.release_dead(LOCK, "a/", at_least) == 0
+        assert store.release_dead([LOCK], "a/", at_least) == 0
         assert state(redis_client) == before
         assert redis_client.pttl(LOCK) <= pttl
 
     def test_release_after_another_took_it(self, store, redis_client):
         """A release that arrives again after the hand-over leaves the new lease alone."""
         take(store, "a/1")
-        store.release(LOCK, "a/1")
+        store.release([LOCK], "a/1")
         take(store, "b/1")
         before = state(redis_client)
-        assert store.release(LOCK, "a/1") is False
-        assert store.release_dead(LOCK, "a/") == 0
+        assert store.release([LOCK], "a/1") is False
+        assert store.release_dead([LOCK], "a/") == 0
         assert state(redis_client) == before
 
 
@@ -452,9 +452,9 @@ class TestScriptsForgotten:
         renew(store, "a/1")
         redis_client.script_flush()
         answer = {
-            "acquire": lambda: store.acquire(LOCK, "a/1", LONG, HOLDER),
-            "release": lambda: store.release(LOCK, "a/1"),
-            "release_dead": lambda: store.release_dead(LOCK, "a/"),
+            "acquire": lambda: store.acquire([LOCK], "a/1", LONG, HOLDER),
+            "release": lambda: store.release([LOCK], "a/1"),
+            "release_dead": lambda: store.release_dead([LOCK], "a/"),
             "renew": lambda: renew(store, "a/1"),
         }[operation]()
         assert answer
@@ -462,12 +462,12 @@ class TestScriptsForgotten:
 
     def test_a_whole_batch_is_renewed_all_the_same(self, store, redis_client):
         """A batch that meets NOSCRIPT is renewed as a whole, and each lease is."""
-        batch = [(f"dislock:{{{number}}}", "a/1", LONG) for number in range(50)]
-        for lock, owner, _ in batch:
+        batch = [([f"dislock:{{{number}}}"], "a/1", LONG) for number in range(50)]
+        for (lock,), owner, _ in batch:
             take(store, owner, ttl=LONG / 2, lock=lock)
         redis_client.script_flush()
         assert store.renew(batch, within=WITHIN) == [True] * 50
-        assert all(redis_client.pttl(lock) > LONG * 500 for lock, _, _ in batch)
+        assert all(redis_client.pttl(lock) > LONG * 500 for (lock,), _, _ in batch)
 
     def test_the_script_is_then_known(self, store, redis_client):
         """One SCRIPT LOAD is enough: later batches do not pay for it."""
@@ -488,7 +488,7 @@ class TestErrors:
             "release_dead": ("a/",),
         }[operation]
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            getattr(store, operation)(LOCK, *arguments)
+            getattr(store, operation)([LOCK], *arguments)
         assert redis_client.get(LOCK) == "somebody else's"
 
     def test_one_bad_key_does_not_spoil_its_batch(self, store, redis_client):
@@ -496,7 +496,7 @@ class TestErrors:
         redis_client.set("dislock:{bad}", "somebody else's")
         take(store, "a/1")
         answers = store.renew(
-            [(LOCK, "a/1", LONG), ("dislock:{bad}", "a/1", LONG), (LOCK, "a/1", LONG)],
+            [([LOCK], "a/1", LONG), (["dislock:{bad}"], "a/1", LONG), ([LOCK], "a/1", LONG)],
             within=WITHIN,
         )
         assert [answers[0], answers[2]] == [True, True]
@@ -507,18 +507,18 @@ class TestErrors:
         """An error that the server answered is the end of that command, not of the store."""
         redis_client.set("dislock:{bad}", "somebody else's")
         with pytest.raises(StoreError):
-            store.release("dislock:{bad}", "a/1")
+            store.release(["dislock:{bad}"], "a/1")
         take(store, "a/1")
-        assert store.release(LOCK, "a/1") is True
+        assert store.release([LOCK], "a/1") is True
 
     def test_a_server_that_is_not_there_is_a_store_error(self, own_redis_server):
         """When nobody listens every method says so, with the server's address."""
         own_redis_server.kill()
         store = Store(own_redis_server.url)
         for ask in (
-            lambda: store.acquire(LOCK, "a/1", LONG, HOLDER),
-            lambda: store.release(LOCK, "a/1"),
-            lambda: store.release_dead(LOCK, "a/"),
+            lambda: store.acquire([LOCK], "a/1", LONG, HOLDER),
+            lambda: store.release([LOCK], "a/1"),
+            lambda: store.release_dead([LOCK], "a/"),
             lambda: renew(store, "a/1"),
             store.ping,
         ):
@@ -544,9 +544,9 @@ class TestErrors:
         renew(store, "a/1")
         own_redis_server.pause()
         with pytest.raises(StoreError):
-            store.release(LOCK, "a/1")
+            store.release([LOCK], "a/1")
         with pytest.raises(StoreError):
-            store.renew([(LOCK, "a/1", LONG)], within=0.1)
+            store.renew([([LOCK], "a/1", LONG)], within=0.1)
         own_redis_server.resume()
         store.close()
 
@@ -617,11 +617,11 @@ class TestInterruptedConnection:
         own_redis_server.pause()
         with pytest.raises(Interrupted):
             interrupt_soon()
-            patient_store.acquire(LOCK, "a/1", LONG, HOLDER)
+            patient_store.acquire([LOCK], "a/1", LONG, HOLDER)
         own_redis_server.resume()
-        assert patient_store.release("dislock:{other}", "b/1") is False
+        assert patient_store.release(["dislock:{other}"], "b/1") is False
         assert take(patient_store, "b/1", lock="dislock:{other}")
-        assert patient_store.release(LOCK, "a/1") is True  # it had reached the server
+        assert patient_store.release([LOCK], "a/1") is True  # it had reached the server
 
     def test_the_next_renewal_gets_its_own_reply(
         self, own_redis_server, patient_store, interrupt_soon
@@ -631,7 +631,7 @@ class TestInterruptedConnection:
         own_redis_server.pause()
         with pytest.raises(Interrupted):
             interrupt_soon()
-            patient_store.renew([(LOCK, "a/1", LONG)], within=60.0)
+            patient_store.renew([([LOCK], "a/1", LONG)], within=60.0)
         own_redis_server.resume()
         assert renew(patient_store, "nobody") is False
         assert renew(patient_store, "a/1") is True
@@ -643,11 +643,11 @@ class TestInterruptedConnection:
         renew(store, "a/1")
         own_redis_server.pause()
         with pytest.raises(StoreError):
-            store.acquire("dislock:{other}", "b/1", LONG, HOLDER)
+            store.acquire(["dislock:{other}"], "b/1", LONG, HOLDER)
         with pytest.raises(StoreError):
-            store.renew([(LOCK, "a/1", LONG)], within=0.1)
+            store.renew([([LOCK], "a/1", LONG)], within=0.1)
         own_redis_server.resume()
-        assert store.release(LOCK, "nobody") is False
+        assert store.release([LOCK], "nobody") is False
         assert renew(store, "nobody") is False
         store.close()
 
@@ -662,7 +662,7 @@ class TestConnections:
         store = Store(redis_url, {"protocol": protocol, "decode_responses": decode_responses})
         assert store.ping()["redis_version"]
         token = take(store, "ü/1")
-        refused = store.acquire(LOCK, "b/1", LONG, HOLDER)
+        refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
         assert (refused.owner, refused.holder) == ("ü/1", json.loads(HOLDER))
         assert renew(store, "ü/1") is True
         assert renew(store, "b/1") is False
@@ -672,10 +672,10 @@ class TestConnections:
         assert take(store, "ü/1") == token
         redis_client.set("dislock:{bad}", "somebody else's")
         with pytest.raises(StoreError, match="WRONGTYPE"):
-            store.release("dislock:{bad}", "a/1")
+            store.release(["dislock:{bad}"], "a/1")
         assert isinstance(renew(store, "a/1", lock="dislock:{bad}"), StoreError)
-        assert store.release(LOCK, "ü/1") is True
-        assert store.release_dead(LOCK, "ü") == 0
+        assert store.release([LOCK], "ü/1") is True
+        assert store.release_dead([LOCK], "ü") == 0
         store.close()
 
     def test_a_unix_socket_in_both_spellings(self, redis_program, tmp_path):
@@ -683,7 +683,7 @@ class TestConnections:
         with RedisServer(tmp_path, unix_socket=True) as server:
             ours, celerys = Store(server.url), Store(server.broker_url)
             take(ours, "a/1")
-            assert isinstance(celerys.acquire(LOCK, "b/1", LONG, HOLDER), Refused)
+            assert isinstance(celerys.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
             assert renew(celerys, "a/1") is True
             ours.close()
             celerys.close()
@@ -702,7 +702,7 @@ class TestConnections:
         store = Store(redis_url.removesuffix("/0") + "/5")
         take(store, "a/1")
         assert not redis_client.exists(LOCK)
-        store.release(LOCK, "a/1")
+        store.release([LOCK], "a/1")
         store.close()
 
     def test_connections_are_used_again(self, store, redis_client):
@@ -711,16 +711,16 @@ class TestConnections:
         for number in range(50):
             take(store, f"a/{number}")
             renew(store, f"a/{number}")
-            store.release(LOCK, f"a/{number}")
+            store.release([LOCK], f"a/{number}")
         assert redis_client.info("stats")["total_connections_received"] == before + 2
 
     def test_an_uncontended_lock_costs_two_commands(self, store, redis_client):
         """Acquire and release are one round trip each."""
         take(store, "warm-up")
-        store.release(LOCK, "warm-up")
+        store.release([LOCK], "warm-up")
         redis_client.config_resetstat()
         take(store, "a/1")
-        store.release(LOCK, "a/1")
+        store.release([LOCK], "a/1")
         calls = redis_client.info("commandstats")
         assert calls["cmdstat_evalsha"]["calls"] == 2
         assert not {"cmdstat_eval", "cmdstat_hello", "cmdstat_ping"} & set(calls)
@@ -735,7 +735,7 @@ class TestConnections:
             for turn in range(100):
                 key = (thread + turn) % 3
                 lock, owner = f"dislock:{{{key}}}", f"{thread}/{turn}"
-                answer = store.acquire(lock, owner, LONG, json.dumps({"id": owner}))
+                answer = store.acquire([lock], owner, LONG, json.dumps({"id": owner}))
                 if isinstance(answer, Refused):
                     if answer.holder != {"id": answer.owner}:
                         errors.append(answer)
@@ -743,7 +743,7 @@ class TestConnections:
                 seen = counts[key]
                 time.sleep(0.0005)
                 counts[key] = seen + 1
-                if not store.release(lock, owner):
+                if not store.release([lock], owner):
                     errors.append((lock, owner))
                 done.append(key)
 

@@ -327,7 +327,7 @@ class TestReports:
         leases = [holding.take(f"export:{number}", 1.2) for number in range(20)]
         for lease in leases:
             lease.on_end = slow
-        redis_client.delete(*(lease.lock.name for lease in leases))
+        redis_client.delete(*(lease.lock.names[0] for lease in leases))
         assert inside.wait(PATIENCE)
         for lease in leases:
             lease.release()

@@ -56,17 +56,19 @@ class FakeStore:
         self.clock.advance(self.latency)
 
     def acquire(
-        self, lock: str, owner: str, ttl: float, holder: str, **terms: Any
+        self, locks: Sequence[str], owner: str, ttl: float, holder: str, **terms: Any
     ) -> Granted | Refused:
+        (lock,) = locks
         self._round_trip("acquire", lock, owner)
         other = self.leases.get(lock)
         if other and other[1] > self.clock() and other[0] != owner:
             return Refused(other[0], other[1] - self.clock(), other[2])
         self.tokens += 1
         self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
-        return Granted(self.tokens)
+        return Granted((self.tokens,))
 
-    def release(self, lock: str, owner: str, at_least: float = 0.0) -> bool:
+    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
+        (lock,) = locks
         self._round_trip("release", lock, owner, at_least)
         if self.leases.get(lock, ("",))[0] != owner:
             return False
@@ -75,7 +77,8 @@ class FakeStore:
             self.leases[lock] = ("~" + owner, self.clock() + at_least, holder)
         return expires > self.clock()
 
-    def release_dead(self, lock: str, owner_start: str, at_least: float = 0.0) -> int:
+    def release_dead(self, locks: Sequence[str], owner_start: str, at_least: float = 0.0) -> int:
+        (lock,) = locks
         self._round_trip("release_dead", lock, owner_start, at_least)
         if not self.leases.get(lock, ("",))[0].startswith(owner_start):
             return 0
@@ -83,12 +86,12 @@ class FakeStore:
         return 1
 
     def renew(
-        self, leases: Sequence[tuple[str, str, float]], *, within: float
+        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         assert within > 0
         self._round_trip("renew", [owner for _, owner, _ in leases])
         return [
-            self.answers.get(owner, self._renew(*lease)) for lease in leases for owner in [lease[1]]
+            self.answers.get(owner, self._renew(lock, owner, ttl)) for (lock,), owner, ttl in leases
         ]
 
     def _renew(self, lock: str, owner: str, ttl: float) -> bool:
@@ -114,7 +117,7 @@ class World:
 
     def lock(self, key: str = "k", **options: Any) -> Lock:
         name = f"dislock:{{{key}}}"
-        return Lock(key, name, TaskOptions(**options), self.store, self.watchdog, self.clock)
+        return Lock([key], [name], TaskOptions(**options), self.store, self.watchdog, self.clock)
 
     def lease(self, key: str = "k", owner: str = "me", **options: Any) -> Any:
         holder = {"task": "t", "id": "1", "worker": "w", "pid": 7}

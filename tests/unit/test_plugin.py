@@ -215,4 +215,4 @@ def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
 def test_the_prefix_is_part_of_every_name():
     """Two installations on one server keep apart by their prefix."""
     runtime = Runtime(lambda: {"dislock_prefix": "staging"})
-    assert runtime.lock_name("export:7") == "staging:{export:7}"
+    assert runtime.lock_names(["export:7"]) == ("staging:{export:7}",)
