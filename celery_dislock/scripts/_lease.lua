@@ -18,8 +18,9 @@
 --
 --   <lock>:line           sorted set: owner -> when it joined, in Redis TIME in microseconds
 --   <lock>:places         hash: owner -> "1 deadline_ms ttl_ms mode limit holder"
---   <lock>:wake:<owner>   list: "token ttl_ms place_left_ms", put there when the owner is granted the
---                         lock, with what was left until its place's deadline
+--   <lock>:wake:<owner>   list, on which the owner waits for news: "token ttl_ms place_left_ms" when it
+--                         was granted the lock, with what was left until its place's deadline;
+--                         empty when it has become the first, and is to look who is before it
 --
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.  Every key
 -- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
@@ -110,7 +111,6 @@ local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
     local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
     local joined = math.max(now_us, tonumber(last or 0) + 1)
     redis.call('ZADD', line, string.format('%.0f', joined), owner)
-    redis.call('DEL', lock .. ':wake:' .. owner)
   end
   redis.call('HSET', places, owner,
     string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
@@ -119,14 +119,23 @@ local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
 end
 
 local function leave_line(owner)
+  redis.call('DEL', lock .. ':wake:' .. owner)
   redis.call('HDEL', places, owner)
   return redis.call('ZREM', line, owner) == 1
 end
 
+local function wake_up(owner, news)
+  local wake = lock .. ':wake:' .. owner
+  redis.call('RPUSH', wake, news)
+  redis.call('PEXPIRE', wake, RESERVED_MS)
+end
+
 -- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
--- who is awake.  The leases have been counted.  Returns the asker's token where it got the lock.
+-- who is awake.  Whoever is first after that looks at once: one of those before it may be dead,
+-- and its lease end in RESERVED_MS.
+-- The leases have been counted.  Returns the asker's token where it got the lock.
 local function hand_on(asker)
-  local token = nil
+  local token, handed = nil, false
   while true do
     local head = redis.call('ZRANGE', line, 0, 0)[1]
     if not head then return token end
@@ -135,6 +144,7 @@ local function hand_on(asker)
     if not deadline or tonumber(deadline) <= now then
       leave_line(head)
     elseif not admits(mode, tonumber(limit)) then
+      if handed then wake_up(head, '') end
       return token
     else
       leave_line(head)
@@ -143,9 +153,8 @@ local function hand_on(asker)
       else
         local reserved = math.min(tonumber(ttl), RESERVED_MS)
         local granted = grant(head, reserved, mode, holder)
-        local wake = lock .. ':wake:' .. head
-        redis.call('RPUSH', wake, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
-        redis.call('PEXPIRE', wake, reserved)
+        wake_up(head, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
+        handed = true
       end
     end
   end

@@ -13,23 +13,18 @@ local owner = ARGV[1]
 
 local function release()
   local lease = redis.call('HGET', lock, owner)
-  local expires = lease and tonumber(string.match(lease, '^1 (%d+)'))
-  local live = lease and expires > now
+  local expires, token = 0, 0
+  if lease then expires, token = parse(lease) end
+  local live = expires > now
   local at_least_ms = live and tonumber(ARGV[2]) or 0  -- what has ended is not revived
 
-  if redis.call('EXISTS', line) == 0 then
-    if lease then finish(owner, lease, at_least_ms) end
-    if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
-      redis.call('DEL', lock .. ':wake:' .. owner)
-    end
-    return live and 1 or 0
-  end
-
-  count_leases()
   if lease then finish(owner, lease, at_least_ms) end
-  if leave_line(owner) or lease then
+  if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
     redis.call('DEL', lock .. ':wake:' .. owner)
+  end
+  if redis.call('EXISTS', line) == 1 and (lease or leave_line(owner)) then
     count_leases()
+    newest = math.max(newest, token)
     hand_on(nil)
   end
   return live and 1 or 0

@@ -90,6 +90,7 @@ class Model:
     line: dict[str, Place] = field(default_factory=dict)  # in the order of joining
     line_until: int = 0  # when all of it is forgotten
     woken: dict[str, int] = field(default_factory=dict)  # owner: until when the news waits for it
+    told_to_look: set[str] = field(default_factory=set)
     granted: list[str] = field(default_factory=list)  # by the last step, in order
 
     def pass_time(self, units):
@@ -129,9 +130,12 @@ class Model:
         return owner in self.leases
 
     def hand_on(self, asker=None):
+        handed = False
         while self.line:
             head, place = next(iter(self.line.items()))
             if place.deadline > self.now and not self.admits(place.mode, place.limit):
+                if handed:
+                    self.told_to_look.add(head)
                 return
             del self.line[head]
             if place.deadline <= self.now:
@@ -141,6 +145,7 @@ class Model:
             else:
                 self.grant(head, 1, place.mode, place.limit)  # reserved, until it asks
                 self.woken[head] = self.now + 1
+                handed = True
 
     def end(self, owner, at_least):
         held = self.leases.pop(owner, None)
@@ -255,6 +260,8 @@ class LockMachine(RuleBasedStateMachine):
     @rule(slot=slots, ttl=durations, twice=st.booleans())
     def renew(self, slot, ttl, twice):
         owner = self.names[slot]
+        if owner in self.model.woken:  # it does not know yet that it has something to renew
+            return
         answer = self.send(twice, self.store.extend, [LOCK], owner, ttl * UNIT)
         assert answer == self.model.renew(owner, ttl)
         self.look()
@@ -262,9 +269,10 @@ class LockMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.leases or self.model.line)
     @rule(ttl=durations, twice=st.booleans())
     def renew_all(self, ttl, twice):
-        asked = [([LOCK], owner, ttl * UNIT) for owner in self.names]
+        owners = [owner for owner in self.names if owner not in self.model.woken]
+        asked = [([LOCK], owner, ttl * UNIT) for owner in owners]
         answer = self.send(twice, self.store.renew, asked, within=10.0)
-        assert answer == [self.model.renew(owner, ttl) for owner in self.names]
+        assert answer == [self.model.renew(owner, ttl) for owner in owners]
         self.look()
 
     @precondition(lambda self: self.model.leases or self.model.line)
@@ -340,7 +348,10 @@ class LockMachine(RuleBasedStateMachine):
         if not self.model.line:
             assert not keys & {f"{LOCK}:line", f"{LOCK}:places"}
         woken = {f"{LOCK}:wake:{owner}" for owner in self.model.woken}
-        assert {key for key in keys if ":wake:" in key} <= woken
+        to_look = {
+            f"{LOCK}:wake:{owner}" for owner in self.model.told_to_look & set(self.model.line)
+        }
+        assert {key for key in keys if ":wake:" in key} <= woken | to_look
         for owner in self.model.woken:
             news = self.client.llen(f"{LOCK}:wake:{owner}")
             assert news == 1 or (news == 0 and owner not in self.model.leases), owner

@@ -134,6 +134,12 @@ class TestReentry:
             assert other.key == "export:8"
             assert other is not lock.lease
 
+    def test_another_dislock_of_the_process_is_another_owner(self, redis_url, lock):
+        """Two of them in one thread, each with its first lock, are not taken for one another."""
+        theirs = Dislock.from_url(redis_url, watchdog_timeout=LONG).lock(KEY)
+        with lock:
+            assert isinstance(theirs.try_acquire(), Conflict)
+
     def test_a_dead_threads_lock_is_not_the_next_threads(self, lock):
         """A thread that ends without release leaves its lock to no thread that comes after it."""
 
@@ -432,8 +438,6 @@ class TestWaiting:
         assert [h.owner for h in store.holders(NAME)] == ["alive"]
         assert not redis_client.exists(LINE, f"{NAME}:places", f"{NAME}:wake:dead")
 
-    @pytest.mark.slow
-    @pytest.mark.xfail(reason="it asks again only as the lease before would have run out")
     def test_a_dead_head_holds_up_the_next_for_its_reservation_only(
         self, dislock, store, redis_client, threads
     ):

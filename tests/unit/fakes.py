@@ -58,18 +58,22 @@ class FakeStore:
     def acquire(
         self, locks: Sequence[str], owner: str, ttl: float, holder: str, **terms: Any
     ) -> Granted | Refused:
-        (lock,) = locks
-        self._round_trip("acquire", lock, owner)
-        other = self.leases.get(lock)
-        if other and other[1] > self.clock() and other[0] != owner:
-            return Refused(other[0], other[1] - self.clock(), other[2])
+        self._round_trip("acquire", *locks, owner)
+        for nth, lock in enumerate(locks):
+            other = self.leases.get(lock)
+            if other and other[1] > self.clock() and other[0] != owner:
+                return Refused(other[0], other[1] - self.clock(), other[2], nth)
         self.tokens += 1
-        self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
-        return Granted((self.tokens,))
+        for lock in locks:
+            self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
+        return Granted((self.tokens,) * len(locks))
 
     def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
-        (lock,) = locks
-        self._round_trip("release", lock, owner, at_least)
+        self._round_trip("release", *locks, owner, at_least)
+        held = [self._release(lock, owner, at_least) for lock in locks]
+        return all(held)
+
+    def _release(self, lock: str, owner: str, at_least: float) -> bool:
         if self.leases.get(lock, ("",))[0] != owner:
             return False
         _, expires, holder = self.leases.pop(lock)
@@ -78,12 +82,11 @@ class FakeStore:
         return expires > self.clock()
 
     def release_dead(self, locks: Sequence[str], owner_start: str, at_least: float = 0.0) -> int:
-        (lock,) = locks
-        self._round_trip("release_dead", lock, owner_start, at_least)
-        if not self.leases.get(lock, ("",))[0].startswith(owner_start):
-            return 0
-        del self.leases[lock]
-        return 1
+        self._round_trip("release_dead", *locks, owner_start, at_least)
+        dead = [lock for lock in locks if self.leases.get(lock, ("",))[0].startswith(owner_start)]
+        for lock in dead:
+            del self.leases[lock]
+        return len(dead)
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float

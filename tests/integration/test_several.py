@@ -1,0 +1,340 @@
+"""Locks of several keys: all or none, in one order for everybody, and without a deadlock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, wait
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from celery_dislock import Dislock
+from celery_dislock.exceptions import LockHeldError, LockKeyError, StoreError
+from celery_dislock.leases import Conflict, Lease
+from celery_dislock.store import Granted, Refused, Store
+from tests.holding import PATIENCE, name_of, wait_for
+from tests.integration.servers import RedisCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+SHORT = 0.5
+WITHIN = 10.0
+HOLDER = '{"task": "tests.other", "id": "o-1", "worker": "w", "pid": 1}'
+A, B, C = NAMES = [name_of(key) for key in "abc"]
+LINE = f"{B}:line"
+
+
+@pytest.fixture(params=["single", "cluster"])
+def url(request: pytest.FixtureRequest) -> str:
+    """A server that can be given all keys in one script, and one that cannot."""
+    return request.getfixturevalue("redis_url" if request.param == "single" else "cluster_url")
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("several"), node_timeout=60_000) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster_url(cluster: RedisCluster) -> str:
+    for master in cluster.masters:
+        with master.client() as client:
+            client.flushall()
+    return cluster.url
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    store = Store(url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def dislock(url: str) -> Iterator[Dislock]:
+    dislock = Dislock.from_url(url, watchdog_timeout=LONG)
+    yield dislock
+    dislock.runtime.process.store.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield pool
+
+
+def owners(store: Store) -> list[list[str]]:
+    """Who holds each of the three locks."""
+    return [[held.owner for held in store.holders(name)] for name in NAMES]
+
+
+class TestStore:
+    def test_all_are_taken_each_with_its_token(self, store):
+        """One grant has as many tokens as there are locks, and a second one confirms them."""
+        answer = store.acquire(NAMES, "me", LONG, HOLDER)
+        assert isinstance(answer, Granted)
+        assert [store.holders(name)[0].token for name in NAMES] == list(answer.tokens)
+        assert store.acquire(NAMES, "me", LONG, HOLDER) == answer
+        assert owners(store) == [["me"], ["me"], ["me"]]
+
+    @pytest.mark.parametrize("nth", [0, 1, 2])
+    def test_one_that_is_held_is_named_and_none_is_taken(self, store, nth):
+        """Whichever is held, the refusal tells which and by whom, and the others stay free."""
+        store.acquire([NAMES[nth]], "other", LONG, HOLDER)
+        answer = store.acquire(NAMES, "me", LONG, HOLDER)
+        assert isinstance(answer, Refused)
+        assert (answer.nth, answer.owner) == (nth, "other")
+        assert owners(store) == [["other"] if n == nth else [] for n in range(3)]
+
+    def test_what_the_owner_had_before_is_not_given_back(self, store):
+        """A refusal ends only what was newly taken for it, where one script sees them all."""
+        store.acquire([C], "other", LONG, HOLDER)
+        store.acquire([A], "me", LONG, HOLDER)
+        assert isinstance(store.acquire([A, B, C], "me", LONG, HOLDER), Refused)
+        assert owners(store)[1:] == [[], ["other"]]
+
+    def test_a_renewal_is_of_all_or_says_no(self, store):
+        """A lease of several locks is renewed on each; where one is gone, it is lost."""
+        store.acquire(NAMES, "me", SHORT * 20, HOLDER)
+        assert store.renew([(NAMES, "me", LONG)], within=WITHIN) == [True]
+        assert all(store.holders(name)[0].remaining > LONG / 2 for name in NAMES)
+        assert store.extend(NAMES, "me", LONG) is True
+        store.release([B], "me")
+        assert store.renew([(NAMES, "me", LONG), ([A], "me", LONG)], within=WITHIN) == [False, True]
+        assert store.extend(NAMES, "me", LONG) is False
+
+    def test_a_release_is_of_all(self, store):
+        """One release ends every lease; sent again, or with one missing, it says so."""
+        store.acquire(NAMES, "me", LONG, HOLDER)
+        assert store.release(NAMES, "me") is True
+        assert owners(store) == [[], [], []]
+        assert store.release(NAMES, "me") is False
+        store.acquire([A, C], "me", LONG, HOLDER)
+        assert store.release(NAMES, "me") is False
+        assert owners(store) == [[], [], []]
+
+    def test_the_dead_hold_nothing(self, store):
+        """What a dead process held or waited for is freed on each lock."""
+        store.acquire([B], "other", LONG, HOLDER)
+        store.acquire(NAMES, "dead/1", LONG, HOLDER, place=LONG)
+        store.acquire([A], "next", LONG, HOLDER, place=LONG)
+        assert store.release_dead(NAMES, "dead/") == 1
+        assert owners(store) == [["next"], ["other"], []]
+        store.release([B], "other")
+        assert owners(store)[1] == []
+
+    def test_a_waiter_keeps_those_before_and_stands_in_one_line(self, store):
+        """It has what comes before the lock that refused it, and nothing of what comes after."""
+        store.acquire([B], "other", LONG, HOLDER)
+        answer = store.acquire(NAMES, "me", LONG, HOLDER, place=LONG)
+        assert isinstance(answer, Refused)
+        assert answer.nth == 1
+        assert owners(store) == [["me"], ["other"], []]
+        assert store.release([B], "other")
+        assert store.wait(B, "me", WITHIN)
+        assert isinstance(store.acquire(NAMES, "me", LONG, HOLDER, place=LONG), Granted)
+
+    def test_giving_up_frees_what_was_kept(self, store):
+        """A waiter that gives up leaves neither leases nor its place."""
+        store.acquire([B], "other", LONG, HOLDER)
+        store.acquire(NAMES, "me", LONG, HOLDER, place=LONG)
+        store.release(NAMES, "me")
+        assert owners(store) == [[], ["other"], []]
+        store.release([B], "other")
+        assert owners(store) == [[], [], []]
+
+
+class TestPlainPython:
+    def test_the_block_has_all_of_them(self, dislock, store):
+        """The lease tells its keys and their tokens; all are free after the block."""
+        with dislock.lock(["b", "a", "b"]) as lease:
+            assert lease.key == "a + b"
+            assert list(lease.tokens) == ["a", "b"]
+            assert [len(found) for found in owners(store)] == [1, 1, 0]
+        assert owners(store) == [[], [], []]
+
+    def test_a_conflict_names_the_key_in_the_way(self, dislock, store):
+        """Who is refused learns which of the keys is held, and by whom."""
+        store.acquire([B], "other", LONG, HOLDER)
+        answer = dislock.lock(["a", "b"]).try_acquire()
+        assert isinstance(answer, Conflict)
+        assert answer.key == "b"
+        assert answer.holder["id"] == "o-1"
+
+    def test_the_order_in_which_they_are_named_does_not_matter(self, dislock):
+        """The same set is the same lock: its thread re-enters it however it is spelt."""
+        with dislock.lock(["a", "b"]) as lease, dislock.lock(("b", "a")) as again:
+            assert again is lease
+
+    def test_a_thread_does_not_wait_for_itself(self, dislock):
+        """To wait for a set of which one key is held here would never end: it is an error."""
+        with (
+            dislock.lock("a"),
+            pytest.raises(LockHeldError, match="this very thread"),
+            dislock.lock(["a", "b"]),
+        ):
+            pass
+
+    def test_a_set_without_keys_is_refused(self, dislock):
+        """An empty list names no lock."""
+        with pytest.raises(LockKeyError, match="one key at least"):
+            dislock.lock([])
+
+    def test_a_waiter_is_handed_one_after_the_other(self, dislock, store, threads):
+        """It waits at the first lock that is held, then at the next, and has both in the end."""
+        store.acquire([A], "one", LONG, HOLDER)
+        store.acquire([B], "two", LONG, HOLDER)
+        waiting = threads.submit(dislock.lock(["a", "b"]).acquire, timeout=PATIENCE)
+        wait_for(lambda: in_line(store, A), "its place at the first")
+        store.release([A], "one")
+        wait_for(lambda: in_line(store, B), "its place at the second")
+        assert not waiting.done()
+        store.release([B], "two")
+        assert waiting.result(PATIENCE) is True
+        assert [len(found) for found in owners(store)] == [1, 1, 0]
+
+    def test_a_timeout_gives_all_of_it_up(self, dislock, store):
+        """One that waited in vain holds nothing, and stands in no line."""
+        store.acquire([B], "other", LONG, HOLDER)
+        assert dislock.lock(["a", "b", "c"]).acquire(timeout=0.05) is False
+        assert owners(store) == [[], ["other"], []]
+        assert not in_line(store, B)
+
+    def test_what_is_kept_while_waiting_is_renewed(self, url, store, threads):
+        """A waiter asks often enough not to lose the locks that it has already."""
+        dislock = Dislock.from_url(url, watchdog_timeout=SHORT)
+        store.acquire([B], "other", LONG, HOLDER)
+        waiting = threads.submit(dislock.lock(["a", "b"]).acquire, timeout=PATIENCE)
+        wait_for(lambda: in_line(store, B), "its place")
+        (first,) = store.holders(A)
+        until = time.monotonic() + 4 * SHORT
+        while time.monotonic() < until:
+            (still,) = store.holders(A)
+            assert still.token == first.token
+        store.release([B], "other")
+        assert waiting.result(PATIENCE) is True
+
+    def test_crossing_orders_do_not_deadlock(self, dislock, threads):
+        """Threads that name overlapping sets in any order all come through, one at a time."""
+        inside: Counter[str] = Counter()
+        mutex = threading.Lock()
+
+        def work(seed: int) -> None:
+            random = Random(seed)
+            for _ in range(15):
+                keys = random.sample("abc", random.randint(1, 3))
+                with dislock.lock(keys) as lease:
+                    with mutex:
+                        inside.update(keys)
+                        assert max(inside.values()) == 1, f"two at a time: {inside}"
+                    lease.ensure_held()
+                    with mutex:
+                        inside.subtract(keys)
+
+        done, late = wait([threads.submit(work, seed) for seed in range(6)], timeout=2 * PATIENCE)
+        assert not late, "some wait for each other"
+        for each in done:
+            each.result()
+
+
+def in_line(store: Store, name: str) -> bool:
+    """Tell whether somebody waits for the lock: a newcomer would come after it."""
+    try:
+        with redis.Redis.from_url(url_of(store)) as client:
+            return bool(client.exists(f"{name}:line"))
+    except redis.exceptions.MovedError as exc:
+        host, port = exc.node_addr
+        with redis.Redis(host=host, port=port) as client:
+            return bool(client.exists(f"{name}:line"))
+
+
+def url_of(store: Store) -> str:
+    return store.server.replace("redis+cluster://", "redis://").split(",")[0]
+
+
+asked = st.lists(
+    st.tuples(
+        st.sampled_from(["acquire", "release", "renew"]),
+        st.sampled_from(["p", "q", "r"]),
+        st.sets(st.sampled_from(NAMES), min_size=1).map(sorted),
+    ),
+    max_size=30,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps=asked)
+def test_any_sequence_does_what_a_dict_does(redis_url, redis_client, steps):
+    """All or none, against the plainest model: who holds which lock."""
+    redis_client.flushdb()
+    store = Store(redis_url)
+    held: dict[str, str] = {}
+    for what, owner, names in steps:
+        if what == "acquire":
+            answer = store.acquire(names, owner, LONG, HOLDER)
+            others = [nth for nth, name in enumerate(names) if held.get(name, owner) != owner]
+            if others:
+                assert isinstance(answer, Refused)
+                assert (answer.nth, answer.owner) == (others[0], held[names[others[0]]])
+            else:
+                assert isinstance(answer, Granted)
+                held.update(dict.fromkeys(names, owner))
+        else:
+            mine = [name for name in names if held.get(name) == owner]
+            if what == "release":
+                assert store.release(names, owner) is (mine == names)
+                for name in mine:
+                    del held[name]
+            else:
+                assert store.renew([(names, owner, LONG)], within=WITHIN) == [mine == names]
+        assert {n: h.owner for n in NAMES for h in store.holders(n)} == held
+    store.close()
+
+
+def test_a_node_that_is_away_gives_back_what_was_taken(redis_program, tmp_path):
+    """In a cluster the locks taken before the one whose node does not answer are free again."""
+    with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
+        store = Store(cluster.url, {"socket_timeout": 0.2})
+        names = sorted(name_of(f"key{number}") for number in range(12))
+        store.acquire(names, "before", LONG, HOLDER)
+        store.release(names, "before")
+        cluster.masters[2].pause()
+        try:
+            with pytest.raises(StoreError):
+                store.acquire(names, "me", LONG, HOLDER)
+            for name in names:
+                try:
+                    assert store.holders(name) == []
+                except StoreError:
+                    continue  # that of the node which is away
+        finally:
+            cluster.masters[2].resume()
+        store.close()
+
+
+def test_the_lease_is_one(redis_url, redis_client):
+    """A lock that is gone under the holder of several is the loss of its one lease."""
+    dislock = Dislock.from_url(redis_url, watchdog_timeout=1.5)
+    lock = dislock.lock(["a", "b"])
+    lock.acquire()
+    lease = lock.lease
+    assert isinstance(lease, Lease)
+    redis_client.delete(B)
+    wait_for(lambda: not lease.held, "the loss")
+    assert "no longer has it" in lease.why_ended
+    lock.release()
+    assert not redis_client.exists(A)
