@@ -23,7 +23,16 @@ from benchmarks.report import print_table
 if TYPE_CHECKING:
     from benchmarks.report import Row
 
-NAMES = ("acquire_release", "kinds", "hand_off", "many_leases", "noop_task")
+NAMES = (
+    "acquire_release",
+    "kinds",
+    "quorum",
+    "hand_off",
+    "many_leases",
+    "noop_task",
+    "guard",
+    "crash_to_next",
+)
 
 
 def main() -> None:

@@ -8,6 +8,8 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
+from celery_dislock.urls import check_several
+
 NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
 
 Check = Callable[[Any], Any]
@@ -61,6 +63,16 @@ def text(value: object) -> str:
     return value
 
 
+def one_or_several_urls(value: object) -> str | tuple[str, ...]:
+    """Check where locks are kept: a URL, or those of several independent servers."""
+    if not isinstance(value, (list, tuple)):
+        return text(value)
+    if not all(isinstance(one, str) for one in value):
+        raise ValueError("give a URL, or a list of them")
+    check_several(value)
+    return tuple(value)
+
+
 def mapping(value: object) -> dict[str, Any]:
     """Check a mapping."""
     if not isinstance(value, Mapping):
@@ -77,7 +89,7 @@ def one_of(*allowed: str, not_yet: tuple[str, ...] = ()) -> Check:
     """Check a choice; those in *not_yet* are part of the design, but not there yet."""
 
     def check(value: object) -> str:
-        if value in not_yet or (not_yet and callable(value)):
+        if value in not_yet:
             raise ValueError(f"not yet available; use one of {', '.join(map(repr, allowed))}")
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(

@@ -21,21 +21,22 @@ from redis.cluster import parse_cluster_slots
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
+from celery_dislock.batches import LEAST, ask_all
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.node import AWAY, RESEND_PAUSE, RESENDS, SOCKET_TIMEOUT, Node, connection_maker
+from celery_dislock.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.urls import group, without_password
+from celery_dislock.wire import AWAY, SOCKET_TIMEOUT, connection_maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.node import Call
+    from celery_dislock.batches import Call
     from celery_dislock.scripts import Script
 
     Address = tuple[str, int]
 
 REDIRECTS = 5  # times a command follows a slot that moves, as Redis's own clients do
 ASKED = 4  # nodes there is time to ask for the slots, where none answers
-LEAST = 0.05  # seconds for what must be asked when a batch has used up its time
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
 
@@ -92,14 +93,7 @@ class Cluster:
         return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
-        """
-        Run a script on the node of its locks, which are in one slot.
-
-        See :meth:`celery_dislock.node.Node.run`.
-
-        Raises:
-            StoreError: No reply came, or an error; the script may have run.
-        """
+        """Run a script on the node of its locks; see :meth:`celery_dislock.node.Node.run`."""
         slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False
         failures = 0
@@ -159,16 +153,8 @@ class Cluster:
         """
         Run a script many times, in one pipelined round trip to each node concerned.
 
-        For one thread only, which has its own idea of when to try again: nothing is resent but
-        what a node sent on to another.
-
-        Args:
-            script: The script.
-            calls: Key and arguments of each run.
-            within: Seconds until the first reply of each node.
-
-        Returns:
-            The reply to each; a StoreError in place of each that failed, or whose node did.
+        For one thread only.  Nothing is resent but what a node sent on to another; *within* is for
+        the first reply of each node.  See :meth:`celery_dislock.node.Node.run_many`.
 
         Raises:
             StoreError: No node says which has which slot.
@@ -187,26 +173,11 @@ class Cluster:
                 batches.setdefault(address, []).append(number)
         # Those last that failed last: to connect to one that is away may take all of its time.
         order = sorted(batches, key=self._failing.__contains__)
-        nodes = {address: self._node(address) for address in order}
-        asked = {address: [calls[number] for number in batches[address]] for address in order}
-        failed: dict[Address, StoreError] = {}
-        for address in order:
-            try:
-                nodes[address].send_many(script, asked[address], within=within)
-            except StoreError as exc:
-                failed[address] = exc
-        for address in order:
-            answers: list[Any] = []
-            if address not in failed:
-                left = max(until - time.monotonic(), 0.0)
-                try:
-                    answers = nodes[address].read_many(script, asked[address], within=left)
-                except StoreError as exc:
-                    failed[address] = exc
-            if address in failed:
-                answers = [failed[address]] * len(asked[address])
-            replies.update(zip(batches[address], answers, strict=True))
-        self._failing = set(failed)
+        asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
+        left = max(until - time.monotonic(), LEAST)
+        answers, self._failing = ask_all(script, asked, within=left)
+        for address, answer in answers.items():
+            replies.update(zip(batches[address], answer, strict=True))
         self._follow(script, calls, replies, until)
         return [replies[number] for number in range(len(calls))]
 

@@ -1,4 +1,4 @@
-"""The lock server of a URL: one Redis, one that Sentinels watch, or a Redis Cluster.
+"""The lock server of a URL: one Redis, one that Sentinels watch, a Redis Cluster, or several.
 
 What is common to all of them is a :class:`Server`, which is all that a store knows.
 """
@@ -9,9 +9,11 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.cluster import Cluster
-from celery_dislock.node import RESENDS, SOCKET_TIMEOUT, single
+from celery_dislock.node import RESENDS, single
+from celery_dislock.quorum import Quorum
 from celery_dislock.sentinel import watched
 from celery_dislock.urls import CLUSTER, SENTINEL
+from celery_dislock.wire import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +55,7 @@ class Server(Protocol):
 
 
 def server_for(
-    url: str,
+    url: str | Sequence[str],
     options: Mapping[str, Any] | None = None,
     *,
     pause: Callable[[float], None] = time.sleep,
@@ -63,7 +65,8 @@ def server_for(
 
     Args:
         url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
-            redis+cluster:// or rediss+cluster://.
+            redis+cluster:// or rediss+cluster://; or a list of independent servers' URLs, three or
+            more of the single kinds.
         options: Keyword arguments of redis-py's Connection, on top of the URL's, and:
             ``ssl`` for TLS where the URL does not say so; for sentinel:// kombu's ``master_name``,
             ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``, see
@@ -76,7 +79,9 @@ def server_for(
     options = dict(options or {})
     min_replicas = options.pop("min_replicas", 0)
     kind: Callable[..., Server] = single
-    if url.startswith(SENTINEL):
+    if not isinstance(url, str):
+        kind = Quorum
+    elif url.startswith(SENTINEL):
         kind = watched
     elif url.startswith(CLUSTER):
         kind = Cluster

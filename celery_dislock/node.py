@@ -1,47 +1,44 @@
-"""The wire to one Redis process.
+"""One Redis process, as the lock server by itself or as a part of one.
 
 Everything that is sent is safe to send twice, so a command whose reply was lost is simply sent
 again on a fresh connection, a few times, before the server counts as away.  So does one that says
 it is a replica: it was the master once, and a fresh connection may lead to the one that is now.
-
-Connections are made by redis-py and used one command at a time, without its client and pool on
-top: those cost more per command than the command.  An idle connection waits on a stack; there are
-never more of them than callers were at once in a command.  A connection on which anything went
-wrong, an exception raised by a signal handler included, is closed and never used again: the next
-reply on it might belong to the command before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-import redis
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
-from redis.retry import Retry
+from redis.exceptions import NoScriptError, RedisError
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.batches import Batch
 from celery_dislock.scripts import ACQUIRE, RELEASE
-from celery_dislock.urls import redis_options, redis_url, without_password
+from celery_dislock.urls import without_password
+from celery_dislock.wire import (
+    AWAY,
+    SOCKET_TIMEOUT,
+    Answered,
+    Wire,
+    close,
+    connect_within,
+    connection_maker,
+    store_error,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    import redis
+
+    from celery_dislock.batches import Call
+    from celery_dislock.exceptions import StoreError
     from celery_dislock.scripts import Script
-
-    Call = tuple[str | int, ...]
-    # Given the seconds it may take to find the server, or None for the options' own.
-    Connect = Callable[[float | None], redis.Connection]
+    from celery_dislock.wire import Command, Connect
 
 RESENDS = 2  # times a command is sent again when its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
-SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
 REPLICAS_WITHIN = 1.0  # seconds for the replicas to have an acquisition
-
-# What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
-AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 
 class Node:
@@ -71,8 +68,8 @@ class Node:
         self._pause = pause
         self._resends = resends
         self._min_replicas = min_replicas
-        self._idle: list[redis.Connection] = []
-        self._batching: redis.Connection | None = None
+        self._wire = Wire(connect)
+        self.batch = Batch(name, connect)
 
     def run(
         self, script: Script, keys: Sequence[str], *arguments: str | int, asking: bool = False
@@ -119,40 +116,22 @@ class Node:
 
     def _exchange(
         self,
-        command: tuple[str | bytes | int, ...],
+        command: Command,
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
     ) -> Any:
         for attempt in range(1 + self._resends):
-            connection: redis.Connection | None = None
             try:
-                connection = self._take()
-                if before:
-                    connection.send_command(*before)
-                    connection.read_response()
-                packed = connection.pack_command(*command)
-                connection.send_packed_command(packed, check_health=False)
-                reply = _read(connection)
-                if then:
-                    then(connection, reply)
+                return self._wire.finish(self._wire.start(command, before), then)
             except (NoScriptError, _TooFewReplicas):
-                self._idle.append(connection)  # type: ignore[arg-type]  # something answered
                 raise
             except AWAY as exc:
-                _close(connection)
-                self.close_idle()  # they are from before the server went away, too
+                self._wire.close_idle()  # they are from before the server went away, too
                 if attempt == self._resends:
                     raise self._error(exc) from exc
                 self._pause(attempt * RESEND_PAUSE)
             except RedisError as exc:
-                _close(connection)
                 raise self._error(exc) from exc
-            except BaseException:
-                _close(connection)
-                raise
-            else:
-                self._idle.append(connection)
-                return reply
         raise AssertionError("unreachable")  # pragma: no cover
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
@@ -185,23 +164,12 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; an element may have been taken.
         """
-        connection: redis.Connection | None = None
+        before = (b"ASKING",) if asking else None
         try:
-            connection = self._take()
-            if asking:
-                connection.send_command(b"ASKING")
-                connection.read_response()
-            packed = connection.pack_command(b"BLPOP", key, seconds)
-            connection.send_packed_command(packed, check_health=False)
-            connection.can_read(timeout=seconds + SOCKET_TIMEOUT)
-            reply = _read(connection)
+            connection = self._wire.start((b"BLPOP", key, seconds), before)
+            reply = self._wire.finish(connection, within=seconds + SOCKET_TIMEOUT)
         except (RedisError, OSError) as exc:
-            _close(connection)
             raise self._error(exc) from exc
-        except BaseException:
-            _close(connection)
-            raise
-        self._idle.append(connection)
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
@@ -221,31 +189,8 @@ class Node:
         Raises:
             StoreError: The server did not answer; each may have run or not.
         """
-        self.send_many(script, calls, within=within)
-        return self.read_many(script, calls, within=within)
-
-    def send_many(self, script: Script, calls: Sequence[Call], *, within: float) -> None:
-        """Do the first half of :meth:`run_many`; nothing may come before the second."""
-        with self._using_batching():
-            if self._batching is None:
-                connection = self._batching = self._connect(within)
-                # For the handshake too, and for the rest of a batch once its first reply has come.
-                connection.socket_connect_timeout = connection.socket_timeout = within
-            _send_all(self._batching, script, calls)
-
-    def read_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
-        """Do the second half of :meth:`run_many`."""
-        with self._using_batching():
-            connection = self._batching
-            if connection is None:
-                raise redis.ConnectionError("nothing was sent")
-            replies = _read_all(connection, calls, within)
-            if any(isinstance(reply, NoScriptError) for reply in replies):
-                connection.send_command("SCRIPT", "LOAD", script.text)
-                connection.read_response()
-                _send_all(connection, script, calls)
-                replies = _read_all(connection, calls, within)
-        return [self._error(r) if isinstance(r, Exception) else r for r in replies]
+        self.batch.send(script, calls, within=within)
+        return self.batch.read(script, calls, within=within)
 
     def ask(self, *command: str, within: float | None) -> Any:
         """
@@ -256,93 +201,29 @@ class Node:
         """
         connection: redis.Connection | None = None
         try:
-            connection = self._connect(within)
-            if within is not None:
-                connection.socket_connect_timeout = connection.socket_timeout = within
+            connection = connect_within(self._connect, within)
             connection.send_command(*command)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
             raise self._error(exc) from exc
         finally:
-            _close(connection)
+            close(connection)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self.close_idle()
-        batching, self._batching = self._batching, None
-        _close(batching)
-
-    @contextlib.contextmanager
-    def _using_batching(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as exc:
-            connection, self._batching = self._batching, None
-            _close(connection)
-            if isinstance(exc, (RedisError, OSError)):
-                raise self._error(exc) from exc
-            raise
-
-    def _take(self) -> redis.Connection:
-        try:
-            return self._idle.pop()
-        except IndexError:
-            return self._connect(None)
+        self._wire.close_idle()
+        self.batch.close()
 
     def close_idle(self) -> None:
-        """Close the connections that wait for a command."""
-        with contextlib.suppress(IndexError):  # other threads take from the stack, too
-            while True:
-                self._idle.pop().disconnect()
+        """Close those that wait for a command; the batches keep theirs."""
+        self._wire.close_idle()
 
     def _error(self, exc: Exception) -> StoreError:
-        error = StoreError(self.name, str(exc) or type(exc).__name__)
-        error.__cause__ = exc
-        return error
+        return store_error(self.name, exc)
 
 
-class _TooFewReplicas(Exception):  # noqa: N818  # no error yet: the lock is given back first
+class _TooFewReplicas(Answered):  # no error yet: the lock is given back first
     pass
-
-
-def connection_maker(
-    name: str, url: str, options: Mapping[str, Any]
-) -> Callable[..., redis.Connection]:
-    """
-    Return what makes the connections of this URL; its keyword arguments win over the URL's.
-
-    Args:
-        name: The setting's value as a message may show it.
-        url: redis://, rediss:// or unix://; Celery's redis+socket:// is understood.
-        options: Keyword arguments of redis-py's Connection, on top of the URL's; ``ssl`` makes a
-            redis:// a rediss://, as in Celery's ``broker_use_ssl``.
-
-    Raises:
-        SettingsError: The URL or an option is not redis-py's.
-    """
-    settings: dict[str, Any] = {
-        "socket_timeout": SOCKET_TIMEOUT,
-        "socket_connect_timeout": SOCKET_TIMEOUT,
-        "retry": Retry(NoBackoff(), 0),
-        **redis_options(options),
-    }
-    if settings.pop("ssl", False) and url.startswith("redis://"):
-        url = f"rediss{url.removeprefix('redis')}"
-    url = redis_url(url)
-    if not url.startswith("unix://"):
-        settings.setdefault("socket_keepalive", True)
-    try:
-        pool = redis.ConnectionPool.from_url(url, **settings)
-        pool.connection_class(**pool.connection_kwargs)
-    except TypeError as exc:  # unknown to the kind of connection that the URL asks for
-        option = "dislock_transport_options"
-        raise SettingsError("app.conf", option, sorted(settings), str(exc)) from exc
-    except (ValueError, RedisError):
-        # Not from its cause, which may quote the password.
-        remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
-        raise SettingsError("app.conf", "dislock_url", name, remedy) from None
-    kind, arguments = pool.connection_class, pool.connection_kwargs
-    return lambda **more: kind(**{**arguments, **more})
 
 
 def single(
@@ -352,44 +233,3 @@ def single(
     name = without_password(url)
     make = connection_maker(name, url, options)
     return Node(name, lambda _within: make(), pause=pause, min_replicas=min_replicas)
-
-
-def demoted(exc: BaseException) -> bool:
-    """Tell whether the server says it is a replica; before Redis 7 a script's error hides it."""
-    return isinstance(exc, redis.ReadOnlyError) or (
-        isinstance(exc, ResponseError) and "READONLY" in str(exc)
-    )
-
-
-def _read(connection: redis.Connection) -> Any:
-    try:
-        return connection.read_response(disable_decoding=True)
-    except ResponseError as exc:
-        if demoted(exc):
-            raise redis.ConnectionError("it is a replica, and no longer the master") from exc
-        raise
-
-
-def _send_all(connection: redis.Connection, script: Script, calls: Sequence[Call]) -> None:
-    commands = [connection.pack_command(b"EVALSHA", script.sha, 1, *call) for call in calls]
-    connection.send_packed_command([b"".join(map(b"".join, commands))], check_health=False)
-
-
-def _read_all(connection: redis.Connection, calls: Sequence[Call], within: float) -> list[Any]:
-    if not connection.can_read(timeout=within):
-        raise redis.TimeoutError(f"no reply within {within:.2f} s")
-    return [_read_one(connection) for _ in calls]
-
-
-def _read_one(connection: redis.Connection) -> Any:
-    try:
-        return _read(connection)
-    except AWAY:
-        raise
-    except ResponseError as exc:
-        return exc
-
-
-def _close(connection: redis.Connection | None) -> None:
-    if connection is not None:
-        connection.disconnect()

@@ -15,8 +15,9 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.node import SOCKET_TIMEOUT, Node, connection_maker
+from celery_dislock.node import Node
 from celery_dislock.urls import group, redis_options, without_password
+from celery_dislock.wire import SOCKET_TIMEOUT, connection_maker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

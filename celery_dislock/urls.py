@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 SINGLE = ("redis://", "rediss://", "redis+socket://", "unix://")
 WITHOUT_TLS = ("redis+socket://", "unix://")
 SENTINEL = ("sentinel://",)
 CLUSTER = ("redis+cluster://", "rediss+cluster://")
 SCHEMES = SINGLE + SENTINEL + CLUSTER
+
+FEWEST = 3  # servers of which one may fail
+ONLY_EXCLUSIVE = "several lock servers (dislock_url is a list) keep exclusive locks only"
+NO_REPLICAS = "not with several lock servers: a majority of them takes the place of replicas"
 
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
@@ -82,6 +86,42 @@ def group(url: str) -> Group:
         f"{single}://{at}localhost{path}{f'?{query}' if query else ''}",
         tuple(hosts),
     )
+
+
+def check_several(urls: Sequence[str]) -> None:
+    """
+    Check the URLs of several independent servers.
+
+    Raises:
+        ValueError: They cannot be used together; the message quotes nothing of them.
+    """
+    if not all(url.startswith(SINGLE) for url in urls):
+        raise ValueError(
+            "each of several lock servers is a single one: redis://, rediss:// or unix://; the URL "
+            "of Sentinels or of a cluster stands alone"
+        )
+    if len(urls) < FEWEST:
+        raise ValueError(f"give {FEWEST} or more, or one alone: a majority of two is both of them")
+    if len({address(url) for url in urls}) < len(urls):
+        raise ValueError("a server is named twice: they have to be different ones, not databases")
+
+
+def address(url: str) -> tuple[str, int]:
+    """Return host and port of a single server; of a unix socket its path, and 0."""
+    parts = urlsplit(redis_url(url))
+    if parts.scheme == "unix":
+        return parts.path, 0
+    try:
+        return parts.hostname or "localhost", parts.port or REDIS_PORT
+    except ValueError:  # what is no port is told where the connections are made
+        return url, 0
+
+
+def shown(value: object) -> Any:
+    """Return a ``dislock_url``, one or several, as a message may show it."""
+    if isinstance(value, (list, tuple)):
+        return [shown(one) for one in value]
+    return without_password(value) if isinstance(value, str) else value
 
 
 def without_password(url: str) -> str:

@@ -15,7 +15,7 @@ from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -82,20 +82,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def tls_args(certificates: Certificates, port: int) -> list[str]:
+    """Return the options of a server that listens on a port for TLS, beside its other one."""
+    return [
+        *("--tls-port", str(port), "--tls-auth-clients", "yes"),
+        *("--tls-ca-cert-file", str(certificates.authority)),
+        *("--tls-cert-file", str(certificates.server)),
+        *("--tls-key-file", str(certificates.server_key)),
+    ]
+
+
 class TlsServer(RedisServer):
     """A Redis with a second port, for TLS, where clients must show a certificate."""
 
     def __init__(self, folder: Path, certificates: Certificates) -> None:
         self.tls_port = free_port()
-        super().__init__(
-            folder,
-            args=[
-                *("--tls-port", str(self.tls_port), "--tls-auth-clients", "yes"),
-                *("--tls-ca-cert-file", str(certificates.authority)),
-                *("--tls-cert-file", str(certificates.server)),
-                *("--tls-key-file", str(certificates.server_key)),
-            ],
-        )
+        super().__init__(folder, args=tls_args(certificates, self.tls_port))
 
     @property
     def tls_url(self) -> str:
@@ -104,23 +106,34 @@ class TlsServer(RedisServer):
 
 
 class SentinelServer(RedisServer):
-    """A Sentinel; it writes down what it learns, so it is told by a file what to watch."""
+    """A Sentinel; it writes down what it learns, so it is told by a file what to watch.
 
-    def __init__(self, folder: Path, master_port: int) -> None:
+    Args:
+        folder: Where it keeps its file.
+        master_port: Of the master.
+        others: How many Sentinels watch it, too.
+        args: More options.
+    """
+
+    def __init__(
+        self, folder: Path, master_port: int, *, others: int = 2, args: Sequence[str] = ()
+    ) -> None:
         super().__init__(folder, args=["--sentinel"])
         self._master_port = master_port
+        self._majority = (others + 1) // 2 + 1
+        self._more = args
 
     def _launch(self, program: Path) -> None:
         settings = self.folder / "sentinel.conf"
         settings.write_text(
             f"port {self.port}\nbind 127.0.0.1\ndir {self.folder.resolve()}\n"
-            f"sentinel monitor {MASTER_NAME} 127.0.0.1 {self._master_port} 2\n"
+            f"sentinel monitor {MASTER_NAME} 127.0.0.1 {self._master_port} {self._majority}\n"
             f"sentinel down-after-milliseconds {MASTER_NAME} {DOWN_AFTER}\n"
             f"sentinel failover-timeout {MASTER_NAME} 3000\n"
         )
         with self._log().open("wb") as log:
             self._process = subprocess.Popen(
-                [str(program), str(settings), "--sentinel"],
+                [str(program), str(settings), "--sentinel", *self._more],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -188,10 +201,14 @@ class Watched:
 
 
 class RedisCluster:
-    """Three masters with a third of the slots each, and a replica of each."""
+    """Three masters with a third of the slots each, and a replica of each; all of TLS, or none."""
 
-    def __init__(self, folder: Path, *, node_timeout: int) -> None:
+    def __init__(
+        self, folder: Path, *, node_timeout: int, certificates: Certificates | None = None
+    ) -> None:
         self._folder = folder
+        self._certificates = certificates
+        self._tls_ports: dict[int, int] = {}
         self._node_timeout = node_timeout  # milliseconds of silence until a replica takes over
         self._stack = contextlib.ExitStack()
         self.servers: list[RedisServer] = []  # masters first, their replicas in the same order
@@ -214,9 +231,14 @@ class RedisCluster:
     @property
     def url(self) -> str:
         """Two of the nodes; the rest is to be found."""
-        return "redis+cluster://" + ",".join(
-            f"127.0.0.1:{server.port}" for server in self.servers[1:3]
+        scheme = "rediss+cluster" if self._certificates else "redis+cluster"
+        return f"{scheme}://" + ",".join(
+            f"127.0.0.1:{self._port(server)}" for server in self.servers[1:3]
         )
+
+    def _port(self, server: RedisServer) -> int:
+        port = server.port or 0
+        return self._tls_ports.get(port, port)
 
     @contextlib.contextmanager
     def moving(self, key: str, source: RedisServer, target: RedisServer) -> Iterator[None]:
@@ -233,9 +255,12 @@ class RedisCluster:
 
     def _node(self, number: int) -> RedisServer:
         args = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout)]
-        return RedisServer(
-            self._folder / f"node-{number}", port=_port_with_bus(), args=[*FAST_SYNC, *args]
-        )
+        port = _port_with_bus()
+        if self._certificates:
+            self._tls_ports[port] = _port_with_bus()
+            args += ["--tls-cluster", "yes", "--tls-replication", "yes"]
+            args += tls_args(self._certificates, self._tls_ports[port])
+        return RedisServer(self._folder / f"node-{number}", port=port, args=[*FAST_SYNC, *args])
 
     def _join(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -247,7 +272,7 @@ class RedisCluster:
                     start, end = (16384 * n // 3 for n in (number, number + 1))
                     client.execute_command("CLUSTER", "ADDSLOTS", *range(start, end))
             for server in self.servers[1:]:
-                clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+                clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", self._port(server))
             wait_for(lambda: all(_known(client) == 6 for client in clients), "nodes that met")
             for client, master in zip(clients[3:], ids[:3], strict=True):
                 client.execute_command("CLUSTER", "REPLICATE", master)

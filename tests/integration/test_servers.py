@@ -7,9 +7,10 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
+import redis
 from redis.crc import key_slot
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.runtime import Runtime
 from celery_dislock.store import Granted, Refused, Store
 from example_project.redis_server import RedisServer
@@ -19,11 +20,13 @@ from tests.integration.servers import (
     MASTER_NAME,
     Certificates,
     RedisCluster,
+    SentinelServer,
     TlsServer,
     Watched,
     free_port,
     is_master,
     make_certificates,
+    tls_args,
     wait_for_replicas,
 )
 
@@ -146,6 +149,63 @@ class TestTls:
         store.close()
 
 
+class TestTlsOfSeveralHosts:
+    @pytest.fixture
+    def options(self, certificates):
+        return {
+            "ssl_ca_certs": str(certificates.authority),
+            "ssl_certfile": str(certificates.client),
+            "ssl_keyfile": str(certificates.client_key),
+        }
+
+    def test_a_cluster(self, tls_server, certificates, options, tmp_path):
+        """The nodes of a rediss+cluster:// are found and reached over TLS, each with its locks."""
+        with RedisCluster(tmp_path, node_timeout=60_000, certificates=certificates) as cluster:
+            store = Store(cluster.url, options)
+            for number, master in enumerate(cluster.masters):
+                lock = name_on(cluster.masters, number)
+                round_trip(store, lock)
+                take(store, "a/1", lock=lock)
+                assert exists(master, lock)
+            store.close()
+            plain = Store(cluster.url.replace("rediss", "redis"))
+            with pytest.raises(StoreError):
+                plain.ping()
+            plain.close()
+
+    def test_sentinels(self, tls_server, certificates, options, tmp_path):
+        """Sentinels are asked over TLS, and so is the master that they name."""
+        port = free_port()
+        args = [*tls_args(certificates, port), "--tls-replication", "yes"]
+        sentinel = SentinelServer(tmp_path, tls_server.tls_port, others=0, args=args)
+        with sentinel:
+            store = Store(
+                f"sentinel://127.0.0.1:{port}",
+                {
+                    "master_name": MASTER_NAME,
+                    "ssl": True,
+                    **options,
+                    "sentinel_kwargs": {"ssl": True, **options},
+                },
+            )
+            round_trip(store)
+            take(store, "a/1")
+            assert exists(tls_server, LOCK)
+            assert store.release([LOCK], "a/1") is True
+            store.close()
+
+
+class Provider(redis.CredentialProvider):
+    """What a cloud's library gives, to log in with tokens that change."""
+
+    def get_credentials(self):
+        return "locker", "se:cr@et"
+
+
+NOT_A_PROVIDER = "tests.integration.test_servers.TestTls"
+PROVIDER = "tests.integration.test_servers.Provider"
+
+
 class TestUserAndPassword:
     @pytest.fixture
     def url(self, own_redis_server):
@@ -165,6 +225,32 @@ class TestUserAndPassword:
         store = Store(url)
         round_trip(store)
         store.close()
+
+    @pytest.mark.parametrize("provider", [Provider(), PROVIDER], ids=["object", "name"])
+    def test_credentials_may_come_from_a_provider(self, url, provider):
+        """A credential_provider, an object or its class's name, wins over the URL's user."""
+        store = Store(url.replace("se%3Acr", "wrong"), {"credential_provider": provider})
+        round_trip(store)
+        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [False]
+        store.close()
+
+    def test_the_provider_of_the_broker_is_taken_over(self, url):
+        """In the broker's URL, its transport options, or as the result backend's setting."""
+        bare = url.replace("locker:se%3Acr%40et@", "")
+        for conf in (
+            {"broker_url": f"{bare}?credential_provider={PROVIDER}"},
+            {"broker_url": bare, "broker_transport_options": {"credential_provider": PROVIDER}},
+            {"result_backend": bare, "redis_backend_credential_provider": Provider()},
+        ):
+            runtime = Runtime(lambda conf=conf: conf)
+            round_trip(runtime.process.store)
+            runtime.process.store.close()
+
+    @pytest.mark.parametrize("provider", [5, "no.such.Provider", NOT_A_PROVIDER])
+    def test_what_is_no_provider_is_refused(self, url, provider):
+        """The error names the option and what to give."""
+        with pytest.raises(SettingsError, match="credential_provider"):
+            Store(url, {"credential_provider": provider})
 
     def test_what_the_acl_forbids_is_a_store_error(self, url):
         """A name that the user may not touch is refused in the server's words, no password told."""

@@ -9,9 +9,10 @@ from celery_dislock import urls
 from celery_dislock.cluster import Cluster
 from celery_dislock.connections import server_for
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.node import Node, demoted
+from celery_dislock.node import Node
 from celery_dislock.runtime import lock_server
 from celery_dislock.settings import app_settings
+from celery_dislock.wire import demoted
 
 
 class TestServerFor:

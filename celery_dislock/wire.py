@@ -1,0 +1,239 @@
+"""The wire to one Redis process: how connections are made, kept and used.
+
+Connections are made by redis-py and used one command at a time, without its client and pool on
+top: those cost more per command than the command.  An idle connection waits on a stack; there are
+never more of them than callers were at once in a command.  A connection on which anything went
+wrong, an exception raised by a signal handler included, is closed and never used again: the next
+reply on it might belong to the command before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.utils.imports import symbol_by_name
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.retry import Retry
+
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.urls import redis_options, redis_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Command = tuple[str | bytes | float, ...]
+    # Given the seconds it may take to find the server, or None for the options' own.
+    Connect = Callable[[float | None], redis.Connection]
+
+SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
+
+# What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
+AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
+
+
+class Answered(Exception):  # noqa: N818  # as NoScriptError: the connection is as good as before
+    """The server answered, though not as was wished."""
+
+
+class Silence(redis.TimeoutError):
+    """No reply has begun to come in time; the connection is open still."""
+
+
+class Wire:
+    """
+    The connections to one Redis process, for the commands of many threads or greenlets.
+
+    What goes wrong is raised as redis-py has it.
+
+    Args:
+        connect: Makes a connection; it need not connect yet.
+    """
+
+    def __init__(self, connect: Connect) -> None:
+        self._connect = connect
+        self._idle: list[redis.Connection] = []
+
+    def start(
+        self, command: Command, before: Command | None = None, within: float | None = None
+    ) -> redis.Connection:
+        """
+        Send a command.
+
+        Args:
+            command: What is to be carried out.
+            before: What is sent first, and answered.
+            within: Seconds for a connection, where none is idle; None: the options' own.
+
+        Returns:
+            Where :meth:`finish` is to read the reply.
+        """
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = connect_within(self._connect, within)
+        try:
+            if before:
+                connection.send_command(*before)
+                connection.read_response()
+            connection.send_packed_command(connection.pack_command(*command), check_health=False)
+        except BaseException:
+            close(connection)
+            raise
+        return connection
+
+    def finish(
+        self,
+        connection: redis.Connection,
+        then: Callable[[redis.Connection, Any], None] | None = None,
+        *,
+        within: float | None = None,
+        undo: Command | None = None,
+    ) -> Any:
+        """
+        Read the reply to what was sent.
+
+        Args:
+            connection: Where it was sent.
+            then: What else there is to be done on that connection; given the reply.
+            within: Seconds until the reply begins to come; None: the connection's own.
+            undo: What to send where none does.  The command may still be carried out at any later
+                time; this is so after it.
+
+        Returns:
+            The reply, strings as bytes.
+        """
+        try:
+            reply = read(connection, within)
+            if then:
+                then(connection, reply)
+        except (NoScriptError, Answered):
+            self._idle.append(connection)
+            raise
+        except BaseException as exc:
+            if undo and isinstance(exc, Silence):
+                with contextlib.suppress(RedisError, OSError):
+                    packed = connection.pack_command(*undo)
+                    connection.send_packed_command(packed, check_health=False)
+            close(connection)
+            raise
+        self._idle.append(connection)
+        return reply
+
+    def close_idle(self) -> None:
+        """Close the connections that wait for a command."""
+        with contextlib.suppress(IndexError):  # other threads take from the stack, too
+            while True:
+                self._idle.pop().disconnect()
+
+
+def connection_maker(
+    name: str, url: str, options: Mapping[str, Any]
+) -> Callable[..., redis.Connection]:
+    """
+    Return what makes the connections of this URL; its keyword arguments win over the URL's.
+
+    Args:
+        name: The setting's value as a message may show it.
+        url: redis://, rediss:// or unix://; Celery's redis+socket:// is understood.
+        options: Keyword arguments of redis-py's Connection, on top of the URL's; ``ssl`` makes a
+            redis:// a rediss://, as in Celery's ``broker_use_ssl``; ``credential_provider`` may be
+            a dotted name, as in kombu, and takes the place of user and password.
+
+    Raises:
+        SettingsError: The URL or an option is not redis-py's.
+    """
+    settings: dict[str, Any] = {
+        "socket_timeout": SOCKET_TIMEOUT,
+        "socket_connect_timeout": SOCKET_TIMEOUT,
+        "retry": Retry(NoBackoff(), 0),
+        **redis_options(options),
+    }
+    if settings.pop("ssl", False) and url.startswith("redis://"):
+        url = f"rediss{url.removeprefix('redis')}"
+    url = redis_url(url)
+    if not url.startswith("unix://"):
+        settings.setdefault("socket_keepalive", True)
+    try:
+        pool = redis.ConnectionPool.from_url(url, **settings)
+        if "credential_provider" in pool.connection_kwargs:
+            _use_provider(pool.connection_kwargs)
+        pool.connection_class(**pool.connection_kwargs)
+    except SettingsError:
+        raise
+    except TypeError as exc:  # unknown to the kind of connection that the URL asks for
+        option = "dislock_transport_options"
+        raise SettingsError("app.conf", option, sorted(settings), str(exc)) from exc
+    except (ValueError, RedisError):
+        # Not from its cause, which may quote the password.
+        remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
+        raise SettingsError("app.conf", "dislock_url", name, remedy) from None
+    kind, arguments = pool.connection_class, pool.connection_kwargs
+    return lambda **more: kind(**{**arguments, **more})
+
+
+def _use_provider(arguments: dict[str, Any]) -> None:
+    given = arguments["credential_provider"]
+    option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
+    try:
+        provider = symbol_by_name(given)() if isinstance(given, str) else given
+    except (ImportError, AttributeError, TypeError) as exc:
+        shown = {"credential_provider": given}
+        raise SettingsError("app.conf", option, shown, f"{remedy}: {exc}") from exc
+    if not isinstance(provider, redis.CredentialProvider):
+        raise SettingsError("app.conf", option, {"credential_provider": given}, remedy)
+    for name in ("username", "password"):
+        arguments.pop(name, None)
+    arguments["credential_provider"] = provider
+
+
+def connect_within(connect: Connect, within: float | None) -> redis.Connection:
+    """Make a connection that is given *within* seconds to connect, and for each reply."""
+    connection = connect(within)
+    if within is not None:
+        connection.socket_connect_timeout = connection.socket_timeout = within
+    return connection
+
+
+def read(connection: redis.Connection, within: float | None = None) -> Any:
+    """
+    Read a reply, strings as bytes.
+
+    Args:
+        connection: Where a command was sent.
+        within: Seconds until it begins to come; None: the connection's own.
+
+    Raises:
+        Silence: It did not begin to come.
+        redis.RedisError: It is an error, or the connection broke.
+    """
+    if within is not None and not connection.can_read(timeout=within):
+        raise Silence(f"no reply within {within:.2f} s")
+    try:
+        return connection.read_response(disable_decoding=True)
+    except ResponseError as exc:
+        if demoted(exc):
+            raise redis.ConnectionError("it is a replica, and no longer the master") from exc
+        raise
+
+
+def demoted(exc: BaseException) -> bool:
+    """Tell whether the server says it is a replica; before Redis 7 a script's error hides it."""
+    return isinstance(exc, redis.ReadOnlyError) or (
+        isinstance(exc, ResponseError) and "READONLY" in str(exc)
+    )
+
+
+def close(connection: redis.Connection | None) -> None:
+    """Close a connection, where there is one."""
+    if connection is not None:
+        connection.disconnect()
+
+
+def store_error(name: str, exc: BaseException) -> StoreError:
+    """Make the error of the server of this name, with its cause."""
+    error = StoreError(name, str(exc) or type(exc).__name__)
+    error.__cause__ = exc
+    return error

@@ -1,0 +1,493 @@
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from celery_dislock import Dislock
+from celery_dislock.exceptions import StoreError
+from celery_dislock.leases import Conflict, Lease
+from celery_dislock.scripts import ACQUIRE, RELEASE
+from celery_dislock.store import Granted, Refused, Store
+from example_project.redis_server import RedisServer
+from tests.faults.history import Journal, read, violations
+from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
+from tests.holding import Holding, name_of, wait_for
+
+LOCK = "dislock:{export:7}"
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
+WITHIN = 10.0  # seconds
+TRANSPORT = {"socket_timeout": 0.3}  # how long a server that is frozen is waited for at first
+
+DOWN = {"dead": (RedisServer.kill, RedisServer.start), "frozen": (RedisServer.pause, None)}
+
+
+@pytest.fixture
+def servers(redis_program, tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(RedisServer(tmp_path / f"server-{number}")) for number in range(5)
+        ]
+
+
+@pytest.fixture
+def urls(servers):
+    return [server.url for server in servers]
+
+
+@pytest.fixture
+def store(urls):
+    store = Store(urls, TRANSPORT)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def holding(urls):
+    with Holding(urls, TRANSPORT) as holding:
+        yield holding
+
+
+def take(store, owner, lock=LOCK, ttl=LONG):
+    answer = store.acquire([lock], owner, ttl, HOLDER)
+    assert isinstance(answer, Granted), answer
+    return answer.tokens[0]
+
+
+def round_trip(store, lock=LOCK):
+    """Take, refuse, name, extend, renew and release: all that a lock server is for."""
+    token = take(store, "a/1", lock)
+    assert take(store, "a/1", lock) == token  # asked again, it is confirmed
+    refused = store.acquire([lock], "b/1", LONG, HOLDER)
+    assert isinstance(refused, Refused)
+    assert refused.owner == "a/1"
+    assert LONG - 5 < refused.remaining < LONG + 1
+    [held] = store.holders(lock)
+    assert (held.owner, held.token, held.mode) == ("a/1", token, "exclusive")
+    assert store.extend([lock], "a/1", LONG) is True
+    assert store.extend([lock], "b/1", LONG) is False
+    leases = [([lock], "a/1", LONG), ([lock], "b/1", LONG)]
+    assert store.renew(leases, within=WITHIN) == [True, False]
+    assert store.release([lock], "b/1") is False
+    assert store.release([lock], "a/1") is True
+    assert store.release([lock], "a/1") is False
+    assert store.holders(lock) == []
+    assert take(store, "b/1", lock) > token
+    assert store.release([lock], "b/1") is True
+
+
+def down(servers, how):
+    for server in servers:
+        DOWN[how][0](server)
+
+
+def up(servers, how):
+    for server in servers:
+        if how == "frozen":
+            server.resume()
+        else:
+            server.start()
+
+
+def names_on(server):
+    with server.client(decode_responses=True) as client:
+        return client.keys("*")
+
+
+def nothing_on(servers):
+    """Tell whether none of these servers keeps anything."""
+    return not any(names_on(server) for server in servers)
+
+
+class TestMinority:
+    def test_all_five_have_the_lock(self, servers, store):
+        """A lock stands on all servers while it is held, and on none of them afterwards."""
+        take(store, "a/1")
+        assert [names_on(server) for server in servers] == [[LOCK]] * 5
+        assert store.release([LOCK], "a/1") is True
+        assert nothing_on(servers)
+        round_trip(store)
+        assert nothing_on(servers)
+
+    @pytest.mark.parametrize("how", DOWN)
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_two_of_five_may_be_away(self, servers, store, how, number):
+        """With two of five dead or frozen every operation works, at first and ever after."""
+        round_trip(store)
+        away = random.sample(servers, number)
+        down(away, how)
+        for _ in range(3):
+            round_trip(store)
+        assert store.ping()["redis_mode"] == "standalone"
+        up(away, how)
+        wait_for(lambda: nothing_on(servers), "what frozen servers had been sent to be undone")
+
+    @pytest.mark.parametrize("how", DOWN)
+    def test_two_of_five_may_be_away_from_the_start(self, servers, store, how):
+        """A process that starts during the outage takes its locks as well."""
+        down(servers[1:3], how)
+        store.ping()
+        round_trip(store)
+        up(servers[1:3], how)
+        wait_for(lambda: nothing_on(servers), "what frozen servers had been sent to be undone")
+
+    @pytest.mark.parametrize("how", DOWN)
+    def test_a_server_that_comes_back_is_asked_again(self, servers, store, how):
+        """After an outage the locks stand on all five servers again."""
+        down(servers[:2], how)
+        round_trip(store)
+        up(servers[:2], how)
+
+        def on_all_five():
+            take(store, "a/1")
+            try:
+                return all(names_on(server) for server in servers)
+            finally:
+                store.release([LOCK], "a/1")
+
+        wait_for(on_all_five, "a lock on all servers")
+
+    def test_connections_that_were_cut_are_not_an_outage(self, servers, store, caplog):
+        """A server that was restarted, or forgot its scripts, is asked anew without a word."""
+        round_trip(store)
+        for server in servers[:3]:
+            with server.client() as client:
+                client.script_flush()
+        for server in servers[2:]:
+            server.restart()
+        take(store, "a/1")
+        assert [names_on(server) for server in servers] == [[LOCK]] * 5
+        assert store.extend([LOCK], "a/1", LONG) is True
+        assert store.release([LOCK], "a/1") is True
+        assert caplog.messages == []
+
+
+class TestMajority:
+    @pytest.mark.parametrize("how", DOWN)
+    def test_three_of_five_away_is_a_store_error(self, servers, store, how):
+        """Without a majority nothing is taken, and nothing is left behind on any server."""
+        take(store, "a/1", "dislock:{held}")
+        away = servers[:2] + servers[4:]
+        down(away, how)
+        for _ in range(2):
+            for ask in (
+                lambda: take(store, "b/1"),
+                lambda: store.holders(LOCK),
+                lambda: store.extend([LOCK], "a/1", LONG),
+                lambda: store.renew([([LOCK], "a/1", LONG)], within=1.0),
+                store.ping,
+            ):
+                with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
+                    ask()
+        assert [names_on(server) for server in servers[2:4]] == [["dislock:{held}"]] * 2
+        with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
+            store.release(["dislock:{held}"], "a/1")
+        up(away, how)
+        wait_for(
+            lambda: not any(LOCK in names_on(server) for server in servers),
+            "the undoing of what frozen servers had been sent",
+        )
+        take(store, "b/1")
+        assert store.release([LOCK], "b/1") is True
+
+    def test_two_rivals_with_two_each_leave_nobody_a_lock(self, servers, store):
+        """Whoever gets less than a majority gets nothing, and keeps nothing anywhere."""
+        for server, rival in zip(servers, ["x/1", "x/1", "y/1", "y/1"], strict=False):
+            one = Store(server.url)
+            take(one, rival)
+            one.close()
+        answer = store.acquire([LOCK], "a/1", LONG, HOLDER)
+        assert isinstance(answer, Refused)
+        assert answer.owner in {"x/1", "y/1"}
+        assert store.holders(LOCK) == []
+        assert nothing_on(servers[4:])
+        assert store.release([LOCK], "x/1") is False
+        take(store, "a/1")
+        assert store.release([LOCK], "a/1") is True
+        assert store.release([LOCK], "y/1") is False
+        assert nothing_on(servers)
+
+    def test_of_several_that_ask_at_once_one_gets_it(self, urls):
+        """However their questions cross on the way, a free lock finds exactly one owner."""
+        stores = [Store(urls, TRANSPORT) for _ in range(4)]
+        barrier = threading.Barrier(len(stores))
+        won: list[list[str]] = [[] for _ in range(25)]
+
+        def ask(number):
+            for turn, winners in enumerate(won):
+                barrier.wait(WITHIN)
+                lock = f"dislock:{{turn-{turn}}}"
+                answer = stores[number].acquire([lock], f"{number}/{turn}", LONG, HOLDER)
+                if isinstance(answer, Granted):
+                    winners.append(f"{number}/{turn}")
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(stores))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [len(winners) for winners in won] == [1] * len(won)
+        for store in stores:
+            store.close()
+
+    def test_several_keys_are_taken_all_or_none(self, servers, store):
+        """Where one of the locks is held, the other is free on every server."""
+        locks = ["dislock:{a}", "dislock:{b}"]
+        take(store, "x/1", locks[1])
+        refused = store.acquire(locks, "a/1", LONG, HOLDER)
+        assert (refused.owner, refused.nth) == ("x/1", 1)
+        assert {name for server in servers for name in names_on(server)} == {locks[1]}
+        assert store.release(locks[1:], "x/1") is True
+        granted = store.acquire(locks, "a/1", LONG, HOLDER)
+        assert len(granted.tokens) == 2
+        assert store.extend(locks, "a/1", LONG) is True
+        assert store.renew([(locks, "a/1", LONG)], within=WITHIN) == [True]
+        servers[0].kill()
+        assert store.release(locks, "a/1") is True
+        assert nothing_on(servers[1:])
+
+
+class TestHeld:
+    def test_the_watchdog_renews_while_servers_die(self, servers, holding):
+        """Two servers that die while a lease is held cost nothing; with the third it is lost."""
+        lease = holding.take("export:7", timeout=3.0)
+        for server in servers[:2]:
+            server.kill()
+            holding.wait_renewed(lease, times=2)
+        assert lease.held
+        assert isinstance(holding.try_take("export:7"), Conflict)
+        servers[2].pause()
+        holding.wait_lost(lease)
+        assert not lease.held
+        servers[2].resume()
+
+    def test_two_frozen_servers_delay_no_renewal_for_long(self, servers, holding):
+        """The leases of a process are renewed in time on the others."""
+        leases = [holding.take(f"export:{number}", timeout=3.0) for number in range(20)]
+        wait_for(lambda: all(lease.renewals for lease in leases), "a renewal of each")
+        down(servers[3:], "frozen")
+        wait_for(lambda: all(lease.renewals > 3 for lease in leases), "three more of each")
+        assert holding.named("lock_lost") == []
+        assert all(lease.held for lease in leases)
+        up(servers[3:], "frozen")
+
+    def test_a_server_that_restarts_empty_has_no_say(self, servers, holding):
+        """One or two servers that forget a lease do not end it, nor let another take the lock."""
+        lease = holding.take("export:7", timeout=3.0)
+        for server in servers[:2]:
+            server.restart()
+        holding.wait_renewed(lease, times=2)
+        assert isinstance(holding.try_take("export:7"), Conflict)
+        assert nothing_on(servers[:2])
+        assert lease.held
+        lease.release()
+        holding.take("export:7")
+
+    def test_three_servers_that_restart_empty_end_a_lease(self, servers, holding):
+        """When a majority has forgotten a lease, its holder is told at the next renewal."""
+        lease = holding.take("export:7", timeout=3.0)
+        for server in servers[:3]:
+            server.restart()
+        event = holding.wait_lost(lease)
+        assert "no longer has it" in event.arguments["reason"]
+
+    def test_a_lease_is_never_trusted_for_longer_than_a_majority_keeps_it(self, servers, holding):
+        """Trust ends before the lease does on the servers, with time for clocks that run apart."""
+        before = time.monotonic()
+        lease = holding.take("export:7", timeout=100.0)
+        after = time.monotonic()
+        for server in servers:
+            with server.client() as client:
+                left = client.pttl(name_of("export:7")) / 1000
+            assert time.monotonic() + left >= before + 100.0 + 1.0
+        assert lease.trusted_until <= after + 100.0 - 0.5
+
+    def test_whoever_waits_gets_it_when_it_is_free(self, servers, holding):
+        """Waiting works by asking again; two servers may die meanwhile."""
+        first = holding.take("export:7")
+        got = []
+        waiter = threading.Thread(
+            target=lambda: got.append(holding.lock("export:7").acquire(claim, timeout=WITHIN))
+        )
+        claim = holding.claim()
+        waiter.start()
+        for server in servers[:2]:
+            server.kill()
+        first.release()
+        waiter.join(WITHIN)
+        assert not waiter.is_alive()
+        assert isinstance(got[0], Lease)
+        assert got[0].held
+        assert got[0].token > first.token
+
+    def test_a_wait_that_ends_in_vain_leaves_nothing(self, servers, holding):
+        """After its timeout a waiter is told of the conflict, and stands nowhere in a line."""
+        lease = holding.take("export:7")
+        answer = holding.lock("export:7").acquire(holding.claim(), timeout=0.3)
+        assert isinstance(answer, Conflict)
+        lease.release()
+        assert nothing_on(servers)
+
+    def test_a_dead_execution_is_released_by_the_start_of_its_name(self, servers, store):
+        """Who has seen a process end frees its locks on all servers."""
+        take(store, "id@w:7/1")
+        servers[0].kill()
+        assert store.release_dead([LOCK], "id@w:7/") == 1
+        assert nothing_on(servers[1:])
+
+    def test_at_least_for_holds_on_all_servers(self, store):
+        """A lease that is to run out by itself does so, and cannot be taken before."""
+        take(store, "a/1")
+        assert store.release([LOCK], "a/1", LONG) is True
+        assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
+        assert store.release([LOCK], "a/1") is False
+
+
+class TestPlainPython:
+    def test_a_list_of_servers(self, urls, servers):
+        """Dislock.from_url takes a list; the lock is the same in every way."""
+        dislock = Dislock.from_url(urls, transport_options=TRANSPORT)
+        servers[3].kill()
+        with dislock.lock("export:7") as lease, dislock.lock("export:7"):
+            lease.ensure_held()
+            assert dislock.lock(["export:7", "export:8"]).locked()
+        assert not dislock.lock("export:7").locked()
+
+
+class TestLostReplies:
+    @pytest.fixture
+    def proxied(self, servers):
+        """A store that reaches the first of the servers through a proxy, and that proxy."""
+        with Proxy(servers[0].port) as proxy:
+            store = Store([proxy.url, *(server.url for server in servers[1:])], TRANSPORT)
+            round_trip(store)
+            yield store, proxy
+            store.close()
+
+    @pytest.mark.parametrize("script", [ACQUIRE, RELEASE], ids=["acquire", "release"])
+    def test_one_that_breaks_the_connection_is_sent_again(self, proxied, servers, script):
+        """What one server has done without saying so is asked again, and comes to the same."""
+        store, proxy = proxied
+        proxy.fault(runs(script), lose_reply)
+        take(store, "a/1")
+        assert [names_on(server) for server in servers] == [[LOCK]] * 5
+        assert store.release([LOCK], "a/1") is True
+        assert nothing_on(servers)
+
+    def test_an_acquisition_that_one_server_did_not_confirm_is_undone_there(self, proxied, servers):
+        """A server whose answer did not come is not counted, and keeps nothing."""
+        store, proxy = proxied
+        proxy.fault(runs(ACQUIRE), swallow_reply)
+        take(store, "a/1")
+        assert proxy.count(runs(ACQUIRE), swallow_reply) == 1
+        wait_for(lambda: nothing_on(servers[:1]), "the undoing on the first server")
+        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        assert store.release([LOCK], "a/1") is True
+
+    def test_what_a_silent_server_undoes_late_is_not_the_next_attempt(self, servers):
+        """An owner that asks again is safe from what its first attempt was followed by."""
+        three = [Store(server.url) for server in servers[:3]]
+        store = Store([server.url for server in servers[:3]], TRANSPORT)
+        round_trip(store)
+        take(three[0], "x/1")
+        servers[2].pause()
+        assert isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Refused)
+        servers[2].resume()
+        wait_for(
+            lambda: isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Granted),
+            "the lock, of the second and the third",
+        )
+        assert three[2].release([LOCK], "a/1") is False  # as if it came only now
+        assert len(store.holders(LOCK)) == 1
+        assert store.extend([LOCK], "a/1", LONG) is True
+        assert store.release([LOCK], "a/1") is True
+        assert store.holders(LOCK) == []
+        for one in (*three, store):
+            one.close()
+
+
+KEYS = ("export:1", "export:2")
+TIMEOUT = 1.0  # seconds
+THREADS = 3  # in each of the processes
+PROCESSES = 2
+
+
+def contend(urls, journal, stop):
+    """Take and release the locks again and again until told to stop; write down what is trusted."""
+    record = Journal(journal)
+
+    def run(number):
+        while not stop.is_set():
+            try:
+                lease = holding.try_take(random.choice(KEYS), TIMEOUT)
+            except StoreError:
+                continue
+            if isinstance(lease, Conflict):
+                stop.wait(random.uniform(0, 0.01))
+                continue
+            until = time.monotonic() + random.choice((0.0, 0.02, 2 * TIMEOUT))
+            while True:
+                now = time.monotonic()  # read before asking: trust now is trust at that instant
+                if not lease.held:
+                    break
+                record.trusted(lease.key, lease.token, f"{os.getpid()}/{number}", now)
+                if now >= until or stop.is_set():
+                    break
+                time.sleep(0.002)
+            lease.release()
+
+    with Holding(urls, TRANSPORT) as holding:
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    record.close()
+
+
+@pytest.mark.faults
+def test_one_holder_at_a_time_while_servers_come_and_go(servers, urls, tmp_path):
+    """Six threads of two processes contend while servers freeze and die: never two at once."""
+    spawn = multiprocessing.get_context("spawn")
+    stop = spawn.Event()
+    journal = tmp_path / "journal"
+    processes = [
+        spawn.Process(target=contend, args=(urls, journal, stop)) for _ in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+
+    def leases():
+        with contextlib.suppress(FileNotFoundError, ValueError):  # read while a line is written
+            return len(read(journal))
+        return 0
+
+    def wait_for_more(number=8):
+        wanted = leases() + number
+        wait_for(lambda: leases() >= wanted, "more leases")
+
+    try:
+        wait_for_more()
+        for _ in range(3):
+            frozen = random.sample(servers, 2)
+            down(frozen, "frozen")
+            wait_for_more()
+            up(frozen, "frozen")
+        for server in random.sample(servers, 2):
+            server.kill()
+            wait_for_more()
+    finally:
+        stop.set()
+        for process in processes:
+            process.join(WITHIN)
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    intervals = read(journal)
+    assert violations(intervals) == []
+    assert {interval.key for interval in intervals} == set(KEYS)
+    assert len({interval.holder for interval in intervals}) >= PROCESSES * THREADS - 1

@@ -1,0 +1,94 @@
+"""What passes from one execution of a task to another through Redis: a left lease, and a mark."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from celery_dislock.store import Granted, Refused, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCKS = ["dislock:{export:7}", "dislock:{export:8}"]
+LOCK = LOCKS[0]
+TTL = 60.0  # seconds: no lease of these tests runs out by itself
+OLD, NEW = '{"id":"1","pid":7}', '{"id":"1","pid":8}'
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Store]:
+    store = Store(redis_url)
+    yield store
+    store.close()
+
+
+def leave(store: Store, locks: list[str], owner: str = "first", at_least: float = 300.0) -> Granted:
+    """Acquire, and leave the leases to run out."""
+    granted = store.acquire(locks, owner, TTL, OLD)
+    assert isinstance(granted, Granted)
+    assert store.release(locks, owner, at_least)
+    return granted
+
+
+def test_a_left_lease_goes_on_under_a_new_owner_and_token(store, redis_client):
+    """Expiry, mode and time of acquisition stay; holder and token are the new owner's."""
+    before = leave(store, [LOCK])
+    (left,) = redis_client.hgetall(LOCK).values()
+    assert store.take_over([LOCK], "first", "second", NEW) == 1
+    ((owner, lease),) = redis_client.hgetall(LOCK).items()
+    expires, token, acquired = lease.split()[1:4]
+    assert (owner, [expires, acquired]) == ("second", left.split()[1:4:2])
+    assert int(token) > before.tokens[0]
+    assert lease.endswith("x " + NEW)
+    assert 0 < redis_client.pttl(LOCK) <= 300_000
+    assert store.acquire([LOCK], "second", TTL, NEW) == Granted((int(token),))
+    assert store.release([LOCK], "second")
+    assert redis_client.keys() == []
+
+
+def test_of_two_that_try_one_takes_over(store):
+    """The second finds nothing; sent twice, the same owner's second answers so, too."""
+    leave(store, LOCKS)
+    assert store.take_over(LOCKS, "first", "second", NEW) == 2
+    assert store.take_over(LOCKS, "first", "third", NEW) == 0
+    assert store.take_over(LOCKS, "first", "second", NEW) == 0
+    refused = store.acquire(LOCKS, "third", TTL, NEW)
+    assert isinstance(refused, Refused)
+    assert refused.owner == "second"
+
+
+def test_nobody_in_line_gets_in_between(store):
+    """A waiter waits on while a left lease is taken over."""
+    leave(store, [LOCK])
+    assert isinstance(store.acquire([LOCK], "waiter", TTL, OLD, place=TTL), Refused)
+    assert store.take_over([LOCK], "first", "second", NEW) == 1
+    assert isinstance(store.acquire([LOCK], "second", TTL, NEW), Granted)
+    assert isinstance(store.acquire([LOCK], "waiter", TTL, OLD, place=TTL), Refused)
+
+
+@pytest.mark.parametrize("how", ["held", "released", "run out"])
+def test_only_what_is_left_is_taken_over(store, redis_client, how):
+    """A lease that its owner has still, or that has ended, is not there for others."""
+    store.acquire([LOCK], "first", TTL, OLD)
+    if how == "released":
+        store.release([LOCK], "first")
+    elif how == "run out":
+        store.release([LOCK], "first", 300.0)
+        seconds = redis_client.time()[0] - 1
+        redis_client.hset(LOCK, "~first", f"1 {seconds}000 5 {seconds}000 x {OLD}")
+    assert store.take_over([LOCK], "first", "second", NEW) == 0
+    assert redis_client.hget(LOCK, "second") is None
+
+
+def test_a_mark_is_kept_for_its_time_beside_its_lock(store, redis_client):
+    """It is about one task, in the lock's slot, and has a TTL."""
+    assert store.recall(LOCK, "1") is None
+    store.remember(LOCK, "1", "ended 0", 30.0)
+    store.remember(LOCK, "1", "done 0", 600.0)
+    assert store.recall(LOCK, "1") == "done 0"
+    assert store.recall(LOCK, "2") is None
+    assert store.recall(LOCKS[1], "1") is None
+    assert redis_client.keys() == [f"{LOCK}:done:1"]
+    assert 30_000 < redis_client.pttl(f"{LOCK}:done:1") <= 600_000

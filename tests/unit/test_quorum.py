@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import redis
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.peers import DOUBLED, GRACE, RETRY_AFTER, NoReplyError, Peer, Peers
+from celery_dislock.plugin import LockStep
+from celery_dislock.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
+from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
+from celery_dislock.settings import app_settings, task_options
+from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.task import runtime_of
+
+LOCK = "dislock:{export:7}"
+URLS = [f"redis://u:secret@host-{number}/0" for number in range(5)]
+AWAY = StoreError("redis://host", "it is away")
+SILENT = NoReplyError("redis://host", "no reply")
+FREE = [1, b"100"]
+
+
+def taken(owner: bytes = b"b/1", remaining_ms: int = 5000) -> list:
+    return [0, remaining_ms, owner, b'{"task":"shop.export"}', 0]
+
+
+class Answers:
+    """In place of the servers: what each of them says, question by question."""
+
+    majority = 3
+
+    def __init__(self, *answers: list) -> None:
+        self._answers = list(answers)
+        self.asked: list[tuple] = []
+
+    def ask(self, script, keys, *arguments, within, undo=None):
+        acquiring = any(asked[0] is ACQUIRE for asked in self.asked)
+        self.asked.append((script, *arguments))
+        return [1] * 5 if script is RELEASE and acquiring else list(self._answers.pop(0))
+
+    def ask_many(self, script, calls, *, within):
+        self.asked.append((script, *calls))
+        return list(self._answers.pop(0))
+
+    send = ask
+
+
+def quorum(*answers: list, clock=lambda: 0.0) -> tuple[Quorum, Answers]:
+    made = Quorum(URLS, {}, pause=lambda _: None, clock=clock)
+    made._peers = peers = Answers(*answers)
+    return made, peers
+
+
+def acquire(made: Quorum, owner: str = "a/1", place: float = 0.0) -> Granted | Refused:
+    store = Store(URLS)
+    store._server = made
+    return store.acquire([LOCK], owner, 30.0, "{}", place=place)
+
+
+class TestAcquire:
+    @pytest.mark.parametrize("rest", [FREE, taken(), AWAY, SILENT], ids=str)
+    def test_three_of_five_are_enough(self, rest):
+        """A majority grants the lock, whatever the others say; the token is the largest of them."""
+        made, peers = quorum([[1, b"7"], rest, [1, b"9"], [1, b"8"], rest])
+        assert acquire(made) == Granted((100 if rest is FREE else 9,))
+        assert [asked[0] for asked in peers.asked] == [ACQUIRE]
+
+    @pytest.mark.parametrize("rest", [taken(), AWAY, SILENT], ids=str)
+    def test_two_of_five_are_too_few_and_given_back(self, rest):
+        """Less than a majority is no lock: all servers are told to release it."""
+        made, peers = quorum([FREE, FREE, rest, rest, rest])
+        if rest == taken():
+            assert acquire(made).owner == "b/1"
+        else:
+            with pytest.raises(StoreError, match="only 2 of 5 servers answered"):
+                acquire(made)
+        assert [asked[:2] for asked in peers.asked] == [(ACQUIRE, "a/1"), (RELEASE, "a/1")]
+
+    def test_a_lock_that_all_refuse_needs_no_release(self):
+        """Where nothing was granted, and all have answered, nothing is left to be given back."""
+        made, peers = quorum([taken()] * 5)
+        assert acquire(made).owner == "b/1"
+        assert [asked[0] for asked in peers.asked] == [ACQUIRE]
+
+    def test_it_remains_until_a_majority_can_be_had(self):
+        """The time that is told is the one after which enough servers are free."""
+        made, _ = quorum([FREE, AWAY, *(taken(remaining_ms=ms) for ms in (9000, 3000, 6000))])
+        assert acquire(made).remaining == 6.0
+
+    def test_a_split_vote_is_tried_again(self):
+        """Two that ask at once, and block each other, are not both told that the lock is held."""
+        split = [FREE, taken(b"b/1"), taken(b"b/1"), taken(b"c/1"), FREE]
+        made, peers = quorum(split, split, [FREE] * 5)
+        assert acquire(made) == Granted((100,))
+        assert [asked[0] for asked in peers.asked] == [ACQUIRE, RELEASE, ACQUIRE, RELEASE, ACQUIRE]
+
+    def test_a_split_vote_that_stays_is_a_refusal(self):
+        """It is tried a few times; a waiter, who asks again by itself, is told at once."""
+        split = [taken(b"b/1"), taken(b"b/1"), taken(b"c/1"), taken(b"c/1"), AWAY]
+        made, peers = quorum(split, split, split, split, split)
+        assert isinstance(acquire(made), Refused)
+        assert len(peers.asked) == 4
+        made, peers = quorum(split, split)
+        assert isinstance(acquire(made, place=90.0), Refused)
+        assert len(peers.asked) == 1
+
+    def test_no_place_in_a_line_is_kept(self):
+        """Servers are never asked for a place: there is no hand-off between them."""
+        made, peers = quorum([FREE] * 5)
+        acquire(made, place=90.0)
+        _script, _owner, ttl, _holder, _mode, _limit, place, _fair = peers.asked[0]
+        assert (place, ttl) == (0, 30_000 + drift(30_000))
+
+    def test_granted_too_late_is_not_granted(self):
+        """What a majority granted after the lease's whole length is given back."""
+        now = iter([0.0, 31.0])
+        made, peers = quorum([FREE] * 5, clock=lambda: next(now, 31.0))
+        with pytest.raises(StoreError, match="too late"):
+            acquire(made)
+        assert peers.asked[-1][0] is RELEASE
+
+    def test_an_attempt_that_may_be_undone_late_does_not_hurt_the_next(self):
+        """After a silent server the owner asks under another name, and releases under that."""
+        made, peers = quorum([SILENT, FREE, taken(), taken(), taken()], [FREE] * 5)
+        assert isinstance(acquire(made), Refused)
+        assert isinstance(acquire(made), Granted)
+        made.run(RELEASE, [LOCK], "a/1", 0)
+        assert [asked[:2] for asked in peers.asked] == [
+            (ACQUIRE, "a/1"),
+            (RELEASE, "a/1"),
+            (ACQUIRE, "a/1#1"),
+            (RELEASE, "a/1#1"),
+        ]
+
+    @pytest.mark.parametrize("terms", [{"mode": "shared"}, {"limit": 2}])
+    def test_what_is_not_exclusive_is_refused(self, terms):
+        """Should a declaration have slipped through, no lock is taken that is less than asked."""
+        store = Store(URLS)
+        store._server, peers = quorum([FREE] * 5)
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            store.acquire([LOCK], "a/1", 30.0, "{}", **terms)
+        assert peers.asked == []
+
+
+class TestDecide:
+    @pytest.mark.parametrize(
+        ("script", "replies", "said"),
+        [
+            (RENEW, [1, 1, 1, 0, 0], 1),
+            (RENEW, [1, 1, 0, 0, 0], 0),
+            (RENEW, [1, 1, 1, AWAY, AWAY], 1),
+            (RENEW, [0, 0, 0, AWAY, AWAY], 0),
+            (RENEW, [1, 1, 0, AWAY, AWAY], None),
+            (RENEW, [1, 0, 0, 0, AWAY], 0),
+            (RENEW, [1, 1, AWAY, AWAY, AWAY], None),
+            (RELEASE, [1, 1, 1, 0, 0], 1),
+            (RELEASE, [1, 1, 0, 0, 0], 0),
+            (RELEASE, [1, 1, 0, AWAY, AWAY], 1),
+            (RELEASE, [0, 0, 0, AWAY, AWAY], 0),
+            (RELEASE, [2, 2, 1, 1, 1], 1),
+            (RELEASE, [1, 1, AWAY, AWAY, AWAY], None),
+            (RELEASE_DEAD, [0, 0, 0, 0, 1], 1),
+            (TAKE_OVER, [1, 1, 1, 0, 0], 1),
+            (TAKE_OVER, [1, 1, 0, AWAY, AWAY], 0),
+            (RECALL, [None, b"done 0", None, AWAY, AWAY], b"done 0"),
+            (RECALL, [None, None, None, AWAY, AWAY], None),
+        ],
+    )
+    def test_what_a_majority_says(self, script, replies, said):
+        """A majority decides; where it cannot be known what one says, that is a StoreError."""
+        if said is None and script is not RECALL:
+            with pytest.raises(StoreError, match=r"only \d of 5 servers answered"):
+                quorum(replies)[0].run(script, [LOCK], "a/1", 30_000)
+        else:
+            assert quorum(replies)[0].run(script, [LOCK], "a/1", 30_000) == said
+
+    def test_each_lease_of_a_batch_is_decided_by_itself(self):
+        """Of many renewals in one round trip, each is renewed, gone or undecided on its own."""
+        made, peers = quorum([[1, 0, 1], [1, 0, 1], [1, 0, 0], AWAY, AWAY])
+        calls = [(f"dislock:{{{n}}}", f"a/{n}", 9000) for n in range(3)]
+        renewed, gone, undecided = made.run_many(RENEW, calls, within=1.0)
+        assert (renewed, gone) == (1, 0)
+        assert isinstance(undecided, StoreError)
+        assert peers.asked[0][1] == ("dislock:{0}", "a/0", 9000 + drift(9000))
+
+    def test_a_batch_that_too_few_answer_is_one_error(self):
+        """When a majority is away, nothing is known about any lease."""
+        made, _ = quorum([[1], [1], AWAY, AWAY, AWAY])
+        with pytest.raises(StoreError, match="only 2 of 5"):
+            made.run_many(RENEW, [(LOCK, "a/1", 9000)], within=1.0)
+
+    def test_holders_are_those_that_a_majority_names(self):
+        """An owner that a minority has left is no holder; the time is a majority's."""
+        a = [[b"a/1", ms, b"7", b"x", b"{}"] for ms in (3000, 9000, 1000)]
+        b = [b"b/1", 9000, b"8", b"x", b"{}"]
+        made, _ = quorum([[*a[0], *b], a[1], a[2], b, AWAY])
+        assert made.run(HOLDERS, [LOCK]) == [b"a/1", 1000, 7, b"x", b"{}"]
+
+    def test_the_error_tells_no_password(self):
+        """What names the servers in messages does not tell their passwords."""
+        made, _ = quorum([AWAY] * 5)
+        with pytest.raises(StoreError) as raised:
+            made.run(HOLDERS, [LOCK])
+        assert "host-3" in str(raised.value)
+        assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 60.0])
+def test_a_waiter_asks_again_soon(seconds):
+    """Nobody is woken, so a wait is a short pause, and never longer than was asked for."""
+    pauses: list[float] = []
+    made = Quorum(URLS, {}, pause=pauses.append)
+    assert made.pop(f"{LOCK}:wake:a/1", seconds) is None
+    assert min(PAUSE[0], seconds) <= pauses[0] <= min(PAUSE[1], seconds)
+
+
+def test_names_that_nobody_has_used_for_long_are_forgotten():
+    """An owner's other name lasts as long as it is used, and an hour more."""
+    now = [0.0]
+    names = Names(lambda: now[0])
+    names.change("a/1")
+    names.change("b/1")
+    names.change("b/1")
+    assert [names.of(owner) for owner in ("a/1", "b/1", "c/1")] == ["a/1#1", "b/1#2", "c/1"]
+    now[0] = FORGET_AFTER
+    names.of("b/1")
+    now[0] += 1.0
+    names.change("c/1")
+    assert [names.of(owner) for owner in ("a/1", "b/1", "c/1")] == ["a/1", "b/1#2", "c/1#1"]
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_an_idle_connection_that_is_of_no_use_is_replaced(broken):
+    """What cannot be sent on a connection of before is sent on a new one, once."""
+
+    def start(command, *, within):
+        sent.append(command)
+        if len(sent) <= broken:
+            raise redis.ConnectionError("it ended")
+        return "connection"
+
+    sent: list[tuple] = []
+    peer = Peer(URLS[0], {})
+    peer._wire = SimpleNamespace(start=start, close_idle=lambda: None)
+    if broken == 1:
+        assert peer.start(("first",), ("again",), None, 1.0).connection == "connection"
+    else:
+        with pytest.raises(StoreError, match="it ended"):
+            peer.start(("first",), ("again",), None, 1.0)
+    assert sent == [("first",), ("again",)]
+
+
+class TestPeers:
+    """Whom of five servers is asked when some of them fail; the clock stands still."""
+
+    @pytest.fixture
+    def now(self):
+        return [100.0]
+
+    @pytest.fixture
+    def five(self, now):
+        return [Peer(url, {}, lambda: now[0]) for url in URLS]
+
+    @pytest.fixture
+    def ask(self, five, now):
+        """Ask, where those that are given are down; return who was asked, round by round."""
+        peers = Peers(five, lambda: now[0])
+
+        def ask(*down):
+            def run(some, within):
+                if some:
+                    rounds.append(([five.index(peer) for peer in some], within))
+                return {peer: AWAY if five.index(peer) in down else 1 for peer in some}
+
+            rounds: list = []
+            said = peers._ask(run, 0.5)
+            assert [isinstance(reply, StoreError) for reply in said] == [
+                number in down or (number in ever and not any(number in r for r, _ in rounds))
+                for number in range(5)
+            ]
+            ever.update(down)
+            return rounds
+
+        ever: set[int] = set()
+        return ask
+
+    def test_all_are_asked_at_once(self, ask):
+        """While nothing fails there is one round."""
+        assert ask() == [([0, 1, 2, 3, 4], 0.5)]
+
+    def test_one_that_fails_is_left_alone_for_a_while(self, ask, now):
+        """It is asked again after the others, seldom, and given little time; more each time."""
+        ask(1, 3)
+        assert ask(1, 3) == [([0, 2, 4], 0.5)]
+        now[0] += RETRY_AFTER
+        assert ask(1, 3) == [([0, 2, 4], 0.5), ([1, 3], GRACE * 4)]
+        now[0] += RETRY_AFTER * 3
+        assert ask(1, 3) == [([0, 2, 4], 0.5)]
+        now[0] += RETRY_AFTER
+        assert ask(1, 3) == [([0, 2, 4], 0.5), ([1, 3], GRACE * 8)]
+        for _ in range(9):
+            now[0] += RETRY_AFTER * 2**DOUBLED
+            assert ask(1, 3)[1] == ([1, 3], 0.5) or GRACE * 2**DOUBLED < 0.5
+
+    def test_one_that_answers_again_is_asked_with_the_others(self, ask, now, caplog):
+        """The log says when it went and when it came back, once each."""
+        caplog.set_level("INFO", "celery_dislock")
+        ask(1)
+        ask(1)
+        now[0] += RETRY_AFTER
+        ask()
+        assert ask() == [([0, 1, 2, 3, 4], 0.5)]
+        gone, back = caplog.messages
+        assert gone == "Lock server redis://u:***@host-1/0 fails, the others go on without it: " + (
+            AWAY.reason
+        )
+        assert back == "Lock server redis://u:***@host-1/0 answers again."
+
+    def test_where_the_others_are_too_few_all_are_asked(self, ask):
+        """Without a majority those that failed are asked every time, with all the time there is."""
+        ask(0, 1, 2)
+        assert ask(0, 1, 2) == [([3, 4], 0.5), ([0, 1, 2], 0.5)]
+        assert ask(0, 1) == [([3, 4], 0.5), ([0, 1, 2], 0.5)]
+        assert ask(0, 1) == [([2, 3, 4], 0.5)]
+
+
+SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("urls", "remedy"),
+        [
+            ([], "3 or more"),
+            (["redis://u:secret@a"], "3 or more"),
+            (["redis://u:secret@a", "redis://b"], "3 or more"),
+            (["redis://u:secret@a", "redis://b", "redis://A:6379/1"], "named twice"),
+            (["unix:///s?db=0", "redis+socket:///s", "redis://u:secret@b"], "named twice"),
+            (["redis://u:secret@a", "sentinel://b", "redis://c"], "stands alone"),
+            (["redis://u:secret@a", "redis+cluster://b", "redis://c"], "stands alone"),
+            (["redis://u:secret@a", "redis://b", 5], "a list of them"),
+            (["redis://u:secret@a", "http://b", "redis://c"], "single one"),
+        ],
+    )
+    def test_servers_that_cannot_be_used_together(self, urls, remedy):
+        """The error names the setting, the servers without their passwords, and the remedy."""
+        with pytest.raises(SettingsError, match="dislock_url") as raised:
+            app_settings({"dislock_url": urls})
+        assert remedy in str(raised.value)
+        assert "secret" not in str(raised.value)
+        assert "secret" not in repr(raised.value.args)
+        if all(isinstance(url, str) for url in urls):
+            with pytest.raises(SettingsError, match=remedy) as raised:
+                Store(urls)
+            assert "secret" not in str(raised.value)
+
+    def test_a_list_or_a_tuple_of_three(self):
+        """Three different single servers are enough, however they are reached."""
+        assert app_settings({"dislock_url": SEVERAL}).dislock_url == tuple(SEVERAL)
+        assert Store(SEVERAL).server == ", ".join(SEVERAL)
+
+    def test_the_setting_of_the_documentation(self):
+        """The example on the page about lock servers can be used as it stands."""
+        page = Path(__file__).parents[2] / "docs" / "servers.md"
+        [example] = re.findall(
+            r"^    (app\.conf\.dislock_url = \[.*?\])$", page.read_text(), re.MULTILINE | re.DOTALL
+        )
+        app = SimpleNamespace(conf=SimpleNamespace())
+        exec(example.replace("\n    ", "\n"), {"app": app})  # noqa: S102 -- it is our own
+        assert len(app_settings(vars(app.conf)).dislock_url) == 5
+
+    def test_replicas_are_not_counted_as_well(self):
+        """dislock_min_replicas belongs to a single server."""
+        conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
+        with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
+            app_settings(conf)
+        with pytest.raises(SettingsError, match="not with several"):
+            Store(SEVERAL, {"min_replicas": 1})
+
+    @pytest.mark.parametrize(
+        "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))
+    )
+    def test_what_several_servers_cannot_do_is_refused_at_bind_time(self, options):
+        """The error names task, option, value and remedy; with one server the option is fine."""
+        (name, value), *_ = options.items()
+        with pytest.raises(SettingsError, match="exclusive locks only") as raised:
+            task_options("shop.export", options, {"dislock_url": SEVERAL})
+        error = raised.value
+        assert (error.owner, error.option, error.value) == ("shop.export", name, value)
+        task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
+
+    def test_a_default_for_all_tasks_is_refused_as_well(self):
+        """dislock_mode and dislock_limit are defaults of the same options."""
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})
+
+
+class TestCommandLine:
+    @pytest.fixture
+    def app(self, monkeypatch):
+        monkeypatch.setattr(Store, "ping", lambda _: {})
+        app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+        Dislock(app)
+        return app
+
+    def test_dislock_url_given_several_times_names_several_servers(self, app):
+        """Given once it names one server, given three times a quorum."""
+        several = ("redis://a", "redis://b", "redis://c")
+        LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=several)
+        assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
+
+    def test_given_once_it_names_one(self, app):
+        """A tuple of one URL is that URL."""
+        LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=("redis://a",))
+        assert app.conf.dislock_url == "redis://a"
+
+    def test_two_are_too_few_to_start_with(self, app):
+        """The worker does not start, and says why."""
+        with pytest.raises(SystemExit, match="3 or more"):
+            LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=("redis://a", "redis://b"))
+
+    def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
+        """A worker whose servers cannot do what a task asks for does not start."""
+
+        @app.task(name="reads", base=SingletonTask, lock_mode="shared", shared=False)
+        def reads(): ...
+
+        app.finalize()
+        assert app.tasks["reads"]
+        with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
+            LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=SEVERAL)
