@@ -7,6 +7,9 @@ the gate of their key: a test waits for what it wants to see, and for no time.
 
 The expiry is a long one, so a lock that is free soon after its task was released, and did not run
 out.  Where a scenario is about renewals, its expiry is `BRIEF`.
+
+SCENARIOS_URL is the Redis of all that: lock server, result backend, reports, and the broker where
+SCENARIOS_BROKER_URL names no other.  SCENARIOS_CONF, in JSON, adds to the configuration.
 """
 
 from __future__ import annotations
@@ -19,33 +22,54 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from celery import Celery, current_task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import Dislock, SingletonTask, current_lease
+from celery_dislock.signals import lock_released
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from celery import Task
 
+    from celery_dislock import Lease
+    from celery_dislock.leases import Conflict
+
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
 BRIEF = 1.5  # seconds: a lease that is renewed twice a second
+STEADY = 9.0  # seconds: a lease that is renewed now and then, and outlives a short outage
 GATE_POLL = 0.02  # seconds between two looks at a gate
 PAUSE = 0.5  # seconds between a result and the end of its execution
 ASLEEP = 60.0  # seconds of one blocking call
+TOLD = (  # of a request, by the body that is asked to tell what came along
+    "id",
+    "retries",
+    "headers",
+    "expires",
+    "stamps",
+    "stamped_headers",
+    "root_id",
+    "parent_id",
+    "group",
+    "shadow",
+)
 URL = os.environ.get("SCENARIOS_URL", "redis://localhost:6379/0")
+BROKER_URL = os.environ.get("SCENARIOS_BROKER_URL", URL)
+REDELIVERY = {  # RabbitMQ has no such options
+    "visibility_timeout": float(os.environ.get("SCENARIOS_VISIBILITY_TIMEOUT", "3600")),
+    "unacked_restore_interval": 1,
+    "unacked_restore_throttle": 1,
+}
 
-app = Celery("scenarios", broker=URL, backend=URL)
+app = Celery("scenarios", broker=BROKER_URL, backend=URL)
 app.conf.update(
     broker_connection_retry_on_startup=True,
-    broker_transport_options={
-        "visibility_timeout": float(os.environ.get("SCENARIOS_VISIBILITY_TIMEOUT", "3600")),
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    },
+    broker_transport_options=REDELIVERY if BROKER_URL.startswith("redis") else {},
+    dislock_url=URL if BROKER_URL != URL else None,
     dislock_watchdog_timeout=LONG,
     result_chord_retry_interval=0.1,
     worker_prefetch_multiplier=1,
+    **json.loads(os.environ.get("SCENARIOS_CONF", "{}")),
 )
 dislock = Dislock(app)
 reports = redis.Redis.from_url(URL)
@@ -54,6 +78,11 @@ reports = redis.Redis.from_url(URL)
 def history_of(key: str) -> str:
     """Name of the list that the tasks of this key report to."""
     return f"history:{key}"
+
+
+def releases_of(key: str) -> str:
+    """Name of the list of the signals ``lock_released`` about this key."""
+    return f"releases:{key}"
 
 
 def gate_of(key: str) -> str:
@@ -74,6 +103,13 @@ def report(key: str, what: str, **more: Any) -> None:
     reports.rpush(history_of(key), json.dumps(event))
 
 
+@lock_released.connect
+def report_release(lease: Lease, **_: Any) -> None:
+    """Add a release to the list of its key; in the history its place would be left to chance."""
+    event = {"id": lease.holder.get("id"), "pid": os.getpid(), "token": lease.token}
+    reports.rpush(releases_of(lease.key), json.dumps(event))
+
+
 @contextmanager
 def reported(key: str) -> Iterator[None]:
     """Report the begin and the end of a body, and what ended it."""
@@ -86,10 +122,10 @@ def reported(key: str) -> Iterator[None]:
     report(key, "end", error=None)
 
 
-def stay(key: str) -> dict[str, Any]:
-    """Last until the gate of this key is open, then tell what became of the lease."""
+def stay(key: str, gate: str | None = None) -> dict[str, Any]:
+    """Last until the gate, mostly that of the key, is open; then tell what became of the lease."""
     with reported(key):
-        while not reports.exists(gate_of(key)):
+        while not reports.exists(gate_of(gate or key)):
             time.sleep(GATE_POLL)
         lease = current_lease()
         if lease is None:
@@ -110,6 +146,18 @@ def hold(key: str) -> dict[str, Any]:
 def hold_renewed(key: str) -> dict[str, Any]:
     """Hold the lock until the gate is open, by many renewals."""
     return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=STEADY)
+def hold_steadily(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, by renewals that may fail for a while."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", bind=True)
+def hold_by_itself(self: Task, key: str) -> dict[str, Any]:
+    """Hold the lock until a gate is open that is this task's alone."""
+    return stay(key, gate=self.request.id)
 
 
 @app.task(base=SingletonTask, lock_key="<key>", lock_expire=BRIEF)
@@ -141,6 +189,18 @@ def hold_or_raise(key: str) -> dict[str, Any]:
 )
 def hold_and_survive(key: str) -> dict[str, Any]:
     """Hold the lock, and come back to the queue if the process dies."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    acks_late=True,
+    reject_on_worker_lost=True,
+    lock_watchdog_timeout=BRIEF,
+)
+def hold_renewed_and_survive(key: str) -> dict[str, Any]:
+    """Hold the lock by many renewals, and come back to the queue if the worker dies."""
     return stay(key)
 
 
@@ -215,6 +275,13 @@ def fail(key: str) -> None:
     """Fail."""
     with reported(key):
         raise ValueError(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>")
+def leave_the_process(key: str) -> None:
+    """End the process in the middle of the body, in Python's way."""
+    with reported(key):
+        raise SystemExit(key)
 
 
 @app.task(base=SingletonTask, lock_key="<key>", bind=True)
@@ -366,3 +433,124 @@ def sleep_until_loss(key: str) -> None:
     """Get LockLostError in the middle of one long blocking call."""
     with reported(key):
         time.sleep(ASLEEP)
+
+
+# The second of a key comes again, waits, gives up or asks.
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry")
+def hold_or_retry(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or come again later."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry", lock_retry_for=1)
+def hold_or_retry_briefly(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or come again once."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="wait", lock_wait_timeout=LONG)
+def hold_or_wait(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or wait for it."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="wait", lock_wait_timeout=PAUSE)
+def hold_or_wait_briefly(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or wait for it a little."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="reject", acks_late=True)
+def hold_or_reject(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or give the message back for good."""
+    return stay(key)
+
+
+def decide(task: Task, conflict: Conflict) -> str | None:
+    """Do what the task is told to: a test of callables sends it along."""
+    answer = task.request.headers["answer"]
+    if answer == "a bug":
+        raise ZeroDivisionError(conflict.key)
+    if answer == "Ignore":
+        raise Ignore
+    if answer == "Reject":
+        raise Reject(conflict.key)
+    if answer == "Retry":
+        raise Retry
+    if answer == "task.retry":
+        raise task.retry(countdown=0)
+    return str(answer) if answer else None
+
+
+@app.task(
+    base=SingletonTask, lock_key="<key>", lock_on_conflict=decide, max_retries=None, acks_late=True
+)
+def hold_or_decide(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or do what :func:`decide` says."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry", bind=True)
+def tell_or_retry(self: Task, key: str, extra: str = "") -> dict[str, Any]:
+    """Tell what came along with the message."""
+    with reported(key):
+        request = self.request
+        told = {name: getattr(request, name) for name in TOLD}
+        return {**told, "priority": request.delivery_info["priority"], "extra": extra}
+
+
+# The same task twice.
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_dedupe_redelivered=True,
+    lock_dedupe_for=LONG,
+    acks_late=True,
+)
+def hold_once(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, and never again for the same task id."""
+    return stay(key)
+
+
+# The task goes on in another execution.
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise", bind=True)
+def retry_and_linger(self: Task, key: str) -> int:
+    """Ask for one retry, and take time to end after that."""
+    with reported(key):
+        if self.request.retries:
+            return int(self.request.retries)
+        try:
+            raise self.retry(countdown=0)
+        finally:
+            time.sleep(PAUSE)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise", bind=True)
+def replace_and_linger(self: Task, key: str, other: dict[str, Any]) -> None:
+    """Let another task take this one's place, and take time to end after that."""
+    with reported(key):
+        try:
+            self.replace(self.app.signature(other))
+        finally:
+            time.sleep(PAUSE)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    bind=True,
+    lock_hold_on_retry=True,
+    max_retries=None,
+)
+def retry_until_open(self: Task, key: str) -> int:
+    """Ask for retries until the gate is open, and keep the lock meanwhile."""
+    with reported(key):
+        if reports.exists(gate_of(key)):
+            return int(self.request.retries)
+        raise self.retry(countdown=PAUSE)

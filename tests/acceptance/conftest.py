@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import json
 import os
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +16,11 @@ import redis
 from example_project import scenarios
 from example_project.redis_server import RedisServer
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
+from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
@@ -28,6 +33,7 @@ def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with RedisServer(tmp_path_factory.mktemp("acceptance") / "redis") as server:
         scenarios.app.conf.update(broker_url=server.url, result_backend=server.url)
         yield server
+        gc.collect()  # results that nobody awaits any more unsubscribe while there is a server
         scenarios.app.close()
 
 
@@ -51,30 +57,73 @@ def workers(pytestconfig: pytest.Config) -> dict[Worker, int]:
     return pytestconfig.stash.setdefault(WORKERS, {})
 
 
+@pytest.fixture(scope="session")
+def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    """A RabbitMQ for the session.  Where there is none the test is skipped; in CI it fails."""
+    try:
+        find_rabbitmq()
+    except RabbitMissing as exc:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
+        pytest.skip(str(exc))
+    with RabbitServer(tmp_path_factory.mktemp("acceptance") / "rabbitmq") as rabbitmq:
+        yield rabbitmq
+
+
+@pytest.fixture(scope="session")
+def start_pair(
+    server: RedisServer, workers: dict[Worker, int], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., AbstractContextManager[Fleet]]:
+    """What starts two workers of one pool with --dislock, and ends them: pool, name, broker URL."""
+
+    @contextmanager
+    def start(pool: str, name: str, broker_url: str | None = None) -> Iterator[Fleet]:
+        _require(pool)
+        folder = tmp_path_factory.mktemp(name)
+        queue = f"fleet-{name}"
+        options = [*_pool_options(pool), "--queues", queue, "--dislock"]
+        pair: list[Worker] = []
+        try:
+            for number in (1, 2):
+                env = _env(server, broker_url)
+                worker = Worker(folder, f"{name}{number}", *options, env=env)
+                pair.append(worker)
+                workers[worker] = 0
+            for worker in pair:
+                worker.wait_until_ready()
+            yield Fleet(pool, queue, pair, broker_url)
+        finally:
+            _stop(pair, workers)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def prefork_pair(start_pair: Callable[..., AbstractContextManager[Fleet]]) -> Iterator[Fleet]:
+    """The pair of the prefork pool, for all tests of it whose broker is Redis."""
+    with start_pair("prefork", "prefork") as pair:
+        yield pair
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_pair(
+    start_pair: Callable[..., AbstractContextManager[Fleet]], rabbitmq: RabbitServer
+) -> Iterator[Fleet]:
+    """A pair of the prefork pool whose broker is RabbitMQ."""
+    with start_pair("prefork", "rabbitmq", rabbitmq.url) as pair:
+        yield pair
+
+
 @pytest.fixture(scope="session", params=list(CONCURRENCY))
 def fleet(
-    request: pytest.FixtureRequest,
-    server: RedisServer,
-    workers: dict[Worker, int],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, start_pair: Callable[..., AbstractContextManager[Fleet]]
 ) -> Iterator[Fleet]:
     """Two workers of one pool with --dislock, for all tests of that pool."""
-    pool = request.param
-    _require(pool)
-    folder = tmp_path_factory.mktemp(pool)
-    queue = f"fleet-{pool}"
-    options = [*_pool_options(pool), "--queues", queue, "--dislock"]
-    pair: list[Worker] = []
-    try:
-        for number in (1, 2):
-            worker = Worker(folder, f"{pool}{number}", *options, env=_env(server))
-            pair.append(worker)
-            workers[worker] = 0
-        for worker in pair:
-            worker.wait_until_ready()
-        yield Fleet(pool, queue, pair)
-    finally:
-        _stop(pair, workers)
+    if request.param == "prefork":
+        yield request.getfixturevalue("prefork_pair")
+    else:
+        with start_pair(request.param, request.param) as pair:
+            yield pair
 
 
 @pytest.fixture(params=list(CONCURRENCY))
@@ -90,17 +139,27 @@ def start_fleet(
     """Start a worker of this test alone, with its own queue: ``start_fleet(pool, *options)``."""
     started: list[Worker] = []
 
-    def start(pool: str, *options: str, ready: bool = True, **kwargs: Any) -> Fleet:
+    def start(
+        pool: str,
+        *options: str,
+        ready: bool = True,
+        queue: str | None = None,
+        broker_url: str | None = None,
+        conf: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Fleet:
         _require(pool)
-        queue = f"own-{uuid.uuid4().hex[:8]}"
-        env = {**_env(server), **kwargs.pop("env", {})}
+        queue = queue or f"own-{uuid.uuid4().hex[:8]}"
+        env = {**_env(server, broker_url), **kwargs.pop("env", {})}
+        if conf is not None:
+            env["SCENARIOS_CONF"] = json.dumps(conf)
         options = (*_pool_options(pool), "--queues", queue, *options)
         worker = Worker(tmp_path, f"own{len(started) + 1}", *options, env=env, **kwargs)
         started.append(worker)
         workers[worker] = 0
         if ready:
             worker.wait_until_ready()
-        return Fleet(pool, queue, [worker])
+        return Fleet(pool, queue, [worker], broker_url)
 
     try:
         yield start
@@ -154,8 +213,8 @@ def _pool_options(pool: str) -> list[str]:
     return ["--pool", pool, "--concurrency", str(CONCURRENCY[pool])]
 
 
-def _env(server: RedisServer) -> dict[str, str]:
-    return {"SCENARIOS_URL": server.url}
+def _env(server: RedisServer, broker_url: str | None) -> dict[str, str]:
+    return {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": broker_url or server.url}
 
 
 def _stop(some: list[Worker], workers: dict[Worker, int]) -> None:

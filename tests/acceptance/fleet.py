@@ -13,21 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
+from celery import Celery
+from kombu.transport import redis as redis_transport
 
 from example_project import scenarios
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import redis
     from celery import Signature, Task
     from celery.result import AsyncResult
+    from kombu import Connection
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds until a condition must hold; half the expiry of the scenarios' locks
 STOP_LIMIT = 15.0  # seconds after SIGTERM until a worker is killed
 POLL = 0.02  # seconds between two looks
 CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo": 1}
+# Where kombu has no such option, it looks for messages to redeliver every 100 s, on Redis.
+REDELIVERY_IS_SLOW = not hasattr(redis_transport.Channel, "unacked_restore_interval")
 PREFORK = pytest.mark.parametrize("fleet", ["prefork"], indirect=True)
 
 T = TypeVar("T")
@@ -96,6 +101,11 @@ class Worker:
         """Ask for a warm shutdown; does not wait for it."""
         self.process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        """End the worker and its pool with SIGKILL, as a power cut does."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
     def stop(self) -> None:
         """End the worker and its pool, whatever it is doing."""
         try:
@@ -111,15 +121,39 @@ class Worker:
 
 
 class Fleet:
-    """Workers of one pool that share a queue."""
+    """Workers of one pool that share a queue.
 
-    def __init__(self, pool: str, queue: str, workers: Sequence[Worker]) -> None:
+    Where their broker is not the Redis of the locks, *broker_url* says which it is.
+    """
+
+    def __init__(
+        self, pool: str, queue: str, workers: Sequence[Worker], broker_url: str | None = None
+    ) -> None:
         self.pool = pool
         self.queue = queue
         self.workers = workers
+        self.broker_url = broker_url
 
     def send(self, task: Task, *args: Any, **options: Any) -> AsyncResult:
-        return task.apply_async(args, queue=self.queue, **options)
+        with self._connection() as connection:
+            return task.apply_async(args, queue=self.queue, connection=connection, **options)
+
+    def revoke(self, task_id: str, **options: Any) -> list[Any] | None:
+        """Tell these workers; with ``reply=True``, wait until all of them have answered."""
+        url = self.broker_url or scenarios.app.conf.broker_url
+        # A control command goes to its app's own broker, whatever connection it is given.
+        with Celery(broker=url, set_as_current=False) as client:
+            names = [f"{worker.name}@here" for worker in self.workers]
+            return client.control.revoke(task_id, destination=names, timeout=LIMIT, **options)
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[Connection | None]:
+        """A connection to the broker; None, for one of the app's own, where that will do."""
+        if self.broker_url is None:
+            yield None
+        else:
+            with scenarios.app.connection_for_write(self.broker_url) as connection:
+                yield connection
 
     def signature(self, task: Task, *args: Any) -> Signature:
         """Make a signature that goes to this fleet and ignores the result before it."""
@@ -127,8 +161,12 @@ class Fleet:
 
     def says(self, *words: str) -> bool:
         """Whether one of the workers has logged a line with all these words."""
+        return self.times_it_says(*words) > 0
+
+    def times_it_says(self, *words: str) -> int:
+        """Count the lines with all these words that the workers have logged."""
         lines = (line for worker in self.workers for line in worker.log.splitlines())
-        return any(all(word in line for word in words) for line in lines)
+        return sum(all(word in line for word in words) for line in lines)
 
 
 class LeaseInRedis(NamedTuple):
@@ -158,9 +196,9 @@ class Scene:
         self.redis = client
         self.lock = f"dislock:{{{key}}}"
 
-    def open_gate(self) -> None:
-        """Let the bodies of this key end, those to come included."""
-        self.redis.set(scenarios.gate_of(self.key), "open")
+    def open_gate(self, task_id: str | None = None) -> None:
+        """Let the bodies of this key end, those to come included; or one that stays by itself."""
+        self.redis.set(scenarios.gate_of(task_id or self.key), "open")
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -172,6 +210,12 @@ class Scene:
         """Those reports that say this."""
         wanted = {"what": what, **more}
         return [event for event in self.history if wanted.items() <= event.items()]
+
+    @property
+    def releases(self) -> list[dict[str, Any]]:
+        """The signals ``lock_released`` about this key, in the order in which they came."""
+        events = self.redis.lrange(scenarios.releases_of(self.key), 0, -1)
+        return [json.loads(event) for event in events]
 
     def wait_for_report(self, what: str, times: int = 1, **more: Any) -> dict[str, Any]:
         """Wait until so many executions have reported this; return the last of them."""

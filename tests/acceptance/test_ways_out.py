@@ -1,0 +1,571 @@
+"""Every way in which an execution can end: its lock is freed by that, once, and no other's is.
+
+One test for each row of the table in docs/guarantees.md, in its order (those about options are in
+test_options.py), and each on Redis and on RabbitMQ as broker.  The lock's expiry is longer than any
+wait here, so a lock that gets free was released; where the table says that it expires, the server's
+own times are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import celery
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, WorkerLostError
+from celery import states
+from celery.exceptions import TaskRevokedError
+
+from example_project import scenarios
+from example_project.redis_server import RedisServer
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.acceptance
+
+SOON = 2.0  # seconds: what comes too late after that are a message or a command
+LATER = 2.5  # seconds until a task is due that must not run
+SOFT = 3.0  # seconds that a soft shutdown waits for bodies
+RELEASED = "Released the lock of"  # of the main process, about a child's execution
+
+# Who frees the lock of an execution.
+ITSELF = "itself"
+MAIN = "main process"
+EITHER = "either"  # whichever comes first
+NOBODY = "nobody"  # it has none
+
+
+class VirtualHost:
+    """A part of the RabbitMQ server, with connections of its own."""
+
+    def __init__(self, rabbitmq):
+        self.name = uuid.uuid4().hex
+        self.rabbitmq = rabbitmq
+        self.url = rabbitmq.add_virtual_host(self.name)
+
+    def drop_connections(self):
+        self.rabbitmq.close_connections(self.name)
+
+
+class RedisBroker(RedisServer):
+    """A Redis that is a broker, and nothing else."""
+
+    def drop_connections(self):
+        with self.client() as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+            client.client_kill_filter(_type="pubsub", skipme=True)
+
+
+@pytest.fixture(scope="session", params=["redis", "rabbitmq"])
+def broker(request):
+    """Each of the brokers."""
+    return request.param
+
+
+@pytest.fixture
+def fleet(request, broker):
+    """Two workers of that broker, for all tests of it that leave them alive."""
+    return request.getfixturevalue("prefork_pair" if broker == "redis" else "rabbitmq_pair")
+
+
+@pytest.fixture
+def start_worker(start_fleet, broker, request):
+    """Start a prefork worker of that broker, or of that URL, for this test alone."""
+    started = []
+    url = request.getfixturevalue("rabbitmq").url if broker == "rabbitmq" else None
+
+    def start(*options, broker_url=url, **kwargs):
+        started.append(start_fleet("prefork", *options, broker_url=broker_url, **kwargs))
+        return started[-1]
+
+    yield start
+    for fleet in started:
+        with contextlib.suppress(ProcessLookupError):
+            fleet.workers[0].kill()  # nothing is left to be done, or waited for
+
+
+@pytest.fixture
+def own_broker(request, broker, tmp_path) -> Iterator[RedisBroker | VirtualHost]:
+    """A broker whose connections can be dropped; the lock server stays what it is."""
+    if broker == "rabbitmq":
+        yield VirtualHost(request.getfixturevalue("rabbitmq"))
+    else:
+        with RedisBroker(tmp_path / "broker") as server:
+            yield server
+
+
+def is_gone(pid):
+    """Whether there is no such process any more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def assert_released(by, fleet, scene, task_id, dead=(), then=None):
+    """
+    Check that each execution of a task has freed its lock once, and not that of the next one.
+
+    Args:
+        by: Who is to have done that.
+        fleet: The workers in which the task ran.
+        scene: Its key.
+        task_id: The task.
+        dead: Process ids of executions that were killed.
+        then: The workers in which the next one runs; None: the same.
+    """
+
+    def tokens(events):
+        return sorted(event["token"] for event in events if event["id"] == task_id)
+
+    def releases():
+        return tokens(scene.releases), fleet.times_it_says(RELEASED, task_id)
+
+    begun = tokens(scene.reported("begin"))
+    due = {ITSELF: (begun, 0), MAIN: ([], len(begun)), NOBODY: ([], 0)}
+    scene.wait_until_free()
+    following = (then or fleet).send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin", id=following.id)
+    if by in due:
+        wait_for(f"who released it: {by}", lambda: releases() == due[by])
+    if any(worker.running for worker in fleet.workers):  # else nobody may be left to reap them
+        for pid in dead:
+            wait_for("the process is gone", lambda pid=pid: is_gone(pid))
+    assert_it_holds(scene, following)
+    scene.open_gate(following.id)
+    assert following.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
+    if by in due:
+        assert releases() == due[by]
+    else:
+        signals, lines = releases()
+        assert len(signals) + lines <= len(begun)
+    scene.assert_exclusive(dead)
+
+
+def assert_it_holds(scene, holder):
+    """Check that the lock is held by this task and no other."""
+    assert scene.lease.holder["id"] == holder.id
+
+
+def test_every_row_of_the_table_has_its_test():
+    """The last column of the table in docs/guarantees.md names tests that exist."""
+    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
+    table = text.partition("## When the next one can start")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert rows
+    tests = "".join(file.read_text("utf-8") for file in Path(__file__).parent.glob("test_*.py"))
+    for row in rows:
+        name = row[-1].strip().strip("`")
+        assert name.startswith("test_"), row
+        assert f"def {name}(" in tests, row
+
+
+# The body ends.
+
+
+def test_success(fleet, scene):
+    """When a caller has the result, the lock was released."""
+    result = fleet.send(scenarios.step, scene.key)
+    assert result.get(timeout=LIMIT) == {"held": True}
+    assert scene.is_free
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_exception(fleet, scene):
+    """A body that raises frees the lock before its caller hears of it."""
+    result = fleet.send(scenarios.fail, scene.key)
+    with pytest.raises(ValueError, match=scene.key):
+        result.get(timeout=LIMIT)
+    assert scene.is_free
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+@pytest.mark.parametrize("task", [scenarios.retry_once, scenarios.autoretry_once])
+def test_retry(fleet, scene, task):
+    """self.retry() and autoretry_for free the lock, and take it again when their time has come."""
+    result = fleet.send(task, scene.key)
+    assert result.get(timeout=LIMIT) == 1
+    assert [event["error"] for event in scene.reported("end")] in (
+        ["Retry", None],
+        ["ConnectionError", None],  # autoretry lies around the body
+    )
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_ignore(fleet, scene):
+    """Ignore frees the lock, and leaves no result."""
+    result = fleet.send(scenarios.ignore, scene.key)
+    assert scene.wait_for_report("end")["error"] == "Ignore"
+    assert_released(ITSELF, fleet, scene, result.id)
+    assert result.state == states.PENDING
+
+
+def test_reject(fleet, scene):
+    """Reject(requeue=False) frees the lock, and the message is gone."""
+    result = fleet.send(scenarios.reject, scene.key)
+    assert scene.wait_for_report("end")["error"] == "Reject"
+    assert_released(ITSELF, fleet, scene, result.id)
+    assert len(scene.reported("begin", id=result.id)) == 1
+
+
+def test_reject_and_requeue(fleet, scene):
+    """Reject(requeue=True) frees the lock, and the message that comes back takes it anew."""
+    result = fleet.send(scenarios.reject_once, scene.key)
+    assert result.get(timeout=LIMIT) == scene.key
+    assert [event["error"] for event in scene.reported("end")] == ["Reject", None]
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_system_exit(start_worker, fleet, scene):
+    """A body that raises SystemExit frees the lock on the way out of its process."""
+    own = start_worker()  # older Celery cannot store that as a result, and gives up
+    result = own.send(scenarios.leave_the_process, scene.key)
+    assert scene.wait_for_report("end")["error"] == "SystemExit"
+    assert_released(ITSELF, own, scene, result.id, then=fleet)
+
+
+# It is ended from outside.
+
+
+def test_soft_time_limit(fleet, scene):
+    """SoftTimeLimitExceeded in a body frees its lock."""
+    result = fleet.send(scenarios.hold, scene.key, soft_time_limit=1)
+    with pytest.raises(SoftTimeLimitExceeded):
+        result.get(timeout=LIMIT)
+    assert scene.wait_for_report("end")["error"] == "SoftTimeLimitExceeded"
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_hard_time_limit(fleet, scene):
+    """The main process frees the lock of a child that it kills for its time limit."""
+    result = fleet.send(scenarios.hold, scene.key, time_limit=1)
+    with pytest.raises(TimeLimitExceeded):
+        result.get(timeout=LIMIT)
+    pid = scene.wait_for_report("begin")["pid"]
+    assert not scene.reported("end", error=None)
+    assert_released(EITHER, fleet, scene, result.id, dead=[pid])  # it is sent SIGTERM first
+
+
+def test_revoke_before_start(fleet, scene):
+    """A task that is revoked before it is sent neither runs nor locks."""
+    task_id = str(uuid.uuid4())
+    assert len(fleet.revoke(task_id, reply=True)) == len(fleet.workers)
+    result = fleet.send(scenarios.hold, scene.key, task_id=task_id)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=LIMIT)
+    assert scene.history == []
+    assert_released(NOBODY, fleet, scene, result.id)
+
+
+def test_revoke_while_it_waits_for_its_time(fleet, scene):
+    """A task that is revoked while its worker keeps it for later never locks."""
+    result = fleet.send(scenarios.hold, scene.key, countdown=SOON)
+    wait_for("the task has come", lambda: fleet.says(result.id, "received"))
+    fleet.revoke(result.id)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=LIMIT)
+    assert scene.history == []
+    assert_released(NOBODY, fleet, scene, result.id)
+
+
+def test_revoke_while_it_is_put_off(fleet, scene):
+    """A second delivery that is revoked while it is put off leaves the first its lock."""
+    result = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    fleet.send(scenarios.hold, scene.key, task_id=result.id)
+    wait_for("it is put off", lambda: fleet.says("put off", result.id))
+    assert len(fleet.revoke(result.id, reply=True)) == len(fleet.workers)
+    wait_for("it is dropped", lambda: fleet.says("Discarding revoked task", result.id))
+    assert_it_holds(scene, result)
+    scene.open_gate()
+    scene.wait_for_report("end", id=result.id, error=None)
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_revoke_while_it_runs(fleet, scene):
+    """A plain revoke of a running task changes nothing: it holds its lock to its end."""
+    result = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    assert len(fleet.revoke(result.id, reply=True)) == len(fleet.workers)
+    late = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(TaskRevokedError, match=result.id):
+        late.get(timeout=LIMIT)
+    assert_it_holds(scene, result)
+    scene.open_gate()
+    scene.wait_for_report("end", id=result.id, error=None)  # newer Celery tells the caller REVOKED
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+@pytest.mark.parametrize(
+    ("how", "by"), [("SIGTERM", EITHER), ("SIGKILL", MAIN)], ids=["SIGTERM", "SIGKILL"]
+)
+def test_revoke_and_terminate(fleet, scene, how, by):
+    """revoke(terminate=True) frees the lock of the running task, whatever the signal."""
+    result = fleet.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    fleet.revoke(result.id, terminate=True, signal=how)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=LIMIT)
+    assert_released(by, fleet, scene, result.id, dead=[pid])
+
+
+def test_expires(fleet, scene):
+    """A message that expires before its task is due neither runs nor locks."""
+    result = fleet.send(scenarios.hold, scene.key, expires=SOON, countdown=LATER)
+    with pytest.raises(TaskRevokedError, match="expired"):
+        result.get(timeout=LIMIT)
+    assert scene.history == []
+    assert_released(NOBODY, fleet, scene, result.id)
+
+
+# Its process ends.
+
+
+@pytest.mark.parametrize(
+    ("how", "by"),
+    [(signal.SIGKILL, MAIN), (signal.SIGSEGV, MAIN), (signal.SIGTERM, EITHER)],
+    ids=["SIGKILL", "SIGSEGV", "SIGTERM"],
+)
+def test_death_of_the_child(fleet, scene, how, by):
+    """A pool process that is killed in a body, by whomever, does not keep the lock."""
+    result = fleet.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    os.kill(pid, how)
+    with pytest.raises((WorkerLostError, SystemExit)):
+        result.get(timeout=LIMIT)
+    assert_released(by, fleet, scene, result.id, dead=[pid])
+
+
+def test_death_of_the_child_and_redelivery(fleet, scene):
+    """With acks_late and reject_on_worker_lost the message comes back, and finds the lock free."""
+    result = fleet.send(scenarios.hold_and_survive, scene.key)
+    first = scene.wait_for_report("begin")
+    os.kill(first["pid"], signal.SIGKILL)
+    again = scene.wait_for_report("begin", times=2)
+    assert again["id"] == result.id
+    assert again["pid"] != first["pid"]
+    assert_it_holds(scene, result)
+    assert fleet.times_it_says(RELEASED, result.id) == 1
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    wait_for("one release", lambda: [r["token"] for r in scene.releases] == [again["token"]])
+    assert_released(EITHER, fleet, scene, result.id, dead=[first["pid"]])
+
+
+@pytest.mark.parametrize("option", ["--max-tasks-per-child", "--max-memory-per-child"])
+def test_replacement_of_the_child(start_worker, scene, option):
+    """A child that ends after its task, for tasks or memory, has released before."""
+    fleet = start_worker(option, "1")
+    results = []
+    for _ in range(2):
+        results.append(fleet.send(scenarios.step, scene.key))
+        assert results[-1].get(timeout=LIMIT) == {"held": True}
+        assert scene.is_free
+    pids = {event["pid"] for event in scene.reported("begin")}
+    assert len(pids) == len(results)
+    for pid in pids:
+        wait_for("the child is replaced", lambda pid=pid: is_gone(pid))
+    assert_released(ITSELF, fleet, scene, results[0].id)
+    assert len([r for r in scene.releases if r["id"] == results[1].id]) == 1
+
+
+@pytest.mark.parametrize("how", ["the body ends", "the child is killed", "it is terminated"])
+def test_a_lock_that_was_lost_is_not_released(fleet, scene, how):
+    """An execution that ends after its lock was taken from it leaves that of the next holder."""
+    first = fleet.send(scenarios.hold_by_itself, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    scene.lose_the_lock()
+    second = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin", id=second.id)
+    lease = scene.lease
+    if how == "the body ends":
+        scene.open_gate(first.id)
+    elif how == "the child is killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        fleet.revoke(first.id, terminate=True)
+    first.get(timeout=LIMIT, propagate=False)
+    if how != "the body ends":
+        wait_for("the process is gone", lambda: is_gone(pid))
+    late = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(TaskRevokedError, match=second.id):
+        late.get(timeout=LIMIT)
+    assert scene.lease == lease
+    scene.open_gate()
+    assert second.get(timeout=LIMIT)["held"] is True
+
+
+# Its worker ends.
+
+
+def test_warm_shutdown(start_worker, fleet, scene):
+    """A worker that is told to stop keeps the lock until its last body has ended."""
+    own = start_worker()
+    (worker,) = own.workers
+    result = own.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    worker.terminate()
+    worker.wait_until_it_says("Warm shutdown")
+    late = fleet.send(scenarios.step, scene.key)
+    with pytest.raises(TaskRevokedError, match=result.id):
+        late.get(timeout=LIMIT)
+    assert_it_holds(scene, result)
+    scene.open_gate()
+    assert worker.wait_until_it_ends() == 0
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.is_free
+    assert_released(ITSELF, own, scene, result.id, then=fleet)
+
+
+def test_soft_shutdown(start_worker, fleet, scene, redis_client):
+    """A body that ends in the time of a soft shutdown keeps its lock; others are stopped then."""
+    own = start_worker(conf={"worker_soft_shutdown_timeout": SOFT})
+    (worker,) = own.workers
+    slow = Scene(f"{scene.key}-slow", redis_client)
+    results = [own.send(scenarios.hold, each.key) for each in (scene, slow)]
+    dead = [each.wait_for_report("begin")["pid"] for each in (scene, slow)]
+    worker.process.send_signal(signal.SIGQUIT)
+    worker.wait_until_it_says("Initiating Soft Shutdown")
+    for each, result in zip((scene, slow), results, strict=True):
+        assert_it_holds(each, result)
+    scene.open_gate()
+    assert results[0].get(timeout=LIMIT)["held"] is True
+    worker.wait_until_it_ends()
+    assert_released(ITSELF, own, scene, results[0].id, then=fleet)
+    assert not slow.reported("end", error=None)
+    assert_released(EITHER, own, slow, results[1].id, dead=dead[1:], then=fleet)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_cold_shutdown(start_worker, fleet, scene, times):
+    """A worker that is told to stop at once leaves no lock behind."""
+    own = start_worker()
+    (worker,) = own.workers
+    result = own.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    worker.process.send_signal(signal.SIGQUIT)
+    worker.wait_until_it_says("Cold shutdown")
+    if times > 1:
+        worker.process.send_signal(signal.SIGQUIT)
+    worker.wait_until_it_ends()
+    assert not scene.reported("end", error=None)
+    assert_released(EITHER, own, scene, result.id, dead=[pid], then=fleet)
+
+
+def test_cold_shutdown_and_redelivery(start_worker, scene):
+    """With acks_late, a task that is stopped so runs again in another worker, at once."""
+    first = start_worker()
+    (worker,) = first.workers
+    result = first.send(scenarios.hold_and_survive, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    worker.process.send_signal(signal.SIGQUIT)
+    worker.wait_until_it_ends()
+    second = start_worker(queue=first.queue)
+    assert scene.wait_for_report("begin", times=2)["id"] == result.id
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert_released(EITHER, second, scene, result.id, dead=[pid])
+
+
+def test_death_of_the_worker(start_worker, fleet, scene):
+    """Where nobody is left to release it, a lock lasts until its expiry, and not longer."""
+    own = start_worker()
+    result = own.send(scenarios.hold_renewed, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    left = scene.lease
+    own.workers[0].kill()
+    scene.wait_until_free()
+    following = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin", id=following.id)
+    assert left.expires_ms <= scene.lease.acquired_ms
+    scene.open_gate()
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert not [r for r in scene.releases if r["id"] == result.id]
+    scene.assert_exclusive([pid])
+
+
+def test_death_of_the_worker_and_redelivery(start_worker, scene, broker):
+    """With acks_late, another worker gets the message, and runs it when the lock has expired."""
+    if broker == "redis" and REDELIVERY_IS_SLOW:
+        pytest.skip("this kombu redelivers every 100 s")
+    own = {"queue": scene.key, "env": {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}, "ready": False}
+    fleets = [start_worker(**own) for _ in range(2)]
+    for fleet in fleets:
+        fleet.workers[0].wait_until_ready()
+    result = fleets[0].send(scenarios.hold_renewed_and_survive, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    left = scene.lease
+    (victim,) = (f.workers[0] for f in fleets if f.workers[0].name in left.holder["worker"])
+    victim.kill()
+    again = scene.wait_for_report("begin", times=2)
+    assert again["id"] == result.id
+    assert left.expires_ms <= scene.lease.acquired_ms
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
+    assert [release["token"] for release in scene.releases] == [again["token"]]
+    scene.assert_exclusive([pid])
+
+
+# Its worker and the broker lose each other.
+
+
+def test_lost_connection(start_worker, own_broker, fleet, scene):
+    """A task that was acknowledged early runs on under its lock, and only once."""
+    own = start_worker(broker_url=own_broker.url)
+    (worker,) = own.workers
+    result = own.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    lease = scene.lease
+    own_broker.drop_connections()
+    worker.wait_until_it_says("Connection to broker lost")
+    late = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(TaskRevokedError, match=result.id):
+        late.get(timeout=LIMIT)
+    assert scene.lease == lease
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert_released(ITSELF, own, scene, result.id)
+    assert len(scene.reported("begin", id=result.id)) == 1
+
+
+def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
+    """With acks_late the message comes back while its task runs, and is put off until it ended."""
+    fleet = start_worker(broker_url=own_broker.url)
+    (worker,) = fleet.workers
+    result = fleet.send(scenarios.hold_and_survive, scene.key)
+    scene.wait_for_report("begin")
+    own_broker.drop_connections()
+    worker.wait_until_it_says("Connection to broker lost")
+    wait_for("it comes again", lambda: fleet.times_it_says(result.id, "received") > 1)
+    if celery.VERSION >= (5, 7):  # older ones start nothing then before a body has ended
+        wait_for("the redelivery is put off", lambda: fleet.says("put off", result.id))
+    assert len(scene.reported("begin")) == 1
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    scene.wait_for_report("end", times=2, id=result.id)
+    assert_released(ITSELF, fleet, scene, result.id)
+
+
+def test_lost_connection_and_cancellation(start_worker, own_broker, scene):
+    """A task that Celery stops for its lost connection frees its lock, and runs again at once."""
+    conf = {"worker_cancel_long_running_tasks_on_connection_loss": True}
+    fleet = start_worker(broker_url=own_broker.url, conf=conf)
+    result = fleet.send(scenarios.hold_and_survive, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    own_broker.drop_connections()
+    again = scene.wait_for_report("begin", times=2)
+    assert again["id"] == result.id
+    assert_it_holds(scene, result)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert_released(EITHER, fleet, scene, result.id, dead=[pid])
