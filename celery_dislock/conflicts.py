@@ -1,133 +1,206 @@
-"""What a task does that cannot have its lock: every way ends in an exception of Celery's or ours.
+"""What a task does that comes second: one function for each strategy.
 
-A task is put off by sending it again under its own id, with its own retries unspent, and ending
-this delivery as RETRY: a caller that waits for the result goes on waiting.
+Each either returns a lease, because the task has waited for it, or ends the delivery with an
+exception of Celery's or ours.  Whatever it does, a caller's ``get()`` ends, or goes on waiting for
+a task that is still to run; chords and chains are told.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+import celery
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
-from kombu.exceptions import OperationalError
 
 from celery_dislock import signals
-from celery_dislock.leases import in_words
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.leases import Conflict, in_words
+from celery_dislock.sending import GIVEN_UP_HEADER, RETRY_UNTIL_HEADER, put_off, take_note
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from celery import Task
     from celery.app.task import Context
 
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.leases import Conflict
+    from celery_dislock.leases import Lease
     from celery_dislock.settings import TaskOptions
 
-PUT_OFF_FIRST = 1.0  # seconds; doubled each time
-PUT_OFF_MOST = 60.0  # seconds
-PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
+CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
 
 logger = logging.getLogger("celery_dislock")
 
 
-def resolve(task: Task, request: Context, conflict: Conflict, options: TaskOptions) -> NoReturn:
-    """
-    End a delivery whose lock is held, as ``lock_on_conflict`` says.
+class Second(NamedTuple):
+    """A delivery whose lock is held."""
 
-    A delivery of the very task that holds the lock is never dropped, whatever that says: after a
-    dead worker or a lost connection it may be the only copy of that work.  It is put off.
+    task: Task
+    request: Context
+    options: TaskOptions
+    conflict: Conflict
+    wait_in_line: Callable[[float], Lease | Conflict | None]  # given so many seconds
+
+    @property
+    def is_a_copy(self) -> bool:
+        """Whether the lock is held by another delivery of this very task."""
+        same = self.conflict.holder.get("id") == self.request.id
+        return same and not self.request.is_eager
+
+
+def resolve(second: Second) -> Lease | None:
+    """
+    Do as ``lock_on_conflict`` says.
+
+    A copy of the task that holds the lock is put off, whatever that says: after a dead worker or a
+    lost connection it may be the only copy of that work.
 
     Raises:
-        Ignore: Skipped; the result says REVOKED and why.
+        Ignore: Skipped, and the result says REVOKED and why; or a copy, which comes again later.
         LockHeldError: The task fails.
-        Retry: Put off.
+        Retry: The task comes again later.
+        Reject: The broker gets the message back.
+        SettingsError: A callable has returned what is no strategy.
     """
+    task, request, options, conflict, _ = second
     signals.lock_conflict.send(sender=task, conflict=conflict, task_id=request.id)
-    if conflict.holder.get("id") == request.id and not request.is_eager:
-        put_off(
-            task,
-            request,
-            f"another delivery of this task holds lock {conflict.key!r}: "
-            f"{in_words(conflict.holder)}",
-            at_most=conflict.remaining,
-        )
+    if second.is_a_copy:
+        put_off_copy(second)
+    chosen = options.lock_on_conflict
+    if not isinstance(chosen, str):
+        chosen = _ask(chosen, second)
+    return STRATEGIES[chosen](second)
+
+
+def skip(second: Second) -> NoReturn:
+    """Do not run; the result is REVOKED, which a chord and the rest of a chain are told."""
+    task, request, _, conflict, _ = second
     error = conflict.error()
-    if options.lock_on_conflict == "raise":
-        raise error
     logger.info("Task %s[%s] skipped: %s.", task.name, request.id, error)
     if not request.is_eager:
-        # Ignore alone would leave the caller's get() and a chord waiting for ever.
-        ignores_result = (
-            task.ignore_result if request.ignore_result is None else request.ignore_result
-        )
-        task.backend.mark_as_failure(
-            request.id,
-            TaskRevokedError(str(error)),
-            request=request,
-            store_result=not ignores_result,
-            call_errbacks=False,
-            state=states.REVOKED,
-        )
+        _end(second, TaskRevokedError(str(error)), states.REVOKED)
     raise Ignore(str(error))
 
 
-def unavailable(task: Task, request: Context, error: StoreError) -> NoReturn:
-    """
-    End a delivery whose lock could not be asked for: fail closed, and lose nothing.
+def fail(second: Second) -> NoReturn:
+    """Fail, with the holder in the error."""
+    raise second.conflict.error()
 
-    Raises:
-        Retry: Put off.
-        StoreError: An eager task, which has nowhere to be put.
-    """
-    if request.is_eager:
+
+def retry(second: Second) -> NoReturn:
+    """Come again later, until ``lock_retry_for`` is over; an eager task cannot, and fails."""
+    task, request, options, conflict, _ = second
+    now = time.time()  # of this machine, as Celery's ETA is, and the headers of a message carry it
+    until = take_note(request, RETRY_UNTIL_HEADER) or now + options.lock_retry_for
+    error = conflict.error()
+    if request.is_eager or now >= until:
         raise error
-    put_off(task, request, str(error))
+    at_most = min(conflict.remaining, until - now)
+    delay = put_off(task, request, str(error), at_most=at_most, notes={RETRY_UNTIL_HEADER: until})
+    raise Retry(str(error), exc=error, when=delay)
 
 
-def put_off(task: Task, request: Context, reason: str, at_most: float = PUT_OFF_MOST) -> NoReturn:
+def wait(second: Second) -> Lease | None:
+    """Wait in line, in this slot; after ``lock_wait_timeout`` fail."""
+    answer = second.wait_in_line(second.options.lock_wait_timeout)
+    if not isinstance(answer, Conflict):
+        return answer
+    late = second._replace(conflict=answer)
+    if late.is_a_copy:  # another got its turn first
+        put_off_copy(late)
+    fail(late)
+
+
+def reject(second: Second) -> NoReturn:
+    """Give the message back for good: to the dead-letter exchange, where its queue has one."""
+    task, request, _, conflict, _ = second
+    rejection = Reject(str(conflict.error()), requeue=False)
+    logger.info("Task %s[%s] rejected: %s.", task.name, request.id, conflict.error())
+    if not request.is_eager and not CELERY_FAILS_REJECTED:
+        _end(second, rejection, states.FAILURE, call_errbacks=True)
+    raise rejection
+
+
+STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
+    "skip": skip,
+    "raise": fail,
+    "retry": retry,
+    "wait": wait,
+    "reject": reject,
+}
+
+
+def _ask(decide: Callable[[Task, Conflict], str | None], second: Second) -> str:
+    """Let a callable choose; a predicate that leaves a caller waiting becomes a strategy."""
+    try:
+        chosen = decide(second.task, second.conflict)
+    except Ignore:
+        return "skip"
+    except Reject as exc:
+        if exc.requeue:
+            raise
+        return "reject"
+    except Retry as exc:
+        if exc.sig is not None:  # task.retry() has sent it
+            raise
+        return "retry"
+    if chosen is None:
+        return "skip"
+    if chosen not in STRATEGIES:
+        allowed = ", ".join(map(repr, STRATEGIES))
+        raise SettingsError(
+            second.task.name, "lock_on_conflict", chosen, f"return None or one of {allowed}"
+        )
+    return chosen
+
+
+def put_off_copy(second: Second) -> NoReturn:
+    """Send a copy of a task that runs again for later; the result belongs to the one that runs."""
+    task, request, _, conflict, _ = second
+    reason = (
+        f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
+    )
+    put_off(task, request, reason, at_most=conflict.remaining)
+    raise Ignore(reason)
+
+
+def unavailable(task: Task, request: Context, error: StoreError, choice: str, owner: str) -> None:
     """
-    Send the task again for later, and end this delivery.
+    Do as ``dislock_on_unavailable`` says where the lock server does not answer.
 
-    Args:
-        task: The task.
-        request: Its delivery.
-        reason: Why, for the log and the result.
-        at_most: Seconds after which the reason is gone at the latest.
+    It may still carry out what it was sent, and grant the lock to *owner*, whom nobody waits for
+    any more: the next delivery ends that lease before it asks for its own.
 
-    With the broker away too, a task that was acknowledged early exists nowhere but here: it waits
-    in its slot until it can be sent.
+    Returns:
+        Where the body is to run without its lock.
 
     Raises:
-        Retry: It was sent.
-        Reject: The broker is away, and has the message still: it is to be delivered again.
+        Retry: Put off, and nothing is lost.
+        StoreError: The task fails; so does an eager one, which has nowhere to be put.
     """
-    headers = dict(request.headers or {})
-    times = headers.get(PUT_OFF_HEADER, 0)
-    backoff = PUT_OFF_FIRST * 2 ** min(times, 10)
-    jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- no secret
-    countdown = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
-    headers[PUT_OFF_HEADER] = times + 1
-    signature = task.signature_from_request(
-        request, headers=headers, countdown=countdown, retries=request.retries
+    if choice == "run":
+        logger.warning("Task %s[%s] runs without its lock: %s", task.name, request.id, error)
+        return
+    if choice == "raise" or request.is_eager:
+        raise error
+    notes = {GIVEN_UP_HEADER: [*(take_note(request, GIVEN_UP_HEADER) or ()), owner]}
+    # The outage is logged once, by itself.
+    delay = put_off(task, request, str(error), notes=notes, level=logging.INFO)
+    raise Retry(str(error), exc=error, when=delay)
+
+
+def _end(second: Second, error: Exception, state: str, *, call_errbacks: bool = False) -> None:
+    """Store the result, and tell the chord and the rest of the chain; Ignore alone tells nobody."""
+    task, request = second.task, second.request
+    ignores: Any = vars(request).get("ignore_result")  # the class's own False says nothing
+    task.backend.mark_as_failure(
+        request.id,
+        error,
+        request=request,
+        store_result=not (task.ignore_result if ignores is None else ignores),
+        call_errbacks=call_errbacks,
+        state=state,
     )
-    pause = PUT_OFF_FIRST
-    while True:
-        try:
-            signature.apply_async()
-            break
-        except OperationalError as exc:
-            if task.acks_late:  # the broker has the message still
-                raise Reject(exc, requeue=True) from exc
-            logger.error(  # noqa: TRY400 -- the reason says it all, many times over
-                "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s",
-                task.name,
-                request.id,
-                exc,
-            )
-        time.sleep(pause)
-        pause = min(pause * 2, PUT_OFF_MOST)
-    logger.warning("Task %s[%s] put off for %.1f s: %s", task.name, request.id, countdown, reason)
-    raise Retry(reason, when=countdown)

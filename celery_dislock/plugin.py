@@ -14,11 +14,12 @@ from celery._state import connect_on_app_finalize
 from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
+from celery_dislock import startup
 from celery_dislock.exceptions import DislockError
 from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.runtime import Runtime
-from celery_dislock.settings import app_settings, task_options
+from celery_dislock.settings import app_settings, check_servers, task_options
 from celery_dislock.task import SingletonTask, install, runtime_of
 from celery_dislock.values import check_key
 
@@ -44,8 +45,10 @@ OPTIONS = (
         ["--dislock-url"],
         default=None,
         metavar="URL",
+        multiple=True,
         help_group="Lock Options",
-        help="The lock server, in place of the setting dislock_url.",
+        help="The lock server, in place of the setting dislock_url; given several times, "
+        "independent servers of which a majority decides.",
     ),
 )
 
@@ -74,12 +77,12 @@ class Dislock:
         _follow(app)
 
     @classmethod
-    def from_url(cls, url: str, **settings: Any) -> Dislock:
+    def from_url(cls, url: str | Sequence[str], **settings: Any) -> Dislock:
         """
         Make locks for plain Python, without a Celery app or a worker.
 
         Args:
-            url: The lock server.
+            url: The lock server; or a list of independent servers, of which a majority decides.
             settings: Settings of the reference page without their ``dislock_``, such as
                 ``prefix`` or ``transport_options``; and defaults for :meth:`lock`.
 
@@ -132,21 +135,22 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         worker: WorkController,
         *,
         dislock: bool | None = None,
-        dislock_url: str | None = None,
+        dislock_url: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
         conf = worker.app.conf
         if dislock is not None:
             conf.dislock_enabled = dislock
-        if dislock_url is not None:
-            conf.dislock_url = dislock_url
+        if dislock_url:
+            single = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+            conf.dislock_url = single
         self.locking = runtime_of(
             worker.app
         ).enabled  # not "enabled": that would leave out the step
         self._check: Any = None
         try:
-            self.server = _lock_server(worker.app)
+            self.server, self.warnings = _lock_server(worker.app)
         except DislockError as exc:
             raise SystemExit(
                 f"Cannot start with locks: {exc}. Mend that, name another lock server "
@@ -174,6 +178,8 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
                 "beside those of any other."
             )
+        for warning in self.warnings:
+            logger.warning(warning)
 
 
 def guard_tasks(app: Celery) -> None:
@@ -192,26 +198,34 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
         guard_tasks(sender)
 
 
-def _lock_server(app: Celery) -> str:
+def _lock_server(app: Celery) -> tuple[str, list[str]]:
     """Guard the tasks, and find the server of their locks; under ``--dislock`` it must answer.
 
     Returns:
-        The server's URL without its password; empty where nothing is locked.
+        The server's URL without its password, empty where nothing is locked; and what the worker is
+        to warn of.
 
     Raises:
         SettingsError: An option of a task cannot be used, or there is no lock server.
         StoreError: It does not answer.
     """
     runtime = runtime_of(app)
+    for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
+        if hasattr(task, "dislock_guard"):
+            check_servers(task.name, task.dislock_guard.options, app.conf)
+    warnings: list[str] = []
     if runtime.enabled:
         guard_tasks(app)
-        runtime.process.store.ping()
-    elif runtime.enabled is False or not any(
-        isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
-        for task in app.tasks.values()
-    ):
-        return ""
-    return runtime.process.store.server
+        warnings += startup.about_server(runtime.process.store.ping())
+    warnings += startup.about_tasks(app, enabled=runtime.enabled)
+    locks = runtime.enabled or (
+        runtime.enabled is None
+        and any(
+            isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
+            for task in app.tasks.values()
+        )
+    )
+    return runtime.process.store.server if locks else "", warnings
 
 
 def _follow(app: Celery) -> None:

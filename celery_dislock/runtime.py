@@ -6,10 +6,12 @@ thread is never used on the other side of a fork.  What the parent had is kept t
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from functools import cached_property
 from itertools import count
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import SettingsError
@@ -22,6 +24,7 @@ from celery_dislock.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.exceptions import StoreError
     from celery_dislock.leases import Claim
     from celery_dislock.settings import AppSettings, TaskOptions
 
@@ -36,26 +39,35 @@ _CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transpor
 )
 # How the server is found, but not for how long it is waited for: locks have times of their own.
 _TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
+_CREDENTIALS = "credential_provider"
 
 
-def lock_server(conf: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+logger = logging.getLogger("celery_dislock")
+
+
+def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[str, Any]]:
     """
     Find the lock server: ``dislock_url``, else the broker, else the result backend.
 
     Returns:
-        Its URL, and options for its connections that belong to that URL.
+        Its URL, or those of several, and options for its connections that belong to that URL.
 
     Raises:
         SettingsError: None of them is a Redis.
     """
     url = conf.get("dislock_url")
+    if isinstance(url, (list, tuple)):
+        return url, {}
     if url and not url.startswith(SCHEMES):
         raise SettingsError("app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY)
     for name, tls, transport in _CELERYS:
         # Celery's configuration has properties for these, which ask the environment first.
         candidate = _one_url(getattr(conf, name, None) or conf.get(name))
         if candidate.startswith(SCHEMES) and (not url or url == candidate):
-            return candidate, _options_of(candidate, conf.get(tls), conf.get(transport) or {})
+            options = _options_of(candidate, conf.get(tls), conf.get(transport) or {})
+            if name == "result_backend" and conf.get(f"redis_backend_{_CREDENTIALS}"):
+                options.setdefault(_CREDENTIALS, conf[f"redis_backend_{_CREDENTIALS}"])
+            return candidate, options
     if url:
         return url, {}
     raise SettingsError("app.conf", "dislock_url", None, _REMEDY)
@@ -69,7 +81,7 @@ def _one_url(given: Any) -> str:
 
 
 def _options_of(url: str, tls: Any, transport: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    options = {name: transport[name] for name in (_CREDENTIALS,) if name in transport}
     if url.startswith(SENTINEL):
         options.update((name, transport[name]) for name in _TAKEN_OVER if name in transport)
     if tls and not url.startswith(WITHOUT_TLS):
@@ -152,6 +164,8 @@ class Process:
         )
         self.watchdog = Watchdog(self.store)
         self._held = threading.local()
+        self._away = False
+        self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
         self._counter = count(1)
 
     @property
@@ -163,6 +177,18 @@ class Process:
             held = self._held.by_keys = {}
         return held
 
+    def lock_server_failed(self, error: StoreError) -> None:
+        """Say that the lock server is away; once, until it has answered."""
+        if not self._away:
+            self._away = True
+            logger.warning("While this lasts no task can take a lock: %s", error)
+
+    def lock_server_answered(self) -> None:
+        """Say that it is back, where it was away."""
+        if self._away:
+            self._away = False
+            logger.info("The lock server %s answers again.", self.store.server)
+
     def owner_name(self, start: str) -> str:
-        """Make the name of a new owner: what it is, and this process's counter."""
-        return f"{start}{next(self._counter)}"
+        """Make the name of a new owner, like no other's on any machine: what it is, and a count."""
+        return f"{start}{self._nonce}.{next(self._counter)}"

@@ -11,6 +11,7 @@ remedy.  All of them run when a task is bound or a worker starts, never later.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from celery_dislock.checks import (
     mapping,
     natural_number,
     one_of,
+    one_or_several_urls,
     optional,
     seconds,
     text,
@@ -29,6 +31,7 @@ from celery_dislock.checks import (
     yes_or_no,
 )
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,6 +55,22 @@ def lock_key(value: object) -> object:
     raise ValueError(
         "give a template such as 'export:<corp_id>', a callable, a list of them, None or False"
     )
+
+
+def lock_on_conflict(value: object) -> object:
+    """Check a strategy: its name, or a callable that is given the task and the conflict."""
+    if not callable(value):
+        return _strategy(value)
+    try:
+        inspect.signature(value).bind(None, None)
+    except TypeError as exc:
+        raise ValueError("give a callable that takes the task and the conflict") from exc
+    except ValueError:  # built in, without a signature
+        pass
+    return value
+
+
+_strategy = one_of("skip", "raise", "retry", "wait", "reject", not_yet=("queue",))
 
 
 def _declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
@@ -124,14 +143,55 @@ class TaskOptions:
             "Hold the lock at least so long, counted from its acquisition, however short the task."
         ),
     )
-    lock_on_conflict: str = _declare(
+    lock_on_conflict: str | Callable[[Any, Any], str | None] = _declare(
         default="skip",
-        check=one_of("skip", "raise", not_yet=("retry", "wait", "queue", "reject")),
+        check=lock_on_conflict,
         unit="",
         description=(
             "What the task that comes second does: `skip` does not run and ends as REVOKED, "
-            "`raise` fails with LockHeldError."
+            "`raise` fails with LockHeldError, `retry` comes again later under its own id, `wait` "
+            "waits in line in its slot, `reject` goes to the broker's dead-letter exchange. Or a "
+            "callable, which is given the task and the conflict, and returns one of these."
         ),
+    )
+    lock_wait_timeout: float = _declare(
+        default=10.0,
+        check=seconds(at_least=0),
+        unit="s",
+        description="So long a task waits with `lock_on_conflict='wait'`; then as `raise`.",
+    )
+    lock_retry_for: float = _declare(
+        default=3600.0,
+        check=seconds(above=0),
+        unit="s",
+        description=(
+            "So long after its first conflict a task comes again with `lock_on_conflict='retry'`; "
+            "then as `raise`."
+        ),
+    )
+    lock_hold_on_retry: bool = _declare(
+        default=False,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "True: when the task retries, its lease is kept for the retry, which takes it over: "
+            "until a timeout after the countdown. False: released before the retry is sent."
+        ),
+    )
+    lock_dedupe_redelivered: bool = _declare(
+        default=False,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "True: a second delivery of the same task id that comes after the first has succeeded "
+            "is acknowledged without running."
+        ),
+    )
+    lock_dedupe_for: float = _declare(
+        default=3600.0,
+        check=seconds(above=0),
+        unit="s",
+        description="So long after its success `lock_dedupe_redelivered` remembers a task.",
     )
     lock_on_lost: str = _declare(
         default="warn",
@@ -173,10 +233,20 @@ class TaskOptions:
 
 
 NOT_YET = {
-    "lock_wait_timeout": "belongs to lock_on_conflict='wait'",
     "lock_queue_limit": "belongs to lock_on_conflict='queue'",
     "lock_queue_overflow": "belongs to lock_on_conflict='queue'",
 }
+
+
+# Options that say nothing unless another one has this value.
+BELONG_TO = {
+    "lock_wait_timeout": ("lock_on_conflict", "wait"),
+    "lock_retry_for": ("lock_on_conflict", "retry"),
+    "lock_dedupe_for": ("lock_dedupe_redelivered", True),
+}
+
+# What several independent lock servers can do, and nothing else.
+ALONE = {"lock_mode": "exclusive", "lock_limit": 1}
 
 
 @dataclass(frozen=True)
@@ -193,13 +263,25 @@ class AppSettings:
             "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
         ),
     )
-    dislock_url: str | None = _declare(
+    dislock_url: str | tuple[str, ...] | None = _declare(
         default=None,
-        check=optional(text),
+        check=optional(one_or_several_urls),
         unit="",
         description=(
             "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
-            "or rediss+cluster://. None: the broker, then the result backend, whichever is a Redis."
+            "or rediss+cluster://; or a list of the URLs of three or more independent servers, of "
+            "which a majority decides. None: the broker, then the result backend, whichever is a "
+            "Redis."
+        ),
+    )
+    dislock_on_unavailable: str = _declare(
+        default="retry",
+        check=one_of("retry", "raise", "run"),
+        unit="",
+        description=(
+            "What a task does whose lock server does not answer: `retry` comes again later, under "
+            "its own id and with its own retries unspent, `raise` fails with StoreError, `run` "
+            "runs without its lock."
         ),
     )
     dislock_prefix: str = _declare(
@@ -268,7 +350,14 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             values[option.name] = _checked(owner, option.name, option, declared[option.name])
         elif setting and setting in conf:
             values[option.name] = _checked("app.conf", setting, option, conf[setting])
-    return TaskOptions(**values)
+    options = TaskOptions(**values)
+    check_servers(owner, options, conf)
+    for name, (other, value) in BELONG_TO.items():
+        actual = getattr(options, other)
+        if name in declared and actual != value and not callable(actual):
+            remedy = f"it belongs to {other}={value!r}: give that too, or leave it out"
+            raise SettingsError(owner, name, declared[name], remedy)
+    return options
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
@@ -278,13 +367,33 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
         SettingsError: A setting cannot be used, or looks like one that is misspelt.
     """
     check_settings(conf)
-    return AppSettings(
+    settings = AppSettings(
         **{
             f.name: _checked("app.conf", f.name, f, conf[f.name])
             for f in fields(AppSettings)
             if f.name in conf
         }
     )
+    if isinstance(settings.dislock_url, tuple) and settings.dislock_min_replicas:
+        replicas = settings.dislock_min_replicas
+        raise SettingsError("app.conf", "dislock_min_replicas", replicas, NO_REPLICAS)
+    return settings
+
+
+def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:
+    """Refuse what several lock servers cannot do.
+
+    Raises:
+        SettingsError: Names the option.
+    """
+    if not isinstance(conf.get("dislock_url"), (list, tuple)):
+        return
+    for name, value in ALONE.items():
+        if (given := getattr(options, name)) != value:
+            raise SettingsError(owner, name, given, ONLY_EXCLUSIVE)
+    if options.lock_on_conflict == "queue":
+        remedy = "several lock servers (dislock_url is a list) keep no line; use 'wait' or 'retry'"
+        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
 
 
 def check_settings(conf: Mapping[str, Any]) -> None:
@@ -323,4 +432,5 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
     try:
         return option.metadata["check"](value)
     except ValueError as exc:
-        raise SettingsError(owner, name, value, str(exc)) from exc
+        told = shown(value) if name == "dislock_url" else value
+        raise SettingsError(owner, name, told, str(exc)) from exc

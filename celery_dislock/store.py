@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.connections import server_for
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import (
+    ACQUIRE,
+    HOLDERS,
+    RECALL,
+    RELEASE,
+    RELEASE_DEAD,
+    REMEMBER,
+    RENEW,
+    TAKE_OVER,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +69,7 @@ def milliseconds(seconds: float) -> int:
 
 
 class Store:
-    """The leases on one lock server.
+    """The leases on one lock server, or on several that are one by majority.
 
     Every method blocks for a round trip, no longer than the socket timeouts allow; all are safe to
     call from many threads or greenlets.
@@ -82,7 +91,7 @@ class Store:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         options: Mapping[str, Any] | None = None,
         *,
         pause: Callable[[float], None] = time.sleep,
@@ -168,7 +177,7 @@ class Store:
             StoreError: The server went away; ask again.
         """
         told = self._server.pop(f"{lock}:wake:{owner}", seconds)
-        if told is None or self._confirms:
+        if not told or self._confirms:
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())
         return Handed(token, ttl_ms / 1000, place_left_ms / 1000)
@@ -281,6 +290,46 @@ class Store:
         """
         info = self._server.send(b"INFO").decode()
         return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+
+    def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
+        """
+        Go on with leases that another owner has left to run out; nobody gets in between.
+
+        Args:
+            locks: Names of the locks in Redis.
+            left_by: The owner that has left them, by a release with *at_least*.
+            owner: Who goes on.  The expiry stays as it is until it acquires or renews.
+            holder: JSON object that others are shown from now on.
+
+        Returns:
+            How many were taken over: none where they have ended, or another was quicker.
+
+        Raises:
+            StoreError: The server did not answer; they may have been taken over.
+        """
+        return sum(
+            self._server.run(TAKE_OVER, together, left_by, owner, holder)
+            for together in self._server.together(locks)
+        )
+
+    def remember(self, lock: str, task_id: str, mark: str, seconds: float) -> None:
+        """
+        Leave a mark about a task beside the lock, for so many seconds.
+
+        Raises:
+            StoreError: The server did not answer; the mark may be there or not.
+        """
+        self._server.run(REMEMBER, [lock], task_id, mark, milliseconds(seconds))
+
+    def recall(self, lock: str, task_id: str) -> str | None:
+        """
+        Return the mark that was left about a task; None where there is none.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        mark: bytes | None = self._server.run(RECALL, [lock], task_id)
+        return None if mark is None else mark.decode()
 
     def close(self) -> None:
         """Close the connections that are not in use."""

@@ -11,20 +11,24 @@ raised in the middle of the release.
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+import json
+from dataclasses import fields, replace
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from celery import Task
+from celery import Task, states
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun
 
 from celery_dislock import conflicts
+from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, in_order, key_builder
 from celery_dislock.leases import Claim, Conflict, Lease, current
 from celery_dislock.recovery import execution_start, recovering
 from celery_dislock.running import Running, StopTask
 from celery_dislock.runtime import Runtime
+from celery_dislock.sending import GIVEN_UP_HEADER, HELD_HEADER, Outbox, forget_notes, take_note
 from celery_dislock.settings import TaskOptions, app_settings, task_options
 
 if TYPE_CHECKING:
@@ -123,7 +127,11 @@ class Guard:
             return body(*args, **kwargs)
         lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
-        lease = self._take(task, request, lock, claim)
+        copies = Copies(task, request, lock, claim, self.runtime.process.store)
+        lease = self._take(task, request, lock, claim, copies)
+        if lease is None:
+            return body(*args, **kwargs)
+        outbox = request.dislock_outbox = Outbox()
         previous = current.set(lease)
         running = Running(lease) if self._interrupts else None
         try:
@@ -142,10 +150,27 @@ class Guard:
             raise
         else:
             claim.leaves = not self.options.release_on_success
+            if not request.is_eager:
+                copies.body_succeeded()
+                request.dislock_copies = copies
             return result
         finally:
+            request.dislock_outbox = None
             current.reset(previous)
+            self._keep_for_retry(lock, claim, outbox)
             claim.settle()
+            outbox.send()
+
+    def _keep_for_retry(self, lock: Lock, claim: Claim, outbox: Outbox) -> None:
+        delay = outbox.retry_in
+        lease = claim.lease
+        if delay is None or lease is None or not (self.options.lock_hold_on_retry and lease.held):
+            return
+        held_for = lock.clock() - lease.acquired_at
+        until = max(held_for + delay + self.timeout, self.options.lock_at_least_for)
+        lock.options = replace(lock.options, lock_at_least_for=until)
+        claim.leaves = True
+        outbox.held_by = claim.owner
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
@@ -163,19 +188,59 @@ class Guard:
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
-    def _take(self, task: Task, request: Context, lock: Lock, claim: Claim) -> Lease:
+    def _take(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies
+    ) -> Lease | None:
+        """Return the lease; None where the body is to run without one."""
+        answer = partial(self._ask, task, request, lock, claim)
+        lease = answer()
+        if isinstance(lease, Conflict):
+            lease = conflicts.resolve(
+                conflicts.Second(task, request, self.options, lease, wait_in_line=answer)
+            )
+        forget_notes(request)
+        if lease is None or request.is_eager:
+            return lease
         try:
+            copies.look_for_others()
+        except StoreError as exc:
+            self._unavailable(task, request, claim, exc)
+            return None
+        return lease
+
+    def _unavailable(self, task: Task, request: Context, claim: Claim, error: StoreError) -> None:
+        self.runtime.process.lock_server_failed(error)
+        choice = self.runtime.settings.dislock_on_unavailable
+        conflicts.unavailable(task, request, error, choice, claim.owner)
+
+    def _ask(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, wait: float | None = None
+    ) -> Lease | Conflict | None:
+        try:
+            if wait is not None:
+                return lock.acquire(claim, timeout=wait)
+            for owner in take_note(request, GIVEN_UP_HEADER) or ():
+                self.runtime.process.store.release(lock.names, owner)
+            left_by = take_note(request, HELD_HEADER)
+            if left_by is not None:
+                self._take_over(lock, claim, left_by)
             answer = lock.try_acquire(claim)
         except StoreError as exc:
-            conflicts.unavailable(task, request, exc)
+            self._unavailable(task, request, claim, exc)
+            return None
         except BaseException:  # a signal handler's, perhaps after the server has granted the lock
             if claim.lease is None:
                 lock.abandon(claim)
             claim.settle()
             raise
-        if isinstance(answer, Conflict):
-            conflicts.resolve(task, request, answer, self.options)
+        self.runtime.process.lock_server_answered()
         return answer
+
+    def _take_over(self, lock: Lock, claim: Claim, left_by: str) -> None:
+        store = self.runtime.process.store
+        taken = store.take_over(lock.names, left_by, claim.owner, json.dumps(claim.holder))
+        if 0 < taken < len(lock.names):  # to be had all or not at all
+            lock.abandon(claim)
 
     def _claim(self, task: Task, request: Context) -> Claim:
         process = self.runtime.process
@@ -217,6 +282,8 @@ def install(task: type[Task], app: Celery) -> None:
     __call__.dislock_inner = own_call  # type: ignore[attr-defined]
     task.dislock_guard = guard
     task.__call__ = __call__
+    task.apply_async = _retrying_after_release(task.apply_async)
+    task.on_replace = _replacing_after_release(task.on_replace)
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
     request_class = task.Request
@@ -225,10 +292,52 @@ def install(task: type[Task], app: Celery) -> None:
     task_postrun.connect(_settle, dispatch_uid="dislock_settle")
 
 
-def _settle(task: Task | None = None, **_kwargs: Any) -> None:
-    claim = getattr(getattr(task, "request", None), "dislock_claim", None)
+def _settle(task: Task | None = None, state: str | None = None, **_kwargs: Any) -> None:
+    request = getattr(task, "request", None)
+    claim = getattr(request, "dislock_claim", None)
     if claim is not None:
         claim.settle()
+    copies = getattr(request, "dislock_copies", None)
+    if copies is not None and state == states.SUCCESS:
+        copies.task_succeeded()
+
+
+def _outbox_of(task: Task) -> Outbox | None:
+    """Return the outbox of the body that runs here; None where none does, or an eager one."""
+    request = task.request_stack.top
+    outbox: Outbox | None = getattr(request, "dislock_outbox", None)
+    return outbox if outbox is not None and not request.is_eager else None
+
+
+def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what a body sends under its own id wait for its lock to be free: Task.retry's message."""
+
+    @wraps(apply_async)
+    def send(self: Task, *args: Any, **options: Any) -> Any:
+        outbox = _outbox_of(self)
+        if outbox is None or options.get("task_id") != self.request.id:
+            return apply_async(self, *args, **options)
+        outbox.add_retry(partial(apply_async, self, *args), options)
+        return self.AsyncResult(self.request.id)
+
+    return send
+
+
+def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what takes a task's place wait for its lock to be free."""
+
+    @wraps(on_replace)
+    def send(self: Task, signature: Any) -> Any:
+        outbox = _outbox_of(self)
+        if outbox is not None:
+            outbox.add_replacement(partial(on_replace, self, signature))
+            raise Ignore("Replaced by new task")
+        claim = getattr(self.request, "dislock_claim", None)
+        if claim is not None:  # eager: what takes the task's place runs here and now
+            claim.settle()
+        return on_replace(self, signature)
+
+    return send
 
 
 def declared_options(task: type[Task]) -> dict[str, Any]:

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
+from itertools import count
 
 import pytest
+from celery import Celery
+from celery.backends import cache
 
-from celery_dislock import signals
+from celery_dislock import runtime, signals
+from celery_dislock.locks import Lock
+from celery_dislock.settings import AppSettings
+from celery_dislock.task import runtime_of
 from tests.unit.fakes import World
 
 
 @pytest.fixture
 def world():
     return World()
+
+
+@pytest.fixture
+def app(world, monkeypatch):
+    """An app whose locks are kept in the world's store, by the world's clock."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
+    app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
+
+    process = runtime.Process({"dislock_url": "redis://"}, AppSettings())
+    process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
+    numbers = count(1)
+    process.owner_name = lambda start: f"{start}{next(numbers)}"
+    monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))
+    monkeypatch.setattr(runtime, "Lock", partial(Lock, clock=world.clock))
+    return app
 
 
 @pytest.fixture

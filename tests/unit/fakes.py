@@ -10,7 +10,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.leases import Claim
 from celery_dislock.locks import Lock
 from celery_dislock.settings import TaskOptions
-from celery_dislock.store import Granted, Refused
+from celery_dislock.store import Granted, Handed, Holding, Refused
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class FakeStore:
         latency: Seconds that each round trip takes.
         answers: Answers of renew to give instead of the true ones, by owner.
         calls: What was asked, in order.
+        others: Leases that share the lock, for who asks for its holders.
+        marks: What is remembered of tasks, by lock and task id.
     """
 
     def __init__(self, clock: FakeClock) -> None:
@@ -47,6 +49,8 @@ class FakeStore:
         self.latency = 0.0
         self.answers: dict[str, Any] = {}
         self.calls: list[tuple[Any, ...]] = []
+        self.others: list[tuple[str, float, dict[str, Any]]] = []
+        self.marks: dict[tuple[str, str], str] = {}
         self.tokens = 0
 
     def _round_trip(self, *call: Any) -> None:
@@ -96,6 +100,37 @@ class FakeStore:
         return [
             self.answers.get(owner, self._renew(lock, owner, ttl)) for (lock,), owner, ttl in leases
         ]
+
+    def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
+        """Let the time pass: nobody is woken here, who waits asks again."""
+        self._round_trip("wait", lock, owner)
+        self.clock.advance(seconds)
+        return None
+
+    def holders(self, lock: str) -> list[Holding]:
+        self._round_trip("holders", lock)
+        return [
+            Holding(owner.removeprefix("~"), expires - self.clock(), 1, "exclusive", holder)
+            for owner, expires, holder in [self.leases[lock], *self.others]
+        ]
+
+    def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
+        self._round_trip("take_over", *locks, left_by, owner)
+        taken = 0
+        for lock in locks:
+            left, expires, _ = self.leases.get(lock, ("", 0.0, {}))
+            if left == "~" + left_by:
+                self.leases[lock] = (owner, expires, json.loads(holder))
+                taken += 1
+        return taken
+
+    def remember(self, lock: str, task_id: str, mark: str, seconds: float) -> None:
+        self._round_trip("remember", lock, task_id, mark, seconds)
+        self.marks[lock, task_id] = mark
+
+    def recall(self, lock: str, task_id: str) -> str | None:
+        self._round_trip("recall", lock, task_id)
+        return self.marks.get((lock, task_id))
 
     def _renew(self, lock: str, owner: str, ttl: float) -> bool:
         held = self.leases.get(lock)

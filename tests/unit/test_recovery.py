@@ -120,7 +120,7 @@ def test_a_release_that_fails_does_not_disturb_the_worker(alive, caplog, error):
     assert "left to expire" in caplog.text
 
 
-@pytest.mark.parametrize("pid", [None, os.getpid(), sys.maxsize])
+@pytest.mark.parametrize("pid", [None, os.getpid(), sys.maxsize], ids=["none", "own", "greenlet"])
 def test_only_a_pool_process_can_die(alive, pid):
     """Threads run in the worker's own process, and greenlets have no process id at all."""
     guard = Guard()

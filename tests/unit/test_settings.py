@@ -60,11 +60,9 @@ def test_durations_may_be_timedeltas():
         ("release_on_success", 1, "True or False"),
         ("release_on_failure", "yes", "True or False"),
         ("lock_on_conflict", "explode", "'skip', 'raise'"),
-        ("lock_on_conflict", "wait", "not yet"),
-        ("lock_on_conflict", "retry", "not yet"),
         ("lock_on_conflict", "queue", "not yet"),
-        ("lock_on_conflict", "reject", "not yet"),
-        ("lock_on_conflict", print, "not yet"),
+        ("lock_on_conflict", None, "'wait', 'reject'"),
+        ("lock_on_conflict", len, "takes the task and the conflict"),
         ("lock_on_conflict", "skipp", "did you mean 'skip'"),
         ("lock_on_lost", "expire", "'warn', 'raise', 'terminate'"),
         ("lock_on_cap", "warn", "'expire', 'raise', 'terminate'"),
@@ -75,7 +73,13 @@ def test_durations_may_be_timedeltas():
         ("lock_key", True, "template"),
         ("lock_key", [], "one template or callable at least"),
         ("lock_key", ["a", None], "nothing else"),
-        ("lock_wait_timeout", 10, "not yet"),
+        ("lock_wait_timeout", 10, "belongs to lock_on_conflict='wait': give that too"),
+        ("lock_wait_timeout", -1, "0 or more"),
+        ("lock_retry_for", 10, "belongs to lock_on_conflict='retry': give that too"),
+        ("lock_retry_for", 0, "above 0"),
+        ("lock_hold_on_retry", 1, "True or False"),
+        ("lock_dedupe_redelivered", None, "True or False"),
+        ("lock_dedupe_for", 10, "belongs to lock_dedupe_redelivered=True: give that too"),
         ("lock_queue_limit", 10, "not yet"),
     ],
 )
@@ -86,6 +90,36 @@ def test_a_bad_value_names_task_option_value_and_remedy(option, value, remedy):
     assert error.value is value
     assert remedy in error.remedy
     assert str(error).startswith(f"shop.export: {option}={value!r}: ")
+
+
+def decide(task, conflict):
+    raise AssertionError
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "reject", decide])
+def test_every_strategy_is_accepted(strategy):
+    """A strategy is a name, or a callable that takes the task and the conflict."""
+    options = task_options("t", {"lock_on_conflict": strategy}, {})
+    assert options.lock_on_conflict is strategy
+
+
+@pytest.mark.parametrize("strategy", ["wait", decide])
+def test_an_option_of_a_strategy_goes_with_a_callable_too(strategy):
+    """What a callable returns is not known before: it may need each strategy's options."""
+    options = task_options("t", {"lock_on_conflict": strategy, "lock_wait_timeout": 5}, {})
+    assert options.lock_wait_timeout == 5
+
+
+def test_a_default_for_all_tasks_may_belong_to_a_strategy_of_few():
+    """The setting of a whole app is no mistake for the tasks that do without it."""
+    conf = {"dislock_wait_timeout": 5, "dislock_retry_for": 60, "dislock_dedupe_for": 60}
+    assert task_options("t", {}, conf).lock_wait_timeout == 5
+
+
+def test_a_strategy_that_is_the_apps_default_takes_its_options():
+    """The option is the task's, the strategy the app's."""
+    options = task_options("t", {"lock_wait_timeout": 5}, {"dislock_on_conflict": "wait"})
+    assert (options.lock_on_conflict, options.lock_wait_timeout) == ("wait", 5)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from functools import partial
 
 import pytest
 from celery import Celery
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun
-from kombu.exceptions import OperationalError
 
 from celery_dislock import (
     LockHeldError,
@@ -20,30 +18,10 @@ from celery_dislock import (
     StoreError,
     current_lease,
 )
-from celery_dislock.conflicts import PUT_OFF_HEADER
 from celery_dislock.leases import Claim
+from celery_dislock.sending import PUT_OFF_HEADER
 from celery_dislock.task import install, lease_of, runtime_of
-
-
-@pytest.fixture
-def app(world):
-    """An app whose locks are kept in the world's store."""
-    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
-    runtime = runtime_of(app)
-
-    class Process:
-        store, watchdog, pid = world.store, world.watchdog, 42
-        count = 0
-
-        def owner_name(self, start):
-            self.count += 1
-            return f"{start}{self.count}"
-
-    process = Process()
-    type(runtime).process, original = property(lambda _: process), type(runtime).process
-    yield app
-    type(runtime).process = original
+from tests.unit.worker import Broker, deliver
 
 
 def holder(world):
@@ -63,6 +41,31 @@ def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, world):
     assert world.store.leases == {}
     assert current_lease() is None
     assert len(world.watchdog) == 0
+
+
+def test_a_task_may_take_several_keys_all_or_none(app, world):
+    """The keys of a list are taken in order, each once; the conflict names the one held."""
+
+    @app.task(
+        base=SingletonTask,
+        lock_key=["account:<to>", "account:<source>", lambda *_: "transfers"],
+        lock_on_conflict="raise",
+        bind=True,
+    )
+    def transfer(self, source, to):
+        return self.lease.key, sorted(world.store.leases)
+
+    locks = ["dislock:{account:1}", "dislock:{account:2}", "dislock:{transfers}"]
+    result = transfer.apply((2, 1)).get()
+    assert result == ("account:1 + account:2 + transfers", locks)
+    assert transfer.apply((3, 3)).get()[0] == "account:3 + transfers"
+    assert world.store.leases == {}
+
+    world.lease("account:2", owner="other")
+    with pytest.raises(LockHeldError, match="account:2") as raised:
+        transfer.apply((2, 1)).get()
+    assert raised.value.key == "account:2"
+    assert list(world.store.leases) == ["dislock:{account:2}"]
 
 
 def test_a_task_called_as_a_function_takes_no_lock(app, world):
@@ -355,29 +358,6 @@ def test_an_unreachable_server_never_lets_the_body_run(app, world):
     assert isinstance(task.apply().result, StoreError)
 
 
-class Broker:
-    """Stands for send_task; away for so many calls."""
-
-    def __init__(self, times_away):
-        self.times_away = times_away
-        self.sent = []
-
-    def __call__(self, name, *args, **options):
-        if self.times_away:
-            self.times_away -= 1
-            raise OperationalError
-        self.sent.append(options)
-
-
-def deliver(task, task_id="1", **request):
-    """Run the task as a worker does: traced, not eager."""
-    from celery.app.trace import build_tracer
-
-    tracer = build_tracer(task.name, task, app=task.app)
-    headers = {"id": task_id, "task": task.name, "hostname": "w1", "retries": 0, **request}
-    return tracer(task_id, (), {}, headers)
-
-
 def test_an_unreachable_server_puts_the_task_off(app, world, monkeypatch):
     """In a worker the task is sent again under its id, its own retries unspent, and not run."""
     sent = []
@@ -406,7 +386,7 @@ def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, worl
 
     monkeypatch.setattr(app, "send_task", lambda *_, **kw: sent.append(kw))
     world.lock("k").try_acquire(Claim("other", {"task": task.name, "id": "1"}))
-    assert deliver(task).info.state == "RETRY"
+    assert deliver(task).info.state == "IGNORED"  # the result belongs to the one that runs
     assert [options["task_id"] for options in sent] == ["1"]
 
 
@@ -434,7 +414,7 @@ def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, wor
     pauses = []
     broker = Broker(times_away=3)
     monkeypatch.setattr(app, "send_task", broker)
-    monkeypatch.setattr("celery_dislock.conflicts.time.sleep", pauses.append)
+    monkeypatch.setattr("celery_dislock.sending.time.sleep", pauses.append)
     world.store.away = True
     assert deliver(task).info.state == "RETRY"
     assert len(broker.sent) == 1
@@ -486,12 +466,13 @@ def test_an_acquisition_cut_short_is_given_back(app, world):
 
     acquire = world.store.acquire
 
-    def cut(*args):
-        acquire(*args)
+    def cut(*args, **terms):
+        acquire(*args, **terms)
+        assert world.store.leases
         raise ValueError
 
     world.store.acquire = cut
-    task.apply()
+    assert isinstance(task.apply().result, ValueError)
     assert world.store.leases == {}
 
 

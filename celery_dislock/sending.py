@@ -1,0 +1,168 @@
+"""What a task sends under its own id: again for later, or once its lock is free.
+
+A message that is sent again carries notes in its headers.  They are about the wait for one lock,
+so they are taken off as soon as that lock is had: Celery copies the headers of a task into its
+retries and replacements, and what those meet is a wait of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Reject
+from kombu.exceptions import OperationalError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from celery import Task
+    from celery.app.task import Context
+
+PUT_OFF_FIRST = 1.0  # seconds; doubled each time
+PUT_OFF_MOST = 60.0  # seconds
+PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
+RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
+HELD_HEADER = "dislock_held"  # owner that has left its lease to this delivery
+GIVEN_UP_HEADER = "dislock_given_up"  # owners that asked in vain, and may be granted the lock
+    "dislock_given_up"  # owners that asked in vain, and may have been granted the lock
+)
+
+logger = logging.getLogger("celery_dislock")
+
+
+def put_off(
+    task: Task,
+    request: Context,
+    reason: str,
+    *,
+    at_most: float = PUT_OFF_MOST,
+    notes: Mapping[str, Any] | None = None,
+    level: int = logging.WARNING,
+) -> float:
+    """
+    Send the task again for later, with all that belongs to it and its own retries unspent.
+
+    With the broker away too, a task that was acknowledged early exists nowhere but here: it waits
+    in its slot until it can be sent.
+
+    Args:
+        task: The task.
+        request: Its delivery.
+        reason: Why, for the log.
+        at_most: Seconds after which the reason is gone at the latest.
+        notes: Headers for the next delivery.
+        level: Of the log line.
+
+    Returns:
+        Seconds from now until its new time.
+
+    Raises:
+        Reject: The broker is away, and has the message still: it is to be delivered again.
+    """
+    headers = dict(request.as_execution_options()["headers"] or {})
+    times = int(headers.get(PUT_OFF_HEADER, 0))
+    backoff = PUT_OFF_FIRST * 2.0 ** min(times, 10)
+    jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- no secret
+    countdown = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
+    headers.update(notes or {})
+    headers[PUT_OFF_HEADER] = times + 1
+    # Celery before 5.7 forgets this one.
+    kept = {name: value for name, value in vars(request).items() if name == "ignore_result"}
+    signature = task.signature_from_request(
+        request, headers=headers, countdown=countdown, retries=request.retries, **kept
+    )
+    pause = PUT_OFF_FIRST
+    while True:
+        try:
+            signature.apply_async()
+            break
+        except OperationalError as exc:
+            if task.acks_late:  # the broker has the message still
+                raise Reject(exc, requeue=True) from exc
+            logger.error(  # noqa: TRY400 -- the reason says it all, many times over
+                "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s",
+                task.name,
+                request.id,
+                exc,
+            )
+        time.sleep(pause)
+        pause = min(pause * 2, PUT_OFF_MOST)
+    logger.log(
+        level, "Task %s[%s] put off for %.1f s: %s", task.name, request.id, countdown, reason
+    )
+    return countdown
+
+
+def take_note(request: Context, header: str) -> Any:
+    """Return what a note says; None where there is none."""
+    return (request.headers or {}).get(header)
+
+
+def forget_notes(request: Context) -> None:
+    """Take the notes off the delivery: its lock is had."""
+    for header in (PUT_OFF_HEADER, RETRY_UNTIL_HEADER, HELD_HEADER, GIVEN_UP_HEADER):
+        (request.headers or {}).pop(header, None)
+
+
+class Outbox:
+    """
+    What a body sends under its own task id, kept until its lock is free.
+
+    A retry or a replacement that is published at once can start before the body has ended, and
+    meet the lock of the very task that it continues.
+
+    Attributes:
+        held_by: Owner whose lease the retries are to take over; None: it is released.
+    """
+
+    def __init__(self) -> None:
+        self.held_by: str | None = None
+        self._retries: list[tuple[Callable[..., Any], dict[str, Any]]] = []
+        self._replacements: list[Callable[[], Any]] = []
+
+    def add_retry(self, apply_async: Callable[..., Any], options: dict[str, Any]) -> None:
+        """Keep a message of this task for later."""
+        self._retries.append((apply_async, options))
+
+    def add_replacement(self, send: Callable[[], Any]) -> None:
+        """Keep what takes this task's place for later."""
+        self._replacements.append(send)
+
+    @property
+    def retry_in(self) -> float | None:
+        """Seconds until the last of the retries is due; None where there is none."""
+        return max((_delay(options) for _, options in self._retries), default=None)
+
+    def send(self) -> None:
+        """
+        Publish everything.
+
+        Raises:
+            Reject: Not all of it could be; what Celery's own retry makes of that.
+        """
+        try:
+            for apply_async, options in self._retries:
+                if self.held_by is not None:
+                    headers = {**(options.get("headers") or {}), HELD_HEADER: self.held_by}
+                    options = {**options, "headers": headers}  # noqa: PLW2901 -- the body's own stay
+                apply_async(**options)
+            for replace in self._replacements:
+                replace()
+        except Ignore:  # what a replacement ends with
+            pass
+        except Exception as exc:
+            raise Reject(exc, requeue=False) from exc
+
+
+def _delay(options: Mapping[str, Any]) -> float:
+    eta = options.get("eta")
+    if isinstance(eta, str):
+        eta = datetime.fromisoformat(eta)
+    if isinstance(eta, datetime):
+        now = datetime.now(eta.tzinfo or timezone.utc)
+        return max(0.0, (eta.replace(tzinfo=now.tzinfo) - now).total_seconds())
+    return max(0.0, float(options.get("countdown") or 0.0))

@@ -1,0 +1,117 @@
+"""What a worker warns of when it starts: settings that are legal, and will cost somebody a lock.
+
+Each warning says what is set, what will come of it, and what to set instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.leases import RENEWALS_PER_TIMEOUT
+from celery_dislock.task import declared_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from celery import Celery, Task
+
+    from celery_dislock.settings import TaskOptions
+
+VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
+NAMED = 5  # tasks that a warning names before it says "and others"
+
+
+def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
+    """
+    Warn of tasks that are not locked here, or are delivered again while they hold their lock.
+
+    Args:
+        app: The app, with its tasks guarded as they are to be.
+        enabled: ``dislock_enabled``.
+    """
+    tasks = [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]
+    guarded = [task for task in tasks if hasattr(task, "dislock_guard")]
+    asking = [task.name for task in tasks if _asks_for_a_lock(task)]
+    if enabled is False:
+        if asking or guarded:
+            names = _names({*asking, *(task.name for task in guarded)})
+            yield (
+                f"These tasks ask for a lock and get none in this worker: {names}. "
+                "Start it without --no-dislock to lock them."
+            )
+        return
+    unlocked = set(asking).difference(task.name for task in guarded)
+    if unlocked:
+        yield (
+            f"These tasks have a lock_key, are no SingletonTask, and get no lock in this worker: "
+            f"{_names(unlocked)}. Start it with --dislock, or make SingletonTask their base."
+        )
+    yield from _about_visibility(app, guarded)
+
+
+def _asks_for_a_lock(task: Task) -> bool:
+    declared = declared_options(type(task))
+    return declared.get("lock_key") is not False and any(
+        name.startswith(("lock_", "release_on_")) or name == "max_renew_times" for name in declared
+    )
+
+
+def _about_visibility(app: Celery, guarded: Iterable[Task]) -> Iterator[str]:
+    """Warn of tasks that the broker delivers again before they can have ended."""
+    if app.connection_for_read().transport_cls not in {"redis", "rediss", "sentinel"}:
+        return
+    visible_after = (app.conf.broker_transport_options or {}).get(
+        "visibility_timeout", VISIBILITY_TIMEOUT
+    )
+    late: dict[str, set[str]] = {}
+    for task in guarded:
+        if not task.acks_late:
+            continue
+        hard_limit = task.time_limit or app.conf.task_time_limit
+        lasts, why = (hard_limit, "time_limit") if hard_limit else _cap(task.dislock_guard.options)
+        if lasts is None or lasts > visible_after:
+            what = f"{why} of {lasts:g} s" if lasts is not None else why
+            late.setdefault(what, set()).add(task.name)
+    for what, names in sorted(late.items()):
+        yield (
+            f"These acks_late tasks may run longer than the broker's visibility_timeout of "
+            f"{visible_after:g} s ({what}), are delivered again then, and put off while the first "
+            f"delivery runs: {_names(names)}. Raise broker_transport_options="
+            "{'visibility_timeout': ...} above that, or set a lower time_limit."
+        )
+
+
+def _cap(options: TaskOptions) -> tuple[float | None, str]:
+    if options.lock_expire is not None:
+        return options.lock_expire, "lock_expire"
+    if options.max_renew_times <= 0:
+        return None, "no time_limit and no max_renew_times"
+    interval = options.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
+    return options.max_renew_times * interval, "max_renew_times: a cap"
+
+
+def about_server(info: Mapping[str, Any]) -> Iterator[str]:
+    """
+    Warn of a lock server that may lose locks, or takes none.
+
+    Args:
+        info: The fields of its ``INFO``.
+    """
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and int(info.get("maxmemory", 0)) > 0:
+        yield (
+            f"The lock server may evict locks that are held when its memory is full "
+            f"(maxmemory-policy {policy}). Set it to noeviction, or keep the locks on a server of "
+            "their own (dislock_url)."
+        )
+    if info.get("role") == "slave":
+        yield (
+            "The lock server is a replica, which takes no locks: every task is put off. Give the "
+            "master's URL, or sentinel:// to follow it (dislock_url)."
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more

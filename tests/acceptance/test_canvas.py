@@ -1,0 +1,257 @@
+"""Celery's canvas in an app whose base class is SingletonTask, with and without keys."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import uuid
+
+import celery
+import pytest
+from celery import chain, chord, group, states
+from celery.canvas import StampingVisitor
+from celery.exceptions import ChordError, Reject, TaskRevokedError
+from celery.result import AsyncResult, allow_join_result
+
+from celery_dislock import LockHeldError
+from tests.acceptance import canvas_app
+from tests.acceptance.canvas_app import (
+    ADD,
+    HOLD,
+    add,
+    double,
+    fail,
+    largest,
+    note,
+    replace,
+    stamp,
+    total,
+)
+from tests.acceptance.fleet import LIMIT, Worker, wait_for
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
+]
+
+REFUSED = {
+    "skip": (states.REVOKED, TaskRevokedError),
+    "callable": (states.REVOKED, TaskRevokedError),
+    "raise": (states.FAILURE, LockHeldError),
+    "reject": (states.FAILURE, Reject),
+}
+
+
+@pytest.fixture(scope="module")
+def canvas(server, workers, tmp_path_factory):
+    """Two workers of the app, and the app in this process."""
+    canvas_app.app.conf.update(broker_url=server.url, result_backend=server.url)
+    folder = tmp_path_factory.mktemp("canvas")
+    pair = []
+    with contextlib.ExitStack() as stack:
+        for number in (1, 2):
+            worker = Worker(
+                folder,
+                f"canvas{number}",
+                *("--pool", "prefork", "--concurrency", "4"),
+                app="tests.acceptance.canvas_app",
+                env={"CANVAS_URL": server.url},
+            )
+            pair.append(worker)
+            workers[worker] = 0
+            stack.callback(workers.pop, worker)
+            stack.callback(worker.stop)
+        for worker in pair:
+            worker.wait_until_ready()
+        yield canvas_app.app
+        for worker in pair:
+            worker.terminate()  # all at once: each takes a moment
+    gc.collect()  # Celery 5.5 asks the backend when a result is collected: not after its end
+    canvas_app.app.close()
+
+
+@pytest.fixture
+def key(canvas, redis_client):
+    """A key of this test alone; at its end the gate of that key is opened."""
+    key = uuid.uuid4().hex
+    yield key
+    redis_client.set(f"gate:{key}", "open")
+
+
+def open_gate(redis_client, key):
+    redis_client.set(f"gate:{key}", "open")
+
+
+def told(redis_client, key):
+    return redis_client.llen(f"notes:{key}")
+
+
+def held(redis_client, key):
+    """Let a task hold the lock of this key until its gate is open."""
+    holder = HOLD["skip"].delay(0, key=key)
+    wait_for("the lock is held", lambda: redis_client.exists(f"dislock:{{{key}}}"))
+    return holder
+
+
+def signatures(kind, key):
+    """Make ``add`` signatures: all of one key where the strategy can deal with that."""
+
+    def make(*args):
+        if kind == "without keys":
+            return add.s(*args)
+        return ADD[kind].s(*args, key=key if kind in {"wait", "retry"} else uuid.uuid4().hex)
+
+    return make
+
+
+CANVASES = {
+    "chain": (lambda s: chain(s(1, 1), s(2), s(3)), 7),
+    "group": (lambda s: group(s(n, n) for n in range(4)), [0, 2, 4, 6]),
+    "chord": (lambda s: chord([s(n, 1) for n in range(3)], total.s()), 6),
+    "chord in a chain": (lambda s: s(1, 1) | group(s(1), s(2)) | total.s() | s(10), 17),
+    "chain after a chord": (lambda s: chord([s(1, 2), s(3, 4)], total.s()) | s(1) | s(2), 13),
+    "group of chains": (lambda s: group(s(1, 1) | s(1), s(2, 2) | s(2)), [3, 6]),
+    "group after a group": (
+        lambda s: group(s(1, 1), s(2, 1)) | group(total.s(), largest.s() | s(1)),
+        [5, 4],
+    ),
+    "chord of chains": (lambda s: chord([s(1, 1) | s(1), s(2, 2) | s(2)], total.s()), 9),
+    "chord of chords": (
+        lambda s: chord([chord([s(1, 1), s(2, 2)], total.s()), s(3, 3)], total.s()),
+        12,
+    ),
+    "chord of groups": (
+        lambda s: chord([group(s(1, 0), s(2, 0)), s(3, 0)], total.s()),
+        6,
+    ),
+    "body that is a chain": (lambda s: chord([s(1, 1), s(2, 2)], total.s() | s(1) | s(1)), 8),
+}
+
+
+@pytest.mark.parametrize("kind", ["without keys", "wait", "retry", "raise"])
+@pytest.mark.parametrize("name", CANVASES)
+def test_a_canvas_of_locked_tasks_gives_what_celery_gives(key, kind, name):
+    """Whatever is composed of tasks that lock completes, where all share one key, too."""
+    build, expected = CANVASES[name]
+    assert build(signatures(kind, key)).delay().get(timeout=LIMIT) == expected
+
+
+def test_map_starmap_and_chunks_call_the_body(key):
+    """Their members are calls within one task, not tasks: they need no lock, and none is held."""
+    assert double.map([1, 2, 2]).delay().get(timeout=LIMIT) == [2, 4, 4]
+    assert add.starmap([(1, 1), (1, 1)]).delay().get(timeout=LIMIT) == [2, 2]
+    chunks = ADD["raise"].chunks([(n, n, key) for n in range(4)], 2).group()
+    assert chunks.delay().get(timeout=LIMIT) == [[0, 2], [4, 6]]
+
+
+def test_links_and_errbacks_are_called(key, redis_client):
+    """A callback of the same key finds the lock free, and an errback hears of the failure."""
+    linked = ADD["raise"].apply_async((1, 1, key), link=ADD["raise"].s(5, key=key))
+    assert linked.get(timeout=LIMIT) == 2
+    (child,) = wait_for("the link is called", lambda: linked.children)
+    assert child.get(timeout=LIMIT) == 7
+    failed = fail.apply_async((key,), link_error=note.si(key))
+    with pytest.raises(ValueError, match=key):
+        failed.get(timeout=LIMIT)
+    wait_for("the errback is called", lambda: told(redis_client, key) == 1)
+
+
+@pytest.mark.parametrize("kind", ["task", "chain", "group"])
+def test_a_replaced_task_keeps_its_place(key, kind):
+    """self.replace() works alone, in a chain, in a group and in a chord, within one key."""
+    expected = {"task": 2, "chain": 3, "group": 6}[kind]
+
+    def given(canvas):
+        return canvas.delay().get(timeout=LIMIT)
+
+    def as_number(result):
+        return sum(result) if isinstance(result, list) else result
+
+    assert as_number(given(replace.s(1, kind, key))) == expected
+    in_chain = chain(ADD["raise"].si(0, 1, key), replace.s(kind, key))
+    assert as_number(given(in_chain)) == expected
+    others = [uuid.uuid4().hex for _ in range(2)]
+    in_group = group(replace.s(1, kind, other) for other in others)
+    assert list(map(as_number, given(in_group))) == [expected] * 2
+    if kind != "group":
+        in_chord = chord([replace.s(1, kind, other) for other in others], total.s())
+        assert given(in_chord) == 2 * expected
+
+
+def test_stamps_reach_every_task(key):
+    """A stamp on a canvas is on each of its tasks."""
+
+    class Stamped(StampingVisitor):
+        def on_signature(self, sig, **headers):
+            return {"tenant": "seven"}
+
+    stamped = chain(stamp.s([], key), stamp.s(key), stamp.s(key))
+    stamped.stamp(Stamped())
+    assert stamped.delay().get(timeout=LIMIT) == ["seven"] * 3
+
+
+@pytest.mark.parametrize("strategy", ["wait", "retry"])
+def test_a_chord_of_two_members_of_one_key_completes(key, redis_client, strategy):
+    """The second member comes when the first has ended, and the body has both results."""
+    header = [HOLD[strategy].s(n, key=key) for n in (1, 2)]
+    result = chord(header)(total.s())
+    second = {
+        "wait": lambda: redis_client.exists(f"dislock:{{{key}}}:line"),
+        "retry": lambda: states.RETRY in [member.state for member in result.parent.results],
+    }
+    wait_for("one of them comes second", second[strategy])
+    open_gate(redis_client, key)
+    assert result.get(timeout=LIMIT) == 3
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_a_chord_with_a_member_that_is_refused_fails(key, redis_client, strategy):
+    """Its body does not run, its errback is called once, and nobody waits for ever."""
+    header = [HOLD[strategy].s(n, key=key) for n in (1, 2)]
+    result = chord(header)(total.s().on_error(note.si(key)))
+    members = result.parent.results
+    state, error = REFUSED[strategy]
+    wait_for("one is refused", lambda: state in [member.state for member in members])
+    open_gate(redis_client, key)
+    body = AsyncResult(result.id, app=canvas_app.app)  # without its parents: their error is known
+    with pytest.raises(ChordError, match=key):
+        body.get(timeout=LIMIT)
+    wait_for("both members have ended", lambda: all(member.ready() for member in members))
+    assert sorted(member.state for member in members) == sorted([state, states.SUCCESS])
+    wait_for("the errback is called", lambda: told(redis_client, key))
+    assert told(redis_client, key) == 1
+    (refused,) = [member for member in members if member.state == state]
+    with pytest.raises(error, match=key), allow_join_result():
+        AsyncResult(refused.id, app=canvas_app.app).get(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_a_chain_with_a_step_that_is_refused_ends(key, redis_client, strategy):
+    """Who waits for the last step, or for a chord further on, hears of it."""
+    holder = held(redis_client, key)
+    refused = ADD[strategy].si(1, 1, key=key)
+    state, error = REFUSED[strategy]
+    canvases = [chain(add.s(1, 1), refused, add.si(3, 3))]
+    if celery.VERSION >= (5, 7):  # before, whatever has failed is not told to a chord further on
+        canvases.append(chain(refused, group(add.si(4, 4), add.si(5, 5)), total.s()))
+    for canvas in canvases:
+        result = canvas.delay()
+        with pytest.raises(error, match=holder.id):
+            AsyncResult(result.id, app=canvas_app.app).get(timeout=LIMIT)
+        assert AsyncResult(result.id, app=canvas_app.app).state == state
+    members = group(refused, add.s(6, 6)).delay()
+    with pytest.raises(error, match=holder.id):
+        members.get(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("strategy", REFUSED)
+def test_the_errbacks_of_a_refused_task(key, redis_client, strategy):
+    """A failure calls them; being skipped, as being revoked, does not."""
+    held(redis_client, key)
+    state, error = REFUSED[strategy]
+    result = ADD[strategy].apply_async((1, 1), {"key": key}, link_error=note.si(key))
+    with pytest.raises(error):
+        result.get(timeout=LIMIT)
+    if state == states.FAILURE:
+        wait_for("the errback is called", lambda: told(redis_client, key))
+    assert told(redis_client, key) == (state == states.FAILURE)

@@ -1,0 +1,358 @@
+"""What the task does that comes second, and what becomes of the same task twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import states
+from celery.canvas import StampingVisitor
+from celery.exceptions import Reject, TaskRevokedError
+from celery.result import AsyncResult
+
+from celery_dislock import LockHeldError
+from example_project import scenarios
+from example_project.scenarios import BRIEF, LONG
+from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+
+pytestmark = pytest.mark.acceptance
+
+SEVERAL_SLOTS = pytest.mark.parametrize("fleet", ["prefork", "threads", "gevent"], indirect=True)
+
+
+def wait_in_line(scene, many=1):
+    """Wait until so many stand in line; return the first of them."""
+    line = f"{scene.lock}:line"
+    wait_for(f"{many} in line for {scene.key}", lambda: scene.redis.zcard(line) == many)
+    return scene.redis.zrange(line, 0, 0)[0]
+
+
+def wait_until_nobody_waits(scene):
+    wait_for("the line is empty", lambda: not scene.redis.exists(f"{scene.lock}:line"))
+
+
+class Stamped(StampingVisitor):
+    def on_signature(self, sig, **headers):
+        return {"tenant": "seven"}
+
+
+# retry
+
+
+@SEVERAL_SLOTS
+def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
+    """The caller sees RETRY with the holder in the result, and then what the body returns."""
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_retry, scene.key)
+    wait_for("the second is put off", lambda: second.state == states.RETRY)
+    reason = AsyncResult(second.id, app=second.app).result
+    assert isinstance(reason, LockHeldError)
+    assert (reason.key, holder.id in reason.holder) == (scene.key, True)
+    scene.open_gate()
+    assert second.get(timeout=LIMIT)["held"] is True
+    assert len(scene.reported("begin", id=second.id)) == 1
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_a_retry_loses_nothing_of_its_message(fleet, scene):
+    """Id, arguments, headers, stamps, priority, expiry, links and retries are as they were."""
+    link = fleet.signature(scenarios.step, f"{scene.key}-link")
+    options = {
+        "priority": 3,
+        "headers": {"tenant": "7"},
+        "expires": datetime.now(timezone.utc) + timedelta(hours=1),
+        "shadow": "a shadow",
+        "root_id": str(uuid.uuid4()),
+        "parent_id": str(uuid.uuid4()),
+        "link": link,
+        "retries": 1,
+    }
+
+    def send():
+        signature = scenarios.tell_or_retry.s(scene.key, extra="kept").set(queue=fleet.queue)
+        signature.stamp(Stamped())
+        return signature.apply_async(**options)
+
+    plain = send()
+    expected = plain.get(timeout=LIMIT)
+    assert (expected["priority"], expected["retries"], expected["extra"]) == (3, 1, "kept")
+    assert expected["stamps"]["tenant"] == "seven"
+    linked = [child.get(timeout=LIMIT) for child in plain.children]
+
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin", times=2)
+    second = send()
+    wait_for("the second is put off", lambda: second.state == states.RETRY)
+    scene.open_gate()
+    told = second.get(timeout=LIMIT)
+    assert told == {**expected, "id": second.id}
+    children = wait_for("the link is called", lambda: second.children)
+    assert [child.get(timeout=LIMIT) for child in children] == linked
+
+
+@PREFORK
+def test_a_retry_gives_up_in_the_end(fleet, scene):
+    """After lock_retry_for the task fails with LockHeldError."""
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_retry_briefly, scene.key)
+    with pytest.raises(LockHeldError):
+        second.get(timeout=LIMIT)
+    assert second.state == states.FAILURE
+    assert fleet.says("put off", second.id)
+    scene.open_gate()
+
+
+# wait
+
+
+@SEVERAL_SLOTS
+def test_those_who_wait_come_in_their_order(fleet, scene):
+    """Each waiter is woken when its turn has come: first come, first served."""
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    waiting = []
+    for number in range(1, 4):
+        waiting.append(fleet.send(scenarios.hold_or_wait, scene.key))
+        wait_in_line(scene, number)
+    scene.open_gate()
+    for result in waiting:
+        assert result.get(timeout=LIMIT)["held"] is True
+    began = [event["id"] for event in scene.reported("begin")]
+    assert began[1:] == [result.id for result in waiting]
+    scene.assert_exclusive()
+
+
+@pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet"])
+def test_waiting_holds_up_nothing_in_its_process(pool, start_fleet, scene):
+    """Beside a waiter, the watchdog renews and other tasks run, in one and the same process."""
+    fleet = start_fleet(pool)
+    fleet.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_wait, scene.key)
+    wait_in_line(scene)
+    wait_for(
+        "the lease is renewed for two timeouts more",
+        lambda before=scene.lease.extended_by: scene.lease.extended_by > before + 2 * BRIEF,
+    )
+    other = fleet.send(scenarios.step, f"{scene.key}-other")
+    assert other.get(timeout=LIMIT) == {"held": True}
+    assert not scene.reported("begin", id=second.id)
+    scene.open_gate()
+    assert second.get(timeout=LIMIT)["held"] is True
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_who_waits_in_vain_fails(fleet, scene):
+    """After lock_wait_timeout the task fails with LockHeldError and stands in line no more."""
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    with pytest.raises(LockHeldError):
+        fleet.send(scenarios.hold_or_wait_briefly, scene.key).get(timeout=LIMIT)
+    wait_until_nobody_waits(scene)
+    scene.open_gate()
+
+
+@PREFORK
+@pytest.mark.parametrize("how", ["soft time limit", "SIGTERM", "SIGKILL", "its child is killed"])
+def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
+    """What ends a waiting task takes it out of the line, and the next in line gets the lock."""
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    limit = {"soft_time_limit": 2} if how == "soft time limit" else {}
+    second = fleet.send(scenarios.hold_or_wait, scene.key, **limit)
+    owner = wait_in_line(scene)
+    if how == "its child is killed":
+        os.kill(int(owner.rpartition(":")[2].partition("/")[0]), signal.SIGKILL)
+    elif how != "soft time limit":
+        second.revoke(terminate=True, signal=how)
+    wait_until_nobody_waits(scene)
+    wait_for("the caller is told", second.ready)
+    if how == "soft time limit":
+        assert isinstance(second.result, SoftTimeLimitExceeded)
+    third = fleet.send(scenarios.hold_or_wait, scene.key)
+    wait_in_line(scene)
+    scene.open_gate()
+    assert holder.get(timeout=LIMIT)["held"] is True
+    assert third.get(timeout=LIMIT)["held"] is True
+    assert not scene.reported("begin", id=second.id)
+    assert scene.is_free
+
+
+def test_a_warm_shutdown_lets_a_waiter_get_its_turn(start_fleet, scene):
+    """A worker that is told to stop ends when those that wait in it have had the lock."""
+    holding, waiting = start_fleet("prefork"), start_fleet("prefork")
+    (worker,) = waiting.workers
+    holding.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = waiting.send(scenarios.hold_or_wait, scene.key)
+    wait_in_line(scene)
+    worker.terminate()
+    worker.wait_until_it_says("Warm shutdown")
+    scene.open_gate()
+    assert worker.wait_until_it_ends() == 0
+    assert second.get(timeout=LIMIT)["held"] is True
+
+
+# reject, and what a callable says
+
+
+@PREFORK
+def test_a_rejected_task_fails_for_its_caller(fleet, scene):
+    """The message is the broker's to bury; the caller's get() ends with the holder in the error."""
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_reject, scene.key)
+    with pytest.raises(Reject, match=holder.id):
+        second.get(timeout=LIMIT)
+    assert second.state == states.FAILURE
+    scene.open_gate()
+
+
+@PREFORK
+@pytest.mark.parametrize(
+    ("answer", "state", "error"),
+    [
+        ("", states.REVOKED, TaskRevokedError),
+        ("skip", states.REVOKED, TaskRevokedError),
+        ("Ignore", states.REVOKED, TaskRevokedError),
+        ("raise", states.FAILURE, LockHeldError),
+        ("Reject", states.FAILURE, Reject),
+        ("a bug", states.FAILURE, ZeroDivisionError),
+        ("queue", states.FAILURE, ValueError),
+    ],
+)
+def test_a_callable_can_end_the_task(fleet, scene, answer, state, error):
+    """Whatever a callable does, the caller is told; None is a skip, and a bug is a failure."""
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
+    with pytest.raises(error):
+        second.get(timeout=LIMIT)
+    assert second.state == state
+    assert not scene.reported("begin", id=second.id)
+    scene.open_gate()
+
+
+@PREFORK
+@pytest.mark.parametrize("answer", ["retry", "Retry", "task.retry", "wait"])
+def test_a_callable_can_let_the_task_run_later(fleet, scene, answer):
+    """A retry, by name or by Celery's predicate, and a wait end in the body's result."""
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
+    if answer == "wait":
+        wait_in_line(scene)
+    else:
+        wait_for("the task is to come again", lambda: second.state == states.RETRY)
+    scene.open_gate()
+    assert second.get(timeout=LIMIT)["held"] is True
+    scene.assert_exclusive()
+
+
+# The same task twice
+
+
+@PREFORK
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hold",
+        "hold_or_raise",
+        "hold_or_retry",
+        "hold_or_wait",
+        "hold_or_reject",
+        "hold_or_decide",
+        "hold_shared",
+        "hold_one_of_two",
+    ],
+)
+def test_a_copy_is_put_off_and_never_runs_beside_the_task(fleet, scene, name):
+    """Whatever the strategy and the kind of lock: both run, one after the other."""
+    task = getattr(scenarios, name)
+    task_id = str(uuid.uuid4())
+    result = fleet.send(task, scene.key, task_id=task_id)
+    scene.wait_for_report("begin")
+    fleet.send(task, scene.key, task_id=task_id)
+    wait_for("the copy is put off", lambda: fleet.says("put off", task_id))
+    assert result.state == states.PENDING
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    scene.wait_for_report("end", times=2, id=task_id, error=None)
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_a_copy_of_a_task_that_has_succeeded_is_acknowledged_unrun(fleet, scene):
+    """With lock_dedupe_redelivered the work is done once, and its result stays."""
+    task_id = str(uuid.uuid4())
+    for _ in range(2):
+        result = fleet.send(scenarios.hold_once, scene.key, task_id=task_id)
+    wait_for("the copy is put off", lambda: fleet.says("put off", task_id))
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    wait_for("the copy is seen", lambda: fleet.says("acknowledged unrun", task_id))
+    assert len(scene.reported("begin")) == 1
+    assert AsyncResult(task_id, app=result.app).state == states.SUCCESS
+    another = fleet.send(scenarios.hold_once, scene.key)
+    assert another.get(timeout=LIMIT)["held"] is True
+    for one in (task_id, another.id):
+        mark = f"{scene.lock}:done:{one}"
+        assert 0 < scene.redis.pttl(mark) <= LONG * 1000
+        scene.redis.delete(mark)
+
+
+# A task that goes on in another execution
+
+
+@SEVERAL_SLOTS
+def test_a_retry_at_once_does_not_meet_its_own_lock(fleet, scene):
+    """The retry is published when the body has ended and its lock is free, not before."""
+    result = fleet.send(scenarios.retry_and_linger, scene.key)
+    assert result.get(timeout=LIMIT) == 1
+    assert [event["what"] for event in scene.history] == ["begin", "end"] * 2
+    assert not fleet.says("put off", result.id)
+    scene.assert_exclusive()
+
+
+@SEVERAL_SLOTS
+def test_what_replaces_a_task_does_not_meet_its_lock(fleet, scene):
+    """A replacement of the same key, alone or as the first of a chain, finds the lock free."""
+    raising = scenarios.hold_or_raise
+    scene.open_gate()
+    for other in (
+        fleet.signature(raising, scene.key),
+        fleet.signature(raising, scene.key) | fleet.signature(raising, scene.key),
+    ):
+        result = fleet.send(scenarios.replace_and_linger, scene.key, other)
+        assert result.get(timeout=LIMIT)["held"] is True
+        assert not fleet.says("put off", result.id)
+    scene.assert_exclusive()
+
+
+@SEVERAL_SLOTS
+def test_a_lock_can_be_held_over_the_countdown(fleet, scene):
+    """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
+    result = fleet.send(scenarios.retry_until_open, scene.key)
+    scene.wait_for_report("end", times=1)
+    waiting = fleet.send(scenarios.hold_or_wait, scene.key)
+    wait_in_line(scene)
+    assert scene.lease.extended_by > LONG
+    scene.wait_for_report("begin", times=3)
+    with pytest.raises(TaskRevokedError, match=result.id):
+        fleet.send(scenarios.step, scene.key).get(timeout=LIMIT)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT) >= 2
+    assert waiting.get(timeout=LIMIT)["held"] is True
+    order = [event["id"] for event in scene.reported("begin")]
+    assert order == [result.id] * (len(order) - 1) + [waiting.id]
+    assert not fleet.says("put off", result.id)
+    assert scene.is_free
+    scene.assert_exclusive()
