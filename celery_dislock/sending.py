@@ -28,8 +28,6 @@ PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
 RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
 HELD_HEADER = "dislock_held"  # owner that has left its lease to this delivery
 GIVEN_UP_HEADER = "dislock_given_up"  # owners that asked in vain, and may be granted the lock
-    "dislock_given_up"  # owners that asked in vain, and may have been granted the lock
-)
 
 logger = logging.getLogger("celery_dislock")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import uuid
@@ -13,6 +14,7 @@ from celery import states
 from celery.canvas import StampingVisitor
 from celery.exceptions import Reject, TaskRevokedError
 from celery.result import AsyncResult
+from kombu import Connection, Queue
 
 from celery_dislock import LockHeldError
 from example_project import scenarios
@@ -59,9 +61,10 @@ def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
     scene.assert_exclusive()
 
 
-@PREFORK
-def test_a_retry_loses_nothing_of_its_message(fleet, scene):
+@pytest.mark.parametrize("pair", ["prefork_pair", "rabbitmq_pair"])
+def test_a_retry_loses_nothing_of_its_message(request, pair, scene):
     """Id, arguments, headers, stamps, priority, expiry, links and retries are as they were."""
+    fleet = request.getfixturevalue(pair)
     link = fleet.signature(scenarios.step, f"{scene.key}-link")
     options = {
         "priority": 3,
@@ -77,7 +80,8 @@ def test_a_retry_loses_nothing_of_its_message(fleet, scene):
     def send():
         signature = scenarios.tell_or_retry.s(scene.key, extra="kept").set(queue=fleet.queue)
         signature.stamp(Stamped())
-        return signature.apply_async(**options)
+        with Connection(fleet.broker_url or scenarios.app.conf.broker_url) as connection:
+            return signature.apply_async(connection=connection, **options)
 
     plain = send()
     expected = plain.get(timeout=LIMIT)
@@ -213,6 +217,27 @@ def test_a_rejected_task_fails_for_its_caller(fleet, scene):
     with pytest.raises(Reject, match=holder.id):
         second.get(timeout=LIMIT)
     assert second.state == states.FAILURE
+    scene.open_gate()
+
+
+def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, scene):
+    """RabbitMQ moves it to the dead-letter exchange of its queue."""
+    fleet = rabbitmq_pair
+    policy = {"dead-letter-exchange": "", "dead-letter-routing-key": "buried"}
+    words = ("bury", f"^{fleet.queue}$", json.dumps(policy), "--apply-to", "queues")
+    rabbitmq._control("set_policy", *words)
+    try:
+        fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        with Connection(rabbitmq.url) as connection:
+            buried = Queue("buried", routing_key="buried")(connection.default_channel)
+            buried.queue_declare()
+            second = fleet.send(scenarios.hold_or_reject, scene.key)
+            message = wait_for("a message is buried", lambda: buried.get(no_ack=True))
+        assert message.headers["id"] == second.id
+        wait_for("the caller is told", lambda: second.state == states.FAILURE)
+    finally:
+        rabbitmq._control("clear_policy", "bury")
     scene.open_gate()
 
 
