@@ -99,7 +99,14 @@ def retry(second: Second) -> NoReturn:
     if request.is_eager or now >= until:
         raise error
     at_most = min(conflict.remaining, until - now)
-    delay = put_off(task, request, str(error), at_most=at_most, notes={RETRY_UNTIL_HEADER: until})
+    delay = put_off(
+        task,
+        request,
+        str(error),
+        at_most=at_most,
+        notes={RETRY_UNTIL_HEADER: until},
+        level=logging.INFO,  # the normal conflict
+    )
     raise Retry(str(error), exc=error, when=delay)
 
 
