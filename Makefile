@@ -6,6 +6,7 @@ VENV   := .venv
 STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+JOBS   ?= 3
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -13,13 +14,15 @@ ARGS   ?=
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "  ARGS='...' goes to pytest, the demo or the benchmarks; PYTHON=python3.12 picks the Python."
+	@echo "  ARGS='...' goes to pytest, the demo or the benchmarks; PYTHON=python3.12 picks the Python;"
+	@echo "  JOBS=1 runs the tests one after the other.  They wait more than they compute."
 
 demo: $(STAMP)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(STAMP)  ## run all tests but the slow ones
-	@$(PYTEST) tests/unit tests/integration tests/acceptance tests/smoke tests/faults -m "not slow" $(ARGS)
+	@$(PYTEST) tests/unit tests/integration tests/acceptance tests/smoke tests/faults -m "not slow" \
+		--numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, layers
 	@$(BIN)/ruff check .

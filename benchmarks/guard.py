@@ -10,14 +10,12 @@ counted as the guard's.
 
 The round trips are left out by a store that grants at once, in the place of ours.  All the rest
 counts: the key, the claim, the holder's JSON, the lease, the running watchdog, the interpreter's
-calls, and the signal that Celery sends because we listen to it.  What a store does for a bare call
-does not: packing the command, the wait, reading the reply.
+calls.  What a store does for a bare call does not: packing the command, the wait, reading the
+reply.
 
 The last line is the same against a real server, beside the unguarded task and two bare calls of the
 store in turns: in turns those cost more than each by itself, presumably because caches go cold in
 the wait.  The guard's would, too, which can be why this figure is higher than the first.
-
-The unguarded task is traced without our receivers, as in a process that has no locks.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from celery.app.task import Context
 from celery.app.trace import build_tracer
-from celery.signals import task_postrun
 
 from benchmarks.report import Row, take_turns
 from celery_dislock import Dislock
@@ -161,22 +158,20 @@ def run(folder: Path) -> list[Row]:
         without_wire = Tasks(server.url, at_once)
         on_wire = Tasks(server.url)
         assert isinstance(on_wire.store, Store)
-        ours = list(task_postrun.receivers)
-        assert ours, "the guard no longer listens to task_postrun: mend this benchmark"
         key = key_builder(KEY, signature=inspect.signature(export), task_name="bench.export").key
 
         variants = {
-            "traced": timed(without_wire.traced(without_wire.guarded), ours),
-            "by keyword": timed(without_wire.traced(without_wire.guarded, (), KWARGS), ours),
-            "unguarded": timed(without_wire.traced(without_wire.unguarded), []),
-            "alone": timed(without_wire.alone(), ours),
-            "body": timed(lambda: export(*ARGS), ours),
-            "key": timed(lambda: key(ARGS, {}), ours),
+            "traced": timed(without_wire.traced(without_wire.guarded)),
+            "by keyword": timed(without_wire.traced(without_wire.guarded, (), KWARGS)),
+            "unguarded": timed(without_wire.traced(without_wire.unguarded)),
+            "alone": timed(without_wire.alone()),
+            "body": timed(lambda: export(*ARGS)),
+            "key": timed(lambda: key(ARGS, {})),
         }
         bare_task, bare_calls = on_wire.traced(on_wire.unguarded), on_wire.bare_calls()
         wired = {
-            "traced": timed(on_wire.traced(on_wire.guarded), ours),
-            "bare": timed(lambda: (bare_task(), bare_calls()), []),
+            "traced": timed(on_wire.traced(on_wire.guarded)),
+            "bare": timed(lambda: (bare_task(), bare_calls())),
         }
         try:
             take_turns(variants, WARMING)
@@ -190,7 +185,6 @@ def run(folder: Path) -> list[Row]:
             assert scripts == 2 * 2 * WIRE_ROUNDS * CALLS, "not two round trips per task"
             assert not client.keys("dislock:*:holders")
         finally:
-            task_postrun.receivers[:] = ours
             on_wire.store.close()
     unguarded, body = took["unguarded"], took["body"]
     return [
@@ -207,11 +201,10 @@ def run(folder: Path) -> list[Row]:
     ]
 
 
-def timed(call: Callable[[], object], receivers: Sequence[Any]) -> Callable[[], float]:
-    """Make what measures microseconds per call, while these listen to the end of a task."""
+def timed(call: Callable[[], object]) -> Callable[[], float]:
+    """Make what measures microseconds per call."""
 
     def measure() -> float:
-        task_postrun.receivers[:] = receivers
         began = time.process_time()
         for _ in range(CALLS):
             call()

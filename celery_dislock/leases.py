@@ -37,12 +37,13 @@ RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
 
-current: ContextVar[Lease | None] = ContextVar("dislock_lease", default=None)
+current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
 
 
 def current_lease() -> Lease | None:
     """Return the lease under which the running task body runs; None where it runs under none."""
-    return current.get()
+    claim = current.get()
+    return claim.lease if claim is not None else None
 
 
 def trust_in(ttl: float) -> float:

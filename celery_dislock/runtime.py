@@ -113,6 +113,11 @@ class Runtime:
         return self._conf().get("dislock_enabled")
 
     @cached_property
+    def off(self) -> bool:
+        """Whether tasks take no locks at all; asked for each task, and settled with the first."""
+        return self.enabled is False
+
+    @cached_property
     def settings(self) -> AppSettings:
         """The app's settings, checked."""
         return app_settings(self._conf())

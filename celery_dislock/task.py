@@ -4,8 +4,7 @@ A signal handler cannot stop a Celery task, and an override in a user's class ca
 ``super()``.  So the guard is put around whatever ``__call__`` a task class has at the moment the
 class is bound to its app, outermost and outside autoretry; acquire, body and release stand in one
 function.  The release comes right after the body, before Celery publishes callbacks and the next
-step of a chain; ``task_postrun`` is the net below it, for an exception that a signal handler
-raised in the middle of the release.
+step of a chain; an exception that a signal handler raises in the middle of it does not end it.
 """
 
 from __future__ import annotations
@@ -114,6 +113,11 @@ class Guard:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(task.name, "lock_key", declared, str(exc)) from exc
+        self._looks_for_copies = (
+            self.options.lock_mode == "shared"
+            or self.options.lock_limit > 1
+            or self.options.lock_dedupe_redelivered
+        )
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
             "warn",
             "expire",
@@ -123,20 +127,36 @@ class Guard:
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the body under the task's lock, or end the delivery where it cannot be had."""
-        if self.runtime.enabled is False:
+        if self.runtime.off:
             return body(*args, **kwargs)
         lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
-        copies = Copies(task, request, lock, claim, self.runtime.process.store)
+        previous = current.set(claim)
+        try:
+            try:
+                return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
+            finally:
+                claim.settle()
+        except BaseException:  # a signal handler's, perhaps, which has cut the release short
+            claim.settle()
+            raise
+        finally:
+            current.reset(previous)
+
+    def _run(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, body: Callable[[], Any]
+    ) -> Any:
+        copies = None
+        if self._looks_for_copies and not request.is_eager:
+            copies = Copies(task, request, lock, claim, self.runtime.process.store)
         lease = self._take(task, request, lock, claim, copies)
         if lease is None:
-            return body(*args, **kwargs)
+            return body()
         outbox = request.dislock_outbox = Outbox()
-        previous = current.set(lease)
         running = Running(lease) if self._interrupts else None
         try:
             try:
-                result = body(*args, **kwargs)
+                result = body()
             finally:
                 if running is not None:
                     running.end()
@@ -150,13 +170,12 @@ class Guard:
             raise
         else:
             claim.leaves = not self.options.release_on_success
-            if not request.is_eager:
+            if copies is not None and self.options.lock_dedupe_redelivered:
                 copies.body_succeeded()
                 request.dislock_copies = copies
             return result
         finally:
             request.dislock_outbox = None
-            current.reset(previous)
             self._keep_for_retry(lock, claim, outbox)
             claim.settle()
             outbox.send()
@@ -179,7 +198,7 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; the lease ends with its expiry.
         """
-        if self.runtime.enabled is False:
+        if self.runtime.off:
             return 0
         names = self.runtime.lock_names(self._keys_of(args, kwargs))
         store = self.runtime.process.store
@@ -189,7 +208,7 @@ class Guard:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
     def _take(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies
+        self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
     ) -> Lease | None:
         """Return the lease; None where the body is to run without one."""
         answer = partial(self._ask, task, request, lock, claim)
@@ -199,7 +218,7 @@ class Guard:
                 conflicts.Second(task, request, self.options, lease, wait_in_line=answer)
             )
         forget_notes(request)
-        if lease is None or request.is_eager:
+        if lease is None or copies is None:
             return lease
         try:
             copies.look_for_others()
@@ -289,15 +308,12 @@ def install(task: type[Task], app: Celery) -> None:
     request_class = task.Request
     if not isinstance(request_class, property):  # that of a guarded class which this one extends
         task.Request = property(lambda _self: recovering(request_class))
-    task_postrun.connect(_settle, dispatch_uid="dislock_settle")
+    if guard.options.lock_dedupe_redelivered:
+        task_postrun.connect(_remember, dispatch_uid="dislock_remember")
 
 
-def _settle(task: Task | None = None, state: str | None = None, **_kwargs: Any) -> None:
-    request = getattr(task, "request", None)
-    claim = getattr(request, "dislock_claim", None)
-    if claim is not None:
-        claim.settle()
-    copies = getattr(request, "dislock_copies", None)
+def _remember(task: Task, state: str, **_kwargs: Any) -> None:
+    copies: Copies | None = getattr(task.request, "dislock_copies", None)
     if copies is not None and state == states.SUCCESS:
         copies.task_succeeded()
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 from celery import Celery
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 
 from celery_dislock import (
@@ -177,6 +177,30 @@ def test_the_lock_is_released_before_callbacks_are_called(app, world):
     finally:
         task_postrun.disconnect(dispatch_uid="t")
     assert states == ["SUCCESS", "SUCCESS"]
+
+
+@pytest.mark.parametrize("at", ["unwatch", "release"])
+def test_a_release_that_is_cut_short_is_done_all_the_same(app, world, monkeypatch, at):
+    """A signal handler's exception in the middle of the release leaves no lock behind."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return 1
+
+    part = world.watchdog if at == "unwatch" else world.store
+    whole, cut = getattr(part, at), []
+
+    def cut_short(*args):
+        if not cut:
+            cut.append(args)
+            raise SoftTimeLimitExceeded
+        return whole(*args)
+
+    monkeypatch.setattr(part, at, cut_short)
+    assert task.apply().state == "FAILURE"
+    assert cut
+    assert world.store.leases == {}
+    assert current_lease() is None
 
 
 def test_the_lock_lies_outside_autoretry_and_a_custom_call(app, world):
