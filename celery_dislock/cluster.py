@@ -75,9 +75,8 @@ class Cluster:
             remedy = str(exc)
             raise SettingsError("app.conf", "dislock_url", without_password(url), remedy) from None
         if self.name.rpartition("/")[2].isdigit() and not self.name.endswith("/0"):
-            raise SettingsError(
-                "app.conf", "dislock_url", self.name, "a cluster has database 0 only"
-            )
+            other = "a cluster has database 0 only"
+            raise SettingsError("app.conf", "dislock_url", self.name, other)
         self._make = connection_maker(self.name, servers, options)
         self._patience = options.get("socket_timeout") or SOCKET_TIMEOUT
         self._pause = pause
@@ -120,18 +119,21 @@ class Cluster:
         Raises:
             StoreError: None of them answered, or there are slots without a node.
         """
+        error = StoreError(self.name, "it has no nodes")
+        for send in self.senders():
+            try:
+                return send(*command)
+            except StoreError as exc:
+                error = exc
+        raise error
+
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return what sends a command to each node that has slots; raises as :meth:`send`."""
         if not self._slots or None in self._slots:
             self._find_slots()
-        if None in self._slots:
-            raise self._uncovered(self._slots.index(None))
-        error: StoreError | None = None
-        for address in dict.fromkeys(self._slots):
-            if address is not None:
-                try:
-                    return self._node(address).send(*command)
-                except StoreError as exc:
-                    error = exc
-        raise error or StoreError(self.name, "it has no nodes")
+            if None in self._slots:
+                raise self._uncovered(self._slots.index(None))
+        return [self._node(one).send for one in dict.fromkeys(self._slots) if one is not None]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """See :meth:`celery_dislock.node.Node.pop`; only what a node sent on is resent."""
@@ -174,8 +176,7 @@ class Cluster:
         # Those last that failed last: to connect to one that is away may take all of its time.
         order = sorted(batches, key=self._failing.__contains__)
         asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
-        left = max(until - time.monotonic(), LEAST)
-        answers, self._failing = ask_all(script, asked, within=left)
+        answers, self._failing = ask_all(script, asked, within=max(until - time.monotonic(), LEAST))
         for address, answer in answers.items():
             replies.update(zip(batches[address], answer, strict=True))
         self._follow(script, calls, replies, until)

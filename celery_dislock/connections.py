@@ -5,6 +5,7 @@ What is common to all of them is a :class:`Server`, which is all that a store kn
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,11 +17,13 @@ from celery_dislock.urls import CLUSTER, SENTINEL
 from celery_dislock.wire import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
 
-__all__ = ["RESENDS", "SOCKET_TIMEOUT", "Server", "server_for"]
+__all__ = ["RESENDS", "SOCKET_TIMEOUT", "Server", "locks_pattern", "scan", "server_for"]
+
+SCANNED = 500  # names that a server looks at in one step
 
 
 class Server(Protocol):
@@ -41,6 +44,9 @@ class Server(Protocol):
 
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command that is about no key."""
+
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return, for each server that has locks of its own, what sends that one a command."""
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """Take an element from a list; blocks until there is one, *seconds* at most."""
@@ -86,3 +92,32 @@ def server_for(
     elif url.startswith(CLUSTER):
         kind = Cluster
     return kind(url, options, pause=pause, min_replicas=min_replicas)
+
+
+def locks_pattern(prefix: str) -> str:
+    """Return the pattern of SCAN that the locks of this prefix match, and what is beside them not.
+
+    Args:
+        prefix: Any text; it stands for itself.
+    """
+    escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
+    return f"{escaped}:{{*}}"
+
+
+def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:
+    """
+    Find the names on a server that match, step by step; each is a round trip.
+
+    Args:
+        send: Sends that server a command.
+        pattern: See SCAN.
+
+    Raises:
+        StoreError: The server did not answer.
+    """
+    cursor = b"0"
+    while True:
+        cursor, names = send(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCANNED)
+        yield [name.decode(errors="replace") for name in names]
+        if cursor == b"0":
+            return

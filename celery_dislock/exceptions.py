@@ -12,7 +12,10 @@ class DislockError(Exception):
 
 
 class SettingsError(DislockError, ValueError):
-    """An option or setting cannot be used; raised when a task is bound or a worker starts.
+    """An option or setting cannot be used.
+
+    Raised when a task is bound, a lock is made in plain Python or a worker starts; and by a task
+    whose ``lock_on_conflict`` is a callable that returned what is no strategy.
 
     Attributes:
         owner: Whose option it is: a task's name, or ``app.conf``.
@@ -53,7 +56,9 @@ class LockKeyError(DislockError, ValueError):
 
 
 class LockHeldError(DislockError):
-    """The lock is held by another execution; the body was not run.
+    """The lock is held by another; the body was not run.
+
+    In plain Python: by this very thread, under another set of keys; it would wait for itself.
 
     Attributes:
         key: The key of the lock.

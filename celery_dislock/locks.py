@@ -33,6 +33,8 @@ logger = logging.getLogger("celery_dislock")
 class Locking(Protocol):
     """What a lock asks of a store."""
 
+    server: str
+
     def acquire(
         self,
         locks: Sequence[str],
@@ -221,7 +223,7 @@ class Lock:
     def _keep(self, claim: Claim, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         if self.clock() >= since + trust_in(ttl):
             self.abandon(claim)
-            raise StoreError(self.key, "granted, but too late to be trusted")
+            raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         lease = claim.lease = Lease(self, claim, tokens, since, ttl)
         self.keeper.watch(lease)
         signals.lock_acquired.send(sender=claim.sender, lease=lease)

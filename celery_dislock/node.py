@@ -114,6 +114,10 @@ class Node:
         """
         return self._exchange(command)
 
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return what sends a command to each server that has locks: here one."""
+        return [self.send]
+
     def _exchange(
         self,
         command: Command,

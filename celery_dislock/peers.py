@@ -157,6 +157,15 @@ class Peer:
         except (RedisError, OSError) as exc:
             raise NoReplyError(self.name, str(exc) or type(exc).__name__) from exc
 
+    def ask(self, *command: str | bytes | int, within: float) -> Any:
+        """
+        Send a command by itself; blocks for twice *within* seconds at most.
+
+        Raises:
+            StoreError: It did not answer.
+        """
+        return self.finish(self.start(command, command, None, within), within)
+
     def close(self) -> None:
         """Close the connections that are not in use."""
         self._wire.close_idle()
@@ -209,6 +218,10 @@ class Peers:
     def send(self, *command: str | bytes | int, within: float) -> list[Any]:
         """Send a command to all servers; as for :meth:`ask`."""
         return self._ask(partial(self._run, command, command, None), within)
+
+    def senders(self, within: float) -> list[Callable[..., Any]]:
+        """Return what sends a command to each server."""
+        return [partial(peer.ask, within=within) for peer in self._peers]
 
     def ask_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """

@@ -15,6 +15,7 @@ from celery.bin.base import CeleryOption
 from celery.signals import worker_process_init
 
 from celery_dislock import startup
+from celery_dislock.comeback import release_left_behind
 from celery_dislock.exceptions import DislockError
 from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
@@ -156,6 +157,8 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 f"Cannot start with locks: {exc}. Mend that, name another lock server "
                 "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
             ) from exc
+        if self.locking:
+            release_left_behind(worker, runtime_of(worker.app))
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
         """Look for dead pool processes more often than Celery does, whose locks are to be freed.

@@ -137,6 +137,10 @@ class Quorum:
         replies = self._peers.send(*command, within=self._patience)
         return self._require_majority(replies)[0]
 
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return what sends a command to each server."""
+        return self._peers.senders(self._patience)
+
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Wait a little, *seconds* at most, and return nothing."""
         self._pause(min(random.uniform(*PAUSE), seconds))  # noqa: S311 -- no secret
@@ -291,6 +295,5 @@ def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
     for owner, found in leases.items():
         if len(found) >= majority:
             remaining = sorted((lease[1] for lease in found), reverse=True)[majority - 1]
-            token = max(int(lease[2]) for lease in found)
-            merged += [owner, remaining, token, *found[0][3:]]
+            merged += [owner, remaining, max(int(lease[2]) for lease in found), *found[0][3:]]
     return merged

@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
@@ -65,7 +66,7 @@ def recovering(base: type | str) -> type:
 def _release_after_death(request: Any) -> None:
     pid = request.worker_pid
     guard = request.task.dislock_guard
-    if not _is_child(pid) or not guard.releases_on_failure:
+    if not _is_child(pid):
         return
     what = f"the lock of {request.task.name}[{request.id}], whose process {pid} died"
     start = execution_start(request.id, request.hostname, pid)
@@ -73,7 +74,7 @@ def _release_after_death(request: Any) -> None:
 
     def release() -> None:
         try:
-            if not _is_alive(pid):
+            if not is_alive(pid):
                 if guard.release_dead(request.args, request.kwargs, start):
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:
@@ -101,9 +102,21 @@ def _is_child(pid: int | None) -> bool:
     return pid is not None and pid != os.getpid() and pid <= PID_MAX
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Tell whether there is such a process on this machine, whoever's it is."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    except PermissionError:  # it belongs to another user
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Tell whether a process has ended, and nobody has taken notice; where there is no /proc, no."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "Z"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from functools import cached_property
 from itertools import count
@@ -159,6 +160,7 @@ class Process:
     def __init__(self, conf: Mapping[str, Any], settings: AppSettings) -> None:
         url, options = lock_server(conf)
         self.pid = os.getpid()
+        self.host = socket.gethostname()
         self.store = Store(
             url,
             {
@@ -193,6 +195,10 @@ class Process:
         if self._away:
             self._away = False
             logger.info("The lock server %s answers again.", self.store.server)
+
+    def is_own(self, owner: str) -> bool:
+        """Tell whether an owner is of this very process, and not of one that had its id before."""
+        return owner.rpartition("/")[2].startswith(f"{self._nonce}.")
 
     def owner_name(self, start: str) -> str:
         """Make the name of a new owner, like no other's on any machine: what it is, and a count."""

@@ -259,7 +259,7 @@ class AppSettings:
         unit="",
         description=(
             "True: every task with a `lock_key` locks, whatever its base class, and a worker "
-            "checks the lock server at start-up (`--dislock`). False: nothing locks "
+            "checks the lock server at start-up (`--dislock`). False: no task takes a lock "
             "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
         ),
     )

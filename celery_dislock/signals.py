@@ -16,7 +16,7 @@ that raises is logged by Celery's dispatcher and changes nothing.
 signal              arguments
 ==================  =================================================================
 ``lock_acquired``   ``lease``
-``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``
+``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``; of tasks alone
 ``lock_renewed``    ``lease``, sent after each renewal
 ``lock_lost``       ``lease``, ``reason``; once per lease
 ``lock_capped``     ``lease``; once per lease, when ``max_renew_times`` renewals are done

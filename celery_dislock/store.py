@@ -8,7 +8,7 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.connections import server_for
+from celery_dislock.connections import SOCKET_TIMEOUT, locks_pattern, scan, server_for
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
@@ -22,7 +22,7 @@ from celery_dislock.scripts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
 
@@ -61,6 +61,7 @@ class Holding(NamedTuple):
     token: int
     mode: str
     holder: Mapping[str, Any]
+    expiring: bool = False  # its owner is done with it
 
 
 def milliseconds(seconds: float) -> int:
@@ -189,17 +190,46 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        reply = self._server.run(HOLDERS, [lock])
-        return [
-            Holding(
-                owner.decode().removeprefix("~"),
-                remaining / 1000,
-                int(token),
-                NAMES[mode.decode()],
-                json.loads(holder),
-            )
-            for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
-        ]
+        return _holdings(self._server.run(HOLDERS, [lock]))
+
+    def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
+        """
+        Ask who holds which lock, of all there are.
+
+        Reads every name on the server, so it is for a worker's start and for tools.  What is taken
+        or released meanwhile may be among them or not, and a lock may come twice.  For one thread
+        only, as :meth:`renew` is.
+
+        Args:
+            prefix: Of the locks' names: ``dislock_prefix``.
+
+        Returns:
+            The leases of locks that are held, by the lock's name in Redis, some hundred at a time,
+            so that a caller can stop.
+
+        Raises:
+            StoreError: A server did not answer; those on the others have come before.
+        """
+        error = None
+        for send in self._server.senders():
+            try:
+                for names in scan(send, locks_pattern(prefix)):
+                    yield self._holders_of(names)
+            except StoreError as exc:
+                error = exc
+        if error is not None:
+            raise error
+
+    def _holders_of(self, locks: Sequence[str]) -> dict[str, list[Holding]]:
+        if not locks:
+            return {}
+        calls = [(lock,) for lock in locks]
+        replies = self._server.run_many(HOLDERS, calls, within=SOCKET_TIMEOUT)
+        return {
+            lock: _holdings(reply)
+            for lock, reply in zip(locks, replies, strict=True)
+            if not isinstance(reply, StoreError)  # something else has such a name
+        }
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """
@@ -231,23 +261,32 @@ class Store:
         """
         return self._end(RELEASE, locks, owner, at_least) == len(locks)
 
-    def release_dead(self, locks: Sequence[str], owner_start: str, at_least: float = 0.0) -> int:
+    def release_dead(
+        self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
+    ) -> int:
         """
-        End the leases of owners that begin with *owner_start*; their process is known to be gone.
+        End what owners hold or wait for that begin with *owner_start*; their process is gone.
+
+        Args:
+            locks: Names of the locks in Redis.
+            owner_start: All of the owners' names but the counter of their acquisition.
+            at_least: Seconds since their acquisition until which leases are to run out instead;
+                None: they are left to expire, and only the places in line are given up.
 
         Returns:
-            How many there were.
+            How many leases were ended.
 
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
         return self._end(RELEASE_DEAD, locks, owner_start, at_least)
 
-    def _end(self, script: Script, locks: Sequence[str], owner: str, at_least: float) -> int:
+    def _end(self, script: Script, locks: Sequence[str], owner: str, at_least: float | None) -> int:
+        at_least_ms = -1 if at_least is None else milliseconds(at_least)
         ended, error = 0, None
         for together in self._server.together(locks):
             try:
-                ended += self._server.run(script, together, owner, milliseconds(at_least))
+                ended += self._server.run(script, together, owner, at_least_ms)
             except StoreError as exc:  # of one node; the others are not to wait for it
                 error = exc
         if error is not None:
@@ -334,6 +373,20 @@ class Store:
     def close(self) -> None:
         """Close the connections that are not in use."""
         self._server.close()
+
+
+def _holdings(reply: Sequence[Any]) -> list[Holding]:
+    return [
+        Holding(
+            owner.decode().removeprefix("~"),
+            remaining / 1000,
+            int(token),
+            NAMES[mode.decode()],
+            json.loads(holder),
+            owner.startswith(b"~"),
+        )
+        for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
+    ]
 
 
 def _renewed(replies: Sequence[Any]) -> bool | StoreError:

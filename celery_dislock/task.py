@@ -195,6 +195,12 @@ class Guard:
         """
         Release what an execution held whose process has ended; blocks for a round trip.
 
+        With ``release_on_failure`` False its lease is left to expire, and only its place in line is
+        given up.
+
+        Returns:
+            How many leases were ended.
+
         Raises:
             StoreError: The lock server did not answer; the lease ends with its expiry.
         """
@@ -202,7 +208,8 @@ class Guard:
             return 0
         names = self.runtime.lock_names(self._keys_of(args, kwargs))
         store = self.runtime.process.store
-        return store.release_dead(names, owner_start, self.options.lock_at_least_for)
+        at_least = self.options.lock_at_least_for if self.releases_on_failure else None
+        return store.release_dead(names, owner_start, at_least)
 
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
@@ -268,6 +275,7 @@ class Guard:
             "id": request.id,
             "worker": request.hostname,
             "pid": process.pid,
+            "host": process.host,
         }
         start = execution_start(request.id, request.hostname, process.pid)
         return Claim(process.owner_name(start), holder, sender=task)

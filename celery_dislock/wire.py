@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import redis
 from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    MovedError,
+    NoScriptError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.retry import Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
@@ -29,6 +37,13 @@ if TYPE_CHECKING:
     Connect = Callable[[float | None], redis.Connection]
 
 SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
+
+CLUSTER_ERRORS = {  # those that redis-py 5 does not tell from others
+    "ASK": AskError,
+    "CLUSTERDOWN": ClusterDownError,
+    "MOVED": MovedError,
+    "TRYAGAIN": TryAgainError,
+}
 
 # What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
@@ -216,6 +231,9 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
     except ResponseError as exc:
         if demoted(exc):
             raise redis.ConnectionError("it is a replica, and no longer the master") from exc
+        code, _, told = str(exc).partition(" ")
+        if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5 leaves them plain
+            raise CLUSTER_ERRORS[code](told) from exc
         raise
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -62,6 +63,7 @@ REDELIVERY = {  # RabbitMQ has no such options
 }
 
 app = Celery("scenarios", broker=BROKER_URL, backend=URL)
+app.task = partial(app.task, shared=False)  # other apps of a process are to know nothing of these
 app.conf.update(
     broker_connection_retry_on_startup=True,
     broker_transport_options=REDELIVERY if BROKER_URL.startswith("redis") else {},
@@ -106,6 +108,8 @@ def report(key: str, what: str, **more: Any) -> None:
 @lock_released.connect
 def report_release(lease: Lease, **_: Any) -> None:
     """Add a release to the list of its key; in the history its place would be left to chance."""
+    if not current_task or current_task.app is not app:
+        return
     event = {"id": lease.holder.get("id"), "pid": os.getpid(), "token": lease.token}
     reports.rpush(releases_of(lease.key), json.dumps(event))
 
@@ -453,6 +457,18 @@ def hold_or_retry_briefly(key: str) -> dict[str, Any]:
 @app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="wait", lock_wait_timeout=LONG)
 def hold_or_wait(key: str) -> dict[str, Any]:
     """Hold the lock until the gate is open, or wait for it."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_on_conflict="wait",
+    lock_wait_timeout=LONG,
+    acks_late=True,
+)
+def hold_or_wait_late(key: str) -> dict[str, Any]:
+    """Wait for the lock, in a message that outlives its worker."""
     return stay(key)
 
 

@@ -2,11 +2,14 @@
 --
 -- KEYS      the locks
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
--- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
+-- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition;
+--                         -1: leave its leases to expire, and only its places in line
 --
 -- Returns   how many leases were ended
 --
 -- The caller has seen that process end.  Sent twice, the second answers 0.
+
+local at_least_ms = tonumber(ARGV[2])
 
 local function dead(owner)
   return string.sub(owner, 1, #ARGV[1]) == ARGV[1]
@@ -18,8 +21,8 @@ for _, key in ipairs(KEYS) do
   count_leases()
   local leases = redis.call('HGETALL', lock)
   for i = 1, #leases, 2 do
-    if dead(leases[i]) then
-      finish(leases[i], leases[i + 1], tonumber(ARGV[2]))
+    if at_least_ms >= 0 and dead(leases[i]) then
+      finish(leases[i], leases[i + 1], at_least_ms)
       ended = ended + 1
     end
   end

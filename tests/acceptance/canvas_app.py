@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 import redis
 from celery import Celery, chain, group
@@ -21,6 +22,7 @@ STRATEGIES = ("skip", "raise", "retry", "wait", "reject", "callable")
 GATE_POLL = 0.02  # seconds between two looks at a gate
 
 app = Celery("canvas", broker=URL, backend=URL, task_cls=SingletonTask)
+app.task = partial(app.task, shared=False)  # other apps of a process are to know nothing of these
 app.conf.update(
     broker_connection_retry_on_startup=True,
     result_chord_retry_interval=0.1,

@@ -118,9 +118,9 @@ def rabbitmq_pair(
 def fleet(
     request: pytest.FixtureRequest, start_pair: Callable[..., AbstractContextManager[Fleet]]
 ) -> Iterator[Fleet]:
-    """Two workers of one pool with --dislock, for all tests of that pool."""
-    if request.param == "prefork":
-        yield request.getfixturevalue("prefork_pair")
+    """Two workers of one pool with --dislock, for all tests of that pool; or on RabbitMQ."""
+    if request.param in {"prefork", "rabbitmq"}:
+        yield request.getfixturevalue(f"{request.param}_pair")
     else:
         with start_pair(request.param, request.param) as pair:
             yield pair

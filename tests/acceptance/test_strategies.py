@@ -19,10 +19,11 @@ from kombu import Connection, Queue
 from celery_dislock import LockHeldError
 from example_project import scenarios
 from example_project.scenarios import BRIEF, LONG
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
 
 pytestmark = pytest.mark.acceptance
 
+BROKERS = pytest.mark.parametrize("pair", ["prefork_pair", "rabbitmq_pair"])
 SEVERAL_SLOTS = pytest.mark.parametrize("fleet", ["prefork", "threads", "gevent"], indirect=True)
 
 
@@ -61,7 +62,7 @@ def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
     scene.assert_exclusive()
 
 
-@pytest.mark.parametrize("pair", ["prefork_pair", "rabbitmq_pair"])
+@BROKERS
 def test_a_retry_loses_nothing_of_its_message(request, pair, scene):
     """Id, arguments, headers, stamps, priority, expiry, links and retries are as they were."""
     fleet = request.getfixturevalue(pair)
@@ -164,10 +165,11 @@ def test_who_waits_in_vain_fails(fleet, scene):
     scene.open_gate()
 
 
-@PREFORK
+@BROKERS
 @pytest.mark.parametrize("how", ["soft time limit", "SIGTERM", "SIGKILL", "its child is killed"])
-def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
+def test_a_waiter_that_is_stopped_leaves_no_ghost(request, pair, scene, how):
     """What ends a waiting task takes it out of the line, and the next in line gets the lock."""
+    fleet = request.getfixturevalue(pair)
     holder = fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     limit = {"soft_time_limit": 2} if how == "soft time limit" else {}
@@ -176,7 +178,7 @@ def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
     if how == "its child is killed":
         os.kill(int(owner.rpartition(":")[2].partition("/")[0]), signal.SIGKILL)
     elif how != "soft time limit":
-        second.revoke(terminate=True, signal=how)
+        fleet.revoke(second.id, terminate=True, signal=how)
     wait_until_nobody_waits(scene)
     wait_for("the caller is told", second.ready)
     if how == "soft time limit":
@@ -190,9 +192,11 @@ def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
     assert scene.is_free
 
 
-def test_a_warm_shutdown_lets_a_waiter_get_its_turn(start_fleet, scene):
+@BROKERS
+def test_a_warm_shutdown_lets_a_waiter_get_its_turn(request, pair, start_fleet, scene):
     """A worker that is told to stop ends when those that wait in it have had the lock."""
-    holding, waiting = start_fleet("prefork"), start_fleet("prefork")
+    holding = request.getfixturevalue(pair)
+    waiting = start_fleet("prefork", broker_url=holding.broker_url)
     (worker,) = waiting.workers
     holding.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
@@ -203,6 +207,28 @@ def test_a_warm_shutdown_lets_a_waiter_get_its_turn(start_fleet, scene):
     scene.open_gate()
     assert worker.wait_until_it_ends() == 0
     assert second.get(timeout=LIMIT)["held"] is True
+
+
+@BROKERS
+def test_death_of_the_worker_in_the_middle_of_a_wait(request, pair, start_fleet, scene):
+    """With acks_late another worker waits in its stead; the dead one's place costs seconds."""
+    if pair == "prefork_pair" and REDELIVERY_IS_SLOW:
+        pytest.skip("this kombu redelivers every 100 s")
+    holding = request.getfixturevalue(pair)
+    own = {"broker_url": holding.broker_url, "queue": scene.key}
+    own["env"] = {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}
+    holding.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    dying = start_fleet("prefork", **own)
+    second = dying.send(scenarios.hold_or_wait_late, scene.key)
+    dead = wait_in_line(scene)
+    dying.workers[0].kill()
+    start_fleet("prefork", **own)
+    assert wait_in_line(scene, 2) == dead
+    scene.open_gate()
+    assert second.get(timeout=LIMIT)["held"] is True
+    assert len(scene.reported("begin", id=second.id)) == 1
+    scene.assert_exclusive()
 
 
 # reject, and what a callable says
@@ -362,7 +388,7 @@ def test_what_replaces_a_task_does_not_meet_its_lock(fleet, scene):
     scene.assert_exclusive()
 
 
-@SEVERAL_SLOTS
+@pytest.mark.parametrize("fleet", ["prefork", "rabbitmq", "threads", "gevent"], indirect=True)
 def test_a_lock_can_be_held_over_the_countdown(fleet, scene):
     """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
     result = fleet.send(scenarios.retry_until_open, scene.key)

@@ -21,6 +21,7 @@ from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, Worker
 from celery import states
 from celery.exceptions import TaskRevokedError
 
+from celery_dislock.recovery import is_alive
 from example_project import scenarios
 from example_project.redis_server import RedisServer
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for
@@ -34,6 +35,7 @@ SOON = 2.0  # seconds: what comes too late after that are a message or a command
 LATER = 2.5  # seconds until a task is due that must not run
 SOFT = 3.0  # seconds that a soft shutdown waits for bodies
 RELEASED = "Released the lock of"  # of the main process, about a child's execution
+RELEASED_LEFT = "Released the lock dislock:"  # of one that comes back, about its own of before
 
 # Who frees the lock of an execution.
 ITSELF = "itself"
@@ -491,6 +493,57 @@ def test_death_of_the_worker(start_worker, fleet, scene):
     assert following.get(timeout=LIMIT)["held"] is True
     assert not [r for r in scene.releases if r["id"] == result.id]
     scene.assert_exclusive([pid])
+
+
+def test_death_of_the_worker_that_comes_back(start_worker, scene):
+    """A worker that starts under a dead one's name releases what that one has left behind."""
+    own = start_worker()
+    result = own.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    left = scene.lease
+    own.workers[0].kill()
+    assert scene.lease.owner == left.owner
+    back = start_worker("-n", left.holder["worker"], queue=own.queue)
+    assert back.times_it_says(RELEASED_LEFT, result.id) == 1
+    following = back.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin", id=following.id)
+    assert scene.lease.acquired_ms < left.expires_ms
+    assert_it_holds(scene, following)
+    scene.open_gate()
+    assert following.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
+    scene.assert_exclusive([pid])
+
+
+def test_a_worker_that_is_not_alone_releases_nothing(start_worker, scene):
+    """Where another worker of that name answers, its lock may be meant: it is left to expire."""
+    own = start_worker()
+    result = own.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    left = scene.lease
+    start_worker("-n", left.holder["worker"])
+    own.workers[0].kill()
+    back = start_worker("-n", left.holder["worker"], queue=own.queue)
+    wait_for("the process is gone", lambda: not is_alive(pid))
+    assert back.says(scene.lock, result.id, "left to expire", "lives")
+    assert scene.lease.token == left.token
+    scene.lose_the_lock()
+
+
+def test_a_worker_that_shuts_down_keeps_its_lock(start_worker, fleet, scene):
+    """It answers no ping then, but its process lives, and so does its lock."""
+    own = start_worker()
+    result = own.send(scenarios.hold, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    own.workers[0].terminate()
+    own.workers[0].wait_until_it_says("Warm shutdown")
+    lease = scene.lease
+    back = start_worker("-n", lease.holder["worker"])
+    assert back.says(scene.lock, result.id, "left to expire", f"there is a process {pid}")
+    assert scene.lease.token == lease.token
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert_released(ITSELF, own, scene, result.id, then=fleet)
 
 
 def test_death_of_the_worker_and_redelivery(start_worker, scene, broker):

@@ -163,10 +163,10 @@ class Model:
         return ended
 
     def release_dead(self, start, at_least):
-        """Return how many leases there were."""
+        """Return how many leases were ended; at_least None: those in line leave it, no more."""
         for owner in [o for o in self.line if o.startswith(start)]:
             del self.line[owner]
-        owners = [o for o in self.leases if o.startswith(start)]
+        owners = [o for o in self.leases if o.startswith(start) and at_least is not None]
         for owner in owners:
             self.end(owner, at_least)
         self.hand_on()
@@ -328,12 +328,11 @@ class LockMachine(RuleBasedStateMachine):
         self.ended.add(self.names[slot])
 
     @precondition(lambda self: self.model.leases or self.model.line)
-    @rule(process=st.integers(0, 1), at_least=at_leasts, twice=st.booleans())
+    @rule(process=st.integers(0, 1), at_least=st.none() | at_leasts, twice=st.booleans())
     def die_observed(self, process, at_least, twice):
         start = f"p{process}:"
-        answer = self.send(
-            twice, self.store.release_dead, [LOCK], start, at_least * UNIT, second_answer=0
-        )
+        seconds = None if at_least is None else at_least * UNIT
+        answer = self.send(twice, self.store.release_dead, [LOCK], start, seconds, second_answer=0)
         assert answer == self.model.release_dead(start, at_least)
         self.ended |= {owner for owner in self.names if owner.startswith(start)}
         self.look()

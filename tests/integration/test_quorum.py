@@ -105,6 +105,40 @@ def nothing_on(servers):
     return not any(names_on(server) for server in servers)
 
 
+class TestAllHolders:
+    def test_every_lock_of_a_majority_is_found(self, servers, store):
+        """Locks are found though servers are dead and others have forgotten them."""
+        lock, fresh = LOCK, "dislock:{export:8}"
+        take(store, "a/1", lock)
+        for server in servers[:2]:
+            with server.client() as client:
+                client.delete(lock)
+        with servers[0].client() as client:  # granted there, and never by a majority
+            client.hset("dislock:{export:9}", "c/1", f"1 {10**14} 5 500 x {{}}")
+        take(store, "b/1", fresh)
+        assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
+        down(servers[:2], "dead")
+        with pytest.raises(StoreError):
+            found(store)
+        known = {}
+        with contextlib.suppress(StoreError):
+            for part in store.all_holders("dislock"):
+                known.update(part)
+        assert {lock: [h.owner for h in held] for lock, held in known.items()} == {
+            lock: ["a/1"],
+            fresh: ["b/1"],
+        }
+
+
+def found(store):
+    return {
+        lock: [holding.owner for holding in leases]
+        for part in store.all_holders("dislock")
+        for lock, leases in part.items()
+        if leases
+    }
+
+
 class TestMinority:
     def test_all_five_have_the_lock(self, servers, store):
         """A lock stands on all servers while it is held, and on none of them afterwards."""

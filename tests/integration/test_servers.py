@@ -507,6 +507,37 @@ class TestCluster:
         """A cluster answers a ping as a single server does."""
         assert store.ping()["redis_mode"] == "cluster"
 
+    def test_the_locks_of_all_nodes_are_found(self, cluster):
+        """Whoever looks through the locks finds those of every master, at the first try."""
+        store = Store(cluster.url)
+        locks = [name_on(cluster.masters, number, "found") for number in range(3)]
+        for lock in locks:
+            take(store, "a/1", lock=lock)
+        store.close()
+        store = Store(cluster.url)
+        found = {
+            lock: [holding.owner for holding in leases]
+            for part in store.all_holders("dislock")
+            for lock, leases in part.items()
+        }
+        assert [found[lock] for lock in locks] == [["a/1"]] * 3
+        assert all(store.release([lock], "a/1") for lock in locks)
+        store.close()
+
+    def test_a_node_that_is_away_hides_no_others_locks(self, own_cluster):
+        """What is on the others comes first, then the error."""
+        store = Store(own_cluster.url, {"socket_timeout": 0.5})
+        locks = [name_on(own_cluster.masters, number) for number in range(3)]
+        for lock in locks:
+            take(store, "a/1", lock=lock)
+        own_cluster.masters[0].kill()
+        found = []
+        with pytest.raises(StoreError):
+            for part in store.all_holders("dislock"):
+                found += part
+        assert sorted(found) == sorted(locks[1:])
+        store.close()
+
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, cluster):
         """The nodes are found from any that answers."""
         store = Store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -250,17 +251,14 @@ class TestPlainPython:
 
 
 def in_line(store: Store, name: str) -> bool:
-    """Tell whether somebody waits for the lock: a newcomer would come after it."""
-    try:
-        with redis.Redis.from_url(url_of(store)) as client:
-            return bool(client.exists(f"{name}:line"))
-    except redis.exceptions.MovedError as exc:
-        host, port = exc.node_addr
-        with redis.Redis(host=host, port=port) as client:
-            return bool(client.exists(f"{name}:line"))
+    """Tell whether somebody waits for the lock."""
+    kind = redis.RedisCluster if "cluster" in store.server else redis.Redis
+    with contextlib.closing(kind.from_url(url_of(store))) as client:
+        return bool(client.exists(f"{name}:line"))
 
 
 def url_of(store: Store) -> str:
+    """Return the URL of a single server: a cluster tells the others."""
     return store.server.replace("redis+cluster://", "redis://").split(",")[0]
 
 

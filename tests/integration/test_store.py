@@ -11,7 +11,7 @@ import pytest
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.scripts import RENEW
-from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.store import Granted, Holding, Refused, Store
 from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 
@@ -334,10 +334,83 @@ class TestReleaseDead:
         assert redis_client.pttl(LOCK) > LONG * 1000
         assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
 
+    def test_who_died_in_line_makes_room(self, store, redis_client):
+        """What a dead process waits for is ended with what it holds: the next in line has it."""
+        take(store, "a/1")
+        for owner in ("id-1@w:7/1", "b/1"):
+            assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, place=LONG), Refused)
+        assert store.release_dead([LOCK], "id-1@w:7/") == 0
+        store.release([LOCK], "a/1")
+        assert [holding.owner for holding in store.holders(LOCK)] == ["b/1"]
+        assert not redis_client.exists(f"{LOCK}:line", f"{LOCK}:places")
+
+    def test_the_place_in_line_alone(self, store, redis_client):
+        """Where a lease is to be left to expire, a dead process makes room in line only."""
+        take(store, "id-1@w:7/1")
+        for owner in ("id-1@w:7/2", "b/1"):
+            assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, place=LONG), Refused)
+        before = redis_client.hgetall(LOCK)
+        for _ in range(2):
+            assert store.release_dead([LOCK], "id-1@w:7/", at_least=None) == 0
+            assert redis_client.hgetall(LOCK) == before
+            assert redis_client.zrange(f"{LOCK}:line", 0, -1) == ["b/1"]
+        assert redis_client.hkeys(f"{LOCK}:places") == ["b/1"]
+
     def test_a_lock_that_is_not_there_is_left_so(self, store, redis_client):
         """Releasing after a death where nothing is held creates nothing."""
         assert store.release_dead([LOCK], "id-1@w:7/", at_least=LONG) == 0
         assert state(redis_client) == {}
+
+
+class TestAllHolders:
+    def test_every_lock_that_is_held_is_found(self, store, redis_client):
+        """All leases of all locks of the prefix, whatever else is on the server."""
+        owners = {f"dislock:{{export:{number}}}": f"a/{number}" for number in range(1500)}
+        for lock, owner in owners.items():
+            take(store, owner, lock=lock)
+        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)  # a line, places and so on
+        store.release([LOCK], "a/7", at_least=2 * LONG)
+        take(store, "c/1", lock="other:{export:7}")
+        for name in ("dislock:{text}", "dislock:{foreign}", "dislock"):
+            redis_client.set(name, "no lock", ex=60)
+        found = all_holders(store)
+        assert {lock: [h.owner for h in leases] for lock, leases in found.items() if leases} == {
+            lock: [owner] for lock, owner in owners.items()
+        }
+        assert [h.expiring for h in found[LOCK]] == [True]
+        [other] = found["dislock:{export:8}"]
+        assert (other.holder, other.expiring) == (json.loads(HOLDER), False)
+        assert set(all_holders(store, "other")) == {"other:{export:7}"}
+
+    @pytest.mark.parametrize(
+        "prefix", ["*", "d[ia]slock", "d?slock", "\\dislock", "dislöck", "a{b"]
+    )
+    def test_a_prefix_is_no_pattern(self, store, prefix):
+        """Characters that are special to Redis stand for themselves."""
+        mine = f"{prefix}:{{export:7}}"
+        take(store, "a/1", lock=mine)
+        take(store, "b/1")
+        assert list(all_holders(store, prefix)) == [mine]
+
+    def test_it_changes_nothing(self, store, redis_client):
+        """Locks are the same before and after."""
+        take(store, "a/1")
+        before = state(redis_client)
+        all_holders(store)
+        assert state(redis_client) == before
+
+    def test_a_server_that_is_away_is_a_store_error(self, own_redis_server):
+        """Nothing was found, and that is said."""
+        store = Store(own_redis_server.url)
+        own_redis_server.kill()
+        with pytest.raises(StoreError):
+            all_holders(store)
+        store.close()
+
+
+def all_holders(store: Store, prefix: str = "dislock") -> dict[str, list[Holding]]:
+    """Collect what the store finds."""
+    return {lock: held for part in store.all_holders(prefix) for lock, held in part.items()}
 
 
 class TestFencingToken:

@@ -14,7 +14,9 @@ from celery_dislock.store import Granted, Handed, Holding, Refused
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+
+    from celery import Celery
 
 
 class FakeClock:
@@ -41,6 +43,8 @@ class FakeStore:
         others: Leases that share the lock, for who asks for its holders.
         marks: What is remembered of tasks, by lock and task id.
     """
+
+    server = "redis://fake"
 
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
@@ -85,8 +89,12 @@ class FakeStore:
             self.leases[lock] = ("~" + owner, self.clock() + at_least, holder)
         return expires > self.clock()
 
-    def release_dead(self, locks: Sequence[str], owner_start: str, at_least: float = 0.0) -> int:
+    def release_dead(
+        self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
+    ) -> int:
         self._round_trip("release_dead", *locks, owner_start, at_least)
+        if at_least is None:
+            return 0
         dead = [lock for lock in locks if self.leases.get(lock, ("",))[0].startswith(owner_start)]
         for lock in dead:
             del self.leases[lock]
@@ -113,6 +121,13 @@ class FakeStore:
             Holding(owner.removeprefix("~"), expires - self.clock(), 1, "exclusive", holder)
             for owner, expires, holder in [self.leases[lock], *self.others]
         ]
+
+    def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
+        self._round_trip("all_holders", prefix)
+        for lock, (owner, expires, holder) in list(self.leases.items()):
+            left = expires - self.clock()
+            known = owner.removeprefix("~"), left, 1, "exclusive", holder, owner.startswith("~")
+            yield {lock: [Holding(*known)]}
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         self._round_trip("take_over", *locks, left_by, owner)
@@ -170,3 +185,12 @@ class World:
                 break
             self.clock.advance(idle or 0.001)
         self.clock.now = max(end, self.clock.now)
+
+
+def without_strangers(app: Celery) -> Celery:
+    """Take out of a new app the tasks that other modules of this process share with every app."""
+    app.finalize()
+    for name in list(app.tasks):
+        if not name.startswith("celery."):
+            del app.tasks[name]
+    return app

@@ -13,6 +13,7 @@ from celery_dislock.plugin import OPTIONS, LockStep, guard_tasks
 from celery_dislock.runtime import Runtime, lock_server
 from celery_dislock.store import Store
 from celery_dislock.task import runtime_of
+from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def app():
 @pytest.fixture
 def reachable(monkeypatch):
     monkeypatch.setattr(Store, "ping", lambda _: {})
+    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
 
 
 def guarded(app, name):
@@ -49,7 +51,7 @@ def test_dislock_guards_every_task_with_a_key(app, reachable):
     @app.task(name="plain", shared=False)
     def plain(): ...
 
-    step = LockStep(SimpleNamespace(app=app), dislock=True)
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
     assert step.include_if(None)
     assert guarded(app, "keyed")
     assert not guarded(app, "plain")
@@ -64,7 +66,7 @@ def test_without_a_flag_only_singleton_tasks_are_guarded(app):
     @app.task(name="singleton", base=SingletonTask, shared=False)
     def singleton(): ...
 
-    LockStep(SimpleNamespace(app=app))
+    LockStep(SimpleNamespace(app=app, hostname="w1@here"))
     assert not guarded(app, "keyed")
     assert guarded(app, "singleton")
 
@@ -82,7 +84,8 @@ def test_the_setting_guards_when_the_apps_tasks_are_final(app):
 
 def test_no_dislock_says_so_loudly(app, caplog):
     """An operator sees in the log that nothing locks."""
-    step = LockStep(SimpleNamespace(app=app), dislock=False)
+    without_strangers(app)
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=False)
     assert step.include_if(None)  # or Celery would not start it
     step.start(None)
     assert runtime_of(app).enabled is False
@@ -94,7 +97,9 @@ def test_no_dislock_says_so_loudly(app, caplog):
 def test_the_command_line_wins_over_the_setting(app, reachable):
     """--dislock and --dislock-url are written to the app's configuration."""
     app.conf.dislock_enabled = False
-    LockStep(SimpleNamespace(app=app), dislock=True, dislock_url="redis://other:1/3")
+    LockStep(
+        SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url="redis://other:1/3"
+    )
     assert runtime_of(app).enabled is True
     assert runtime_of(app).process.store.server == "redis://other:1/3"
 
@@ -107,7 +112,7 @@ def test_a_worker_without_a_lock_server_refuses_to_start(app, monkeypatch):
 
     monkeypatch.setattr(Store, "ping", ping)
     with pytest.raises(SystemExit) as caught:
-        LockStep(SimpleNamespace(app=app), dislock=True)
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
     assert "redis://localhost:1/0: Connection refused" in caught.value.code
     assert "--no-dislock" in caught.value.code
 
@@ -119,7 +124,7 @@ def test_a_worker_with_a_bad_option_refuses_to_start(app, reachable):
     def keyed(): ...
 
     with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
-        LockStep(SimpleNamespace(app=app), dislock=True)
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
 
 
 def test_a_worker_whose_singleton_tasks_have_no_server_refuses_to_start():
@@ -131,7 +136,7 @@ def test_a_worker_whose_singleton_tasks_have_no_server_refuses_to_start():
     def singleton(): ...
 
     with pytest.raises(SystemExit, match="dislock_url"):
-        LockStep(SimpleNamespace(app=app))
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"))
 
 
 def test_dead_children_are_looked_for_often(app):
@@ -143,7 +148,7 @@ def test_dead_children_are_looked_for_often(app):
             calls.append(call)
             return SimpleNamespace(cancel=lambda: calls.remove(call))
 
-    step = LockStep(SimpleNamespace(app=app))
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
     worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
     step.register_with_event_loop(worker, Hub())
     step.register_with_event_loop(worker, Hub())

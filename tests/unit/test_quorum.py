@@ -17,6 +17,7 @@ from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DE
 from celery_dislock.settings import app_settings, task_options
 from celery_dislock.store import Granted, Refused, Store
 from celery_dislock.task import runtime_of
+from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{export:7}"
 URLS = [f"redis://u:secret@host-{number}/0" for number in range(5)]
@@ -404,25 +405,32 @@ class TestCommandLine:
     @pytest.fixture
     def app(self, monkeypatch):
         monkeypatch.setattr(Store, "ping", lambda _: {})
+        monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
         app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
         Dislock(app)
-        return app
+        return without_strangers(app)
 
     def test_dislock_url_given_several_times_names_several_servers(self, app):
         """Given once it names one server, given three times a quorum."""
         several = ("redis://a", "redis://b", "redis://c")
-        LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=several)
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=several)
         assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
 
     def test_given_once_it_names_one(self, app):
         """A tuple of one URL is that URL."""
-        LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=("redis://a",))
+        LockStep(
+            SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=("redis://a",)
+        )
         assert app.conf.dislock_url == "redis://a"
 
     def test_two_are_too_few_to_start_with(self, app):
         """The worker does not start, and says why."""
         with pytest.raises(SystemExit, match="3 or more"):
-            LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=("redis://a", "redis://b"))
+            LockStep(
+                SimpleNamespace(app=app, hostname="w1@here"),
+                dislock=True,
+                dislock_url=("redis://a", "redis://b"),
+            )
 
     def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
         """A worker whose servers cannot do what a task asks for does not start."""
@@ -433,4 +441,6 @@ class TestCommandLine:
         app.finalize()
         assert app.tasks["reads"]
         with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
-            LockStep(SimpleNamespace(app=app), dislock=True, dislock_url=SEVERAL)
+            LockStep(
+                SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=SEVERAL
+            )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from billiard.exceptions import Terminated, WorkerLostError
 from celery.worker.request import Request
 
-from celery_dislock import recovery
+from celery_dislock import SingletonTask, recovery
 from celery_dislock.exceptions import StoreError
 
 CHILD = os.getpid() + 1
@@ -34,7 +35,6 @@ class Base:
 
 class Guard:
     timeout = 30.0
-    releases_on_failure = True
 
     def __init__(self):
         self.events = []
@@ -51,7 +51,7 @@ class Guard:
 def alive(monkeypatch):
     """Process ids that are said to live; and what was put off until later."""
     state = SimpleNamespace(pids=set(), later=[])
-    monkeypatch.setattr(recovery, "_is_alive", lambda pid: pid in state.pids)
+    monkeypatch.setattr(recovery, "is_alive", lambda pid: pid in state.pids)
     monkeypatch.setattr(recovery, "_soon", state.later.append)
     return state
 
@@ -128,12 +128,31 @@ def test_only_a_pool_process_can_die(alive, pid):
     assert guard.events == ["on_failure"]
 
 
-def test_release_on_failure_false_keeps_the_lock_of_a_crash_too(alive):
-    """A crash is a failure: the lock is left to expire."""
-    guard = Guard()
-    guard.releases_on_failure = False
-    recovery.recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
-    assert guard.events == ["on_failure"]
+@pytest.mark.parametrize(
+    ("release_on_failure", "at_least", "held", "said"), [(True, 5.0, 0, 1), (False, None, 1, 0)]
+)
+def test_a_crash_is_a_failure(  # noqa: PLR0917
+    app, world, alive, caplog, release_on_failure, at_least, held, said
+):
+    """With release_on_failure=False the lease is left to expire, the place in line is given up."""
+    caplog.set_level("INFO", "celery_dislock")
+
+    @app.task(
+        base=SingletonTask,
+        lock_key="k",
+        lock_at_least_for=5,
+        release_on_failure=release_on_failure,
+    )
+    def export(number): ...
+
+    world.lease("k", owner=f"1@w1:{CHILD}/1")
+    request = recovery.recovering(Base)(Guard())
+    request.task = export
+    request.on_failure(failure(WorkerLostError("x")))
+    [asked] = world.store.asked("release_dead")
+    assert asked == ("dislock:{k}", f"1@w1:{CHILD}/", at_least)
+    assert len(world.store.leases) == held
+    assert caplog.text.count("Released") == said
 
 
 def test_the_users_request_class_is_kept_and_extended():
@@ -144,10 +163,23 @@ def test_the_users_request_class_is_kept_and_extended():
 
 
 def test_processes_that_have_ended_are_told_from_those_that_live():
-    """This process lives; one that was waited for does not."""
-    assert recovery._is_alive(os.getpid())
+    """This process lives; one that has ended does not, waited for or not."""
+    assert recovery.is_alive(os.getpid())
     pid = os.fork()
     if pid == 0:
         os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    if Path("/proc/self/stat").exists():
+        assert not recovery.is_alive(pid)
     os.waitpid(pid, 0)
-    assert not recovery._is_alive(pid)
+    assert not recovery.is_alive(pid)
+
+
+def test_a_process_of_another_user_lives(monkeypatch):
+    """It may not be signalled, and so it is there."""
+
+    def kill(_pid, _signal):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert recovery.is_alive(1)

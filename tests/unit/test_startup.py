@@ -12,13 +12,14 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.plugin import LockStep, guard_tasks
 from celery_dislock.startup import about_server, about_tasks
 from celery_dislock.store import Store
+from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
 def app():
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     Dislock(app)
-    return app
+    return without_strangers(app)
 
 
 def declare(app, name, **options):
@@ -71,7 +72,7 @@ class TestVisibility:
     )
     def test_others_are_not(self, options, conf, broker):
         """The defaults fit, as do a time limit, an early acknowledgement and another broker."""
-        app = Celery("shop", broker=broker, set_as_current=False)
+        app = without_strangers(Celery("shop", broker=broker, set_as_current=False))
         app.conf.update(conf, dislock_url="redis://")
         declare(app, "shop.export", base=SingletonTask, **options)
         assert warnings(app) == []
@@ -143,8 +144,9 @@ class TestServer:
 def test_a_worker_says_them_once_it_has_started(app, monkeypatch, caplog):
     """The warnings are in the worker's log, not on a terminal that nobody reads."""
     monkeypatch.setattr(Store, "ping", lambda _: {"role": "slave"})
+    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
     declare(app, "shop.export", lock_key="k", acks_late=True, time_limit=9999)
-    step = LockStep(SimpleNamespace(app=app), dislock=True)
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
     with caplog.at_level(logging.WARNING, "celery_dislock"):
         step.start(None)
     assert ["replica" in caplog.text, "shop.export" in caplog.text] == [True, True]
