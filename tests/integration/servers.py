@@ -55,8 +55,13 @@ def _certificate(folder: Path, name: str, *, signed_by: str | None) -> Path:
     settings.write_text(
         "[req]\ndistinguished_name=who\nprompt=no\n"
         f"[who]\nCN=celery-dislock test {name}\n"
-        f"[more]\nbasicConstraints=critical,CA:{'FALSE' if signed_by else 'TRUE'}\n"
-        + ("subjectAltName=IP:127.0.0.1,DNS:localhost\n" if signed_by else "")
+        "[more]\nsubjectKeyIdentifier=hash\n"  # Python 3.13 wants these, too
+        + (
+            "basicConstraints=critical,CA:FALSE\nauthorityKeyIdentifier=keyid\n"
+            "subjectAltName=IP:127.0.0.1,DNS:localhost\n"
+            if signed_by
+            else "basicConstraints=critical,CA:TRUE\nkeyUsage=critical,keyCertSign,cRLSign\n"
+        )
     )
     key = ["-newkey", "rsa:2048", "-nodes", "-keyout", str(folder / f"{name}.key")]
     ask = [program, "req", *key, "-config", str(settings), "-days", "2"]
