@@ -114,7 +114,7 @@ def is_alive(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Tell whether a process has ended, and nobody has taken notice; where there is no /proc, no."""
+    """Tell whether it has ended, and nobody has taken notice; False where there is no /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:

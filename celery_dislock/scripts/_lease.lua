@@ -9,7 +9,7 @@
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
---     holder       JSON object for messages and tools: task, id, worker, pid
+--     holder       JSON object for messages and tools: task, id, worker, pid, host
 --
 -- A field whose name begins with "~" is a lease whose owner is done and which only runs out
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.

@@ -503,7 +503,7 @@ def test_death_of_the_worker_that_comes_back(start_worker, scene):
     left = scene.lease
     own.workers[0].kill()
     assert scene.lease.owner == left.owner
-    back = start_worker("-n", left.holder["worker"], queue=own.queue)
+    back = start_worker("--dislock", "-n", left.holder["worker"], queue=own.queue)
     assert back.times_it_says(RELEASED_LEFT, result.id) == 1
     following = back.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin", id=following.id)
@@ -517,13 +517,14 @@ def test_death_of_the_worker_that_comes_back(start_worker, scene):
 
 def test_a_worker_that_is_not_alone_releases_nothing(start_worker, scene):
     """Where another worker of that name answers, its lock may be meant: it is left to expire."""
-    own = start_worker()
+    conf = {"control_queue_exclusive": False}  # else RabbitMQ has only one of each name
+    own = start_worker(conf=conf)
     result = own.send(scenarios.hold, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
     left = scene.lease
-    start_worker("-n", left.holder["worker"])
+    start_worker("--dislock", "-n", left.holder["worker"], conf=conf)
     own.workers[0].kill()
-    back = start_worker("-n", left.holder["worker"], queue=own.queue)
+    back = start_worker("--dislock", "-n", left.holder["worker"], queue=own.queue, conf=conf)
     wait_for("the process is gone", lambda: not is_alive(pid))
     assert back.says(scene.lock, result.id, "left to expire", "lives")
     assert scene.lease.token == left.token
@@ -538,7 +539,7 @@ def test_a_worker_that_shuts_down_keeps_its_lock(start_worker, fleet, scene):
     own.workers[0].terminate()
     own.workers[0].wait_until_it_says("Warm shutdown")
     lease = scene.lease
-    back = start_worker("-n", lease.holder["worker"])
+    back = start_worker("--dislock", "-n", lease.holder["worker"])
     assert back.says(scene.lock, result.id, "left to expire", f"there is a process {pid}")
     assert scene.lease.token == lease.token
     scene.open_gate()
