@@ -18,9 +18,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.leases import Claim, Lease
+from celery_dislock.claims import Claim
+from celery_dislock.leases import Lease
 from celery_dislock.locks import Lock
-from celery_dislock.settings import TaskOptions
+from celery_dislock.options import TaskOptions
 from celery_dislock.store import Store
 from celery_dislock.watchdog import Watchdog
 from example_project.redis_server import RedisServer

@@ -27,11 +27,13 @@ import redis
 import redis_lock
 
 from benchmarks.report import Row
-from celery_dislock.leases import Claim, Lease
+from celery_dislock.answers import Granted, milliseconds
+from celery_dislock.claims import Claim
+from celery_dislock.leases import Lease
 from celery_dislock.locks import Lock
+from celery_dislock.options import TaskOptions
 from celery_dislock.scripts import RENEW
-from celery_dislock.settings import TaskOptions
-from celery_dislock.store import Granted, Store, milliseconds
+from celery_dislock.store import Store
 from celery_dislock.watchdog import BATCH, Watchdog
 from example_project.redis_server import RedisServer
 

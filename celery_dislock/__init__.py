@@ -1,5 +1,6 @@
 """Distributed locks for Celery tasks, held for exactly as long as the task runs."""
 
+from celery_dislock.claims import current_lease
 from celery_dislock.exceptions import (
     DislockError,
     LockHeldError,
@@ -9,7 +10,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.leases import Lease, current_lease
+from celery_dislock.leases import Lease
 from celery_dislock.plugin import Dislock
 from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.task import SingletonTask

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.concurrency import solo
 
+from celery_dislock.claims import in_words
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import in_words
 from celery_dislock.recovery import PID_MAX, is_alive
 
 if TYPE_CHECKING:
     from celery import Celery
     from celery.worker import WorkController
 
+    from celery_dislock.answers import Holding
     from celery_dislock.runtime import Process, Runtime
-    from celery_dislock.store import Holding
 
 SEARCH_FOR = 5.0  # seconds, after which the locks that were not looked at are left to expire
 PING_FOR = 1.0  # seconds for a worker's answer

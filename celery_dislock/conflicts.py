@@ -16,8 +16,8 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import signals
+from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.leases import Conflict, in_words
 from celery_dislock.sending import GIVEN_UP_HEADER, RETRY_UNTIL_HEADER, put_off, take_note
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.exceptions import StoreError
     from celery_dislock.leases import Lease
-    from celery_dislock.settings import TaskOptions
+    from celery_dislock.options import TaskOptions
 
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
 

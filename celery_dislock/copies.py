@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from celery import Task
     from celery.app.task import Context
 
-    from celery_dislock.leases import Claim
+    from celery_dislock.claims import Claim
     from celery_dislock.locks import Lock
     from celery_dislock.store import Store
 

@@ -1,4 +1,4 @@
-"""One owner's hold on a lock, and the claim that it came from.
+"""One owner's hold on a lock.
 
 A lease is trusted until ``sent_at + timeout - margin``, where ``sent_at`` is the monotonic time
 before the acquisition or the last successful renewal was *sent*: a slow reply shortens trust,
@@ -20,15 +20,16 @@ lost          this process can no longer trust it
 from __future__ import annotations
 
 import logging
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from celery_dislock import signals
-from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
+from celery_dislock.claims import in_words
+from celery_dislock.exceptions import LockLostError, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    from celery_dislock.claims import Claim
     from celery_dislock.locks import Lock
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
@@ -37,68 +38,10 @@ RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
 
-current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
-
-
-def current_lease() -> Lease | None:
-    """Return the lease under which the running task body runs; None where it runs under none."""
-    claim = current.get()
-    return claim.lease if claim is not None else None
-
 
 def trust_in(ttl: float) -> float:
     """Return for how many seconds a lease is trusted that the server ends after *ttl*."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
-
-
-def in_words(holder: Mapping[str, Any]) -> str:
-    """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
-    return f"{who} on {worker} (pid {pid})"
-
-
-class Claim:
-    """
-    One attempt of one owner to take a lock, and what came of it.
-
-    The lease is noted here before anything keeps it alive, so that whoever made the claim can
-    settle it whatever exception came in between, and at whichever instruction.
-
-    Args:
-        owner: The string that identifies this acquisition.
-        holder: What others are told: task, id, worker, pid.
-        sender: Sender of the signals about this lock.
-    """
-
-    __slots__ = ("holder", "lease", "leaves", "owner", "sender")
-
-    def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
-        self.owner = owner
-        self.holder = holder
-        self.sender = sender
-        self.lease: Lease | None = None
-        self.leaves = False  # the lease to expire, instead of releasing it
-
-    def settle(self) -> None:
-        """End the lease, where there is one; does nothing the second time."""
-        if self.lease is not None:
-            if self.leaves:
-                self.lease.leave()
-            else:
-                self.lease.release()
-
-
-class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held."""
-
-    key: str
-    holder: Mapping[str, Any]
-    remaining: float  # seconds until the holder's lease ends, unless it is renewed
-
-    def error(self) -> LockHeldError:
-        """Make the error that stands for this conflict."""
-        return LockHeldError(self.key, in_words(self.holder), self.remaining)
 
 
 class Lease:

@@ -9,15 +9,16 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from celery_dislock import signals
+from celery_dislock.answers import Granted
+from celery_dislock.claims import Claim, Conflict
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Claim, Conflict, Lease, trust_in
-from celery_dislock.store import Granted
+from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_dislock.settings import TaskOptions
-    from celery_dislock.store import Handed, Refused
+    from celery_dislock.answers import Handed, Refused
+    from celery_dislock.options import TaskOptions
 
 ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
 PLACE_TIMEOUT = (

@@ -11,17 +11,18 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
+from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
-from celery_dislock.leases import Claim, Conflict, Lease, in_words
+from celery_dislock.leases import Lease
 from celery_dislock.runtime import Held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from celery_dislock.answers import Holding
+    from celery_dislock.options import TaskOptions
     from celery_dislock.runtime import Runtime
-    from celery_dislock.settings import TaskOptions
-    from celery_dislock.store import Holding
 
 
 class ReentrantLock:

@@ -25,9 +25,10 @@ from celery_dislock.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.claims import Claim
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.leases import Claim
-    from celery_dislock.settings import AppSettings, TaskOptions
+    from celery_dislock.options import TaskOptions
+    from celery_dislock.settings import AppSettings
 
 _REMEDY = (
     "neither the broker nor the result backend is a Redis; give the lock server's URL: "

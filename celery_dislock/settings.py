@@ -11,249 +11,34 @@ remedy.  All of them run when a task is bound or a worker starts, never later.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.checks import (
     NEAR_MISS,
-    Check,
     did_you_mean,
     mapping,
     natural_number,
     one_of,
     one_or_several_urls,
     optional,
-    seconds,
     text,
-    whole_number,
     yes_or_no,
 )
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.options import ALONE, BELONG_TO, NOT_YET, TaskOptions, declare
 from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-
-def lock_limit(value: object) -> int:
-    """Check the number of leases at a time."""
-    if whole_number(value) < 1:
-        raise ValueError("give 1 or more")
-    return whole_number(value)
-
-
-def lock_key(value: object) -> object:
-    """Check the kind of a key declaration; what it says is checked against the task's arguments."""
-    if isinstance(value, (list, tuple)):
-        if not value or not all(isinstance(one, str) or callable(one) for one in value):
-            raise ValueError("give one template or callable at least, and nothing else, in a list")
-        return tuple(value)
-    if value is None or value is False or isinstance(value, str) or callable(value):
-        return value
-    raise ValueError(
-        "give a template such as 'export:<corp_id>', a callable, a list of them, None or False"
-    )
-
-
-def lock_on_conflict(value: object) -> object:
-    """Check a strategy: its name, or a callable that is given the task and the conflict."""
-    if not callable(value):
-        return _strategy(value)
-    try:
-        inspect.signature(value).bind(None, None)
-    except TypeError as exc:
-        raise ValueError("give a callable that takes the task and the conflict") from exc
-    except ValueError:  # built in, without a signature
-        pass
-    return value
-
-
-_strategy = one_of("skip", "raise", "retry", "wait", "reject", not_yet=("queue",))
-
-
-def _declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
-    return field(
-        default=default, metadata={"check": check, "unit": unit, "description": description}
-    )
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """How a task takes its lock; see the reference page for each option's meaning."""
-
-    lock_key: (
-        str | Callable[..., str] | tuple[str | Callable[..., str], ...] | Literal[False] | None
-    ) = _declare(
-        default=None,
-        check=lock_key,
-        unit="",
-        description=(
-            "What the lock is about: a template such as `export:<corp_id>`, a callable that is "
-            "given the task's arguments, or a list of them: all are taken, or none. None on a "
-            "SingletonTask: the task's name and a digest "
-            "of all its arguments. False: this task takes no lock."
-        ),
-    )
-    lock_watchdog_timeout: float = _declare(
-        default=30.0,
-        check=seconds(above=0),
-        unit="s",
-        description=(
-            "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
-            "every third of it."
-        ),
-    )
-    max_renew_times: int = _declare(
-        default=360,
-        check=whole_number,
-        unit="",
-        description=(
-            "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what "
-            "happens. 0 or less: no cap. With the default timeout, 360 is one hour."
-        ),
-    )
-    lock_expire: float | None = _declare(
-        default=None,
-        check=optional(seconds(above=0)),
-        unit="s",
-        description="A fixed expiry instead of the watchdog: set once, never renewed.",
-    )
-    release_on_success: bool = _declare(
-        default=True,
-        check=yes_or_no,
-        unit="",
-        description="False: after a body that succeeded the lock is left to expire.",
-    )
-    release_on_failure: bool = _declare(
-        default=True,
-        check=yes_or_no,
-        unit="",
-        description=(
-            "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject"
-            " are no failures: they release."
-        ),
-    )
-    lock_at_least_for: float = _declare(
-        default=0.0,
-        check=seconds(at_least=0),
-        unit="s",
-        description=(
-            "Hold the lock at least so long, counted from its acquisition, however short the task."
-        ),
-    )
-    lock_on_conflict: str | Callable[[Any, Any], str | None] = _declare(
-        default="skip",
-        check=lock_on_conflict,
-        unit="",
-        description=(
-            "What the task that comes second does: `skip` does not run and ends as REVOKED, "
-            "`raise` fails with LockHeldError, `retry` comes again later under its own id, `wait` "
-            "waits in line in its slot, `reject` goes to the broker's dead-letter exchange. Or a "
-            "callable, which is given the task and the conflict, and returns one of these."
-        ),
-    )
-    lock_wait_timeout: float = _declare(
-        default=10.0,
-        check=seconds(at_least=0),
-        unit="s",
-        description="So long a task waits with `lock_on_conflict='wait'`; then as `raise`.",
-    )
-    lock_retry_for: float = _declare(
-        default=3600.0,
-        check=seconds(above=0),
-        unit="s",
-        description=(
-            "So long after its first conflict a task comes again with `lock_on_conflict='retry'`; "
-            "then as `raise`."
-        ),
-    )
-    lock_hold_on_retry: bool = _declare(
-        default=False,
-        check=yes_or_no,
-        unit="",
-        description=(
-            "True: when the task retries, its lease is kept for the retry, which takes it over: "
-            "until a timeout after the countdown. False: released before the retry is sent."
-        ),
-    )
-    lock_dedupe_redelivered: bool = _declare(
-        default=False,
-        check=yes_or_no,
-        unit="",
-        description=(
-            "True: a second delivery of the same task id that comes after the first has succeeded "
-            "is acknowledged without running."
-        ),
-    )
-    lock_dedupe_for: float = _declare(
-        default=3600.0,
-        check=seconds(above=0),
-        unit="s",
-        description="So long after its success `lock_dedupe_redelivered` remembers a task.",
-    )
-    lock_on_lost: str = _declare(
-        default="warn",
-        check=one_of("warn", "raise", "terminate"),
-        unit="",
-        description=(
-            "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
-            "raises LockLostError in it, `terminate` stops it even where it catches Exception."
-        ),
-    )
-    lock_on_cap: str = _declare(
-        default="expire",
-        check=one_of("expire", "raise", "terminate"),
-        unit="",
-        description=(
-            "What happens to a body that still runs when the cap is reached: `expire` lets the "
-            "lease run out under it, `raise` and `terminate` as for `lock_on_lost`."
-        ),
-    )
-    lock_mode: str = _declare(
-        default="exclusive",
-        check=one_of("exclusive", "shared"),
-        unit="",
-        description=(
-            "`exclusive` admits one lease, or `lock_limit` of them; `shared` any number, but none "
-            "beside an exclusive one. A task that waits for the one keeps later ones of the other "
-            "from passing it."
-        ),
-    )
-    lock_limit: int = _declare(
-        default=1,
-        check=lock_limit,
-        unit="",
-        description=(
-            "How many exclusive leases at a time: a counting semaphore. It may change while the "
-            "lock is held: nobody is evicted, and the newest limit decides who is admitted."
-        ),
-    )
-
-
-NOT_YET = {
-    "lock_queue_limit": "belongs to lock_on_conflict='queue'",
-    "lock_queue_overflow": "belongs to lock_on_conflict='queue'",
-}
-
-
-# Options that say nothing unless another one has this value.
-BELONG_TO = {
-    "lock_wait_timeout": ("lock_on_conflict", "wait"),
-    "lock_retry_for": ("lock_on_conflict", "retry"),
-    "lock_dedupe_for": ("lock_dedupe_redelivered", True),
-}
-
-# What several independent lock servers can do, and nothing else.
-ALONE = {"lock_mode": "exclusive", "lock_limit": 1}
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
 class AppSettings:
     """What all locks of one app share."""
 
-    dislock_enabled: bool | None = _declare(
+    dislock_enabled: bool | None = declare(
         default=None,
         check=optional(yes_or_no),
         unit="",
@@ -263,7 +48,7 @@ class AppSettings:
             "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
         ),
     )
-    dislock_url: str | tuple[str, ...] | None = _declare(
+    dislock_url: str | tuple[str, ...] | None = declare(
         default=None,
         check=optional(one_or_several_urls),
         unit="",
@@ -274,7 +59,7 @@ class AppSettings:
             "Redis."
         ),
     )
-    dislock_on_unavailable: str = _declare(
+    dislock_on_unavailable: str = declare(
         default="retry",
         check=one_of("retry", "raise", "run"),
         unit="",
@@ -284,7 +69,7 @@ class AppSettings:
             "runs without its lock."
         ),
     )
-    dislock_prefix: str = _declare(
+    dislock_prefix: str = declare(
         default="dislock",
         check=text,
         unit="",
@@ -300,7 +85,7 @@ class AppSettings:
             "`sentinel_kwargs`.",
         },
     )
-    dislock_min_replicas: int = _declare(
+    dislock_min_replicas: int = declare(
         default=0,
         check=natural_number,
         unit="",

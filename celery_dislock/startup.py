@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from celery import Celery, Task
 
-    from celery_dislock.settings import TaskOptions
+    from celery_dislock.options import TaskOptions
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
 NAMED = 5  # tasks that a warning names before it says "and others"

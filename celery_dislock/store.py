@@ -6,8 +6,18 @@ import contextlib
 import json
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from celery_dislock.answers import (
+    MODES,
+    Granted,
+    Handed,
+    Holding,
+    Refused,
+    holdings,
+    milliseconds,
+    renewed,
+)
 from celery_dislock.connections import SOCKET_TIMEOUT, locks_pattern, scan, server_for
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
@@ -25,48 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-
-MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
-NAMES = {letter: mode for mode, letter in MODES.items()}
-
-
-class Granted(NamedTuple):
-    """The locks were taken, or their owner had them already."""
-
-    tokens: tuple[int, ...]  # of each lock
-
-
-class Refused(NamedTuple):
-    """A lock does not admit another lease; of those in the way, the one that ends first."""
-
-    owner: str
-    remaining: float  # seconds
-    holder: Mapping[str, Any]
-    nth: int = 0  # of the locks asked for, the one that refused
-
-
-class Handed(NamedTuple):
-    """The lock was handed over by whoever released it."""
-
-    token: int
-    ttl: float  # seconds from then on until the lease ends, unless renewed
-    place_left: float  # seconds that the place in line would still have been kept then
-
-
-class Holding(NamedTuple):
-    """A live lease."""
-
-    owner: str
-    remaining: float  # seconds
-    token: int
-    mode: str
-    holder: Mapping[str, Any]
-    expiring: bool = False  # its owner is done with it
-
-
-def milliseconds(seconds: float) -> int:
-    """Convert a duration, rounded up: a lease never ends before its time."""
-    return -int(-seconds * 1000 // 1)
 
 
 class Store:
@@ -190,7 +158,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        return _holdings(self._server.run(HOLDERS, [lock]))
+        return holdings(self._server.run(HOLDERS, [lock]))
 
     def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
         """
@@ -226,7 +194,7 @@ class Store:
         calls = [(lock,) for lock in locks]
         replies = self._server.run_many(HOLDERS, calls, within=SOCKET_TIMEOUT)
         return {
-            lock: _holdings(reply)
+            lock: holdings(reply)
             for lock, reply in zip(locks, replies, strict=True)
             if not isinstance(reply, StoreError)  # something else has such a name
         }
@@ -315,7 +283,7 @@ class Store:
         """
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
         replies = iter(self._server.run_many(RENEW, calls, within=within))
-        return [_renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
+        return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
 
     def ping(self) -> dict[str, Any]:
         """
@@ -373,24 +341,3 @@ class Store:
     def close(self) -> None:
         """Close the connections that are not in use."""
         self._server.close()
-
-
-def _holdings(reply: Sequence[Any]) -> list[Holding]:
-    return [
-        Holding(
-            owner.decode().removeprefix("~"),
-            remaining / 1000,
-            int(token),
-            NAMES[mode.decode()],
-            json.loads(holder),
-            owner.startswith(b"~"),
-        )
-        for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
-    ]
-
-
-def _renewed(replies: Sequence[Any]) -> bool | StoreError:
-    """Tell what the replies for the locks of one lease mean together."""
-    if 0 in replies:
-        return False
-    return next((reply for reply in replies if isinstance(reply, StoreError)), True)

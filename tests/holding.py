@@ -8,9 +8,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import signals
-from celery_dislock.leases import Claim, Conflict, Lease
+from celery_dislock.claims import Claim, Conflict
+from celery_dislock.leases import Lease
 from celery_dislock.locks import Lock
-from celery_dislock.settings import TaskOptions
+from celery_dislock.options import TaskOptions
 from celery_dislock.store import Store
 from celery_dislock.watchdog import Watchdog
 

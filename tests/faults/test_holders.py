@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from celery_dislock.leases import Conflict, Lease
+from celery_dislock.claims import Conflict
+from celery_dislock.leases import Lease
 from tests.faults.history import read, violations
 from tests.holding import name_of, wait_for
 

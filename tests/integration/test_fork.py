@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import redis
 
-from celery_dislock.leases import Claim, Conflict, Lease
+from celery_dislock.claims import Claim, Conflict
+from celery_dislock.leases import Lease
+from celery_dislock.options import TaskOptions
 from celery_dislock.runtime import Runtime
-from celery_dislock.settings import TaskOptions
 from tests.holding import PATIENCE, wait_for
 
 if TYPE_CHECKING:

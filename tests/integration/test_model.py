@@ -27,8 +27,9 @@ from hypothesis.stateful import (
 )
 
 from celery_dislock import store as store_module
+from celery_dislock.answers import Granted, Refused
 from celery_dislock.scripts import Script
-from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.store import Store
 from tests.holding import name_of
 
 LOCK = name_of("model")

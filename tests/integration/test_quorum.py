@@ -10,10 +10,12 @@ import time
 import pytest
 
 from celery_dislock import Dislock
+from celery_dislock.answers import Granted, Refused
+from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Conflict, Lease
+from celery_dislock.leases import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
-from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply

@@ -16,9 +16,11 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, locks
+from celery_dislock.answers import Granted
+from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError, SettingsError
-from celery_dislock.leases import Conflict, Lease
-from celery_dislock.store import Granted, Store
+from celery_dislock.leases import Lease
+from celery_dislock.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 
 if TYPE_CHECKING:

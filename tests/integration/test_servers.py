@@ -10,9 +10,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from celery_dislock.answers import Granted, Refused
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.runtime import Runtime
-from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
 from tests.holding import Holding, wait_for
 from tests.integration.servers import (

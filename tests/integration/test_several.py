@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock import Dislock
+from celery_dislock.answers import Granted, Refused
+from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import LockHeldError, LockKeyError, StoreError
-from celery_dislock.leases import Conflict, Lease
-from celery_dislock.store import Granted, Refused, Store
+from celery_dislock.leases import Lease
+from celery_dislock.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from celery_dislock.answers import Granted, Holding, Refused
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.scripts import RENEW
-from celery_dislock.store import Granted, Holding, Refused, Store
+from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.leases import Conflict
+from celery_dislock.claims import Conflict
 from celery_dislock.watchdog import BATCH
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 

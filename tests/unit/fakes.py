@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.answers import Granted, Handed, Holding, Refused
+from celery_dislock.claims import Claim
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Claim
 from celery_dislock.locks import Lock
-from celery_dislock.settings import TaskOptions
-from celery_dislock.store import Granted, Handed, Holding, Refused
+from celery_dislock.options import TaskOptions
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError, conflicts
-from celery_dislock.leases import Claim
+from celery_dislock.claims import Claim
 from celery_dislock.sending import PUT_OFF_HEADER, PUT_OFF_MOST, RETRY_UNTIL_HEADER
 from tests.unit.worker import Broker, deliver
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.answers import Handed
+from celery_dislock.claims import Claim, Conflict
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Claim, Conflict, Lease
+from celery_dislock.leases import Lease
 from celery_dislock.locks import ASK_AGAIN, LATE, PLACE_TIMEOUT
-from celery_dislock.store import Handed
 
 RESERVED = 5.0  # seconds, as the scripts reserve
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import signals
+from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.leases import Claim, Conflict, Lease, in_words
+from celery_dislock.leases import Lease
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 

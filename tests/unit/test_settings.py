@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.options import TaskOptions
 from celery_dislock.settings import (
     AppSettings,
-    TaskOptions,
     app_settings,
     reference,
     setting_name,

@@ -18,7 +18,7 @@ from celery_dislock import (
     StoreError,
     current_lease,
 )
-from celery_dislock.leases import Claim
+from celery_dislock.claims import Claim
 from celery_dislock.sending import PUT_OFF_HEADER
 from celery_dislock.task import install, lease_of, runtime_of
 from tests.unit.worker import Broker, deliver
