@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from celery_dislock.reentrant import ReentrantLock
+
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5
 WITHIN = 10.0
@@ -199,14 +201,15 @@ class TestPlainPython:
         """It waits at the first lock that is held, then at the next, and has both in the end."""
         store.acquire([A], "one", LONG, HOLDER)
         store.acquire([B], "two", LONG, HOLDER)
-        waiting = threads.submit(dislock.lock(["a", "b"]).acquire, timeout=PATIENCE)
+        waiting = threads.submit(acquired, dislock.lock(["a", "b"]))
         wait_for(lambda: in_line(store, A), "its place at the first")
         store.release([A], "one")
         wait_for(lambda: in_line(store, B), "its place at the second")
         assert not waiting.done()
         store.release([B], "two")
-        assert waiting.result(PATIENCE) is True
+        lease = waiting.result(PATIENCE)
         assert [len(found) for found in owners(store)] == [1, 1, 0]
+        lease.release()
 
     def test_a_timeout_gives_all_of_it_up(self, dislock, store):
         """One that waited in vain holds nothing, and stands in no line."""
@@ -219,7 +222,7 @@ class TestPlainPython:
         """A waiter asks often enough not to lose the locks that it has already."""
         dislock = Dislock.from_url(url, watchdog_timeout=SHORT)
         store.acquire([B], "other", LONG, HOLDER)
-        waiting = threads.submit(dislock.lock(["a", "b"]).acquire, timeout=PATIENCE)
+        waiting = threads.submit(acquired, dislock.lock(["a", "b"]))
         wait_for(lambda: in_line(store, B), "its place")
         (first,) = store.holders(A)
         until = time.monotonic() + 4 * SHORT
@@ -227,7 +230,7 @@ class TestPlainPython:
             (still,) = store.holders(A)
             assert still.token == first.token
         store.release([B], "other")
-        assert waiting.result(PATIENCE) is True
+        waiting.result(PATIENCE).release()
 
     def test_crossing_orders_do_not_deadlock(self, dislock, threads):
         """Threads that name overlapping sets in any order all come through, one at a time."""
@@ -250,6 +253,13 @@ class TestPlainPython:
         assert not late, "some wait for each other"
         for each in done:
             each.result()
+
+
+def acquired(lock: ReentrantLock) -> Lease:
+    """Wait for the lock in this thread; another is to release it, or its watchdog goes on."""
+    assert lock.acquire(timeout=PATIENCE)
+    assert lock.lease
+    return lock.lease
 
 
 def in_line(store: Store, name: str) -> bool:
