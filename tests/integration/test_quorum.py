@@ -201,7 +201,7 @@ class TestMinority:
         assert [names_on(server) for server in servers] == [[LOCK]] * 5
         assert store.extend([LOCK], "a/1", LONG) is True
         assert store.release([LOCK], "a/1") is True
-        assert caplog.messages == []
+        assert not [said for said in caplog.messages if "server" in said]
 
 
 class TestMajority:
