@@ -34,6 +34,7 @@ CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo":
 # Where kombu has no such option, it looks for messages to redeliver every 100 s, on Redis.
 REDELIVERY_IS_SLOW = not hasattr(redis_transport.Channel, "unacked_restore_interval")
 PREFORK = pytest.mark.parametrize("fleet", ["prefork"], indirect=True)
+BROKERS = pytest.mark.parametrize("fleet", ["prefork", "rabbitmq"], indirect=True)  # a pair on each
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@ from billiard.exceptions import WorkerLostError
 from celery.exceptions import TaskRevokedError
 
 from example_project import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK
+from tests.acceptance.fleet import BROKERS, LIMIT
 
-pytestmark = [pytest.mark.acceptance, PREFORK]
+pytestmark = [pytest.mark.acceptance, BROKERS]
 
 
 @pytest.mark.parametrize("task", [scenarios.fail_and_keep, scenarios.succeed_and_keep])

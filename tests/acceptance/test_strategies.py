@@ -19,11 +19,10 @@ from kombu import Connection, Queue
 from celery_dislock import LockHeldError
 from example_project import scenarios
 from example_project.scenarios import BRIEF, LONG
-from tests.acceptance.fleet import LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
 
 pytestmark = pytest.mark.acceptance
 
-BROKERS = pytest.mark.parametrize("pair", ["prefork_pair", "rabbitmq_pair"])
 SEVERAL_SLOTS = pytest.mark.parametrize("fleet", ["prefork", "threads", "gevent"], indirect=True)
 
 
@@ -63,9 +62,8 @@ def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
 
 
 @BROKERS
-def test_a_retry_loses_nothing_of_its_message(request, pair, scene):
+def test_a_retry_loses_nothing_of_its_message(fleet, scene):
     """Id, arguments, headers, stamps, priority, expiry, links and retries are as they were."""
-    fleet = request.getfixturevalue(pair)
     link = fleet.signature(scenarios.step, f"{scene.key}-link")
     options = {
         "priority": 3,
@@ -167,9 +165,8 @@ def test_who_waits_in_vain_fails(fleet, scene):
 
 @BROKERS
 @pytest.mark.parametrize("how", ["soft time limit", "SIGTERM", "SIGKILL", "its child is killed"])
-def test_a_waiter_that_is_stopped_leaves_no_ghost(request, pair, scene, how):
+def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
     """What ends a waiting task takes it out of the line, and the next in line gets the lock."""
-    fleet = request.getfixturevalue(pair)
     holder = fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     limit = {"soft_time_limit": 2} if how == "soft time limit" else {}
@@ -193,12 +190,11 @@ def test_a_waiter_that_is_stopped_leaves_no_ghost(request, pair, scene, how):
 
 
 @BROKERS
-def test_a_warm_shutdown_lets_a_waiter_get_its_turn(request, pair, start_fleet, scene):
+def test_a_warm_shutdown_lets_a_waiter_get_its_turn(fleet, start_fleet, scene):
     """A worker that is told to stop ends when those that wait in it have had the lock."""
-    holding = request.getfixturevalue(pair)
-    waiting = start_fleet("prefork", broker_url=holding.broker_url)
+    waiting = start_fleet("prefork", broker_url=fleet.broker_url)
     (worker,) = waiting.workers
-    holding.send(scenarios.hold, scene.key)
+    fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     second = waiting.send(scenarios.hold_or_wait, scene.key)
     wait_in_line(scene)
@@ -210,14 +206,13 @@ def test_a_warm_shutdown_lets_a_waiter_get_its_turn(request, pair, start_fleet, 
 
 
 @BROKERS
-def test_death_of_the_worker_in_the_middle_of_a_wait(request, pair, start_fleet, scene):
+def test_death_of_the_worker_in_the_middle_of_a_wait(fleet, start_fleet, scene):
     """With acks_late another worker waits in its stead; the dead one's place costs seconds."""
-    if pair == "prefork_pair" and REDELIVERY_IS_SLOW:
+    if fleet.broker_url is None and REDELIVERY_IS_SLOW:
         pytest.skip("this kombu redelivers every 100 s")
-    holding = request.getfixturevalue(pair)
-    own = {"broker_url": holding.broker_url, "queue": scene.key}
+    own = {"broker_url": fleet.broker_url, "queue": scene.key}
     own["env"] = {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}
-    holding.send(scenarios.hold, scene.key)
+    fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     dying = start_fleet("prefork", **own)
     second = dying.send(scenarios.hold_or_wait_late, scene.key)
