@@ -19,7 +19,7 @@ from celery_dislock import (
     current_lease,
 )
 from celery_dislock.claims import Claim
-from celery_dislock.sending import PUT_OFF_HEADER
+from celery_dislock.sending import GIVEN_UP_HEADER, PUT_OFF_HEADER
 from celery_dislock.task import install, lease_of, runtime_of
 from tests.unit.worker import Broker, deliver
 
@@ -398,6 +398,30 @@ def test_an_unreachable_server_puts_the_task_off(app, world, monkeypatch):
     assert (options["task_id"], options["retries"]) == ("1", 2)
     assert options["headers"][PUT_OFF_HEADER] == 1
     assert 0 < options["countdown"] < 2
+
+
+def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
+    app, world, monkeypatch
+):
+    """Each owner that asked in vain travels with the task, and is released before it asks anew."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return holder(world)
+
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    world.store.away = True
+    deliver(task)
+    deliver(task, headers=broker.sent[-1]["headers"])
+    owners = broker.sent[-1]["headers"][GIVEN_UP_HEADER]
+    assert len(set(owners)) == 2
+
+    world.store.away = False  # and it has carried out late what it was sent
+    world.store.leases["dislock:{k}"] = (owners[0], world.clock() + 30, {"id": "1"})
+    (owner,) = deliver(task, headers=broker.sent[-1]["headers"]).retval
+    assert owner not in owners
+    assert world.store.leases == {}
 
 
 def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, world, monkeypatch):
