@@ -87,15 +87,12 @@ class Guard:
         claim = request.dislock_claim = self._claim(task, request)
         previous = current.set(claim)
         try:
-            try:
-                return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
-            finally:
-                claim.settle()
-        except BaseException:  # a signal handler's, perhaps, which has cut the release short
-            claim.settle()
-            raise
+            return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
         finally:
-            current.reset(previous)
+            try:
+                claim.settle()  # again, where a signal handler's exception has cut it short
+            finally:
+                current.reset(previous)
 
     def _run(
         self, task: Task, request: Context, lock: Lock, claim: Claim, body: Callable[[], Any]
