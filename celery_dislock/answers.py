@@ -27,6 +27,7 @@ class Refused(NamedTuple):
     remaining: float  # seconds
     holder: Mapping[str, Any]
     nth: int = 0  # of the locks asked for, the one that refused
+    place: int = 0  # in line, that a task which can be parked would have
 
 
 class Handed(NamedTuple):
@@ -35,6 +36,40 @@ class Handed(NamedTuple):
     token: int
     ttl: float  # seconds from then on until the lease ends, unless renewed
     place_left: float  # seconds that the place in line would still have been kept then
+
+
+class Turn(NamedTuple):
+    """A parked task whose turn it is, for the caller to publish; or one that nobody can read."""
+
+    lock: str  # its name in Redis
+    ticket: str
+    message: bytes  # empty: its record could not be read, and was set aside
+
+
+class Parked(NamedTuple):
+    """The task is in line."""
+
+    place: int  # counted from 1; 0: it has its turn already
+    conflict: Refused
+    replaced: Mapping[str, bytes] = {}  # tickets that made room, and their messages: to be told
+
+
+class Full(NamedTuple):
+    """There is no room in the line."""
+
+    waiting: int  # in it
+    conflict: Refused
+
+
+class Done(NamedTuple):
+    """This work is done: what came was a copy of it."""
+
+
+class Swept(NamedTuple):
+    """The line of a lock, looked at."""
+
+    parked: int  # tasks in line, or with their turn
+    replaced: Mapping[str, bytes]  # as above
 
 
 class Holding(NamedTuple):
@@ -46,6 +81,27 @@ class Holding(NamedTuple):
     mode: str
     holder: Mapping[str, Any]
     expiring: bool = False  # its owner is done with it
+
+
+def refused(
+    remaining_ms: int, owner: bytes, holder: bytes, *, nth: int = 0, place: int = 0
+) -> Refused:
+    """Read what a script tells of the lease that is in the way."""
+    who = owner.decode().removeprefix("~")
+    return Refused(who, remaining_ms / 1000, json.loads(holder), nth, place)
+
+
+def turns(reply: Sequence[bytes]) -> list[Turn]:
+    """Read whose turn it is."""
+    return [
+        Turn(lock.decode(), ticket.decode(), message)
+        for lock, ticket, message in zip(*[iter(reply)] * 3, strict=True)
+    ]
+
+
+def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
+    """Read tickets and their messages."""
+    return {ticket.decode(): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
 
 
 def milliseconds(seconds: float) -> int:

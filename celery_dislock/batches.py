@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
     from celery_dislock.wire import Connect
 
-    Call = tuple[str | int, ...]
+    Call = tuple[str | bytes | int, ...]
 
 LEAST = 0.05  # seconds for what must be asked when the time is used up
 

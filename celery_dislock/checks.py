@@ -85,12 +85,10 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def one_of(*allowed: str, not_yet: tuple[str, ...] = ()) -> Check:
-    """Check a choice; those in *not_yet* are part of the design, but not there yet."""
+def one_of(*allowed: str) -> Check:
+    """Check a choice."""
 
     def check(value: object) -> str:
-        if value in not_yet:
-            raise ValueError(f"not yet available; use one of {', '.join(map(repr, allowed))}")
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(
                 f"use one of {', '.join(map(repr, allowed))}{did_you_mean(str(value), allowed)}"

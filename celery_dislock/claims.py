@@ -24,6 +24,8 @@ def current_lease() -> Lease | None:
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
+    if "parked" in holder:
+        return f"task {task_id}, whose turn it is" if "id" in holder else "those who wait in line"
     who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
     return f"{who} on {worker} (pid {pid})"
 
@@ -41,7 +43,7 @@ class Claim:
         sender: Sender of the signals about this lock.
     """
 
-    __slots__ = ("holder", "lease", "leaves", "owner", "sender")
+    __slots__ = ("holder", "lease", "leaves", "owner", "sender", "ticket")
 
     def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
         self.owner = owner
@@ -49,10 +51,17 @@ class Claim:
         self.sender = sender
         self.lease: Lease | None = None
         self.leaves = False  # the lease to expire, instead of releasing it
+        self.ticket = ""  # of a task that can be parked, and is done when its lease ends
+
+    def comes_again(self, comes_again: bool) -> None:  # noqa: FBT001 -- what its name says
+        """Note that the same message may be delivered again: the ticket is to know it then."""
+        if comes_again:
+            self.ticket = ""
 
     def settle(self) -> None:
         """End the lease, where there is one; does nothing the second time."""
         if self.lease is not None:
+            self.lease.ticket = self.ticket
             if self.leaves:
                 self.lease.leave()
             else:
@@ -65,6 +74,7 @@ class Conflict(NamedTuple):
     key: str
     holder: Mapping[str, Any]
     remaining: float  # seconds until the holder's lease ends, unless it is renewed
+    place: int = 0  # in line, that a task would have which can be parked
 
     def error(self) -> LockHeldError:
         """Make the error that stands for this conflict."""

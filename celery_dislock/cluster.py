@@ -91,7 +91,7 @@ class Cluster:
         """Group keys, in their order, by what one script can be given: those of one slot."""
         return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
 
-    def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """Run a script on the node of its locks; see :meth:`celery_dislock.node.Node.run`."""
         slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False

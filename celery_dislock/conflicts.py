@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import celery
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import signals
+from celery_dislock.answers import Full
 from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.sending import GIVEN_UP_HEADER, RETRY_UNTIL_HEADER, put_off, take_note
+from celery_dislock.lines import Bounds
+from celery_dislock.sending import (
+    GIVEN_UP_HEADER,
+    RETRY_UNTIL_HEADER,
+    put_off,
+    result_is_ignored,
+    take_note,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +51,7 @@ class Second(NamedTuple):
     options: TaskOptions
     conflict: Conflict
     wait_in_line: Callable[[float], Lease | Conflict | None]  # given so many seconds
+    park: Callable[[Conflict, Bounds], Lease | Conflict | Full | None] | None = None
 
     @property
     def is_a_copy(self) -> bool:
@@ -65,7 +74,7 @@ def resolve(second: Second) -> Lease | None:
         Reject: The broker gets the message back.
         SettingsError: A callable has returned what is no strategy.
     """
-    task, request, options, conflict, _ = second
+    task, request, options, conflict = second.task, second.request, second.options, second.conflict
     signals.lock_conflict.send(sender=task, conflict=conflict, task_id=request.id)
     if second.is_a_copy:
         put_off_copy(second)
@@ -77,12 +86,15 @@ def resolve(second: Second) -> Lease | None:
 
 def skip(second: Second) -> NoReturn:
     """Do not run; the result is REVOKED, which a chord and the rest of a chain are told."""
-    task, request, _, conflict, _ = second
-    error = conflict.error()
-    logger.info("Task %s[%s] skipped: %s.", task.name, request.id, error)
+    end_unrun(second.task, second.request, str(second.conflict.error()))
+
+
+def end_unrun(task: Task, request: Context, reason: str) -> NoReturn:
+    """Do not run; the result is REVOKED, and says why; raises Ignore."""
+    logger.info("Task %s[%s] skipped: %s.", task.name, request.id, reason)
     if not request.is_eager:
-        _end(second, TaskRevokedError(str(error)), states.REVOKED)
-    raise Ignore(str(error))
+        _end(task, request, TaskRevokedError(reason), states.REVOKED)
+    raise Ignore(reason)
 
 
 def fail(second: Second) -> NoReturn:
@@ -92,7 +104,7 @@ def fail(second: Second) -> NoReturn:
 
 def retry(second: Second) -> NoReturn:
     """Come again later, until ``lock_retry_for`` is over; an eager task cannot, and fails."""
-    task, request, options, conflict, _ = second
+    task, request, options, conflict = second.task, second.request, second.options, second.conflict
     now = time.time()  # of this machine, as Celery's ETA is, and the headers of a message carry it
     until = take_note(request, RETRY_UNTIL_HEADER) or now + options.lock_retry_for
     error = conflict.error()
@@ -121,13 +133,32 @@ def wait(second: Second) -> Lease | None:
     fail(late)
 
 
+def queue(second: Second) -> Lease | None:
+    """Wait in line without a slot; an eager task cannot, nor one that needs several locks."""
+    options = second.options
+    if second.park is None:
+        fail(second)
+    bounds = Bounds(
+        options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
+    )
+    answer = second.park(second.conflict, bounds)
+    if answer is None:  # its message was not kept
+        retry(second)
+    if isinstance(answer, Full):
+        reason = f"the line for lock {second.conflict.key!r} is full: {answer.waiting} wait in it"
+        end_unrun(second.task, second.request, reason)
+    if isinstance(answer, Conflict):
+        put_off_copy(second._replace(conflict=answer))
+    return answer
+
+
 def reject(second: Second) -> NoReturn:
     """Give the message back for good: to the dead-letter exchange, where its queue has one."""
-    task, request, _, conflict, _ = second
+    task, request, conflict = second.task, second.request, second.conflict
     rejection = Reject(str(conflict.error()), requeue=False)
     logger.info("Task %s[%s] rejected: %s.", task.name, request.id, conflict.error())
     if not request.is_eager and not CELERY_FAILS_REJECTED:
-        _end(second, rejection, states.FAILURE, call_errbacks=True)
+        _end(task, request, rejection, states.FAILURE, call_errbacks=True)
     raise rejection
 
 
@@ -136,6 +167,7 @@ STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
     "raise": fail,
     "retry": retry,
     "wait": wait,
+    "queue": queue,
     "reject": reject,
 }
 
@@ -166,7 +198,7 @@ def _ask(decide: Callable[[Task, Conflict], str | None], second: Second) -> str:
 
 def put_off_copy(second: Second) -> NoReturn:
     """Send a copy of a task that runs again for later; the result belongs to the one that runs."""
-    task, request, _, conflict, _ = second
+    task, request, conflict = second.task, second.request, second.conflict
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
     )
@@ -199,15 +231,15 @@ def unavailable(task: Task, request: Context, error: StoreError, choice: str, ow
     raise Retry(str(error), exc=error, when=delay)
 
 
-def _end(second: Second, error: Exception, state: str, *, call_errbacks: bool = False) -> None:
+def _end(
+    task: Task, request: Context, error: Exception, state: str, *, call_errbacks: bool = False
+) -> None:
     """Store the result, and tell the chord and the rest of the chain; Ignore alone tells nobody."""
-    task, request = second.task, second.request
-    ignores: Any = vars(request).get("ignore_result")  # the class's own False says nothing
     task.backend.mark_as_failure(
         request.id,
         error,
         request=request,
-        store_result=not (task.ignore_result if ignores is None else ignores),
+        store_result=not result_is_ignored(task, request),
         call_errbacks=call_errbacks,
         state=state,
     )

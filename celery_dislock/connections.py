@@ -39,7 +39,7 @@ class Server(Protocol):
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group keys, in their order, by what one script can be given."""
 
-    def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """See :meth:`celery_dislock.node.Node.run`, as for the others; keys that go together."""
 
     def send(self, *command: str | bytes | int) -> Any:
@@ -52,7 +52,7 @@ class Server(Protocol):
         """Take an element from a list; blocks until there is one, *seconds* at most."""
 
     def run_many(
-        self, script: Script, calls: Sequence[tuple[str | int, ...]], *, within: float
+        self, script: Script, calls: Sequence[tuple[str | bytes | int, ...]], *, within: float
     ) -> list[Any]:
         """Run a script many times, in one pipelined round trip to each server concerned."""
 

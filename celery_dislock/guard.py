@@ -18,9 +18,18 @@ from celery_dislock.claims import Claim, Conflict, current
 from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, in_order, key_builder
+from celery_dislock.parking import Parking
 from celery_dislock.recovery import execution_start
 from celery_dislock.running import Running, StopTask
-from celery_dislock.sending import GIVEN_UP_HEADER, HELD_HEADER, Outbox, forget_notes, take_note
+from celery_dislock.sending import (
+    GIVEN_UP_HEADER,
+    HELD_HEADER,
+    REPLACED_HEADER,
+    TICKET_HEADER,
+    Outbox,
+    forget_notes,
+    take_note,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,13 +120,17 @@ class Guard:
             finally:
                 if running is not None:
                     running.end()
-        except (Retry, Ignore, Reject):
+        except (Retry, Ignore):
+            raise
+        except Reject as exc:
+            claim.comes_again(exc.requeue)
             raise
         except StopTask as exc:
             claim.leaves = not self.options.release_on_failure
             raise exc.error from exc
-        except BaseException:
+        except BaseException as exc:
             claim.leaves = not self.options.release_on_failure
+            claim.comes_again(not isinstance(exc, Exception))  # the worker is being stopped
             raise
         else:
             claim.leaves = not self.options.release_on_success
@@ -141,6 +154,23 @@ class Guard:
         lock.options = replace(lock.options, lock_at_least_for=until)
         claim.leaves = True
         outbox.held_by = claim.owner
+
+    @property
+    def parks(self) -> bool:
+        """Whether a delivery of this task may be parked, and so is to bring its message."""
+        return self.options.parks and not self.runtime.off
+
+    def revoked(self, request: Context) -> None:
+        """
+        Take a parked task that was revoked, or has expired, out of line; blocks for a round trip.
+
+        Raises:
+            StoreError: The lock server did not answer; its turn will come, and be revoked again.
+        """
+        note = take_note(request, TICKET_HEADER)
+        if note and self.parks and self.runtime.process.can_park:
+            lock, ticket = note
+            self.runtime.process.lines.leave(lock, ticket)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
@@ -169,12 +199,26 @@ class Guard:
         self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
     ) -> Lease | None:
         """Return the lease; None where the body is to run without one."""
-        answer = partial(self._ask, task, request, lock, claim)
-        lease = answer()
+        reason = take_note(request, REPLACED_HEADER)
+        if reason is not None:
+            conflicts.end_unrun(task, request, reason)
+        parking = None
+        if self.options.parks and not request.is_eager and self.runtime.process.can_park:
+            parking = Parking(task, request, lock, claim, self.runtime.process)
+        asking = partial(self._asking, task, request, lock, claim)
+        lease: Lease | Conflict | None = asking(
+            parking.ask if parking else partial(lock.try_acquire, claim), first=True
+        )
         if isinstance(lease, Conflict):
-            lease = conflicts.resolve(
-                conflicts.Second(task, request, self.options, lease, wait_in_line=answer)
+            second = conflicts.Second(
+                task,
+                request,
+                self.options,
+                lease,
+                wait_in_line=lambda seconds: asking(partial(lock.acquire, claim, timeout=seconds)),
+                park=(lambda *told: asking(partial(parking.park, *told))) if parking else None,
             )
+            lease = conflicts.resolve(second)
         forget_notes(request)
         if lease is None or copies is None:
             return lease
@@ -190,21 +234,27 @@ class Guard:
         choice = self.runtime.settings.dislock_on_unavailable
         conflicts.unavailable(task, request, error, choice, claim.owner)
 
-    def _ask(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, wait: float | None = None
-    ) -> Lease | Conflict | None:
+    def _asking(
+        self,
+        task: Task,
+        request: Context,
+        lock: Lock,
+        claim: Claim,
+        ask: Callable[[], Any],
+        *,
+        first: bool = False,
+    ) -> Any:
+        """Ask for the lock; what the answer is where the server does not give one, is settled."""
         try:
-            if wait is not None:
-                return lock.acquire(claim, timeout=wait)
-            for owner in take_note(request, GIVEN_UP_HEADER) or ():
-                self.runtime.process.store.release(lock.names, owner)
-            left_by = take_note(request, HELD_HEADER)
-            if left_by is not None:
-                self._take_over(lock, claim, left_by)
-            answer = lock.try_acquire(claim)
+            if first:
+                self._settle_what_was_left(request, lock, claim)
+            answer = ask()
         except StoreError as exc:
             self._unavailable(task, request, claim, exc)
             return None
+        except Ignore:  # parked, or a copy: it asked, and got nothing
+            self.runtime.process.lock_server_answered()
+            raise
         except BaseException:  # a signal handler's, perhaps after the server has granted the lock
             if claim.lease is None:
                 lock.abandon(claim)
@@ -212,6 +262,14 @@ class Guard:
             raise
         self.runtime.process.lock_server_answered()
         return answer
+
+    def _settle_what_was_left(self, request: Context, lock: Lock, claim: Claim) -> None:
+        """End the leases of earlier deliveries, or go on with them."""
+        for owner in take_note(request, GIVEN_UP_HEADER) or ():
+            self.runtime.process.store.release(lock.names, owner)
+        left_by = take_note(request, HELD_HEADER)
+        if left_by is not None:
+            self._take_over(lock, claim, left_by)
 
     def _take_over(self, lock: Lock, claim: Claim, left_by: str) -> None:
         store = self.runtime.process.store

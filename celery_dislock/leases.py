@@ -73,6 +73,7 @@ class Lease:
         "owner",
         "renewals",
         "sender",
+        "ticket",
         "tokens",
         "trusted_until",
         "watch_number",
@@ -87,6 +88,7 @@ class Lease:
         self.holder = claim.holder
         self.sender = claim.sender
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
+        self.ticket = ""  # see Claim; its releaser sets it
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
@@ -236,7 +238,7 @@ class Lease:
         at_least = self.lock.options.lock_at_least_for
         if self._reserved:
             self._finish(max(at_least, self.lock.timeout))
-        elif at_least:
+        elif at_least or self.ticket:
             expiry = self.trusted_until - self.lock.trust + self.lock.timeout
             self._finish(max(at_least, expiry - self.acquired_at))
         self._finished = True
@@ -249,7 +251,8 @@ class Lease:
 
     def _finish(self, at_least: float) -> bool:
         try:
-            return self.lock.store.release(self.lock.names, self.owner, at_least)
+            lock = self.lock
+            return lock.store.release(lock.names, self.owner, at_least, self.ticket)
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",

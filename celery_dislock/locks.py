@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from celery_dislock import signals
-from celery_dislock.answers import Granted
+from celery_dislock.answers import Granted, Refused
 from celery_dislock.claims import Claim, Conflict
 from celery_dislock.exceptions import StoreError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
@@ -17,7 +17,8 @@ from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_dislock.answers import Handed, Refused
+    from celery_dislock.answers import Done, Full, Handed, Parked
+    from celery_dislock.lines import Bounds, Lines, Ticket
     from celery_dislock.options import TaskOptions
 
 ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
@@ -56,7 +57,9 @@ class Locking(Protocol):
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """See :meth:`celery_dislock.store.Store.extend`."""
 
-    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
+    def release(
+        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+    ) -> bool:
         """See :meth:`celery_dislock.store.Store.release`."""
 
 
@@ -194,6 +197,39 @@ class Lock:
                 self.abandon(claim)
             raise
 
+    def park(
+        self, claim: Claim, lines: Lines, ticket: Ticket, bounds: Bounds
+    ) -> Lease | Conflict | Parked | Full | Done:
+        """
+        Take the lock for a task, or park it in line; never waits, one round trip.
+
+        Args:
+            claim: Who asks.
+            lines: Where it is parked.
+            ticket: What it shows; without a message it only asks.
+            bounds: Of the line.
+
+        Returns:
+            The lease; the conflict; or what became of the task.
+
+        Raises:
+            StoreError: As for :meth:`try_acquire`; the task may be in line.
+        """
+        asked_at = self.clock()
+        answer = lines.park(
+            self.names[0],
+            claim.owner,
+            self.timeout,
+            to_json(claim.holder),
+            ticket,
+            mode=self.options.lock_mode,
+            limit=self.options.lock_limit,
+            bounds=bounds,
+        )
+        if isinstance(answer, Granted):
+            return self._keep(claim, answer.tokens, asked_at, self.timeout)
+        return self._conflict(answer) if isinstance(answer, Refused) else answer
+
     def _ask(self, claim: Claim, *, place: float, fair: bool) -> Granted | Refused:
         return self.store.acquire(
             self.names,
@@ -219,7 +255,7 @@ class Lock:
         return handed if len(self.names) == 1 and self.interval is not None else None
 
     def _conflict(self, refused: Refused) -> Conflict:
-        return Conflict(self.keys[refused.nth], refused.holder, refused.remaining)
+        return Conflict(self.keys[refused.nth], refused.holder, refused.remaining, refused.place)
 
     def _keep(self, claim: Claim, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         if self.clock() >= since + trust_in(ttl):

@@ -72,7 +72,11 @@ class Node:
         self.batch = Batch(name, connect)
 
     def run(
-        self, script: Script, keys: Sequence[str], *arguments: str | int, asking: bool = False
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *arguments: str | bytes | int,
+        asking: bool = False,
     ) -> Any:
         """
         Run a script; blocks for a round trip, or a few where replies are lost.

@@ -52,7 +52,7 @@ def lock_on_conflict(value: object) -> object:
     return value
 
 
-_strategy = one_of("skip", "raise", "retry", "wait", "reject", not_yet=("queue",))
+_strategy = one_of("skip", "raise", "retry", "wait", "queue", "reject")
 
 
 def declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
@@ -133,7 +133,8 @@ class TaskOptions:
         description=(
             "What the task that comes second does: `skip` does not run and ends as REVOKED, "
             "`raise` fails with LockHeldError, `retry` comes again later under its own id, `wait` "
-            "waits in line in its slot, `reject` goes to the broker's dead-letter exchange. Or a "
+            "waits in line in its slot, `queue` waits in line without a slot, `reject` goes to the "
+            "broker's dead-letter exchange. Or a "
             "callable, which is given the task and the conflict, and returns one of these."
         ),
     )
@@ -142,6 +143,30 @@ class TaskOptions:
         check=seconds(at_least=0),
         unit="s",
         description="So long a task waits with `lock_on_conflict='wait'`; then as `raise`.",
+    )
+    lock_queue_limit: int | None = declare(
+        default=None,
+        check=optional(lock_limit),
+        unit="",
+        description=(
+            "So many tasks may wait in line with `lock_on_conflict='queue'`, for each key, beside "
+            "the one that runs. None: any number."
+        ),
+    )
+    lock_queue_bytes: int = declare(
+        default=2**26,
+        check=lock_limit,
+        unit="bytes",
+        description="The messages that wait in the line of one key may have so many bytes in all.",
+    )
+    lock_queue_overflow: str = declare(
+        default="skip",
+        check=one_of("skip", "replace"),
+        unit="",
+        description=(
+            "Who goes where the line is full: `skip` the newcomer, `replace` the oldest in line. "
+            "That one ends as REVOKED."
+        ),
     )
     lock_retry_for: float = declare(
         default=3600.0,
@@ -214,17 +239,21 @@ class TaskOptions:
         ),
     )
 
-
-NOT_YET = {
-    "lock_queue_limit": "belongs to lock_on_conflict='queue'",
-    "lock_queue_overflow": "belongs to lock_on_conflict='queue'",
-}
+    @property
+    def parks(self) -> bool:
+        """Whether the task may be parked: it says so, or asks a callable, which may say so."""
+        chosen = self.lock_on_conflict
+        several = isinstance(self.lock_key, tuple) and len(self.lock_key) > 1
+        return (chosen == "queue" or callable(chosen)) and not several
 
 
 # Options that say nothing unless another one has this value.
 BELONG_TO = {
     "lock_wait_timeout": ("lock_on_conflict", "wait"),
     "lock_retry_for": ("lock_on_conflict", "retry"),
+    "lock_queue_limit": ("lock_on_conflict", "queue"),
+    "lock_queue_bytes": ("lock_on_conflict", "queue"),
+    "lock_queue_overflow": ("lock_on_conflict", "queue"),
     "lock_dedupe_for": ("lock_dedupe_redelivered", True),
 }
 

@@ -193,7 +193,7 @@ class Peers:
         self,
         script: Script,
         keys: Sequence[str],
-        *arguments: str | int,
+        *arguments: str | bytes | int,
         within: float,
         undo: Command | None = None,
     ) -> list[Any]:

@@ -21,6 +21,7 @@ from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import app_settings, check_servers, task_options
+from celery_dislock.sweep import Sweep, interval
 from celery_dislock.task import SingletonTask, install, runtime_of
 from celery_dislock.values import check_key
 
@@ -185,6 +186,45 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             logger.warning(warning)
 
 
+class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Part of a worker that has tasks which may be parked: looks after lines nobody looks after."""
+
+    label = "Dislock sweep"
+    requires = ("celery.worker.components:Timer",)
+
+    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._entry: Any = None
+
+    def include_if(self, worker: WorkController) -> bool:
+        """Tell whether a task of this worker's may be parked."""
+        runtime = runtime_of(worker.app)
+        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
+        every = interval(guard.options for guard in guards if guard is not None)
+        self._every = every or 0.0
+        return every is not None and not runtime.off and runtime.process.can_park
+
+    def start(self, worker: WorkController) -> None:
+        """Look at the lines from now on, a page at a time."""
+        runtime = runtime_of(worker.app)
+        process = runtime.new_process()
+        name = runtime.sweep_name
+        self._sweep = Sweep(process, name, worker.hostname, self._every)
+        self._again(worker, 0.0)
+
+    def _again(self, worker: WorkController, after: float) -> None:
+        self._entry = worker.timer.call_after(after, self._step, (worker,))
+
+    def _step(self, worker: WorkController) -> None:
+        self._again(worker, self._sweep.step())
+
+    def stop(self, _worker: WorkController) -> None:
+        """Let another worker do it."""
+        if self._entry is not None:
+            self._entry.cancel()
+            self._sweep.end()
+
+
 def guard_tasks(app: Celery) -> None:
     """Guard every task that is to be locked, whatever its base class.
 
@@ -232,6 +272,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
 
 
 def _follow(app: Celery) -> None:
+    app.steps["worker"].add(SweepStep)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
 
 

@@ -90,7 +90,7 @@ class Quorum:
         """Group keys, in their order, by what one script can be given: here all of them."""
         return [keys]
 
-    def run(self, script: Script, keys: Sequence[str], *arguments: str | int) -> Any:
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """
         Run a script on all servers.
 

@@ -25,6 +25,7 @@ from kombu.asynchronous import get_event_loop
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.messages import TaskParked, keep_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,11 +49,20 @@ def recovering(base: type | str) -> type:
     class Request(symbol_by_name(base)):  # type: ignore[misc]
         """A request whose execution's lock is released when its process dies."""
 
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if self.task.dislock_guard.parks:
+                keep_message(self)
+
         def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
             # First of all: what follows may send the message back to the queue.
             exc = exc_info.exception
-            if isinstance(getattr(exc, "exc", exc), DEATHS):
+            exc = getattr(exc, "exc", exc)
+            if isinstance(exc, DEATHS):
                 _release_after_death(self)
+            elif isinstance(exc, TaskParked):
+                about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
+                self.send_event("task-parked", **about)
             return super().on_failure(exc_info, *args, **kwargs)
 
         def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's

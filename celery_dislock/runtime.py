@@ -13,9 +13,10 @@ import threading
 from functools import cached_property
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
 from celery_dislock.settings import app_settings
 from celery_dislock.store import Store
@@ -25,6 +26,7 @@ from celery_dislock.watchdog import Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.answers import Turn
     from celery_dislock.claims import Claim
     from celery_dislock.exceptions import StoreError
     from celery_dislock.options import TaskOptions
@@ -93,15 +95,38 @@ def _options_of(url: str, tls: Any, transport: Mapping[str, Any]) -> dict[str, A
     return options
 
 
+class Publisher(Protocol):
+    """
+    What publishes parked tasks.
+
+    Attributes:
+        home: Names the broker.
+    """
+
+    @property
+    def home(self) -> str:
+        """See above."""
+
+    def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
+        """Publish the messages of parked tasks whose turn it is; never raises a broker's error."""
+
+    def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
+        """End tasks that had to make room in their line; as above."""
+
+
 class Runtime:
     """The locks of one app.
 
     Args:
         conf: Gives the app's configuration; asked when the first lock is needed, not before.
+        publisher: Publishes parked tasks; None: plain Python, without an app.
     """
 
-    def __init__(self, conf: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, conf: Callable[[], Mapping[str, Any]], publisher: Publisher | None = None
+    ) -> None:
         self._conf = conf
+        self._publisher = publisher
         self._by_pid: dict[int, Process] = {}
 
     @property
@@ -132,7 +157,17 @@ class Runtime:
             return self._by_pid[pid]
         except KeyError:
             # No mutex, which a fork could find taken: what loses this race is not started yet.
-            return self._by_pid.setdefault(pid, Process(self._conf(), self.settings))
+            return self._by_pid.setdefault(pid, self.new_process())
+
+    def new_process(self) -> Process:
+        """Make a store, a watchdog and connections that share nothing with those there are."""
+        return Process(self._conf(), self.settings, self._publisher)
+
+    @property
+    def sweep_name(self) -> str:
+        """Name in Redis of the lease under which one worker at a time looks through the lines."""
+        home = self._publisher.home if self._publisher else ""
+        return f"{self.settings.dislock_prefix}:sweep:{{{home}}}"
 
     def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
         """Make the lock of these keys; asks nobody."""
@@ -158,8 +193,12 @@ class Held:
 class Process:
     """The store and the watchdog of one process; neither connects or starts before its use."""
 
-    def __init__(self, conf: Mapping[str, Any], settings: AppSettings) -> None:
+    def __init__(
+        self, conf: Mapping[str, Any], settings: AppSettings, publisher: Publisher | None = None
+    ) -> None:
         url, options = lock_server(conf)
+        self._publisher = publisher if isinstance(url, str) else None
+        home = self._publisher.home if self._publisher else ""
         self.pid = os.getpid()
         self.host = socket.gethostname()
         self.store = Store(
@@ -169,12 +208,29 @@ class Process:
                 **settings.dislock_transport_options,
                 "min_replicas": settings.dislock_min_replicas,
             },
+            home=home,
+            hand_over=self._hand_over,
         )
+        self.lines = Lines(self.store.lock_server, settings.dislock_prefix, home, self._hand_over)
         self.watchdog = Watchdog(self.store)
         self._held = threading.local()
         self._away = False
         self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
         self._counter = count(1)
+
+    @property
+    def can_park(self) -> bool:
+        """Whether tasks can be parked: there is an app, and one lock server."""
+        return self._publisher is not None
+
+    def _hand_over(self, turns: Sequence[Turn]) -> None:
+        if self._publisher is not None:
+            self._publisher.hand_over(self.lines, turns)
+
+    def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> None:
+        """End tasks that had to make room in the line of this lock."""
+        if replaced and self._publisher is not None:
+            self._publisher.tell_replaced(self.lines, lock, replaced)
 
     @property
     def held_here(self) -> dict[tuple[str, ...], Held]:

@@ -28,6 +28,16 @@ PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
 RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
 HELD_HEADER = "dislock_held"  # owner that has left its lease to this delivery
 GIVEN_UP_HEADER = "dislock_given_up"  # owners that asked in vain, and may be granted the lock
+TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task whose turn it is
+REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
+NOTES = (
+    PUT_OFF_HEADER,
+    RETRY_UNTIL_HEADER,
+    HELD_HEADER,
+    GIVEN_UP_HEADER,
+    TICKET_HEADER,
+    REPLACED_HEADER,
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -102,8 +112,14 @@ def take_note(request: Context, header: str) -> Any:
 
 def forget_notes(request: Context) -> None:
     """Take the notes off the delivery: its lock is had."""
-    for header in (PUT_OFF_HEADER, RETRY_UNTIL_HEADER, HELD_HEADER, GIVEN_UP_HEADER):
+    for header in NOTES:
         (request.headers or {}).pop(header, None)
+
+
+def result_is_ignored(task: Task, request: Context) -> bool:
+    """Tell whether nobody wants to know what becomes of the delivery."""
+    ignores: Any = vars(request).get("ignore_result")  # the class's own False says nothing
+    return bool(task.ignore_result if ignores is None else ignores)
 
 
 class Outbox:

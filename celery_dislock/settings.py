@@ -27,7 +27,7 @@ from celery_dislock.checks import (
     yes_or_no,
 )
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.options import ALONE, BELONG_TO, NOT_YET, TaskOptions, declare
+from celery_dislock.options import ALONE, BELONG_TO, TaskOptions, declare
 from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
 
 if TYPE_CHECKING:
@@ -121,8 +121,6 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     """
     known = [f.name for f in fields(TaskOptions)]
     for name, value in declared.items():
-        if name in NOT_YET:
-            raise SettingsError(owner, name, value, f"not yet available: {NOT_YET[name]}")
         near = get_close_matches(name, known, 1, NEAR_MISS)
         if name not in known and (near or name.startswith("lock_")):
             raise SettingsError(owner, name, value, f"no such option{did_you_mean(name, known)}")
@@ -137,6 +135,10 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             values[option.name] = _checked("app.conf", setting, option, conf[setting])
     options = TaskOptions(**values)
     check_servers(owner, options, conf)
+    keys = options.lock_key
+    if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
+        remedy = "a task waits in one line: give one key, or use 'wait' or 'retry'"
+        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
     for name, (other, value) in BELONG_TO.items():
         actual = getattr(options, other)
         if name in declared and actual != value and not callable(actual):

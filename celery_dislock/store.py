@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,9 @@ from celery_dislock.answers import (
     Refused,
     holdings,
     milliseconds,
+    refused,
     renewed,
+    turns,
 )
 from celery_dislock.connections import SOCKET_TIMEOUT, locks_pattern, scan, server_for
 from celery_dislock.exceptions import StoreError
@@ -34,6 +35,7 @@ from celery_dislock.scripts import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from celery_dislock.answers import Turn
     from celery_dislock.scripts import Script
 
 
@@ -50,12 +52,17 @@ class Store:
         url: See :func:`celery_dislock.connections.server_for`, as for the others.
         options: Keyword arguments of redis-py's Connection, on top of the URL's.
         pause: Called with seconds to wait between two attempts.
+        home: The broker whose parked tasks the caller can publish; empty: none.
+        hand_over: Called with parked tasks whose turn a release has brought; it is to publish them,
+            and not to raise.
 
     Raises:
         SettingsError: The URL or an option is not redis-py's.
 
     Attributes:
         server: The server's URL as a message may show it.
+        lock_server: The server itself, for what else is kept there.
+        home: As above.
     """
 
     def __init__(
@@ -64,9 +71,13 @@ class Store:
         options: Mapping[str, Any] | None = None,
         *,
         pause: Callable[[float], None] = time.sleep,
+        home: str = "",
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
-        self._server = server_for(url, options, pause=pause)
+        self.lock_server = self._server = server_for(url, options, pause=pause)
         self.server = self._server.name
+        self.home = home
+        self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # WAIT comes with acquire
 
     def acquire(
@@ -118,12 +129,7 @@ class Store:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
                     remaining_ms, other, other_holder, nth = answer
-                    return Refused(
-                        other.decode().removeprefix("~"),
-                        remaining_ms / 1000,
-                        json.loads(other_holder),
-                        len(tokens) + nth,
-                    )
+                    return refused(remaining_ms, other, other_holder, nth=len(tokens) + nth)
                 tokens += map(int, answer)
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
@@ -211,7 +217,9 @@ class Store:
         """
         return all(self._server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
 
-    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
+    def release(
+        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+    ) -> bool:
         """
         End the owner's leases, or its wait for them, and hand the locks on to those who wait.
 
@@ -219,6 +227,7 @@ class Store:
             locks: Names of the locks in Redis.
             owner: Whose leases.
             at_least: Seconds since their acquisition until which they are to run out instead.
+            ticket: Of a task that may have been parked, and is done.
 
         Returns:
             True where the owner still held all of them; False where one was gone, which is also the
@@ -227,7 +236,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(RELEASE, locks, owner, at_least) == len(locks)
+        return self._end(RELEASE, locks, owner, at_least, ticket) == len(locks)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
@@ -249,14 +258,30 @@ class Store:
         """
         return self._end(RELEASE_DEAD, locks, owner_start, at_least)
 
-    def _end(self, script: Script, locks: Sequence[str], owner: str, at_least: float | None) -> int:
+    def _end(
+        self,
+        script: Script,
+        locks: Sequence[str],
+        owner: str,
+        at_least: float | None,
+        ticket: str = "",
+    ) -> int:
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
+        publisher = (self.home, ticket) if self.home else ()
         ended, error = 0, None
+        given: list[Turn] = []
         for together in self._server.together(locks):
             try:
-                ended += self._server.run(script, together, owner, at_least_ms)
+                reply = self._server.run(script, together, owner, at_least_ms, *publisher)
             except StoreError as exc:  # of one node; the others are not to wait for it
                 error = exc
+                continue
+            if isinstance(reply, list):
+                reply, told = reply
+                given += turns(told)
+            ended += reply
+        if given and self._hand_over is not None:
+            self._hand_over(given)
         if error is not None:
             raise error
         return ended

@@ -9,16 +9,19 @@ step of a chain; an exception that a signal handler raises in the middle of it d
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from celery import Task, states
 from celery.exceptions import Ignore
-from celery.signals import task_postrun
+from celery.signals import task_postrun, task_revoked
 
+from celery_dislock.exceptions import StoreError
 from celery_dislock.guard import Guard
 from celery_dislock.options import TaskOptions
+from celery_dislock.postman import Postman
 from celery_dislock.recovery import recovering
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import app_settings, task_options
@@ -27,15 +30,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery import Celery
+    from celery.app.task import Context
 
     from celery_dislock.copies import Copies
     from celery_dislock.leases import Lease
     from celery_dislock.sending import Outbox
 
 
+logger = logging.getLogger("celery_dislock")
+
+
 def runtime_of(app: Celery) -> Runtime:
     """Return what the locks of this app share; each app has its own."""
-    runtime: Runtime = app.__dict__.setdefault("_dislock_runtime", Runtime(lambda: app.conf))
+    try:
+        runtime: Runtime = app.__dict__["_dislock_runtime"]
+    except KeyError:
+        new = Runtime(lambda: app.conf, Postman(app))
+        runtime = app.__dict__.setdefault("_dislock_runtime", new)
     return runtime
 
 
@@ -111,6 +122,8 @@ def install(task: type[Task], app: Celery) -> None:
     request_class = task.Request
     if not isinstance(request_class, property):  # that of a guarded class which this one extends
         task.Request = property(lambda _self: recovering(request_class))
+    if guard.options.parks:
+        task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
     if guard.options.lock_dedupe_redelivered:
         task_postrun.connect(_remember, dispatch_uid="dislock_remember")
 
@@ -119,6 +132,15 @@ def _remember(task: Task, state: str, **_kwargs: Any) -> None:
     copies: Copies | None = getattr(task.request, "dislock_copies", None)
     if copies is not None and state == states.SUCCESS:
         copies.task_succeeded()
+
+
+def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
+    guard: Guard | None = getattr(sender, "dislock_guard", None)
+    if guard is not None:
+        try:
+            guard.revoked(request)
+        except StoreError as exc:
+            logger.warning("Task %s is revoked and stays in line: %s", request.id, exc)
 
 
 def _outbox_of(task: Task) -> Outbox | None:

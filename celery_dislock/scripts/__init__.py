@@ -1,6 +1,7 @@
 """The Lua scripts of the store, one file per operation.
 
-Each is sent with ``_lease.lua`` in front, which says how a lease is written.
+Each is sent with ``_lease.lua`` in front, which says how a lease is written; those that can give a
+parked task its turn with ``_parked.lua`` after that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib import resources
 
-HEADER = "_lease"  # the script part that every script begins with
+LEASE, PARKED = "_lease", "_parked"  # the parts that scripts begin with
 
 
 @dataclass(frozen=True)
@@ -20,19 +21,25 @@ class Script:
     sha: str
 
     @classmethod
-    def load(cls, name: str) -> Script:
-        """Read a script that is part of this package."""
+    def load(cls, *names: str) -> Script:
+        """Read a script that is part of this package, with what it begins with."""
         folder = resources.files(__name__)
-        parts = [(folder / f"{part}.lua").read_text("utf-8") for part in (HEADER, name)]
+        parts = [(folder / f"{name}.lua").read_text("utf-8") for name in names]
         text = "\n".join(parts)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-ACQUIRE = Script.load("acquire")
-RENEW = Script.load("renew")
-RELEASE = Script.load("release")
-RELEASE_DEAD = Script.load("release_dead")
-HOLDERS = Script.load("holders")
-TAKE_OVER = Script.load("take_over")
-REMEMBER = Script.load("remember")
-RECALL = Script.load("recall")
+ACQUIRE = Script.load(LEASE, "acquire")
+RENEW = Script.load(LEASE, "renew")
+RELEASE = Script.load(LEASE, PARKED, "release")
+RELEASE_DEAD = Script.load(LEASE, PARKED, "release_dead")
+HOLDERS = Script.load(LEASE, "holders")
+TAKE_OVER = Script.load(LEASE, "take_over")
+REMEMBER = Script.load(LEASE, "remember")
+RECALL = Script.load(LEASE, "recall")
+PARK = Script.load(LEASE, PARKED, "park")
+LEAVE = Script.load(LEASE, PARKED, "leave")
+SWEEP = Script.load(LEASE, PARKED, "sweep")
+ENLIST = Script.load("enlist")
+DELIST = Script.load("delist")
+LINES = Script.load("lines")

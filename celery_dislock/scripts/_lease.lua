@@ -22,6 +22,8 @@
 --                         was granted the lock, with what was left until its place's deadline;
 --                         empty when it has become the first, and is to look who is before it
 --
+-- Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
+--
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.  Every key
 -- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
 -- live one is swept out when the leases are counted.
@@ -106,6 +108,13 @@ local function grant(owner, ttl_ms, mode, holder)
   return newest
 end
 
+-- Of the leases counted, the one that ends first, as a refusal names it; a lock that nobody holds
+-- waits for a parked task, whose turn comes again soon.
+local function in_the_way()
+  if not first then return RESERVED_MS, '', '{"parked":true}' end
+  return first_expires - now, first, string.sub(first_rest, 3)
+end
+
 local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
   if not redis.call('ZSCORE', line, owner) then
     local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
@@ -130,6 +139,30 @@ local function wake_up(owner, news)
   redis.call('PEXPIRE', wake, RESERVED_MS)
 end
 
+-- Give the one waiter that is first in line the lock, or pass it over where it is dead.
+-- Returns false where the lock does not admit it; whether it was granted, and the token, else.
+local function serve(waiter, asker)
+  local deadline, ttl, mode, limit, holder = string.match(
+    redis.call('HGET', places, waiter) or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
+  if not deadline or tonumber(deadline) <= now then
+    leave_line(waiter)
+    return true
+  end
+  if not admits(mode, tonumber(limit)) then return false end
+  leave_line(waiter)
+  if waiter == asker then return true, false, grant(waiter, tonumber(ttl), mode, holder) end
+  local reserved = math.min(tonumber(ttl), RESERVED_MS)
+  local granted = grant(waiter, reserved, mode, holder)
+  wake_up(waiter, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
+  return true, true
+end
+
+local function is_parked(member) return string.byte(member, -1) == 35 end  -- "#"
+
+-- Gives a parked task its turn; false where it must wait, and so must all behind it.  Set by the
+-- scripts whose callers can publish what they are given.
+local give_turn = function() return false end
+
 -- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
 -- who is awake.  Whoever is first after that looks at once: one of those before it may be dead,
 -- and its lease end in RESERVED_MS.
@@ -139,23 +172,13 @@ local function hand_on(asker)
   while true do
     local head = redis.call('ZRANGE', line, 0, 0)[1]
     if not head then return token end
-    local deadline, ttl, mode, limit, holder = string.match(
-      redis.call('HGET', places, head) or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
-    if not deadline or tonumber(deadline) <= now then
-      leave_line(head)
-    elseif not admits(mode, tonumber(limit)) then
-      if handed then wake_up(head, '') end
+    local served, woken, granted
+    if is_parked(head) then served = give_turn(head, asker)
+    else served, woken, granted = serve(head, asker) end
+    token, handed = granted or token, handed or woken
+    if not served then
+      if handed and not is_parked(head) then wake_up(head, '') end
       return token
-    else
-      leave_line(head)
-      if head == asker then
-        token = grant(head, tonumber(ttl), mode, holder)
-      else
-        local reserved = math.min(tonumber(ttl), RESERVED_MS)
-        local granted = grant(head, reserved, mode, holder)
-        wake_up(head, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
-        handed = true
-      end
     end
   end
 end

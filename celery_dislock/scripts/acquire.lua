@@ -62,7 +62,8 @@ for nth, key in ipairs(KEYS) do
   use(key)
   local token, is_new = take()
   if not token then
-    local refusal = {0, first_expires - now, first, string.sub(first_rest, 3), nth - 1}
+    local remaining, who, its_holder = in_the_way()
+    local refusal = {0, remaining, who, its_holder, nth - 1}
     if place_ms == 0 then
       for _, taken in ipairs(new) do redis.call('HDEL', taken, owner) end
     end

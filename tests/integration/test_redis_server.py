@@ -167,7 +167,9 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
     wait = "print(server.pid, flush=True); sys.stdin.read()"
     body = f"with server: {wait}" if with_block else f"server.start(); {wait}"
     code = (
-        "import pathlib, sys; from example_project.redis_server import RedisServer\n"
+        "import pathlib, signal, sys; from example_project.redis_server import RedisServer\n"
+        # A shell's background job ignores Ctrl-C, and so does all that it starts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"server = RedisServer(pathlib.Path({str(tmp_path)!r}))\n{body}"
     )
     with subprocess.Popen(

@@ -76,7 +76,9 @@ class FakeStore:
             self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
         return Granted((self.tokens,) * len(locks))
 
-    def release(self, locks: Sequence[str], owner: str, at_least: float = 0.0) -> bool:
+    def release(
+        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+    ) -> bool:
         self._round_trip("release", *locks, owner, at_least)
         held = [self._release(lock, owner, at_least) for lock in locks]
         return all(held)

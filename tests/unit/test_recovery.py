@@ -35,6 +35,7 @@ class Base:
 
 class Guard:
     timeout = 30.0
+    parks = False
 
     def __init__(self):
         self.events = []

@@ -60,8 +60,7 @@ def test_durations_may_be_timedeltas():
         ("release_on_success", 1, "True or False"),
         ("release_on_failure", "yes", "True or False"),
         ("lock_on_conflict", "explode", "'skip', 'raise'"),
-        ("lock_on_conflict", "queue", "not yet"),
-        ("lock_on_conflict", None, "'wait', 'reject'"),
+        ("lock_on_conflict", None, "'wait', 'queue', 'reject'"),
         ("lock_on_conflict", len, "takes the task and the conflict"),
         ("lock_on_conflict", "skipp", "did you mean 'skip'"),
         ("lock_on_lost", "expire", "'warn', 'raise', 'terminate'"),
@@ -80,7 +79,12 @@ def test_durations_may_be_timedeltas():
         ("lock_hold_on_retry", 1, "True or False"),
         ("lock_dedupe_redelivered", None, "True or False"),
         ("lock_dedupe_for", 10, "belongs to lock_dedupe_redelivered=True: give that too"),
-        ("lock_queue_limit", 10, "not yet"),
+        ("lock_queue_limit", 10, "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_limit", 0, "1 or more"),
+        ("lock_queue_bytes", 10, "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_bytes", 0, "1 or more"),
+        ("lock_queue_overflow", "replace", "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_overflow", "drop", "'skip', 'replace'"),
     ],
 )
 def test_a_bad_value_names_task_option_value_and_remedy(option, value, remedy):
@@ -96,7 +100,7 @@ def decide(task, conflict):
     raise AssertionError
 
 
-@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "reject", decide])
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "queue", "reject", decide])
 def test_every_strategy_is_accepted(strategy):
     """A strategy is a name, or a callable that takes the task and the conflict."""
     options = task_options("t", {"lock_on_conflict": strategy}, {})

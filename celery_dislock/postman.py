@@ -1,0 +1,133 @@
+"""Publish the messages of parked tasks whose turn it is, and end those that lost their place.
+
+Nothing here raises what a broker may raise: whoever releases a lock has done its own task, and is
+not to fail for another's.  A turn that was not published runs out, and is given again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import TYPE_CHECKING
+
+from celery import states
+from celery.app.task import Context
+from celery.exceptions import TaskRevokedError
+from kombu.utils.url import url_to_parts
+
+from celery_dislock.answers import Turn
+from celery_dislock.exceptions import StoreError
+from celery_dislock.messages import Message
+from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER, result_is_ignored
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from celery import Celery
+
+    from celery_dislock.lines import Lines
+
+# Transport options that name a place: two apps that differ in one have different brokers.
+PLACES = ("global_keyprefix", "queue_name_prefix", "data_folder_out", "control_folder")
+
+logger = logging.getLogger("celery_dislock")
+
+
+class Postman:
+    """
+    Publishes parked tasks' messages.
+
+    Args:
+        app: Whose broker they came from.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+
+    @property
+    def home(self) -> str:
+        """Name the broker: the same text for all who mean the same one, or nearly so."""
+        conf = self._app.conf
+        urls = conf.broker_write_url or conf.broker_url or ""
+        given = urls.split(";") if isinstance(urls, str) else urls
+        options = conf.broker_transport_options or {}
+        where = [_without_login(url) for url in given]
+        where += [f"{name}={options[name]}" for name in PLACES if name in options]
+        return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
+
+    def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
+        """Publish the messages of parked tasks whose turn it is."""
+        readable: list[tuple[Turn, Message]] = []
+        for turn in turns:
+            try:
+                readable.append((turn, Message.from_bytes(turn.message)))
+            except ValueError as exc:
+                _set_aside(lines, turn, exc)
+        if not readable:
+            return
+        try:
+            with self._app.producer_or_acquire() as producer:
+                for turn, message in readable:
+                    message.publish(producer, {TICKET_HEADER: [turn.lock, turn.ticket]})
+                    logger.debug("Parked task %s has its turn.", turn.ticket)
+        except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
+            logger.warning(
+                "Parked tasks have their turn, but could not be sent to their queue, and will be "
+                "soon: %s: %s",
+                ", ".join(turn.ticket for turn, _ in readable),
+                exc,
+            )
+
+    def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
+        """End tasks that had to make room in their line: REVOKED, as if they had been skipped."""
+        for ticket, written in replaced.items():
+            reason = f"a newer task took its place in line for {lock}"
+            try:
+                message = Message.from_bytes(written)
+                if message.alone:
+                    self._revoke(message, reason)
+                else:  # only a worker can read who else is to be told
+                    with self._app.producer_or_acquire() as producer:
+                        message.publish(producer, {REPLACED_HEADER: reason})
+                lines.leave(lock, ticket)
+                logger.info("Parked task %s skipped: %s.", ticket, reason)
+            except (ValueError, KeyError) as exc:
+                _set_aside(lines, Turn(lock, ticket, written), exc)
+            except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
+                logger.warning(
+                    "Parked task %s made room in its line; its result will say so soon: %s",
+                    ticket,
+                    exc,
+                )
+
+    def _revoke(self, message: Message, reason: str) -> None:
+        headers = message.headers
+        task = self._app.tasks[headers["task"]]
+        request = Context(headers)
+        task.backend.mark_as_failure(
+            headers["id"],
+            TaskRevokedError(reason),
+            request=request,
+            store_result=not result_is_ignored(task, request),
+            call_errbacks=False,
+            state=states.REVOKED,
+        )
+
+
+def _set_aside(lines: Lines, turn: Turn, error: Exception) -> None:
+    logger.error(
+        "Parked task %s cannot be run, and is set aside in %s:aside: %s",
+        turn.ticket,
+        turn.lock,
+        error,
+    )
+    try:
+        if turn.message:
+            lines.leave(turn.lock, turn.ticket, aside=turn.message)
+    except StoreError as exc:
+        logger.warning("It stays in line until the lock server answers: %s", exc)
+
+
+def _without_login(url: str) -> str:
+    parts = url_to_parts(url)
+    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}/{parts.path or ''}"

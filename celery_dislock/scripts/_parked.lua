@@ -1,0 +1,129 @@
+-- _parked.lua: how parked tasks are written.  Put after _lease.lua in front of the scripts that can
+-- give them their turn, whose callers publish the messages that they are given.
+--
+-- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
+-- Beside the lock, with its name in front of theirs and so in its slot:
+--
+--   <lock>:line        has "<ticket>#" where it waits for its turn
+--   <lock>:tickets     hash: ticket -> "1 joined_us times mode limit home message"
+--                                      while it waits, and while its message is on its way
+--                            "bytes" -> length of all these records together
+--   <lock>:handed      sorted set: ticket -> Redis TIME in ms at which its turn has run out
+--   <lock>:running     hash: ticket -> "1 joined_us claimed_ms", from its claim to its release
+--   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run
+--   <lock>:replaced    hash: ticket -> message; another has taken its place, and its end is to be told
+--   <lock>:aside       hash: ticket -> a record or message that nobody could read, for people to see
+--
+--     joined_us  when it was parked, its score in the line
+--     times      how often it was given its turn: each reserves the lock for twice as long
+--     home       the broker that its message came from: whoever has another cannot publish it
+--     message    bytes
+--
+-- A turn reserves the lock by a lease of the owner "<ticket>#".  The message is given to the caller to
+-- publish; who gets it claims the turn.  A turn that nobody has claimed in time is given again.
+
+local TURN_MOST_MS = 300000      -- for the last of many turns
+local DONE_MS = 7200000          -- two hours: twice the time after which Redis brokers deliver again
+local KEPT_MS = 2592000000       -- thirty days without a worker
+local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
+
+local tickets, handed, running  -- of the lock in use
+local home = ''                 -- the caller's; empty: it cannot publish
+local turns = {}                -- given here: lock, ticket, message, and so on; no message: set aside
+
+local function use_parked(key)
+  use(key)
+  tickets, handed, running = key .. ':tickets', key .. ':handed', key .. ':running'
+end
+
+local function keep(key)
+  if redis.call('PTTL', key) < KEPT_MS / 2 then redis.call('PEXPIRE', key, KEPT_MS) end
+end
+
+-- Returns joined_us, times, mode, limit, home, message; nothing where it cannot be read.
+local function parse_ticket(record)
+  return string.match(record, '^1 (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
+end
+
+local function write_ticket(ticket, joined, times, mode, limit, its_home, message)
+  local record = string.format('1 %.0f %d %s %.0f %s ', joined, times, mode, limit, its_home)
+    .. message
+  local before = redis.call('HSTRLEN', tickets, ticket)
+  redis.call('HSET', tickets, ticket, record)
+  redis.call('HINCRBY', tickets, 'bytes', #record - before)
+  keep(tickets)
+end
+
+local function drop_ticket(ticket)
+  local before = redis.call('HSTRLEN', tickets, ticket)
+  if redis.call('HDEL', tickets, ticket) == 0 then return false end
+  if redis.call('HINCRBY', tickets, 'bytes', -before) <= 0 then
+    redis.call('HDEL', tickets, 'bytes')
+  end
+  return true
+end
+
+local function join(ticket, joined)
+  redis.call('ZADD', line, string.format('%.0f', joined), ticket .. '#')
+  keep(line)
+end
+
+-- Take a ticket out, wherever it is, with what is reserved for it.  Returns whether it was anywhere.
+local function forget(ticket)
+  redis.call('HDEL', lock, ticket .. '#')
+  redis.call('ZREM', line, ticket .. '#')
+  redis.call('ZREM', handed, ticket)
+  local was_running = redis.call('HDEL', running, ticket) == 1
+  return drop_ticket(ticket) or was_running
+end
+
+local function set_aside(ticket, what)
+  forget(ticket)
+  redis.call('HSET', lock .. ':aside', ticket, what)
+  keep(lock .. ':aside')
+end
+
+local function give_ticket_its_turn(member, asker)
+  local ticket = string.sub(member, 1, -2)
+  local record = redis.call('HGET', tickets, ticket) or ''
+  local joined, times, mode, limit, its_home, message = parse_ticket(record)
+  if not joined then
+    set_aside(ticket, record)
+    for _, part in ipairs({lock, ticket, ''}) do turns[#turns + 1] = part end
+    return true
+  end
+  if member ~= asker and its_home ~= home then return false end
+  if not admits(mode, tonumber(limit)) then return false end
+
+  local reserved = math.min(RESERVED_MS * 2 ^ tonumber(times), TURN_MOST_MS)
+  redis.call('ZREM', line, member)
+  redis.call('ZADD', handed, now + reserved, ticket)
+  keep(handed)
+  write_ticket(ticket, joined, times + 1, mode, limit, its_home, message)
+  grant(member, reserved, mode, cjson.encode({id = string.match(ticket, '^(.*):%d+:%d+$'), parked = true}))
+  if member ~= asker then
+    for _, part in ipairs({lock, ticket, message}) do turns[#turns + 1] = part end
+  end
+  return true
+end
+
+give_turn = give_ticket_its_turn
+
+-- Put those whose turn has run out back to where they were in line.
+local function recall_turns()
+  for _, ticket in ipairs(redis.call('ZRANGEBYSCORE', handed, '-inf', now)) do
+    redis.call('ZREM', handed, ticket)
+    local joined = parse_ticket(redis.call('HGET', tickets, ticket) or '')
+    join(ticket, joined or 0)
+  end
+end
+
+local function anyone_waits()
+  return redis.call('EXISTS', line, handed) > 0
+end
+
+-- As hand_on(), for those too whose turn has run out.
+local function pass_on(asker)
+  recall_turns()
+  hand_on(asker)
+end

@@ -1,0 +1,12 @@
+-- enlist.lua: note that a lock has, or is about to have, parked tasks.
+--
+-- KEYS[1]   lines     hash: lock -> a number that each who parks raises
+-- ARGV[1]   lock
+--
+-- Returns   nothing
+--
+-- Outside the slots of the locks, so written before the task is parked: a line that nobody knows of
+-- would never be swept.  Sent twice, the number is raised twice, which does no harm.
+
+redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
+redis.call('PEXPIRE', KEYS[1], 2592000000)  -- thirty days, as the lines themselves

@@ -1,0 +1,12 @@
+-- lines.lua: read a page of the locks that have parked tasks.
+--
+-- KEYS[1]   lines     see enlist.lua
+-- ARGV[1]   cursor    0 for the first page
+-- ARGV[2]   count     of locks, more or less
+--
+-- Returns   {total, cursor, {lock, number, ...}}   cursor: of the next page; 0: this was the last
+--
+-- Changes nothing.  What stays in the hash all the while is on one page at least.
+
+local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
+return {redis.call('HLEN', KEYS[1]), page[1], page[2]}

@@ -1,0 +1,102 @@
+"""Hand on the locks of lines that nobody else hands on.
+
+A holder that crashed hands nothing on, and whoever was to publish a parked task may have died
+first.  So one worker at a time, under a lease of its own, looks through the lines of its broker,
+a page at a time in its event loop: each line once within a third of the watchdog timeout.  What it
+finds costs a script for each line; a line whose lock is held is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+from celery_dislock.answers import Granted
+from celery_dislock.exceptions import StoreError
+from celery_dislock.leases import RENEWALS_PER_TIMEOUT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from celery_dislock.options import TaskOptions
+    from celery_dislock.runtime import Process
+
+PAGE = 500  # lines that are looked at in one go
+FIRST = b"0"  # cursor of the first page
+
+logger = logging.getLogger("celery_dislock")
+
+
+def interval(tasks: Iterable[TaskOptions]) -> float | None:
+    """Return in how many seconds all lines are to be looked at; None where none of these parks."""
+    timeouts = [
+        options.lock_expire or options.lock_watchdog_timeout for options in tasks if options.parks
+    ]
+    return min(timeouts) / RENEWALS_PER_TIMEOUT if timeouts else None
+
+
+class Sweep:
+    """
+    Looks through the lines of one broker, whenever it is called.
+
+    For one thread only.
+
+    Args:
+        process: A store of its own: no other thread may use its connections.
+        name: The lease under which one worker at a time sweeps: its name in Redis.
+        worker: Who sweeps, for messages.
+        every: Seconds in which all lines are to be looked at.
+    """
+
+    def __init__(self, process: Process, name: str, worker: str, every: float) -> None:
+        self._process = process
+        self._name = name
+        self._owner = process.owner_name(f"{worker}:{process.pid}/")
+        self._holder = json.dumps({"task": "sweep", "worker": worker, "pid": process.pid})
+        self._every = every
+        self._cursor = FIRST
+
+    def step(self) -> float:
+        """
+        Look at a page of lines, where no other worker does; blocks for a few round trips.
+
+        Whatever goes wrong is logged: the next step goes on.
+
+        Returns:
+            Seconds until the next step is due.
+        """
+        try:
+            pages = self._look()
+        except StoreError as exc:
+            self._process.lock_server_failed(exc)
+        except Exception:
+            logger.exception("Could not look through the lines of parked tasks; trying again.")
+        else:
+            self._process.lock_server_answered()
+            return self._every / pages
+        self._cursor = FIRST
+        return self._every
+
+    def _look(self) -> int:
+        """Look at a page; return how many there are."""
+        process = self._process
+        ttl = 2 * self._every  # over before the lease of a task that died with this worker
+        if not isinstance(
+            process.store.acquire([self._name], self._owner, ttl, self._holder), Granted
+        ):
+            self._cursor = FIRST
+            return 1
+        total, self._cursor, found = process.lines.page(self._cursor, PAGE)
+        for lock, swept in process.lines.sweep(list(found)).items():
+            process.tell_replaced(lock, swept.replaced)
+            if not swept.parked and not swept.replaced:
+                process.lines.delist(lock, found[lock])
+        return max(1, -(-total // PAGE))
+
+    def end(self) -> None:
+        """Let another worker sweep."""
+        with contextlib.suppress(StoreError):  # it ends by itself
+            self._process.store.release([self._name], self._owner)
+        self._process.store.close()
