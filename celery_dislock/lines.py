@@ -24,7 +24,18 @@ from celery_dislock.answers import (
 )
 from celery_dislock.connections import SOCKET_TIMEOUT
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP
+from celery_dislock.scripts import (
+    DELIST,
+    ENLIST,
+    FULL,
+    GRANTED,
+    LEAVE,
+    LINES,
+    PARK,
+    PARKED,
+    REFUSED,
+    SWEEP,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,14 +142,13 @@ class Lines:
             return Full(waiting, refused(*lease))
         return Done()
 
-    def leave(self, lock: str, ticket: str, aside: bytes = b"") -> bool:
+    def leave(self, lock: str, ticket: str) -> bool:
         """
         Take a parked task out of line, and give its turn on.
 
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's.
-            aside: Its message, where nobody can read it: it is kept for people to see.
 
         Returns:
             Whether it was there.
@@ -146,9 +156,22 @@ class Lines:
         Raises:
             StoreError: The server did not answer; it may have left.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, aside)
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"")
         self._publish(given)
         return bool(left)
+
+    def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
+        """
+        Take a parked task whose message nobody can read out of line, for people to see.
+
+        Returns:
+            Whose turn it is now; the caller is to publish them.
+
+        Raises:
+            StoreError: The server did not answer; it may be set aside.
+        """
+        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message)
+        return turns(given)
 
     def enlist(self, lock: str) -> None:
         """
@@ -222,6 +245,3 @@ class Lines:
     def _publish(self, given: Sequence[bytes]) -> None:
         if given:
             self._hand_over(turns(given))
-
-
-REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # as park.lua answers

@@ -91,7 +91,7 @@ class Message:
                 for name in (*PROPERTIES, "priority", "delivery_mode", "expiration")
                 if (value := (request.properties or {}).get(name)) is not None
             },
-            alone=not (request.chord or request.chain or request.errbacks),
+            alone=not (request.chord or request.chain),
             body=bytes(body),
         )
 

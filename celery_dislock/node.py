@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import Batch
-from celery_dislock.scripts import ACQUIRE, RELEASE
+from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
     AWAY,
@@ -95,7 +95,7 @@ class Node:
         """
         named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
-        then = self._await_replicas if self._min_replicas and script is ACQUIRE else None
+        then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
         try:
             try:
                 return self._exchange((b"EVALSHA", script.sha, *named), before, then)
@@ -143,8 +143,8 @@ class Node:
         raise AssertionError("unreachable")  # pragma: no cover
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
-        """See that replicas have what was granted; asked where it was written, as WAIT wants it."""
-        if reply[0] != 1:
+        """See that replicas have what was granted or parked; WAIT is asked where it was written."""
+        if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
         connection.send_command(b"WAIT", self._min_replicas, int(patience * 1000))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import deque
 from typing import TYPE_CHECKING
 
 from celery import states
@@ -58,11 +59,13 @@ class Postman:
     def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks whose turn it is."""
         readable: list[tuple[Turn, Message]] = []
-        for turn in turns:
+        pending = deque(turns)
+        while pending:
+            turn = pending.popleft()
             try:
                 readable.append((turn, Message.from_bytes(turn.message)))
             except ValueError as exc:
-                _set_aside(lines, turn, exc)
+                pending += _set_aside(lines, turn, exc)
         if not readable:
             return
         try:
@@ -84,15 +87,15 @@ class Postman:
             reason = f"a newer task took its place in line for {lock}"
             try:
                 message = Message.from_bytes(written)
-                if message.alone:
+                if message.alone and message.headers.get("task") in self._app.tasks:
                     self._revoke(message, reason)
-                else:  # only a worker can read who else is to be told
+                else:  # only a worker that knows the task can read who else is to be told
                     with self._app.producer_or_acquire() as producer:
                         message.publish(producer, {REPLACED_HEADER: reason})
                 lines.leave(lock, ticket)
                 logger.info("Parked task %s skipped: %s.", ticket, reason)
-            except (ValueError, KeyError) as exc:
-                _set_aside(lines, Turn(lock, ticket, written), exc)
+            except ValueError as exc:
+                self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(
                     "Parked task %s made room in its line; its result will say so soon: %s",
@@ -114,18 +117,21 @@ class Postman:
         )
 
 
-def _set_aside(lines: Lines, turn: Turn, error: Exception) -> None:
+def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
+    """Report a task that cannot be run; return whose turn it is instead."""
     logger.error(
         "Parked task %s cannot be run, and is set aside in %s:aside: %s",
         turn.ticket,
         turn.lock,
         error,
     )
+    if not turn.message:  # already there
+        return []
     try:
-        if turn.message:
-            lines.leave(turn.lock, turn.ticket, aside=turn.message)
+        return lines.set_aside(turn.lock, turn.ticket, turn.message)
     except StoreError as exc:
         logger.warning("It stays in line until the lock server answers: %s", exc)
+        return []
 
 
 def _without_login(url: str) -> str:

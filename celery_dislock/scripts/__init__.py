@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from importlib import resources
 
-LEASE, PARKED = "_lease", "_parked"  # the parts that scripts begin with
+LEASE, LINE = "_lease", "_parked"  # the parts that scripts begin with
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,17 @@ class Script:
 
 ACQUIRE = Script.load(LEASE, "acquire")
 RENEW = Script.load(LEASE, "renew")
-RELEASE = Script.load(LEASE, PARKED, "release")
-RELEASE_DEAD = Script.load(LEASE, PARKED, "release_dead")
+RELEASE = Script.load(LEASE, LINE, "release")
+RELEASE_DEAD = Script.load(LEASE, LINE, "release_dead")
 HOLDERS = Script.load(LEASE, "holders")
 TAKE_OVER = Script.load(LEASE, "take_over")
 REMEMBER = Script.load(LEASE, "remember")
 RECALL = Script.load(LEASE, "recall")
-PARK = Script.load(LEASE, PARKED, "park")
-LEAVE = Script.load(LEASE, PARKED, "leave")
-SWEEP = Script.load(LEASE, PARKED, "sweep")
+PARK = Script.load(LEASE, LINE, "park")
+LEAVE = Script.load(LEASE, LINE, "leave")
+SWEEP = Script.load(LEASE, LINE, "sweep")
 ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")
+
+REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # how park.lua's answers begin, and acquire.lua's
