@@ -43,7 +43,7 @@ class Claim:
         sender: Sender of the signals about this lock.
     """
 
-    __slots__ = ("holder", "lease", "leaves", "owner", "sender", "ticket")
+    __slots__ = ("completed", "holder", "lease", "leaves", "owner", "sender", "ticket")
 
     def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
         self.owner = owner
@@ -51,17 +51,13 @@ class Claim:
         self.sender = sender
         self.lease: Lease | None = None
         self.leaves = False  # the lease to expire, instead of releasing it
-        self.ticket = ""  # of a task that can be parked, and is done when its lease ends
-
-    def comes_again(self, comes_again: bool) -> None:  # noqa: FBT001 -- what its name says
-        """Note that the same message may be delivered again: the ticket is to know it then."""
-        if comes_again:
-            self.ticket = ""
+        self.ticket = ""  # of a task that can be parked
+        self.completed = False  # that task's work: this delivery of it is not to come again
 
     def settle(self) -> None:
         """End the lease, where there is one; does nothing the second time."""
         if self.lease is not None:
-            self.lease.ticket = self.ticket
+            self.lease.ticket = self.ticket if self.completed else ""
             if self.leaves:
                 self.lease.leave()
             else:

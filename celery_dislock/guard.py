@@ -120,19 +120,19 @@ class Guard:
             finally:
                 if running is not None:
                     running.end()
-        except (Retry, Ignore):
-            raise
-        except Reject as exc:
-            claim.comes_again(exc.requeue)
+        except (Retry, Ignore, Reject) as exc:
+            claim.completed = not (isinstance(exc, Reject) and exc.requeue)
             raise
         except StopTask as exc:
+            claim.completed = True
             claim.leaves = not self.options.release_on_failure
             raise exc.error from exc
         except BaseException as exc:
+            claim.completed = isinstance(exc, Exception)  # any other stops the worker
             claim.leaves = not self.options.release_on_failure
-            claim.comes_again(not isinstance(exc, Exception))  # the worker is being stopped
             raise
         else:
+            claim.completed = True
             claim.leaves = not self.options.release_on_success
             if copies is not None and self.options.lock_dedupe_redelivered:
                 copies.body_succeeded()

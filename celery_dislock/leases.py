@@ -88,7 +88,7 @@ class Lease:
         self.holder = claim.holder
         self.sender = claim.sender
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
-        self.ticket = ""  # see Claim; its releaser sets it
+        self.ticket = ""  # of the task that is done with it; see Claim
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
