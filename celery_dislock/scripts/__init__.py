@@ -1,16 +1,17 @@
 """The Lua scripts of the store, one file per operation.
 
-Each is sent with ``_lease.lua`` in front, which says how a lease is written; those that can give a
-parked task its turn with ``_parked.lua`` after that.
+A line ``-- include: _lease`` stands for that part, which says how a lease is written; ``_parked``
+says how parked tasks are, and is included where the first of it is needed, not before.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from importlib import resources
 
-LEASE, LINE = "_lease", "_parked"  # the parts that scripts begin with
+INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -21,25 +22,27 @@ class Script:
     sha: str
 
     @classmethod
-    def load(cls, *names: str) -> Script:
-        """Read a script that is part of this package, with what it begins with."""
-        folder = resources.files(__name__)
-        parts = [(folder / f"{name}.lua").read_text("utf-8") for name in names]
-        text = "\n".join(parts)
+    def load(cls, name: str) -> Script:
+        """Read a script that is part of this package, with the parts that it includes."""
+        text = INCLUDE.sub(lambda found: _read(found[1]), _read(name))
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-ACQUIRE = Script.load(LEASE, "acquire")
-RENEW = Script.load(LEASE, "renew")
-RELEASE = Script.load(LEASE, LINE, "release")
-RELEASE_DEAD = Script.load(LEASE, LINE, "release_dead")
-HOLDERS = Script.load(LEASE, "holders")
-TAKE_OVER = Script.load(LEASE, "take_over")
-REMEMBER = Script.load(LEASE, "remember")
-RECALL = Script.load(LEASE, "recall")
-PARK = Script.load(LEASE, LINE, "park")
-LEAVE = Script.load(LEASE, LINE, "leave")
-SWEEP = Script.load(LEASE, LINE, "sweep")
+def _read(name: str) -> str:
+    return (resources.files(__name__) / f"{name}.lua").read_text("utf-8")
+
+
+ACQUIRE = Script.load("acquire")
+RENEW = Script.load("renew")
+RELEASE = Script.load("release")
+RELEASE_DEAD = Script.load("release_dead")
+HOLDERS = Script.load("holders")
+TAKE_OVER = Script.load("take_over")
+REMEMBER = Script.load("remember")
+RECALL = Script.load("recall")
+PARK = Script.load("park")
+LEAVE = Script.load("leave")
+SWEEP = Script.load("sweep")
 ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")

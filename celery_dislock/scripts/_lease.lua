@@ -157,11 +157,11 @@ local function serve(waiter, asker)
   return true, true
 end
 
-local function is_parked(member) return string.byte(member, -1) == 35 end  -- "#"
+local PARKED = string.byte('#')  -- the last character of a parked task in line
 
 -- Gives a parked task its turn; false where it must wait, and so must all behind it.  Set by the
 -- scripts whose callers can publish what they are given.
-local give_turn = function() return false end
+local give_turn
 
 -- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
 -- who is awake.  Whoever is first after that looks at once: one of those before it may be dead,
@@ -172,12 +172,13 @@ local function hand_on(asker)
   while true do
     local head = redis.call('ZRANGE', line, 0, 0)[1]
     if not head then return token end
+    local parked = string.byte(head, -1) == PARKED
     local served, woken, granted
-    if is_parked(head) then served = give_turn(head, asker)
+    if parked then served = give_turn and give_turn(head, asker)
     else served, woken, granted = serve(head, asker) end
     token, handed = granted or token, handed or woken
     if not served then
-      if handed and not is_parked(head) then wake_up(head, '') end
+      if handed and not parked then wake_up(head, '') end
       return token
     end
   end

@@ -23,6 +23,8 @@
 -- Safe to send twice: an owner that has a lock already gets the same token again, and its
 -- expiry is reset; one that waits already keeps its place.
 
+-- include: _lease
+
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local mode, limit, place_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
 

@@ -6,6 +6,8 @@
 --
 -- Changes nothing.
 
+-- include: _lease
+
 use(KEYS[1])
 local found = {}
 local leases = redis.call('HGETALL', lock)

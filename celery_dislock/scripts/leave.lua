@@ -10,6 +10,9 @@
 --
 -- Sent twice, the second answers 0.
 
+-- include: _lease
+-- include: _parked
+
 home = ARGV[1]
 use_parked(KEYS[1])
 local left = forget(ARGV[2])

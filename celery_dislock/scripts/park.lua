@@ -27,6 +27,9 @@
 -- Whoever waits already, and whoever runs in a process that died, keeps its place.  Safe to send
 -- twice: the owner is given the same token, the ticket has the same place.
 
+-- include: _lease
+-- include: _parked
+
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local mode, limit = ARGV[4], tonumber(ARGV[5])
 local ticket, same, message = ARGV[7], ARGV[8], ARGV[10]
@@ -129,7 +132,7 @@ local function has_room()
     if ARGV[13] ~= 'replace' then return false end
     local oldest = redis.call('ZRANGE', line, rank, rank)[1]
     if not oldest then return false end
-    if is_parked(oldest) then
+    if string.byte(oldest, -1) == PARKED then
       local other = string.sub(oldest, 1, -2)
       local record = redis.call('HGET', tickets, other) or ''
       local _, _, _, _, _, its_message = parse_ticket(record)

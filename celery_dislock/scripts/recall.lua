@@ -7,4 +7,6 @@
 --
 -- Changes nothing.
 
+-- include: _lease
+
 return redis.call('GET', KEYS[1] .. ':done:' .. ARGV[1])

@@ -12,17 +12,14 @@
 -- Touches no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
 -- second answers 0.
 
+-- include: _lease
+
 local owner, ticket = ARGV[1], ARGV[4] or ''
-home = ARGV[3] or ''
+local waited_for = {}  -- locks, and the token that was released
 
-local function finish_ticket()
-  if redis.call('HDEL', running, ticket) == 1 or drop_ticket(ticket) then
-    forget(ticket)
-    redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
-  end
-end
-
-local function release()
+local released = 0
+for _, key in ipairs(KEYS) do
+  use(key)
   local lease = redis.call('HGET', lock, owner)
   local expires, token = 0, 0
   if lease then expires, token = parse(lease) end
@@ -33,18 +30,26 @@ local function release()
   if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
     redis.call('DEL', lock .. ':wake:' .. owner)
   end
-  if ticket ~= '' then finish_ticket() end
   if redis.call('EXISTS', line) == 1 and (lease or leave_line(owner)) then
-    count_leases()
-    newest = math.max(newest, token)
-    pass_on()
+    waited_for[key] = token
   end
-  return live and 1 or 0
+  if live then released = released + 1 end
 end
+if ticket == '' and not next(waited_for) then return released end
 
-local released = 0
+-- include: _parked
+
+home = ARGV[3] or ''
 for _, key in ipairs(KEYS) do
   use_parked(key)
-  released = released + release()
+  if ticket ~= '' and (redis.call('HDEL', running, ticket) == 1 or drop_ticket(ticket)) then
+    forget(ticket)
+    redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
+  end
+  if waited_for[key] then
+    count_leases()
+    newest = math.max(newest, waited_for[key])
+    pass_on()
+  end
 end
 return turns[1] and {released, turns} or released

@@ -11,6 +11,9 @@
 --
 -- The caller has seen that process end.  Sent twice, the second answers 0.
 
+-- include: _lease
+-- include: _parked
+
 local at_least_ms = tonumber(ARGV[2])
 home = ARGV[3] or ''
 

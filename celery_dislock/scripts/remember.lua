@@ -9,4 +9,6 @@
 --
 -- The mark is the string <lock>:done:<task id>.  Sent twice, it is there all the same.
 
+-- include: _lease
+
 redis.call('SET', KEYS[1] .. ':done:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])

@@ -9,6 +9,8 @@
 -- Many renewals are sent in one pipeline; each is a script of its own, so that the server can
 -- serve others in between and a cluster can route it.
 
+-- include: _lease
+
 use(KEYS[1])
 local lease = redis.call('HGET', lock, ARGV[1])
 if not lease then return 0 end

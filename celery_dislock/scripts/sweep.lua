@@ -10,6 +10,9 @@
 -- Changes nothing where the lock is held and no turn has run out.  Sent twice, what the first gave
 -- its turn comes again when that has run out.
 
+-- include: _lease
+-- include: _parked
+
 home = ARGV[1]
 use_parked(KEYS[1])
 count_leases()

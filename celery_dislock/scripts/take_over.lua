@@ -10,6 +10,8 @@
 -- Nobody gets in between.  What has ended is not revived.  Of two owners that try, one succeeds;
 -- sent twice, the second answers 0.
 
+-- include: _lease
+
 local left = '~' .. ARGV[1]
 local taken = 0
 for _, key in ipairs(KEYS) do
