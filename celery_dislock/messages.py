@@ -109,13 +109,24 @@ class Message:
         Raises:
             ValueError: It is damaged, or of a format that this version does not know.
         """
+        if not written:
+            raise ValueError("the record of its ticket cannot be read")
         about, newline, body = written.partition(b"\n")
         if not about.startswith(FORMAT) or not newline:
             raise ValueError(f"it begins with {written[:20]!r}, which is no format known here")
         try:
-            return cls(**loads(about[len(FORMAT) :]), body=body)
-        except (TypeError, UnicodeDecodeError) as exc:
-            raise ValueError(f"it cannot be read: {exc}") from exc
+            message = cls(**loads(about[len(FORMAT) :]), body=body)
+        except Exception as exc:  # whatever it holds that is none of ours
+            raise ValueError(f"it cannot be read: {exc!r}") from exc
+        texts, tables = (
+            (message.exchange, message.routing_key),
+            (message.headers, message.properties),
+        )
+        if all(isinstance(one, str) for one in texts) and all(
+            isinstance(one, dict) for one in tables
+        ):
+            return message
+        raise ValueError("where it is to be sent, its headers or properties are none")
 
     def publish(self, producer: Producer, notes: dict[str, Any]) -> None:
         """

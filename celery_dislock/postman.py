@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from celery import states
 from celery.app.task import Context
 from celery.exceptions import TaskRevokedError
+from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
 from celery_dislock.answers import Turn
@@ -22,14 +23,21 @@ from celery_dislock.messages import Message
 from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER, result_is_ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from celery import Celery
 
     from celery_dislock.lines import Lines
 
 # Transport options that name a place: two apps that differ in one have different brokers.
-PLACES = ("global_keyprefix", "queue_name_prefix", "data_folder_out", "control_folder")
+PLACES = (
+    "global_keyprefix",
+    "queue_name_prefix",
+    "data_folder_out",
+    "control_folder",
+    "master_name",
+    "region",
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -66,25 +74,22 @@ class Postman:
                 readable.append((turn, Message.from_bytes(turn.message)))
             except ValueError as exc:
                 pending += _set_aside(lines, turn, exc)
-        if not readable:
-            return
-        try:
-            with self._app.producer_or_acquire() as producer:
-                for turn, message in readable:
+        for nth, (turn, message) in enumerate(readable):
+            try:
+                with self._app.producer_or_acquire() as producer:
                     message.publish(producer, {TICKET_HEADER: [turn.lock, turn.ticket]})
-                    logger.debug("Parked task %s has its turn.", turn.ticket)
-        except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
-            logger.warning(
-                "Parked tasks have their turn, but could not be sent to their queue, and will be "
-                "soon: %s: %s",
-                ", ".join(turn.ticket for turn, _ in readable),
-                exc,
-            )
+                logger.debug("Parked task %s has its turn.", turn.ticket)
+            except (OperationalError, OSError) as exc:  # the broker is away
+                _not_sent((other for other, _ in readable[nth:]), exc)
+                return
+            except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
+                _not_sent([turn], exc)  # and the others are not to wait for this one
 
     def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
         """End tasks that had to make room in their line: REVOKED, as if they had been skipped."""
         for ticket, written in replaced.items():
-            reason = f"a newer task took its place in line for {lock}"
+            key = lock.partition("{")[2][:-1]
+            reason = f"a newer task took its place in line for lock {key!r}"
             try:
                 message = Message.from_bytes(written)
                 if message.alone and message.headers.get("task") in self._app.tasks:
@@ -117,6 +122,15 @@ class Postman:
         )
 
 
+def _not_sent(turns: Iterable[Turn], error: Exception) -> None:
+    logger.warning(
+        "Parked tasks have their turn, but could not be sent to their queue, and will be soon: "
+        "%s: %s",
+        ", ".join(turn.ticket for turn in turns),
+        error,
+    )
+
+
 def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
     """Report a task that cannot be run; return whose turn it is instead."""
     logger.error(
@@ -136,4 +150,5 @@ def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
 
 def _without_login(url: str) -> str:
     parts = url_to_parts(url)
-    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}/{parts.path or ''}"
+    path = parts.query.get("virtual_host", parts.path) or ""
+    return f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}/{parts.path or ''}#{path}"

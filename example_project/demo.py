@@ -108,7 +108,7 @@ def play(output: Path, *, locks: bool) -> int:
                 pids = ", ".join(f"{name} (pid {pid})" for name, pid in workers.pids.items())
                 how = f"{PROCESSES} processes each, {celery_options[0]}, watchdog timeout"
                 print(_wrapped(f"Workers {pids} run, {how} {timeout:g} s.", ""))
-                stage = Stage(server, events_file, timeout)
+                stage = Stage(server, events_file, timeout, len(WORKERS) * PROCESSES)
                 for number, (scene, _) in group:
                     verdicts.append(_show(number, scene, stage))
 
@@ -134,7 +134,7 @@ def _show(number: int, scene: scenes.Scene, stage: Stage) -> bool:
         raise
     for drawn in outcome.timelines:
         print(f"  ({drawn.title})")
-        print("\n".join(draw(drawn.spans, drawn.refused)), end="\n\n")
+        print("\n".join(draw(drawn.spans, drawn.refused, drawn.others)), end="\n\n")
     for note in outcome.notes:
         print(_wrapped(note, "  "))
     verdict = "FAIL" if outcome.problems else "PASS"

@@ -73,7 +73,7 @@ def legend() -> str:
     use = marks()
     return (
         f"{use.start}{use.line}{use.line}{use.ends['released']} held, {use.renewal} renewal, "
-        f"{use.cap} cap reached, {use.ends['killed']} killed, {use.refused} click refused"
+        f"{use.cap} cap reached, {use.ends['killed']} killed, {use.refused} refused or parked"
     )
 
 
@@ -84,14 +84,19 @@ def text_width() -> int:
 
 
 def draw(
-    spans: Sequence[Span], refused: Iterable[tuple[str, float]] = (), *, indent: str = "  "
+    spans: Sequence[Span],
+    refused: Iterable[tuple[str, float]] = (),
+    others: str = "refused",
+    *,
+    indent: str = "  ",
 ) -> list[str]:
     """
-    Draw the spans, a line for each key and process, and a line for the clicks that were refused.
+    Draw the spans, a line for each key and process, and a line for the clicks that did not get in.
 
     Args:
         spans: What to draw; the axis begins with the first and ends with the last of them.
-        refused: Key and Unix time of each refusal.
+        refused: Key and Unix time of each such click.
+        others: What became of them, in one word.
         indent: Put before every line.
 
     Returns:
@@ -112,7 +117,7 @@ def draw(
         rows.setdefault((span.key, f"{span.worker.split('@')[0]}/{span.pid}"), []).append(span)
     names = [key for key, _ in rows]
     key_width = max(map(len, names))
-    label_width = key_width + 2 + max(len("refused"), *(len(who) for _, who in rows))
+    label_width = key_width + 2 + max(len(others), *(len(who) for _, who in rows))
     columns = text_width() - len(indent) - label_width - 2
     scale = _Scale(first, last, columns)
 
@@ -126,7 +131,7 @@ def draw(
             line = [" "] * columns
             for at in crosses[key]:
                 line[scale.column(at)] = use.refused
-            lines.append(_labelled(indent, key, "refused", key_width, label_width, line))
+            lines.append(_labelled(indent, key, others, key_width, label_width, line))
     lines.append(_labelled(indent, "", "", key_width, label_width, scale.axis()))
     return lines
 

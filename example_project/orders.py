@@ -1,9 +1,9 @@
 """
-The shop's books: one SQLite file of orders, stock and sales.
+The shop's books: one SQLite file of orders, stock, sales and payments.
 
 The orders are loaded from the ``orders.csv`` beside this module, the first time that a file is
-opened.  Selling is written the way it should not be, as a read and a later write with nothing
-around them: it is the lock of the task that has to make one step of the two.
+opened.  Selling and paying are written the way they should not be, as a read and a later write with
+nothing around them: it is the lock of the task that has to make one step of the two.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ TABLES = (
     "CREATE INDEX orders_of_corporation ON orders (corp_id)",
     "CREATE TABLE stock (item_id TEXT PRIMARY KEY, pieces INTEGER)",
     "CREATE TABLE sales (item_id TEXT, customer TEXT)",
+    "CREATE TABLE payments (customer_id INTEGER, number INTEGER, amount INTEGER, balance INTEGER)",
 )
 
 
 class Books:
     """
-    The orders, stock and sales in one folder.
+    The orders, stock, sales and payments in one folder.
 
     Every method opens the file anew: a task may run in any process or thread.
 
@@ -95,6 +96,27 @@ class Books:
             rows = books.execute("SELECT COUNT(*) FROM sales WHERE item_id = ?", (item_id,))
             count: int = rows.fetchone()[0]
             return count
+
+    def balance_of(self, customer_id: int) -> int:
+        """Return what a customer's last payment left; 0 before the first."""
+        statement = self.statement_of(customer_id)
+        return statement[-1][2] if statement else 0
+
+    def record_payment(self, customer_id: int, number: int, amount: int, balance: int) -> None:
+        """Write a payment, and as the new balance whatever the caller believes it is."""
+        with self._transaction() as books:
+            books.execute(
+                "INSERT INTO payments VALUES (?, ?, ?, ?)", (customer_id, number, amount, balance)
+            )
+
+    def statement_of(self, customer_id: int) -> list[tuple[int, int, int]]:
+        """Return number, amount and balance of a customer's payments, as they were booked."""
+        with self._transaction() as books:
+            rows = books.execute(
+                "SELECT number, amount, balance FROM payments WHERE customer_id = ? ORDER BY rowid",
+                (customer_id,),
+            )
+            return list(rows)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -71,8 +71,8 @@ app.conf.update(
     dislock_watchdog_timeout=LONG,
     result_chord_retry_interval=0.1,
     worker_prefetch_multiplier=1,
-    **json.loads(os.environ.get("SCENARIOS_CONF", "{}")),
 )
+app.conf.update(json.loads(os.environ.get("SCENARIOS_CONF", "{}")))
 dislock = Dislock(app)
 reports = redis.Redis.from_url(URL)
 
@@ -272,6 +272,12 @@ def step_slowly(key: str) -> dict[str, Any]:
 def gather(results: list[Any]) -> list[Any]:
     """End a chord."""
     return results
+
+
+@app.task
+def start(canvas: dict[str, Any]) -> Any:
+    """Send a canvas; return its result, written down."""
+    return app.signature(canvas).apply_async().as_tuple()
 
 
 @app.task(base=SingletonTask, lock_key="<key>")
@@ -515,6 +521,110 @@ def tell_or_retry(self: Task, key: str, extra: str = "") -> dict[str, Any]:
         request = self.request
         told = {name: getattr(request, name) for name in TOLD}
         return {**told, "priority": request.delivery_info["priority"], "extra": extra}
+
+
+# The second of a key is parked.
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
+def hold_or_queue(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be parked."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_on_conflict="queue",
+    acks_late=True,
+    reject_on_worker_lost=True,
+)
+def hold_or_queue_late(key: str) -> dict[str, Any]:
+    """Be parked, in a message that outlives its worker while the body runs."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_on_conflict="queue",
+    lock_queue_limit=1,
+    lock_queue_overflow="replace",
+)
+def hold_newest(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be parked in place of who was."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_queue_limit=1)
+def hold_or_be_next(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be parked where nobody else is."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_mode="shared")
+def hold_shared_or_queue(key: str) -> dict[str, Any]:
+    """Hold the lock beside others of this kind, or be parked."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_limit=2, bind=True)
+def hold_one_of_two_or_queue(self: Task, key: str) -> dict[str, Any]:
+    """Hold one of two leases until this task's own gate is open, or be parked."""
+    return stay(key, gate=self.request.id)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
+def step_or_queue(key: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Do a little, or be parked."""
+    with reported(key):
+        time.sleep(seconds)
+        lease = current_lease()
+        return {"held": lease is not None and lease.held}
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
+def fail_or_queue(key: str) -> None:
+    """Fail, or be parked."""
+    with reported(key):
+        raise ValueError(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", acks_late=True)
+def reject_once_or_queue(key: str) -> str:
+    """Give the message back to its queue once, then succeed; or be parked."""
+    with reported(key):
+        if not reports.exists(gate_of(key)):
+            reports.set(gate_of(key), "open")
+            raise Reject(key, requeue=True)
+        return key
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
+def retry_once_or_queue(self: Task, key: str) -> int:
+    """Ask for one retry, then succeed; or be parked."""
+    with reported(key):
+        if not self.request.retries:
+            raise self.retry(countdown=0)
+        return int(self.request.retries)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
+def replace_or_queue(self: Task, key: str, other: dict[str, Any]) -> None:
+    """Let another task take this one's place; or be parked."""
+    with reported(key):
+        self.replace(self.app.signature(other))
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
+def tell_or_queue(self: Task, key: str, extra: str = "") -> dict[str, Any]:
+    """Tell what came along with the message, and where it came from."""
+    with reported(key):
+        request = self.request
+        told = {name: getattr(request, name) for name in (*TOLD, "reply_to", "timelimit")}
+        info = request.delivery_info
+        told |= {name: info[name] for name in ("exchange", "routing_key", "priority")}
+        return {**told, "own_id": request.correlation_id == request.id, "extra": extra}
 
 
 # The same task twice.

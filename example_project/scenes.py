@@ -1,5 +1,5 @@
 """
-The four scenes of the demo.
+The six scenes of the demo.
 
 Each plays on workers that run already, and computes its verdict from what really happened: the
 exported files, the books, the results and the recorded timeline.  That no two bodies ran at a time
@@ -9,6 +9,7 @@ is read from the bodies' own marks, not from the locks'.
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from example_project.timeline import bodies, holds, most_at_once
 from example_project.workers import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from celery import Task
     from celery.result import AsyncResult
@@ -39,6 +40,11 @@ RENEWALS_LEAST = 6  # of an export: two watchdog timeouts, of three renewals eac
 
 ITEM, PIECES, CUSTOMERS = "lamp", 10, 30
 CLICK_AGAIN = (0.02, 0.1)  # seconds after which a refused customer clicks again
+
+SHELF, EDITS = "lamps", 20
+
+CUSTOMER_IDS = (1, 2, 3)
+PAYMENTS = (50, -40, 30, -35, 60, -65, 20, -20)  # of each; not one bounces in this order
 
 KILLED_CORPORATION = 7
 KILL_AFTER = 1.0  # seconds into the export
@@ -103,6 +109,86 @@ def flash_sale(stage: Stage) -> Outcome:
     outcome.expect(not exact.failed, f"{exact.failed} purchases failed")
     outcome.expect(exact.most == 1, f"{exact.most} purchases at a time with the lock")
     outcome.timelines += [oversold.timeline, exact.timeline]
+    return outcome
+
+
+def reindex(stage: Stage) -> Outcome:
+    """Edit a shelf 20 times in a burst; each edit asks for a new search index of what it left."""
+    since = time.time()
+    clicks: list[AsyncResult[int]] = []
+    for burst in ([1], range(2, EDITS), [EDITS]):  # the first comes first, and the last one last
+        clicks += [shop.reindex.delay(SHELF, edition) for edition in burst]
+        _wait_until_come(stage, since, clicks)
+    last = clicks[-1]
+    wait_until(lambda: last.ready() or last.state == "PARKED", "the last is in line", SCENE_TIMEOUT)
+    meanwhile = f"{last.state}, {last.result}"
+    in_line = last.state == "PARKED"
+    _wait_for(clicks)
+
+    events = stage.events(since)
+    ran = bodies(events)
+    most = most_at_once(ran)
+    done = [click.result for click in clicks if click.state == "SUCCESS"]
+    skipped = [click for click in clicks if click.state == "REVOKED"]
+    index = shop.edition_of_index(SHELF)
+    outcome = Outcome(
+        f"{EDITS} edits: the index was made {len(ran)} times; {len(skipped)} made room in the line "
+        f"for a newer one; at most {most} at a time; the index is of edition {index}"
+    )
+    noted = shop.overlaps().count(f"reindex-{SHELF}")
+    outcome.expect(not noted, f"{noted} began while another ran")
+    outcome.expect(most == 1, f"{most} ran at a time")
+    outcome.expect(len(ran) == 2, f"{len(ran)} runs, not one at once and one after it")  # noqa: PLR2004
+    outcome.expect(len(skipped) == EDITS - 2, f"{len(skipped)} were skipped")
+    outcome.expect(done == [1, EDITS], f"the index was made of the editions {done}")
+    outcome.expect(index == EDITS, f"the index is of edition {index}")
+    outcome.expect(in_line, "the last one was not seen in line")
+    outcome.notes.append(f"the last one's result while it was in line: {meanwhile}")
+    if skipped:
+        outcome.notes.append(f"a skipped one's result: REVOKED, {skipped[0].result}")
+    outcome.timelines.append(Timeline.of("", events, others="parked"))
+    return outcome
+
+
+def payments(stage: Stage) -> Outcome:
+    """Book 8 payments of each of 3 customers, in order; and sell a lamp while they are in line."""
+    since = time.time()
+    books = Books(shop.shop_folder())
+    books.put_on_sale(ITEM, 1)
+    clicks: list[AsyncResult[Any]] = []
+    for number, amount in enumerate(PAYMENTS, start=1):
+        clicks += [shop.apply_payment.delay(each, number, amount) for each in CUSTOMER_IDS]
+        _wait_until_come(stage, since, clicks[-len(CUSTOMER_IDS) :])
+    lamp = shop.buy.delay(ITEM, "customer 4")
+    _wait_for([*clicks, lamp])
+
+    events = stage.events(since)
+    ran = [span for span in bodies(events) if span.key.startswith("account:")]
+    sale = _span_of(stage, since, lamp.id)
+    in_line = sum(span.start > sale.start for span in ran) if sale else 0
+    most = most_at_once(ran)
+    bounced = [click for click in clicks if click.result == "bounced"]
+    failed = [click for click in clicks if click.state != "SUCCESS"]
+    right = [
+        customer_id
+        for customer_id in CUSTOMER_IDS
+        if books.statement_of(customer_id) == _statement(PAYMENTS)
+    ]
+    outcome = Outcome(
+        f"{len(clicks)} payments: {len(bounced)} bounced, {len(failed)} failed; at most {most} of "
+        f"one customer at a time; {len(right)} of {len(CUSTOMER_IDS)} statements have all payments "
+        f"in order; on {stage.slots} worker slots, a lamp was sold while {in_line} payments waited"
+    )
+    outcome.expect(most == 1, f"{most} payments of one customer at a time")
+    outcome.expect(not bounced, f"{len(bounced)} payments bounced")
+    outcome.expect(not failed, f"{len(failed)} payments failed")
+    outcome.expect(right == list(CUSTOMER_IDS), f"statements right only of {right}")
+    outcome.expect(lamp.result == "sold", f"the lamp: {lamp.state}, {lamp.result}")
+    outcome.expect(
+        in_line > stage.slots,
+        f"when the lamp was sold {in_line} payments waited: no more than there are slots",
+    )
+    outcome.timelines.append(Timeline.of("", events, others="parked"))
     return outcome
 
 
@@ -237,6 +323,18 @@ def _wait_for(results: Iterable[AsyncResult[Any]]) -> None:
     wait_until(all_ready, f"results of all {len(waiting)} clicks", SCENE_TIMEOUT)
 
 
+def _wait_until_come(stage: Stage, since: float, clicks: Iterable[AsyncResult[Any]]) -> None:
+    """Return when all of these run or have asked for their lock: those sent later come later."""
+    waiting = {click.id for click in clicks}
+
+    def all_have_come() -> bool:
+        events = stage.events(since)
+        come = {event["id"] for event in events if event["what"] in {"conflict", "started"}}
+        return waiting <= come
+
+    wait_until(all_have_come, f"{len(waiting)} clicks have come to a worker", SCENE_TIMEOUT)
+
+
 def _is_complete(corp_id: int) -> bool:
     """Compare an exported file with the books."""
     folder = shop.shop_folder()
@@ -246,6 +344,15 @@ def _is_complete(corp_id: int) -> bool:
     with exported.open(newline="", encoding="utf-8") as source:
         rows = [tuple(row) for row in csv.reader(source)]
     return rows == [COLUMNS, *Books(folder).orders_of(corp_id)]
+
+
+def _statement(amounts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Write the statement of these payments, booked in order."""
+    balances = itertools.accumulate(amounts)
+    return [
+        (number, amount, balance)
+        for number, (amount, balance) in enumerate(zip(amounts, balances, strict=True), start=1)
+    ]
 
 
 def _span_of(stage: Stage, since: float, task_id: str) -> Span | None:
@@ -261,6 +368,8 @@ Scene = Callable[[Stage], Outcome]
 SCENES: tuple[tuple[Scene, float], ...] = (  # each with its watchdog timeout, in seconds
     (exports, 2.0),
     (flash_sale, 2.0),
+    (reindex, 2.0),
+    (payments, 2.0),
     (runaway, 2.0),
     (killed_child, 30.0),  # the default, to show that nobody waits for it
 )

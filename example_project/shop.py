@@ -14,6 +14,8 @@ variable                   default                     meaning
 ``SHOP_WATCHDOG_TIMEOUT``  30                          seconds until a lock that is not renewed ends
 ``SHOP_ROW_PAUSE``         0.1                         seconds that a row of an export takes
 ``SHOP_BUY_PAUSE``         0.1                         seconds between reading and writing stock
+``SHOP_PAYMENT_PAUSE``     0.5                         seconds that a payment takes
+``SHOP_REINDEX_PAUSE``     3                           seconds that a reindexing takes
 ``SHOP_MAX_RENEW_TIMES``   5                           cap of ``runaway``
 =========================  ==========================  ============================================
 
@@ -27,7 +29,7 @@ import csv
 import fcntl
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +58,8 @@ def settings(environ: Mapping[str, str]) -> dict[str, Any]:
         "result_backend": environ.get("SHOP_RESULT_BACKEND", broker),
         "shop_buy_pause": float(environ.get("SHOP_BUY_PAUSE", "0.1")),
         "shop_folder": environ.get("SHOP_FOLDER", "demo-output/shop"),
+        "shop_payment_pause": float(environ.get("SHOP_PAYMENT_PAUSE", "0.5")),
+        "shop_reindex_pause": float(environ.get("SHOP_REINDEX_PAUSE", "3")),
         "shop_row_pause": float(environ.get("SHOP_ROW_PAUSE", "0.1")),
         "worker_prefetch_multiplier": 1,  # no click waits behind an export while a slot is free
     }
@@ -110,6 +114,52 @@ def buy_without_lock(self: Task, item_id: str, customer: str) -> str:
     return sell(self, item_id, customer)
 
 
+# One place in line, and the oldest makes room: a burst becomes one run now, and one after it.
+@app.task(
+    base=SingletonTask,
+    bind=True,
+    lock_key="reindex:<shelf>",
+    lock_on_conflict="queue",
+    lock_queue_limit=1,
+    lock_queue_overflow="replace",
+)
+def reindex(self: Task, shelf: str, edition: int) -> int:
+    """
+    Write the search index of a shelf, slowly, from the edition of it that the caller has seen.
+
+    Returns:
+        The edition.
+    """
+    folder = shop_folder()
+    unfinished = folder / f"index-{shelf}.txt.part"
+    with timeline.running(self, f"reindex:{shelf}"), alone(f"reindex-{shelf}"):
+        unfinished.write_text(f"{edition}\n", "utf-8")
+        time.sleep(app.conf.shop_reindex_pause)
+        with suppress(FileNotFoundError):  # where another reindexing was not kept out
+            unfinished.replace(folder / f"index-{shelf}.txt")
+    return edition
+
+
+@app.task(base=SingletonTask, bind=True, lock_key="account:<customer_id>", lock_on_conflict="queue")
+def apply_payment(self: Task, customer_id: int, number: int, amount: int) -> int | str:
+    """
+    Book a payment on a customer's account: in, or out where the amount is below 0.
+
+    Order matters: what the account does not cover bounces.
+
+    Returns:
+        The new balance; or "bounced".
+    """
+    with timeline.running(self, f"account:{customer_id}"):
+        books = Books(shop_folder())
+        balance = books.balance_of(customer_id) + amount
+        time.sleep(app.conf.shop_payment_pause)
+        if balance < 0:
+            return "bounced"
+        books.record_payment(customer_id, number, amount, balance)
+        return balance
+
+
 @app.task(
     base=SingletonTask,
     bind=True,
@@ -152,6 +202,12 @@ def alone(what: str) -> Iterator[None]:
             with (folder / "overlaps.txt").open("a", encoding="utf-8") as overlaps:
                 overlaps.write(f"{what}\n")
         yield
+
+
+def edition_of_index(shelf: str) -> int:
+    """Return the edition that a shelf's search index was made from; 0 where there is none."""
+    index = shop_folder() / f"index-{shelf}.txt"
+    return int(index.read_text("utf-8")) if index.exists() else 0
 
 
 def overlaps() -> list[str]:

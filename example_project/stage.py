@@ -22,6 +22,7 @@ class Stage:
     server: RedisServer
     events_file: Path
     watchdog_timeout: float  # seconds
+    slots: int  # of all workers together
 
     def events(self, since: float) -> list[dict[str, Any]]:
         """Return what was recorded from then on."""
@@ -40,20 +41,22 @@ class Timeline:
     Attributes:
         title: What the bars stand for.
         spans: Who held which lock; which bodies ran, where nobody held any.
-        refused: Key and Unix time of each click that was refused.
+        refused: Key and Unix time of each click that did not get its lock at once.
+        others: What became of these: "refused" or "parked".
     """
 
     title: str
     spans: list[Span]
     refused: list[tuple[str, float]]
+    others: str = "refused"
 
     @classmethod
-    def of(cls, how: str, events: list[dict[str, Any]]) -> Timeline:
+    def of(cls, how: str, events: list[dict[str, Any]], *, others: str = "refused") -> Timeline:
         """Choose what to draw; *how* the scene was played begins the title."""
         refused = [(event["key"], event["at"]) for event in events if event["what"] == "conflict"]
         held = holds(events)
         bars = "who held the lock" if held else "who ran; nobody held a lock"
-        return cls(f"{how}: {bars}" if how else bars, held or bodies(events), refused)
+        return cls(f"{how}: {bars}" if how else bars, held or bodies(events), refused, others)
 
 
 @dataclass

@@ -24,7 +24,8 @@
 
 local TURN_MOST_MS = 300000      -- for the last of many turns
 local DONE_MS = 7200000          -- two hours: twice the time after which Redis brokers deliver again
-local KEPT_MS = 2592000000       -- thirty days without a worker
+local KEPT_MS = 2592000000       -- thirty days without a worker, give or take
+local KEPT_ABOUT_MS = 86400000   -- a day: not set anew each time
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
 local tickets, handed, running  -- of the lock in use
@@ -37,7 +38,7 @@ local function use_parked(key)
 end
 
 local function keep(key)
-  if redis.call('PTTL', key) < KEPT_MS / 2 then redis.call('PEXPIRE', key, KEPT_MS) end
+  if redis.call('PTTL', key) < KEPT_MS - KEPT_ABOUT_MS then redis.call('PEXPIRE', key, KEPT_MS) end
 end
 
 -- Returns joined_us, times, mode, limit, home, message; nothing where it cannot be read.
