@@ -18,6 +18,7 @@ class Granted(NamedTuple):
     """The locks were taken, or their owner had them already."""
 
     tokens: tuple[int, ...]  # of each lock
+    claimed: bool = False  # by a parked task, whose turn it was
 
 
 class Refused(NamedTuple):

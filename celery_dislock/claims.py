@@ -43,7 +43,17 @@ class Claim:
         sender: Sender of the signals about this lock.
     """
 
-    __slots__ = ("completed", "holder", "lease", "leaves", "owner", "sender", "ticket")
+    __slots__ = (
+        "claimed",
+        "completed",
+        "holder",
+        "lease",
+        "leaves",
+        "owner",
+        "sender",
+        "settles",
+        "ticket",
+    )
 
     def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
         self.owner = owner
@@ -52,12 +62,16 @@ class Claim:
         self.lease: Lease | None = None
         self.leaves = False  # the lease to expire, instead of releasing it
         self.ticket = ""  # of a task that can be parked
+        self.claimed = False  # it was parked, and this was its turn
         self.completed = False  # that task's work: this delivery of it is not to come again
+        self.settles = 0.0  # seconds for its result, in which its broker may deliver it again
 
     def settle(self) -> None:
         """End the lease, where there is one; does nothing the second time."""
         if self.lease is not None:
-            self.lease.ticket = self.ticket if self.completed else ""
+            if self.completed:
+                self.lease.ticket = self.ticket
+                self.lease.settles = self.settles
             if self.leaves:
                 self.lease.leave()
             else:

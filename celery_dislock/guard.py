@@ -205,6 +205,7 @@ class Guard:
         parking = None
         if self.options.parks and not request.is_eager and self.runtime.process.can_park:
             parking = Parking(task, request, lock, claim, self.runtime.process)
+            request.dislock_parking = parking
         asking = partial(self._asking, task, request, lock, claim)
         lease: Lease | Conflict | None = asking(
             parking.ask if parking else partial(lock.try_acquire, claim), first=True

@@ -73,6 +73,7 @@ class Lease:
         "owner",
         "renewals",
         "sender",
+        "settles",
         "ticket",
         "tokens",
         "trusted_until",
@@ -89,6 +90,7 @@ class Lease:
         self.sender = claim.sender
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.ticket = ""  # of the task that is done with it; see Claim
+        self.settles = 0.0
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
@@ -252,7 +254,7 @@ class Lease:
     def _finish(self, at_least: float) -> bool:
         try:
             lock = self.lock
-            return lock.store.release(lock.names, self.owner, at_least, self.ticket)
+            return lock.store.release(lock.names, self.owner, at_least, self.ticket, self.settles)
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",

@@ -130,7 +130,8 @@ class Lines:
         )
         self._publish(given)
         if state == GRANTED:
-            return Granted((int(rest[0]),))
+            token, claimed = rest
+            return Granted((int(token),), bool(claimed))
         if state == REFUSED:
             *lease, place = rest
             return refused(*lease, place=place)

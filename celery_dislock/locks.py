@@ -58,7 +58,12 @@ class Locking(Protocol):
         """See :meth:`celery_dislock.store.Store.extend`."""
 
     def release(
-        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+        self,
+        locks: Sequence[str],
+        owner: str,
+        at_least: float = 0.0,
+        ticket: str = "",
+        settles: float = 0.0,
     ) -> bool:
         """See :meth:`celery_dislock.store.Store.release`."""
 
@@ -227,6 +232,7 @@ class Lock:
             bounds=bounds,
         )
         if isinstance(answer, Granted):
+            claim.claimed = answer.claimed
             return self._keep(claim, answer.tokens, asked_at, self.timeout)
         return self._conflict(answer) if isinstance(answer, Refused) else answer
 

@@ -17,6 +17,7 @@ from celery.exceptions import Ignore
 
 from celery_dislock.answers import Done, Full, Parked
 from celery_dislock.claims import Conflict, in_words
+from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
 from celery_dislock.sending import TICKET_HEADER, result_is_ignored, take_note
@@ -59,6 +60,7 @@ class Parking:
         nesting = request.replaced_task_nesting or 0
         self._ticket = f"{request.id}:{request.retries}:{nesting}"
         claim.ticket = self._ticket
+        claim.settles = lock.timeout if task.acks_late else 0.0
 
     def ask(self) -> Lease | Conflict:
         """
@@ -98,6 +100,24 @@ class Parking:
         self._store_state(conflict, place)
         self._lines.enlist(self._lock.names[0])
         return self._answer(message.to_bytes(), bounds)
+
+    def settled(self) -> None:
+        """
+        Note that the work of a parked task is done: its result is stored, and what follows is sent.
+
+        A task that is acknowledged before it runs was done with its release.
+        """
+        claim = self._claim
+        if claim.claimed and claim.completed and claim.settles:
+            try:
+                self._process.store.release(self._lock.names, claim.owner, ticket=self._ticket)
+            except StoreError as exc:
+                logger.warning(
+                    "Task %s[%s] has ended, but a copy of it may run again: %s",
+                    self._task.name,
+                    self._request.id,
+                    exc,
+                )
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request

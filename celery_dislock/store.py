@@ -218,7 +218,12 @@ class Store:
         return all(self._server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
 
     def release(
-        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+        self,
+        locks: Sequence[str],
+        owner: str,
+        at_least: float = 0.0,
+        ticket: str = "",
+        settles: float = 0.0,
     ) -> bool:
         """
         End the owner's leases, or its wait for them, and hand the locks on to those who wait.
@@ -227,7 +232,9 @@ class Store:
             locks: Names of the locks in Redis.
             owner: Whose leases.
             at_least: Seconds since their acquisition until which they are to run out instead.
-            ticket: Of a task that may have been parked, and is done.
+            ticket: Of a task that may have been parked, and has ended.
+            settles: Seconds for its result and what follows, which are on their way; then a copy
+                may run.  0: it is done, and no copy is to run.
 
         Returns:
             True where the owner still held all of them; False where one was gone, which is also the
@@ -236,7 +243,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(RELEASE, locks, owner, at_least, ticket) == len(locks)
+        return self._end(RELEASE, locks, owner, at_least, ticket, settles) == len(locks)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
@@ -265,9 +272,10 @@ class Store:
         owner: str,
         at_least: float | None,
         ticket: str = "",
+        settles: float = 0.0,
     ) -> int:
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        publisher = (self.home, ticket) if self.home else ()
+        publisher = (self.home, ticket, milliseconds(settles)) if self.home else ()
         ended, error = 0, None
         given: list[Turn] = []
         for together in self._server.together(locks):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.copies import Copies
     from celery_dislock.leases import Lease
+    from celery_dislock.parking import Parking
     from celery_dislock.sending import Outbox
 
 
@@ -124,6 +125,7 @@ def install(task: type[Task], app: Celery) -> None:
         task.Request = property(lambda _self: recovering(request_class))
     if guard.options.parks:
         task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
+        task_postrun.connect(_settle, dispatch_uid="dislock_settle")
     if guard.options.lock_dedupe_redelivered:
         task_postrun.connect(_remember, dispatch_uid="dislock_remember")
 
@@ -132,6 +134,12 @@ def _remember(task: Task, state: str, **_kwargs: Any) -> None:
     copies: Copies | None = getattr(task.request, "dislock_copies", None)
     if copies is not None and state == states.SUCCESS:
         copies.task_succeeded()
+
+
+def _settle(task: Task, **_kwargs: Any) -> None:
+    parking: Parking | None = getattr(task.request, "dislock_parking", None)
+    if parking is not None:
+        parking.settled()
 
 
 def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:

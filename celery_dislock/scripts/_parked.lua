@@ -9,13 +9,15 @@
 --                                      while it waits, and while its message is on its way
 --                            "bytes" -> length of all these records together
 --   <lock>:handed      sorted set: ticket -> Redis TIME in ms at which its turn has run out
---   <lock>:running     hash: ticket -> "1 joined_us claimed_ms", from its claim to its release
+--   <lock>:running     hash: ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run
 --   <lock>:replaced    hash: ticket -> message; another has taken its place, and its end is to be told
 --   <lock>:aside       hash: ticket -> a record or message that nobody could read, for people to see
 --
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn: each reserves the lock for twice as long
+--     settles_ms 0 while its body runs; then until when its result and what follows are on their way:
+--                a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: whoever has another cannot publish it
 --     message    bytes
 --
@@ -55,6 +57,17 @@ local function write_ticket(ticket, joined, times, mode, limit, its_home, messag
   keep(tickets)
 end
 
+-- Returns joined_us, claimed_ms, settles_ms.
+local function parse_claim(record)
+  local joined, claimed, settles = string.match(record, '^1 (%d+) (%d+) (%d+)$')
+  return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or 0
+end
+
+local function write_claim(ticket, joined, claimed, settles)
+  redis.call('HSET', running, ticket, string.format('1 %.0f %.0f %.0f', joined, claimed, settles))
+  redis.call('PEXPIRE', running, CLAIMED_MS)
+end
+
 local function drop_ticket(ticket)
   local before = redis.call('HSTRLEN', tickets, ticket)
   if redis.call('HDEL', tickets, ticket) == 0 then return false end
@@ -84,6 +97,11 @@ local function set_aside(ticket, what)
   keep(lock .. ':aside')
 end
 
+-- Whom the lock is reserved for, for messages.
+local function as_holder(ticket)
+  return cjson.encode({id = string.match(ticket, '^(.*):%d+:%d+$'), parked = true})
+end
+
 local function give_ticket_its_turn(member, asker)
   local ticket = string.sub(member, 1, -2)
   local record = redis.call('HGET', tickets, ticket) or ''
@@ -101,7 +119,7 @@ local function give_ticket_its_turn(member, asker)
   redis.call('ZADD', handed, now + reserved, ticket)
   keep(handed)
   write_ticket(ticket, joined, times + 1, mode, limit, its_home, message)
-  grant(member, reserved, mode, cjson.encode({id = string.match(ticket, '^(.*):%d+:%d+$'), parked = true}))
+  grant(member, reserved, mode, as_holder(ticket))
   if member ~= asker then
     for _, part in ipairs({lock, ticket, message}) do turns[#turns + 1] = part end
   end

@@ -17,7 +17,7 @@
 --
 -- Returns   {state, turns, ...}, where turns are to be published: {lock, ticket, message, ...}
 --
---   {1, turns, token}                            granted; a parked task has claimed its turn
+--   {1, turns, token, claimed}                   granted; claimed: 1 a parked task's turn   0 no ticket
 --   {0, turns, remaining_ms, owner, holder, place}   refused: of the leases in the way, the one that
 --                                                ends first; the place that it would have in line
 --   {2, turns, place, remaining_ms, owner, holder, replaced}   parked; replaced: {ticket, message, ...}
@@ -38,8 +38,8 @@ home = ARGV[6]
 use_parked(KEYS[1])
 local member = ticket .. '#'
 
-local function granted(token)
-  return {1, turns, string.format('%.0f', token)}
+local function granted(token, claimed)
+  return {1, turns, string.format('%.0f', token), claimed}
 end
 
 local function waiting()  -- for their turn
@@ -63,8 +63,7 @@ end
 
 local function claim(joined)
   local token = grant(owner, ttl, mode, holder)
-  redis.call('HSET', running, ticket, string.format('1 %.0f %.0f', joined, now))
-  redis.call('PEXPIRE', running, CLAIMED_MS)
+  write_claim(ticket, joined, now, 0)
   return token
 end
 
@@ -73,7 +72,7 @@ if mine then
   local _, token, acquired, rest = parse(mine)
   write(owner, now + ttl, token, acquired, rest)
   live_at_least(lock, ttl)
-  return granted(token)
+  return granted(token, redis.call('HEXISTS', running, ticket))
 end
 
 local parked = redis.call('HGET', tickets, ticket)
@@ -103,12 +102,14 @@ if parked then
   count_leases()
   local token = claim(joined)
   if anyone_waits() then pass_on() end  -- shared tasks leave the line together
-  return granted(token)
+  return granted(token, 1)
 end
 
-if ran then  -- in a process that has died
-  local joined = tonumber(string.match(ran, '^1 (%d+) ')) or now_us
-  if admits(mode, limit) then return granted(claim(joined)) end
+if ran then
+  local joined, _, settles = parse_claim(ran)
+  if settles > now then return {0, turns, settles - now, '', as_holder(ticket), 0} end
+  -- Its process has died.
+  if admits(mode, limit) then return granted(claim(joined), 1) end
   if message == '' then return refused() end
   redis.call('HDEL', running, ticket)
   write_ticket(ticket, joined, 0, mode, limit, home, message)
@@ -118,7 +119,7 @@ end
 
 if anyone_waits() then pass_on() end
 if admits(mode, limit) and redis.call('EXISTS', line) == 0 then
-  return granted(grant(owner, ttl, mode, holder))
+  return granted(grant(owner, ttl, mode, holder), 0)
 end
 if message == '' then return refused() end
 

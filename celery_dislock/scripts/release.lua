@@ -4,7 +4,8 @@
 -- ARGV[1]   owner
 -- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
--- ARGV[4]   ticket        of a task that may have been parked, and is done; empty: none
+-- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
+-- ARGV[5]   settles_ms    > 0: its result is on its way for so long   0: it is done
 --
 -- Returns   how many of the locks the owner held
 --           {that, turns}   turns: {lock, ticket, message, ...}, to be published
@@ -42,7 +43,11 @@ if ticket == '' and not next(waited_for) then return released end
 home = ARGV[3] or ''
 for _, key in ipairs(KEYS) do
   use_parked(key)
-  if ticket ~= '' and (redis.call('HDEL', running, ticket) == 1 or drop_ticket(ticket)) then
+  local ran = ticket ~= '' and redis.call('HGET', running, ticket)
+  if ran and tonumber(ARGV[5]) > 0 then
+    local joined, claimed = parse_claim(ran)
+    write_claim(ticket, joined, claimed, now + ARGV[5])
+  elseif ran or ticket ~= '' and redis.call('HEXISTS', tickets, ticket) == 1 then
     forget(ticket)
     redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
   end

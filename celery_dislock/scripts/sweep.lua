@@ -25,7 +25,7 @@ end
 if redis.call('HLEN', running) > counted.x + counted.s then  -- some of them died
   local claims = redis.call('HGETALL', running)
   for i = 1, #claims, 2 do
-    local claimed = tonumber(string.match(claims[i + 1], '^1 %d+ (%d+)$')) or 0
+    local _, claimed = parse_claim(claims[i + 1])
     if claimed + CLAIMED_MS < now then redis.call('HDEL', running, claims[i]) end
   end
 end
