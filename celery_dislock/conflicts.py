@@ -23,6 +23,7 @@ from celery_dislock.lines import Bounds
 from celery_dislock.sending import (
     GIVEN_UP_HEADER,
     RETRY_UNTIL_HEADER,
+    TICKET_HEADER,
     put_off,
     result_is_ignored,
     take_note,
@@ -202,7 +203,9 @@ def put_off_copy(second: Second) -> NoReturn:
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
     )
-    put_off(task, request, reason, at_most=conflict.remaining)
+    # A parked task's turn that came late was given twice: nothing to worry about.
+    level = logging.WARNING if take_note(request, TICKET_HEADER) is None else logging.INFO
+    put_off(task, request, reason, at_most=conflict.remaining, level=level)
     raise Ignore(reason)
 
 

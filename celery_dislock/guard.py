@@ -97,6 +97,10 @@ class Guard:
         previous = current.set(claim)
         try:
             return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
+        except (Ignore, Retry, Reject) as exc:
+            if claim.lease is None:  # ours, not the body's: Celery would copy and send each frame
+                raise exc.with_traceback(None) from None
+            raise
         finally:
             try:
                 claim.settle()  # again, where a signal handler's exception has cut it short

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from celery_dislock.answers import Granted
@@ -18,7 +19,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from celery_dislock.options import TaskOptions
     from celery_dislock.runtime import Process
@@ -48,10 +49,19 @@ class Sweep:
         name: The lease under which one worker at a time sweeps: its name in Redis.
         worker: Who sweeps, for messages.
         every: Seconds in which all lines are to be looked at.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, process: Process, name: str, worker: str, every: float) -> None:
+    def __init__(
+        self,
+        process: Process,
+        name: str,
+        worker: str,
+        every: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._process = process
+        self._clock = clock
         self._name = name
         self._owner = process.owner_name(f"{worker}:{process.pid}/")
         self._holder = json.dumps({"task": "sweep", "worker": worker, "pid": process.pid})
@@ -67,6 +77,7 @@ class Sweep:
         Returns:
             Seconds until the next step is due.
         """
+        began = self._clock()
         try:
             pages = self._look()
         except StoreError as exc:
@@ -75,7 +86,8 @@ class Sweep:
             logger.exception("Could not look through the lines of parked tasks; trying again.")
         else:
             self._process.lock_server_answered()
-            return self._every / pages
+            # What the step took is part of its time.
+            return max(0.0, self._every / pages - (self._clock() - began))
         self._cursor = FIRST
         return self._every
 
@@ -93,7 +105,7 @@ class Sweep:
             process.tell_replaced(lock, swept.replaced)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-        return max(1, -(-total // PAGE))
+        return 1 if total < PAGE else 2 + total // PAGE  # one more: pages are uneven
 
     def end(self) -> None:
         """Let another worker sweep."""

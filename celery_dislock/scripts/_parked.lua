@@ -5,7 +5,7 @@
 -- Beside the lock, with its name in front of theirs and so in its slot:
 --
 --   <lock>:line        has "<ticket>#" where it waits for its turn
---   <lock>:tickets     hash: ticket -> "1 joined_us times mode limit home message"
+--   <lock>:tickets     hash: ticket -> "1 joined_us times ttl_ms mode limit home message"
 --                                      while it waits, and while its message is on its way
 --                            "bytes" -> length of all these records together
 --   <lock>:handed      sorted set: ticket -> Redis TIME in ms at which its turn has run out
@@ -15,7 +15,8 @@
 --   <lock>:aside       hash: ticket -> a record or message that nobody could read, for people to see
 --
 --     joined_us  when it was parked, its score in the line
---     times      how often it was given its turn: each reserves the lock for twice as long
+--     times      how often it was given its turn
+--     ttl_ms     of its lease, and of its first turn; each reserves the lock for twice as long
 --     settles_ms 0 while its body runs; then until when its result and what follows are on their way:
 --                a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: whoever has another cannot publish it
@@ -43,13 +44,13 @@ local function keep(key)
   if redis.call('PTTL', key) < KEPT_MS - KEPT_ABOUT_MS then redis.call('PEXPIRE', key, KEPT_MS) end
 end
 
--- Returns joined_us, times, mode, limit, home, message; nothing where it cannot be read.
+-- Returns joined_us, times, ttl_ms, mode, limit, home, message; nothing where it cannot be read.
 local function parse_ticket(record)
-  return string.match(record, '^1 (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
+  return string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
 end
 
-local function write_ticket(ticket, joined, times, mode, limit, its_home, message)
-  local record = string.format('1 %.0f %d %s %.0f %s ', joined, times, mode, limit, its_home)
+local function write_ticket(ticket, joined, times, ttl, mode, limit, its_home, message)
+  local record = string.format('1 %.0f %d %.0f %s %.0f %s ', joined, times, ttl, mode, limit, its_home)
     .. message
   local before = redis.call('HSTRLEN', tickets, ticket)
   redis.call('HSET', tickets, ticket, record)
@@ -105,7 +106,7 @@ end
 local function give_ticket_its_turn(member, asker)
   local ticket = string.sub(member, 1, -2)
   local record = redis.call('HGET', tickets, ticket) or ''
-  local joined, times, mode, limit, its_home, message = parse_ticket(record)
+  local joined, times, ttl, mode, limit, its_home, message = parse_ticket(record)
   if not joined then
     set_aside(ticket, record)
     for _, part in ipairs({lock, ticket, ''}) do turns[#turns + 1] = part end
@@ -114,11 +115,11 @@ local function give_ticket_its_turn(member, asker)
   if member ~= asker and its_home ~= home then return false end
   if not admits(mode, tonumber(limit)) then return false end
 
-  local reserved = math.min(RESERVED_MS * 2 ^ tonumber(times), TURN_MOST_MS)
+  local reserved = math.min(ttl * 2 ^ tonumber(times), math.max(ttl, TURN_MOST_MS))
   redis.call('ZREM', line, member)
   redis.call('ZADD', handed, now + reserved, ticket)
   keep(handed)
-  write_ticket(ticket, joined, times + 1, mode, limit, its_home, message)
+  write_ticket(ticket, joined, times + 1, ttl, mode, limit, its_home, message)
   grant(member, reserved, mode, as_holder(ticket))
   if member ~= asker then
     for _, part in ipairs({lock, ticket, message}) do turns[#turns + 1] = part end

@@ -112,7 +112,7 @@ if ran then
   if admits(mode, limit) then return granted(claim(joined), 1) end
   if message == '' then return refused() end
   redis.call('HDEL', running, ticket)
-  write_ticket(ticket, joined, 0, mode, limit, home, message)
+  write_ticket(ticket, joined, 0, ttl, mode, limit, home, message)
   join(ticket, joined)
   return in_line()
 end
@@ -125,7 +125,7 @@ if message == '' then return refused() end
 
 -- Whether another ticket can be had; makes room where it is to.
 local function has_room()
-  local size = #message + 64
+  local size = #message + 80
   if size > most_bytes then return false end
   local rank = 0
   while most > 0 and waiting() >= most
@@ -136,7 +136,7 @@ local function has_room()
     if string.byte(oldest, -1) == PARKED then
       local other = string.sub(oldest, 1, -2)
       local record = redis.call('HGET', tickets, other) or ''
-      local _, _, _, _, _, its_message = parse_ticket(record)
+      local its_message = select(7, parse_ticket(record))
       if its_message then
         redis.call('HSET', lock .. ':replaced', other, its_message)
         keep(lock .. ':replaced')
@@ -158,6 +158,6 @@ if not has_room() then
 end
 local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
 local joined = math.max(now_us, tonumber(last or 0) + 1)
-write_ticket(ticket, joined, 0, mode, limit, home, message)
+write_ticket(ticket, joined, 0, ttl, mode, limit, home, message)
 join(ticket, joined)
 return in_line()
