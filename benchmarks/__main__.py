@@ -32,6 +32,9 @@ NAMES = (
     "noop_task",
     "guard",
     "crash_to_next",
+    "hot_key",
+    "parking",
+    "sweep",
 )
 
 

@@ -25,10 +25,10 @@ from celery_dislock.sending import (
     GIVEN_UP_HEADER,
     HELD_HEADER,
     REPLACED_HEADER,
-    TICKET_HEADER,
     Outbox,
     forget_notes,
     take_note,
+    ticket_note,
 )
 
 if TYPE_CHECKING:
@@ -171,10 +171,9 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; its turn will come, and be revoked again.
         """
-        note = take_note(request, TICKET_HEADER)
-        if note and self.parks and self.runtime.process.can_park:
-            lock, ticket = note
-            self.runtime.process.lines.leave(lock, ticket)
+        parked = ticket_note(request)
+        if parked and self.parks and self.runtime.process.can_park:
+            self.runtime.process.lines.leave(*parked)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """

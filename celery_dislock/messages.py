@@ -13,8 +13,11 @@ from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from celery.app.task import Context
     from celery.worker.request import Request
+    from kombu.entity import Queue
     from kombu.messaging import Producer
 
 FORMAT = b"1 "
@@ -128,13 +131,16 @@ class Message:
             return message
         raise ValueError("where it is to be sent, its headers or properties are none")
 
-    def publish(self, producer: Producer, notes: dict[str, Any]) -> None:
+    def publish(
+        self, producer: Producer, notes: dict[str, Any], declare: Sequence[Queue] = ()
+    ) -> None:
         """
         Publish the message to where it came from.
 
         Args:
             producer: Of the broker that it came from.
             notes: Headers for the next delivery.
+            declare: What is to be declared first.
 
         Raises:
             Exception: Of the broker's client: it is away, or refuses.
@@ -153,6 +159,7 @@ class Message:
             expiration=None if expiration is None else float(expiration) / 1000,
             priority=about.pop("priority", None),
             delivery_mode=about.pop("delivery_mode", None),
+            declare=list(declare),
             retry=True,
             retry_policy=RETRY,
             **about,

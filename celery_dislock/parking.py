@@ -20,7 +20,7 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
-from celery_dislock.sending import TICKET_HEADER, result_is_ignored, take_note
+from celery_dislock.sending import TICKET_HEADER, result_is_ignored, ticket_note
 
 if TYPE_CHECKING:
     from celery import Task
@@ -136,13 +136,13 @@ class Parking:
 
     def _is_marked(self) -> bool:
         """Tell whether the message says that its task was parked in this line."""
-        note = take_note(self._request, TICKET_HEADER)
-        if not isinstance(note, (list, tuple)) or len(note) != 2 or note[1] != self._ticket:  # noqa: PLR2004
+        lock, ticket = ticket_note(self._request) or ("", "")
+        if ticket != self._ticket:
             return False
-        if note[0] == self._lock.names[0]:
+        if lock == self._lock.names[0]:
             return True
         # Parked before its key was declared in another way: it has its turn there, and asks here.
-        if self._lines.leave(str(note[0]), self._ticket):
+        if self._lines.leave(lock, ticket):
             self._request.headers.pop(TICKET_HEADER)
             return False
         return True  # done there

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery import states
 from celery.app.task import Context
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from celery import Celery
+    from kombu.entity import Queue
 
     from celery_dislock.lines import Lines
 
@@ -76,8 +77,7 @@ class Postman:
                 pending += _set_aside(lines, turn, exc)
         for nth, (turn, message) in enumerate(readable):
             try:
-                with self._app.producer_or_acquire() as producer:
-                    message.publish(producer, {TICKET_HEADER: [turn.lock, turn.ticket]})
+                self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
                 logger.debug("Parked task %s has its turn.", turn.ticket)
             except (OperationalError, OSError) as exc:  # the broker is away
                 _not_sent((other for other, _ in readable[nth:]), exc)
@@ -92,21 +92,32 @@ class Postman:
             reason = f"a newer task took its place in line for lock {key!r}"
             try:
                 message = Message.from_bytes(written)
+            except ValueError as exc:
+                self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
+                continue
+            try:
                 if message.alone and message.headers.get("task") in self._app.tasks:
                     self._revoke(message, reason)
                 else:  # only a worker that knows the task can read who else is to be told
-                    with self._app.producer_or_acquire() as producer:
-                        message.publish(producer, {REPLACED_HEADER: reason})
+                    self._publish(message, {REPLACED_HEADER: reason})
                 lines.leave(lock, ticket)
                 logger.info("Parked task %s skipped: %s.", ticket, reason)
-            except ValueError as exc:
-                self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(
                     "Parked task %s made room in its line; its result will say so soon: %s",
                     ticket,
                     exc,
                 )
+
+    def _publish(self, message: Message, notes: dict[str, Any]) -> None:
+        with self._app.producer_or_acquire() as producer:
+            # Other brokers know an exchange's kind only where it was declared.
+            known = producer.connection.transport.driver_type == "amqp" or not message.exchange
+            message.publish(producer, notes, () if known else self._queues(message.exchange))
+
+    def _queues(self, exchange: str) -> list[Queue]:
+        queues = self._app.amqp.queues.values()
+        return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
     def _revoke(self, message: Message, reason: str) -> None:
         headers = message.headers

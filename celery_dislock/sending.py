@@ -110,6 +110,14 @@ def take_note(request: Context, header: str) -> Any:
     return (request.headers or {}).get(header)
 
 
+def ticket_note(request: Context) -> tuple[str, str] | None:
+    """Return the lock and the ticket of a parked task; None where the message was not parked."""
+    note = take_note(request, TICKET_HEADER)
+    if isinstance(note, (list, tuple)) and len(note) == 2:  # noqa: PLR2004 -- a pair
+        return str(note[0]), str(note[1])
+    return None
+
+
 def forget_notes(request: Context) -> None:
     """Take the notes off the delivery: its lock is had."""
     for header in NOTES:

@@ -103,7 +103,8 @@ end
 local function grant(owner, ttl_ms, mode, holder)
   newest = math.max(now_us, newest + 1)
   write(owner, now + ttl_ms, newest, now, mode .. ' ' .. holder)
-  if first then live_at_least(lock, ttl_ms) else redis.call('PEXPIRE', lock, ttl_ms) end
+  if counted.x + counted.s > 0 then live_at_least(lock, ttl_ms)
+  else redis.call('PEXPIRE', lock, ttl_ms) end
   counted[mode] = counted[mode] + 1
   return newest
 end

@@ -72,7 +72,7 @@ end
 local function drop_ticket(ticket)
   local before = redis.call('HSTRLEN', tickets, ticket)
   if redis.call('HDEL', tickets, ticket) == 0 then return false end
-  if redis.call('HINCRBY', tickets, 'bytes', -before) <= 0 then
+  if redis.call('HINCRBY', tickets, 'bytes', -before) <= 0 or redis.call('HLEN', tickets) == 1 then
     redis.call('HDEL', tickets, 'bytes')
   end
   return true

@@ -97,10 +97,15 @@ if parked then
   if redis.call('HEXISTS', lock, member) == 0 then  -- its message comes again with its turn
     return in_line()
   end
-  local joined = parse_ticket(parked)
+  local joined, _, _, _, _, its_home, its_message = parse_ticket(parked)
   forget(ticket)
   count_leases()
-  local token = claim(joined)
+  if joined and not admits(mode, limit) then  -- it was parked in another mode
+    write_ticket(ticket, joined, 0, ttl, mode, limit, its_home, its_message)
+    join(ticket, joined)
+    return in_line()
+  end
+  local token = claim(joined or now_us)
   if anyone_waits() then pass_on() end  -- shared tasks leave the line together
   return granted(token, 1)
 end
@@ -123,13 +128,26 @@ if admits(mode, limit) and redis.call('EXISTS', line) == 0 then
 end
 if message == '' then return refused() end
 
+local size = #message + 80  -- with what is written before it
+
+local function too_many_bytes()
+  return tonumber(redis.call('HGET', tickets, 'bytes') or 0) + size > most_bytes
+end
+
+-- Whether it would be too big even if nobody waited: those that have their turn do not make room.
+local function too_big()
+  local on_their_way = 0
+  for _, other in ipairs(redis.call('ZRANGE', handed, 0, -1)) do
+    on_their_way = on_their_way + redis.call('HSTRLEN', tickets, other)
+  end
+  return on_their_way + size > most_bytes
+end
+
 -- Whether another ticket can be had; makes room where it is to.
 local function has_room()
-  local size = #message + 80
-  if size > most_bytes then return false end
+  if too_many_bytes() and too_big() then return false end
   local rank = 0
-  while most > 0 and waiting() >= most
-    or tonumber(redis.call('HGET', tickets, 'bytes') or 0) + size > most_bytes do
+  while most > 0 and waiting() >= most or too_many_bytes() do
     if ARGV[13] ~= 'replace' then return false end
     local oldest = redis.call('ZRANGE', line, rank, rank)[1]
     if not oldest then return false end
@@ -141,6 +159,7 @@ local function has_room()
         redis.call('HSET', lock .. ':replaced', other, its_message)
         keep(lock .. ':replaced')
         forget(other)
+        redis.call('SET', lock .. ':done:' .. other, 1, 'PX', DONE_MS)
       else
         set_aside(other, record)
       end

@@ -48,6 +48,9 @@ for _, key in ipairs(KEYS) do
     local joined, claimed = parse_claim(ran)
     write_claim(ticket, joined, claimed, now + ARGV[5])
   elseif ran or ticket ~= '' and redis.call('HEXISTS', tickets, ticket) == 1 then
+    if redis.call('HEXISTS', lock, ticket .. '#') == 1 then  -- parked again, while it still ran
+      waited_for[key] = waited_for[key] or 0
+    end
     forget(ticket)
     redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
   end

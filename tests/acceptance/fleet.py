@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
 from celery import Celery
+from celery.result import result_from_tuple
 from kombu.transport import redis as redis_transport
 
 from example_project import scenarios
@@ -35,6 +36,9 @@ CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo":
 REDELIVERY_IS_SLOW = not hasattr(redis_transport.Channel, "unacked_restore_interval")
 PREFORK = pytest.mark.parametrize("fleet", ["prefork"], indirect=True)
 BROKERS = pytest.mark.parametrize("fleet", ["prefork", "rabbitmq"], indirect=True)  # a pair on each
+ANY_BROKER = pytest.mark.parametrize(
+    "fleet", ["prefork", "rabbitmq", "filesystem"], indirect=True
+)  # as above, and where control commands and redelivery are not needed
 
 T = TypeVar("T")
 
@@ -124,19 +128,26 @@ class Worker:
 class Fleet:
     """Workers of one pool that share a queue.
 
-    Where their broker is not the Redis of the locks, *broker_url* says which it is.
+    Where their broker is not the Redis of the locks, *broker_url* says which it is, and
+    *transport_options* what else is needed to reach it.
     """
 
     def __init__(
-        self, pool: str, queue: str, workers: Sequence[Worker], broker_url: str | None = None
+        self,
+        pool: str,
+        queue: str,
+        workers: Sequence[Worker],
+        broker_url: str | None = None,
+        transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.pool = pool
         self.queue = queue
         self.workers = workers
         self.broker_url = broker_url
+        self.transport_options = transport_options or {}
 
     def send(self, task: Task, *args: Any, **options: Any) -> AsyncResult:
-        with self._connection() as connection:
+        with self.connection() as connection:
             return task.apply_async(args, queue=self.queue, connection=connection, **options)
 
     def revoke(self, task_id: str, **options: Any) -> list[Any] | None:
@@ -148,13 +159,19 @@ class Fleet:
             return client.control.revoke(task_id, destination=names, timeout=LIMIT, **options)
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[Connection | None]:
+    def connection(self) -> Iterator[Connection | None]:
         """A connection to the broker; None, for one of the app's own, where that will do."""
         if self.broker_url is None:
             yield None
         else:
             with scenarios.app.connection_for_write(self.broker_url) as connection:
+                connection.transport_options.update(self.transport_options)
                 yield connection
+
+    def start(self, canvas: Signature) -> Any:
+        """Let a worker send a canvas, all of it to its own broker; return the canvas's result."""
+        written = self.send(scenarios.start, canvas).get(timeout=LIMIT)
+        return result_from_tuple(written, app=scenarios.app)
 
     def signature(self, task: Task, *args: Any) -> Signature:
         """Make a signature that goes to this fleet and ignores the result before it."""
@@ -226,6 +243,16 @@ class Scene:
             lambda: len(self.reported(what, **more)) >= times,
         )
         return self.reported(what, **more)[times - 1]
+
+    @property
+    def line(self) -> list[str]:
+        """Those who wait, as the lock server has them, in their order."""
+        return self.redis.zrange(f"{self.lock}:line", 0, -1)
+
+    def wait_for_line(self, many: int) -> list[str]:
+        """Wait until so many stand in line, or nobody any more; return them."""
+        wait_for(f"{many} in line for {self.key}", lambda: len(self.line) == many)
+        return self.line
 
     @property
     def leases(self) -> list[LeaseInRedis]:

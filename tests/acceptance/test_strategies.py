@@ -272,7 +272,6 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
         ("raise", states.FAILURE, LockHeldError),
         ("Reject", states.FAILURE, Reject),
         ("a bug", states.FAILURE, ZeroDivisionError),
-        ("queue", states.FAILURE, ValueError),
     ],
 )
 def test_a_callable_can_end_the_task(fleet, scene, answer, state, error):

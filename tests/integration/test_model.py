@@ -1,16 +1,12 @@
 """The scripts against a plain Python model, in random interleavings of all that owners can do.
 
-The server is real and the scripts are those that the package sends, but for one thing: what they
-read with TIME stands still until a step moves it, by a key of the test's own.  So leases end
-exactly when the model says, and no step sleeps.  The expiry of keys follows: it is set a thousand
-times longer than asked, and shortened by hand when time passes.
+The server is real and the scripts are those that the package sends, but for the time that they
+read: it stands still until a step moves it, see ``driven_clock``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,41 +24,14 @@ from hypothesis.stateful import (
 
 from celery_dislock import store as store_module
 from celery_dislock.answers import Granted, Refused
-from celery_dislock.scripts import Script
 from celery_dislock.store import Store
 from tests.holding import name_of
+from tests.integration import driven_clock
+from tests.integration.driven_clock import clocked
 
 LOCK = name_of("model")
 UNIT = 5  # seconds that a reservation lasts: whatever lasts long is a multiple of it
-START = 1_700_000_000  # seconds; where the clock begins
-CLOCK = "clock"
-STRETCH = 1000  # times that keys live longer than asked
 SLOTS = 6  # owners at a time
-
-CLOCKED = f"""
-local real = redis
-local redis = {{call = function(command, ...)
-  local args = {{...}}
-  if command == 'TIME' then
-    local us = real.call('INCR', '{CLOCK}')
-    return {{math.floor(us / 1000000), us % 1000000}}
-  elseif command == 'PEXPIRE' then
-    return real.call('PEXPIRE', args[1], args[2] * {STRETCH})
-  elseif command == 'PTTL' then
-    local left = real.call('PTTL', args[1])
-    return left < 0 and left or math.ceil(left / {STRETCH})
-  end
-  return real.call(command, ...)
-end}}
-"""
-
-
-def clocked(script):
-    """Make the script read our clock."""
-    commands = set(re.findall(r"redis\.call\('(\w+)'", script.text))
-    assert not commands & {"EXPIRE", "EXPIREAT", "PEXPIREAT", "TTL", "SET", "SETEX"}, commands
-    text = CLOCKED + script.text
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @dataclass
@@ -196,8 +165,7 @@ class LockMachine(RuleBasedStateMachine):
     def __init__(self, url):
         super().__init__()
         self.client = redis.Redis.from_url(url, decode_responses=True)
-        self.client.flushdb()
-        self.client.set(CLOCK, START * 1_000_000)
+        driven_clock.start(self.client)
         self.store = Store(url)
         self.model = Model()
         self.names = [self.name(slot, 0) for slot in range(SLOTS)]
@@ -315,11 +283,7 @@ class LockMachine(RuleBasedStateMachine):
         before = set(self.model.leases)
         self.model.pass_time(units)
         self.ran_out |= before - self.model.leases.keys()
-        keys = [key for key in self.client.keys("*") if key != CLOCK]
-        left = {key: self.client.pttl(key) for key in keys}
-        self.client.incrby(CLOCK, units * UNIT * 1_000_000)
-        for key in keys:
-            self.client.pexpire(key, left[key] - units * UNIT * 1000 * STRETCH)
+        driven_clock.advance(self.client, units * UNIT)
         self.look()
 
     @precondition(lambda self: self.model.leases or self.model.line)
@@ -343,7 +307,7 @@ class LockMachine(RuleBasedStateMachine):
     @invariant()
     def every_key_ends_by_itself(self):
         """Every key has a TTL, and none belongs to something that is over."""
-        keys = set(self.client.keys("*")) - {CLOCK}
+        keys = driven_clock.keys(self.client)
         assert all(self.client.pttl(key) > 0 for key in keys), keys
         if not self.model.line:
             assert not keys & {f"{LOCK}:line", f"{LOCK}:places"}
@@ -371,7 +335,7 @@ class LockMachine(RuleBasedStateMachine):
         if not self.model.leases and not self.ran_out:
             assert not self.client.exists(LOCK)
         self.pass_time(5)
-        left = set(self.client.keys("*")) - {CLOCK}
+        left = driven_clock.keys(self.client)
         self.store.close()
         self.client.close()
         assert not left, left

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.answers import Granted, Handed, Holding, Refused
+from celery_dislock.answers import Granted, Handed, Holding, Parked, Refused, Swept
 from celery_dislock.claims import Claim
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks import Lock
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from celery import Celery
+
+    from celery_dislock.answers import Turn
+    from celery_dislock.lines import Bounds, Ticket
 
 
 class FakeClock:
@@ -42,6 +45,7 @@ class FakeStore:
         calls: What was asked, in order.
         others: Leases that share the lock, for who asks for its holders.
         marks: What is remembered of tasks, by lock and task id.
+        done: Tickets that releases have ended, in order; empty for a release without one.
     """
 
     server = "redis://fake"
@@ -55,6 +59,7 @@ class FakeStore:
         self.calls: list[tuple[Any, ...]] = []
         self.others: list[tuple[str, float, dict[str, Any]]] = []
         self.marks: dict[tuple[str, str], str] = {}
+        self.done: list[str] = []
         self.tokens = 0
 
     def _round_trip(self, *call: Any) -> None:
@@ -77,9 +82,15 @@ class FakeStore:
         return Granted((self.tokens,) * len(locks))
 
     def release(
-        self, locks: Sequence[str], owner: str, at_least: float = 0.0, ticket: str = ""
+        self,
+        locks: Sequence[str],
+        owner: str,
+        at_least: float = 0.0,
+        ticket: str = "",
+        settles: float = 0.0,
     ) -> bool:
         self._round_trip("release", *locks, owner, at_least)
+        self.done.append(ticket)
         held = [self._release(lock, owner, at_least) for lock in locks]
         return all(held)
 
@@ -156,8 +167,72 @@ class FakeStore:
         self.leases[lock] = (owner, self.clock() + ttl, held[2])
         return True
 
+    def close(self) -> None:
+        self.calls.append(("close",))
+
     def asked(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
+
+
+class FakeLines:
+    """Lines of parked tasks, beside the leases of a store, which notes what was asked.
+
+    Attributes:
+        parked: Messages, by lock and ticket.
+        answers: What park is to answer first, instead of the truth; errors are raised.
+        pages: What page is to answer, in order.
+        swept: What sweep finds, by lock; nothing is known of the others.
+        next_turns: Whose turn it is after each that was set aside.
+    """
+
+    def __init__(self, store: FakeStore) -> None:
+        self.store = store
+        self.parked: dict[tuple[str, str], bytes] = {}
+        self.answers: list[Any] = []
+        self.pages: list[tuple[int, bytes, dict[str, bytes]]] = []
+        self.swept: dict[str, Swept] = {}
+        self.next_turns: list[list[Turn]] = []
+
+    def park(
+        self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket, **terms: Any
+    ) -> Any:
+        bounds: Bounds = terms["bounds"]
+        self.store._round_trip("park", lock, ticket, bounds)
+        if self.answers:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        answer = self.store.acquire([lock], owner, ttl, holder)
+        if isinstance(answer, Granted):
+            return answer
+        place = len(self.parked) + 1
+        if not ticket.message:
+            return answer._replace(place=place)
+        self.parked[lock, ticket.name] = ticket.message
+        return Parked(place, answer)
+
+    def leave(self, lock: str, ticket: str) -> bool:
+        self.store._round_trip("leave", lock, ticket)
+        return self.parked.pop((lock, ticket), None) is not None
+
+    def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
+        self.store._round_trip("set_aside", lock, ticket, message)
+        return self.next_turns.pop(0) if self.next_turns else []
+
+    def enlist(self, lock: str) -> None:
+        self.store._round_trip("enlist", lock)
+
+    def delist(self, lock: str, number: bytes) -> None:
+        self.store._round_trip("delist", lock, number)
+
+    def page(self, cursor: bytes, count: int) -> tuple[int, bytes, dict[str, bytes]]:
+        self.store._round_trip("page", cursor, count)
+        return self.pages.pop(0)
+
+    def sweep(self, locks: Sequence[str]) -> dict[str, Swept]:
+        self.store._round_trip("sweep", *locks)
+        return {lock: self.swept[lock] for lock in locks if lock in self.swept}
 
 
 @dataclass

@@ -262,7 +262,8 @@ def test_a_wait_that_is_cut_short_leaves_the_line(app, world, cut):
         (Retry(), "RETRY", LockHeldError),
         ("wait", "FAILURE", LockHeldError),
         (ZeroDivisionError(), "FAILURE", ZeroDivisionError),
-        ("queue", "FAILURE", SettingsError),
+        ("queue", "FAILURE", LockHeldError),  # nobody can park it here
+        ("quue", "FAILURE", SettingsError),
         (7, "FAILURE", SettingsError),
     ],
 )
@@ -336,6 +337,7 @@ def test_a_method_can_be_the_callable(app, world):
         ("raise", "FAILURE", LockHeldError),
         ("retry", "FAILURE", LockHeldError),
         ("wait", "FAILURE", LockHeldError),
+        ("queue", "FAILURE", LockHeldError),
         ("reject", "REJECTED", Reject),
         (lambda *_: None, "IGNORED", Ignore),
     ],

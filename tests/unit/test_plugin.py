@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError
-from celery_dislock.plugin import OPTIONS, LockStep, guard_tasks
+from celery_dislock.plugin import OPTIONS, LockStep, SweepStep, guard_tasks
 from celery_dislock.runtime import Runtime, lock_server
 from celery_dislock.store import Store
 from celery_dislock.task import runtime_of
@@ -154,6 +154,127 @@ def test_dead_children_are_looked_for_often(app):
     step.register_with_event_loop(worker, Hub())
     assert calls == ["maintain"]
     step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
+
+
+@pytest.fixture
+def worker(app):
+    """A worker whose timer the test looks at: what is due, and after how many seconds."""
+    due = []
+
+    def call_after(seconds, call, args):
+        entry = SimpleNamespace(after=seconds, run=lambda: call(*args))
+        entry.cancel = lambda: due.remove(entry)
+        due.append(entry)
+        return entry
+
+    timer = SimpleNamespace(call_after=call_after, due=due)
+    return SimpleNamespace(app=app, hostname="w1@here", timer=timer)
+
+
+def declare_parking(app, timeout=30.0):
+    @app.task(
+        name="parks",
+        base=SingletonTask,
+        lock_key="k",
+        lock_on_conflict="queue",
+        lock_watchdog_timeout=timeout,
+        shared=False,
+    )
+    def parks(): ...
+
+    app.finalize()
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """Stand for the sweep; each step wants the next one a second later than the last."""
+    made = []
+
+    class Sweep:
+        def __init__(self, *told):
+            self.told, self.steps, self.ended = told, 0, 0
+            made.append(self)
+
+        def step(self):
+            self.steps += 1
+            return float(self.steps)
+
+        def end(self):
+            self.ended += 1
+
+    monkeypatch.setattr("celery_dislock.plugin.Sweep", Sweep)
+    return made
+
+
+def test_every_worker_has_the_steps(app):
+    """Dislock(app) adds both; an app that only has a SingletonTask sweeps all the same."""
+    assert app.steps["worker"] >= {LockStep, SweepStep}
+    other = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    other.finalize()
+    assert SweepStep in other.steps["worker"]
+
+
+def test_a_worker_without_a_task_that_parks_does_not_sweep(app, worker):
+    """Nor one with tasks of other strategies, or of none."""
+
+    @app.task(name="plain", shared=False)
+    def plain(): ...
+
+    @app.task(name="skips", base=SingletonTask, lock_key="k", shared=False)
+    def skips(): ...
+
+    without_strangers(app)
+    assert SweepStep(worker).include_if(worker) is False
+    declare_parking(app)
+    assert SweepStep(worker).include_if(worker) is True
+
+
+@pytest.mark.parametrize(
+    "conf", [{"dislock_enabled": False}, {"dislock_url": ["redis://a", "redis://b", "redis://c"]}]
+)
+def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
+    """Without locks, and with several lock servers, whatever a callable may say."""
+
+    @app.task(
+        name="t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None, shared=False
+    )
+    def t(): ...
+
+    app.conf.update(conf)
+    app.finalize()
+    assert SweepStep(worker).include_if(worker) is False
+
+
+def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
+    """At once, and then whenever the step before says; with connections of its own."""
+    declare_parking(app, timeout=6.0)
+    step = SweepStep(worker)
+    step.include_if(worker)
+    step.start(worker)
+    [sweep] = sweeps
+    process, *told = sweep.told
+    assert told == [runtime_of(app).sweep_name, "w1@here", 2.0]
+    assert process is not runtime_of(app).process
+    for after in (0.0, 1.0, 2.0):
+        entry = worker.timer.due.pop()
+        assert (entry.after, worker.timer.due) == (after, [])
+        entry.run()
+
+
+def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):
+    """What was due is cancelled, and another worker can sweep."""
+    declare_parking(app)
+    step = SweepStep(worker)
+    step.include_if(worker)
+    step.start(worker)
+    step.stop(worker)
+    assert worker.timer.due == []
+    assert sweeps[0].ended == 1
+
+
+def test_a_step_that_was_not_started_can_be_stopped(worker):
+    """A worker that fails while it starts stops all its steps."""
+    SweepStep(worker).stop(worker)
 
 
 def test_guarding_twice_changes_nothing(app):

@@ -13,6 +13,7 @@ from celery.worker.request import Request
 
 from celery_dislock import SingletonTask, recovery
 from celery_dislock.exceptions import StoreError
+from celery_dislock.messages import TaskParked
 
 CHILD = os.getpid() + 1
 
@@ -25,6 +26,9 @@ class Base:
         self.args, self.kwargs = (7,), {}
         self.task = SimpleNamespace(name="t", dislock_guard=guard)
         self.events = guard.events
+
+    def send_event(self, *event, **about):
+        self.events.append((*event, about))
 
     def on_failure(self, exc_info, send_failed_event=True, return_ok=False):
         self.events.append("on_failure")
@@ -77,6 +81,28 @@ def test_a_failed_body_has_released_by_itself(alive):
     guard = Guard()
     recovery.recovering(Base)(guard).on_failure(failure(ValueError()))
     assert guard.events == ["on_failure"]
+
+
+def test_who_watches_the_worker_hears_of_a_parked_task(alive):
+    """Its process sends nothing: the event comes with the outcome, and no lock is released."""
+    guard = Guard()
+    parked = failure(TaskParked("k", 3, "t[1]"))
+    recovery.recovering(Base)(guard).on_failure(parked)
+    assert guard.events == [
+        ("task-parked", {"key": "k", "place": 3, "holder": "t[1]"}),
+        "on_failure",
+    ]
+
+
+@pytest.mark.parametrize("parks", [True, False])
+def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks):
+    """Others have no use for it: it would be sent to the pool process twice."""
+    kept = []
+    monkeypatch.setattr(recovery, "keep_message", kept.append)
+    guard = Guard()
+    guard.parks = parks
+    request = recovery.recovering(Base)(guard)
+    assert kept == [request] * parks
 
 
 def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):

@@ -126,6 +126,47 @@ def test_a_strategy_that_is_the_apps_default_takes_its_options():
     assert (options.lock_on_conflict, options.lock_wait_timeout) == ("wait", 5)
 
 
+TWO_KEYS = {"lock_key": ["a", "b"], "lock_on_conflict": "queue"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "conf"),
+    [(TWO_KEYS, {}), ({"lock_key": ["a", "b"]}, {"dislock_on_conflict": "queue"})],
+)
+def test_a_task_of_several_keys_is_not_parked(declared, conf):
+    """It would have to wait in several lines at once; the message names what can be done."""
+    with pytest.raises(SettingsError) as caught:
+        task_options("t", declared, conf)
+    assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
+    assert "give one key, or use 'wait' or 'retry'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("url", [["redis://a", "redis://b", "redis://c"], ("redis://a",) * 3])
+def test_several_lock_servers_park_nothing(url):
+    """A majority keeps no line; the message names what can be done."""
+    with pytest.raises(SettingsError) as caught:
+        task_options("t", {"lock_on_conflict": "queue"}, {"dislock_url": url})
+    assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
+    assert "keep no line; use 'wait' or 'retry'" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("declared", "parks"),
+    [
+        ({}, False),
+        ({"lock_on_conflict": "wait"}, False),
+        ({"lock_on_conflict": "queue"}, True),
+        ({"lock_on_conflict": "queue", "lock_key": "k"}, True),
+        ({"lock_on_conflict": "queue", "lock_key": ["k"]}, True),
+        ({"lock_on_conflict": decide}, True),
+        ({"lock_on_conflict": decide, "lock_key": ["a", "b"]}, False),
+    ],
+)
+def test_a_task_may_be_parked_that_says_so_or_asks_a_callable(declared, parks):
+    """Nobody knows what a callable will say; a task of several keys is never parked."""
+    assert task_options("t", declared, {}).parks is parks
+
+
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
     [

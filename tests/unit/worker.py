@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from celery.app.trace import build_tracer
 from kombu.exceptions import OperationalError
+from kombu.message import Message
+from kombu.utils.imports import symbol_by_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def deliver(task: Any, task_id: str = "1", *args: Any, **request: Any) -> Any:
@@ -13,6 +21,51 @@ def deliver(task: Any, task_id: str = "1", *args: Any, **request: Any) -> Any:
     tracer = build_tracer(task.name, task, app=task.app)
     headers = {"id": task_id, "task": task.name, "hostname": "w1", "retries": 0, **request}
     return tracer(task_id, args, {}, headers)
+
+
+def arrived(task: Any, task_id: str = "1", *args: Any, **headers: Any) -> Any:
+    """Make the worker's request of a message that has come."""
+    message = Message(
+        body=json.dumps([args, {}, {}]),
+        content_type="application/json",
+        content_encoding="utf-8",
+        headers={"id": task_id, "task": task.name, "retries": 0, **headers},
+        properties={"correlation_id": task_id, "reply_to": "caller"},
+        delivery_info={"exchange": "", "routing_key": "celery"},
+    )
+    return symbol_by_name(task.Request)(message, app=task.app, task=task, hostname="w1")
+
+
+def run(task: Any, request: Any) -> Any:
+    """Run the task as a pool process does that was sent a request."""
+    tracer = build_tracer(task.name, task, app=task.app)
+    return tracer(request.id, request.args, request.kwargs, request.request_dict)
+
+
+class Producer:
+    """
+    A broker that is published to.
+
+    Attributes:
+        connection: Says what kind of broker it is, as kombu's does.
+        away: What it raises instead.
+        sent: What was published: body, options.
+    """
+
+    def __init__(self, kind: str = "amqp") -> None:
+        self.connection = SimpleNamespace(transport=SimpleNamespace(driver_type=kind))
+        self.away: Exception | None = None
+        self.sent: list[tuple[bytes, dict[str, Any]]] = []
+
+    @contextmanager
+    def acquired(self) -> Iterator[Producer]:
+        """Stand for producer_or_acquire."""
+        yield self
+
+    def publish(self, body: bytes, **options: Any) -> None:
+        if self.away is not None:
+            raise self.away
+        self.sent.append((body, options))
 
 
 class Broker:

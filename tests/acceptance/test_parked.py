@@ -1,0 +1,485 @@
+"""Tasks that are parked in line for their lock: in their order, in no slot, and each to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+import uuid
+
+import pytest
+from billiard.exceptions import TimeLimitExceeded
+from celery import chain, chord, group, states
+from celery.exceptions import ChordError, TaskRevokedError
+from celery.result import AsyncResult
+
+from celery_dislock import LockHeldError
+from example_project import scenarios
+from example_project.redis_server import RedisServer
+from example_project.scenarios import BRIEF
+from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.rabbitmq import RabbitServer
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
+]
+
+PARKED = "PARKED"
+QUEUE = scenarios.hold_or_queue
+BURST = 8  # tasks of one key: more than the slots of both workers of a pair
+CROWD = 20
+
+
+def hold(fleet, scene):
+    """Let a task hold the lock until a gate is open that is its own."""
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin", id=holder.id)
+    return holder
+
+
+def park(fleet, scene, task, *args, **options):
+    """Send a task that is parked; return when it is."""
+    before = len(scene.line)
+    result = fleet.send(task, scene.key, *args, **options)
+    scene.wait_for_line(before + 1)
+    return result
+
+
+def order(scene):
+    """The tasks of this key in the order in which their bodies began."""
+    return [event["id"] for event in scene.reported("begin")]
+
+
+def assert_never_more_than(most, scene):
+    """Check that no more bodies than that were inside at a time."""
+    inside = 0
+    for event in scene.history:
+        inside += {"begin": 1, "end": -1}.get(event["what"], 0)
+        assert inside <= most, scene.history
+
+
+def assert_a_burst_runs_in_line(fleet, scene):
+    """Park more tasks than there are slots, let another one run, and then all of them in order."""
+    holder = hold(fleet, scene)
+    results = [park(fleet, scene, QUEUE) for _ in range(BURST)]
+    wait_for("all say so", lambda: {result.state for result in results} == {PARKED})
+    other = fleet.send(scenarios.step, f"{scene.key}-other")
+    assert other.get(timeout=LIMIT) == {"held": True}
+    assert order(scene) == [holder.id]
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    for result in results:
+        assert result.get(timeout=LIMIT)["held"] is True
+    assert order(scene) == [holder.id, *(result.id for result in results)]
+    scene.assert_exclusive()
+
+
+# In line
+
+
+@ANY_BROKER
+def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
+    """Parked tasks leave all slots to others; then each runs once, first come, first served."""
+    assert_a_burst_runs_in_line(fleet, scene)
+
+
+@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
+def test_every_pool_parks(fleet, scene):
+    """What holds for prefork holds for the other pools."""
+    assert_a_burst_runs_in_line(fleet, scene)
+
+
+@PREFORK
+def test_tasks_sent_all_at_once_run_one_at_a_time(fleet, scene):
+    """Short bodies of one key, on two workers: all run once, and none beside another."""
+    results = [fleet.send(scenarios.step_or_queue, scene.key, 0.02) for _ in range(CROWD)]
+    for result in results:
+        assert result.get(timeout=LIMIT) == {"held": True}
+    assert sorted(order(scene)) == sorted(result.id for result in results)
+    scene.assert_exclusive()
+
+
+def test_a_parked_task_says_so(start_fleet, scene):
+    """Its state, its result, an event and a line of the log name the lock, place and holder."""
+    fleet = start_fleet("prefork", "--task-events")
+    events = []
+    with scenarios.app.connection() as connection:
+        receiver = scenarios.app.events.Receiver(connection, {"task-parked": events.append})
+        with receiver.consumer_context(wakeup=False) as (own, _, _):
+
+            def captured():
+                with contextlib.suppress(TimeoutError):
+                    own.drain_events(timeout=0.1)
+                return len(events)
+
+            assert not captured()  # from here on they are kept
+            holder = hold(fleet, scene)
+            results = [park(fleet, scene, QUEUE) for _ in range(2)]
+            wait_for("an event for each", lambda: captured() == len(results))
+    for place, result in enumerate(results, 1):
+        told = AsyncResult(result.id, app=result.app)
+        assert told.state == PARKED
+        about = {"key": scene.key, "place": place, "holder": told.info["holder"]}
+        assert told.info == about
+        assert holder.id in about["holder"]
+        (event,) = (event for event in events if event["uuid"] == result.id)
+        assert about.items() <= event.items()
+        assert fleet.says(result.id, "parked", f"place {place}", scene.key, holder.id)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    for result in results:
+        assert result.get(timeout=LIMIT)["held"] is True
+
+
+@BROKERS
+def test_shared_tasks_leave_the_line_together(fleet, scene):
+    """Those of lock_mode="shared" run side by side as soon as the exclusive one has ended."""
+    holder = hold(fleet, scene)
+    results = [park(fleet, scene, scenarios.hold_shared_or_queue) for _ in range(3)]
+    scene.open_gate(holder.id)
+    scene.wait_for_report("begin", times=4)
+    assert len(scene.reported("end")) == 1
+    scene.open_gate()
+    for result in results:
+        assert result.get(timeout=LIMIT)["held"] is True
+
+
+@PREFORK
+def test_a_limit_of_two_lets_two_run_at_a_time(fleet, scene):
+    """Of the tasks in line, as many run as lock_limit says, and each that ends lets one follow."""
+    task = scenarios.hold_one_of_two_or_queue
+    results = [fleet.send(task, scene.key) for _ in range(2)]
+    scene.wait_for_report("begin", times=2)
+    results += [park(fleet, scene, task) for _ in range(3)]
+    for number, result in enumerate(results):
+        began = min(number + 2, len(results))
+        scene.wait_for_report("begin", times=began)
+        assert order(scene)[2:] == [result.id for result in results[2:began]]
+        scene.open_gate(result.id)
+        assert result.get(timeout=LIMIT)["held"] is True
+    assert_never_more_than(2, scene)
+
+
+# Full lines
+
+
+@BROKERS
+def test_a_burst_becomes_one_run_now_and_one_after(fleet, scene):
+    """With room for one, which the newest takes, the first and the last run, the others do not."""
+    first = fleet.send(scenarios.hold_newest, scene.key)
+    scene.wait_for_report("begin")
+    others = []
+    for _ in range(CROWD - 1):
+        others.append(fleet.send(scenarios.hold_newest, scene.key))
+        wait_for("it is parked", lambda: others[-1].state == PARKED)
+        wait_for("it is in line", lambda: others[-1].id in scene.line[0])
+    scene.open_gate()
+    assert others[-1].get(timeout=LIMIT)["held"] is True
+    assert first.get(timeout=LIMIT)["held"] is True
+    for result in others[:-1]:
+        with pytest.raises(TaskRevokedError, match="took its place"):
+            result.get(timeout=LIMIT)
+        assert result.state == states.REVOKED
+    assert order(scene) == [first.id, others[-1].id]
+
+
+@BROKERS
+def test_a_chord_is_told_of_a_member_that_made_room(fleet, scene):
+    """Its body does not run, its errback is called, and nobody waits for ever."""
+    called = Scene(f"{scene.key}-errback", scene.redis)
+    called.open_gate()
+    holder = hold(fleet, scene)
+    members = [fleet.signature(scenarios.hold_newest, scene.key) for _ in range(3)]
+    body = scenarios.gather.s().set(queue=fleet.queue)
+    result = fleet.start(chord(members, body.on_error(fleet.signature(scenarios.hold, called.key))))
+    members = result.parent.results
+
+    def members_that(state):
+        return [member.state for member in members].count(state)
+
+    wait_for("two made room", lambda: members_that(states.REVOKED) == 2)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    with pytest.raises(ChordError):
+        AsyncResult(result.id, app=result.app).get(timeout=LIMIT)
+    wait_for("the third has run", lambda: members_that(states.SUCCESS) == 1)
+    called.wait_for_report("end")
+    called.wait_until_free()
+    assert len(called.reported("begin")) == 1
+
+
+@PREFORK
+def test_a_full_line_skips_the_newcomer(fleet, scene):
+    """With room for one, the next ends as REVOKED, and is told that the line is full."""
+    holder = hold(fleet, scene)
+    parked = park(fleet, scene, scenarios.hold_or_be_next)
+    refused = fleet.send(scenarios.hold_or_be_next, scene.key)
+    with pytest.raises(TaskRevokedError, match="is full"):
+        refused.get(timeout=LIMIT)
+    assert refused.state == states.REVOKED
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert order(scene) == [holder.id, parked.id]
+
+
+# A parked task that is not to run any more
+
+
+@BROKERS
+def test_a_task_that_is_revoked_in_line_gives_its_turn_on(fleet, scene):
+    """It ends as REVOKED at its turn, never runs, and the next one does."""
+    holder = hold(fleet, scene)
+    revoked, following = (park(fleet, scene, QUEUE) for _ in range(2))
+    assert len(fleet.revoke(revoked.id, reply=True)) == len(fleet.workers)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    with pytest.raises(TaskRevokedError):
+        revoked.get(timeout=LIMIT)
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert order(scene) == [holder.id, following.id]
+    assert fleet.times_it_says("Discarding revoked task", revoked.id) == 1
+
+
+@ANY_BROKER
+def test_a_task_that_expires_in_line_gives_its_turn_on(fleet, scene):
+    """It ends as REVOKED at its turn, never runs, and the next one does."""
+    holder = hold(fleet, scene)
+    expired = park(fleet, scene, QUEUE, expires=1)
+    expiry = time.time() + 1
+    following = park(fleet, scene, QUEUE)
+    wait_for("it has expired", lambda: time.time() > expiry)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    with pytest.raises(TaskRevokedError, match="expired"):
+        expired.get(timeout=LIMIT)
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert order(scene) == [holder.id, following.id]
+
+
+@PREFORK
+@pytest.mark.parametrize("what", ["record", "message"])
+def test_a_damaged_ticket_is_set_aside(fleet, scene, what):
+    """It is reported as an error and kept for people to see; the next one runs."""
+    holder = hold(fleet, scene)
+    _, following = (park(fleet, scene, QUEUE) for _ in range(2))
+    tickets, aside = f"{scene.lock}:tickets", f"{scene.lock}:aside"
+    ticket = scene.line[0].removesuffix("#")
+    record = scene.redis.hget(tickets, ticket)
+    garbage = "garbage" if what == "record" else record[: record.index("{")] + "garbage"
+    scene.redis.hset(tickets, ticket, garbage)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert following.get(timeout=LIMIT)["held"] is True
+    wait_for("it is reported", lambda: fleet.says("ERROR", ticket, "set aside", aside))
+    assert list(scene.redis.hgetall(aside)) == [ticket]
+    assert order(scene) == [holder.id, following.id]
+    assert fleet.send(scenarios.step, scene.key).get(timeout=LIMIT) == {"held": True}
+    scene.redis.delete(aside)
+
+
+# The body of a parked task ends in another way
+
+
+@BROKERS
+def test_a_parked_task_may_retry(fleet, scene):
+    """The retry is new work: it comes at the end of the line, and runs to its end."""
+    holder = hold(fleet, scene)
+    retried = park(fleet, scene, scenarios.retry_once_or_queue)
+    following = park(fleet, scene, QUEUE)
+    scene.open_gate(holder.id)
+    scene.wait_for_report("begin", id=following.id)
+    scene.wait_for_line(1)
+    scene.open_gate()
+    assert retried.get(timeout=LIMIT) == 1
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert order(scene) == [holder.id, retried.id, following.id, retried.id]
+    scene.assert_exclusive()
+
+
+@BROKERS
+def test_a_parked_task_may_be_replaced(fleet, scene):
+    """What takes its place, alone or as a chain, is new work of the same key and runs."""
+    one = fleet.signature(QUEUE, scene.key)
+    two = fleet.signature(QUEUE, scene.key) | fleet.signature(QUEUE, scene.key)
+    scene.open_gate()
+    for other in (one, two):
+        holder = hold(fleet, scene)
+        replaced = park(fleet, scene, scenarios.replace_or_queue, other)
+        scene.open_gate(holder.id)
+        assert replaced.get(timeout=LIMIT)["held"] is True
+    assert len(order(scene)) == 2 + 2 + 3
+    scene.assert_exclusive()
+
+
+@BROKERS
+def test_a_parked_task_may_be_requeued(fleet, scene):
+    """A message that its body gives back to the queue comes again and runs."""
+    holder = hold(fleet, scene)
+    requeued = park(fleet, scene, scenarios.reject_once_or_queue)
+    scene.open_gate(holder.id)
+    assert requeued.get(timeout=LIMIT) == scene.key
+    assert order(scene) == [holder.id, requeued.id, requeued.id]
+    scene.assert_exclusive()
+
+
+@BROKERS
+def test_a_parked_task_has_its_time_limit(fleet, scene):
+    """The limit of its message ends its body, and the next one runs."""
+    holder = hold(fleet, scene)
+    limited = park(fleet, scene, QUEUE, time_limit=1)
+    following = park(fleet, scene, scenarios.step_or_queue)
+    scene.open_gate(holder.id)
+    with pytest.raises(TimeLimitExceeded):
+        limited.get(timeout=LIMIT)
+    assert following.get(timeout=LIMIT) == {"held": True}
+    assert order(scene) == [holder.id, limited.id, following.id]
+    scene.redis.delete(f"{scene.lock}:running")  # kept for a copy that might come
+
+
+@BROKERS
+def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
+    """With acks_late its body, stopped in one worker, runs again in another one."""
+    first = start_fleet("prefork", broker_url=fleet.broker_url)
+    holder = hold(fleet, scene)
+    parked = park(first, scene, scenarios.hold_or_queue_late)
+    following = park(fleet, scene, QUEUE)
+    scene.open_gate(holder.id)
+    pid = scene.wait_for_report("begin", id=parked.id)["pid"]
+    first.workers[0].process.send_signal(signal.SIGQUIT)
+    first.workers[0].wait_until_it_ends()
+    start_fleet("prefork", broker_url=fleet.broker_url, queue=first.queue)
+    scene.open_gate()
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert order(scene).count(parked.id) == 2
+    scene.assert_exclusive([pid])
+
+
+# Canvas
+
+
+@BROKERS
+def test_links_of_a_parked_task_are_called_once(fleet, scene):
+    """A link after its success, an errback after its failure: each once."""
+    linked, failed = (Scene(f"{scene.key}-{name}", scene.redis) for name in ("link", "error"))
+    for each in (linked, failed):
+        each.open_gate()
+    holder = hold(fleet, scene)
+    good = park(fleet, scene, QUEUE, link=fleet.signature(scenarios.hold, linked.key))
+    bad = park(
+        fleet,
+        scene,
+        scenarios.fail_or_queue,
+        link_error=fleet.signature(scenarios.hold, failed.key),
+    )
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert good.get(timeout=LIMIT)["held"] is True
+    with pytest.raises(ValueError, match=scene.key):
+        bad.get(timeout=LIMIT)
+    for each in (linked, failed):
+        each.wait_for_report("end")
+        each.wait_until_free()
+        assert len(each.reported("begin")) == 1
+
+
+@BROKERS
+@pytest.mark.parametrize("kind", ["chain", "group", "chord"])
+def test_a_canvas_of_one_key_completes(fleet, scene, kind):
+    """Whatever members are parked: each runs once, and who waits for all of them is answered."""
+    holder = hold(fleet, scene)
+    members = [fleet.signature(QUEUE, scene.key) for _ in range(3)]
+    gather = scenarios.gather.s().set(queue=fleet.queue)
+    canvases = {"chain": chain(*members), "group": group(members), "chord": chord(members, gather)}
+    result = fleet.start(canvases[kind])
+    scene.wait_for_line(1 if kind == "chain" else 3)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    ends = result.get(timeout=LIMIT)
+    assert [end["held"] for end in (ends if isinstance(ends, list) else [ends])] == (
+        [True] if kind == "chain" else [True] * 3
+    )
+    assert len(set(order(scene))) == len(order(scene)) == 4
+    scene.assert_exclusive()
+
+
+# Elsewhere, and otherwise
+
+
+def test_a_line_survives_a_restart_of_redis_and_its_workers(start_fleet, tmp_path):
+    """With an append-only file, tasks that were parked before a crash run after it, in order."""
+    with (
+        RedisServer(tmp_path / "redis", args=["--appendonly", "yes"]) as server,
+        server.client(decode_responses=True) as client,
+    ):
+
+        def restart():
+            server.stop()
+            server.start()
+
+        scene = Scene(uuid.uuid4().hex, client)
+        env = {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": server.url}
+        assert_a_line_survives(start_fleet, scene, restart, server.url, env=env)
+
+
+def test_a_line_survives_a_restart_of_rabbitmq_and_its_workers(start_fleet, scene, tmp_path):
+    """Tasks that were parked before all workers died and the broker was restarted run in order."""
+    with RabbitServer(tmp_path / "rabbitmq") as server:
+
+        def restart():
+            server._control("stop_app")
+            server._control("start_app")
+
+        assert_a_line_survives(start_fleet, scene, restart, server.url)
+
+
+def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
+    """Park tasks, kill the worker, restart the broker, and let another worker come."""
+    options |= {"broker_url": broker_url, "conf": {"dislock_watchdog_timeout": BRIEF}}
+    fleet = start_fleet("prefork", **options)
+    holder = fleet.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+    results = [park(fleet, scene, QUEUE) for _ in range(3)]
+    fleet.workers[0].kill()
+    restart()
+    scene.open_gate()
+    second = start_fleet("prefork", queue=fleet.queue, **options)
+    scene.wait_for_report("end", times=3, error=None)
+    assert order(scene) == [holder.id, *(result.id for result in results)]
+    second.workers[0].stop()  # while there is a broker
+
+
+@PREFORK
+def test_an_eager_task_cannot_be_parked(fleet, scene):
+    """apply() fails with LockHeldError where the lock is held."""
+    holder = hold(fleet, scene)
+    result = QUEUE.apply((scene.key,))
+    assert isinstance(result.result, LockHeldError)
+    assert holder.id in result.result.holder
+    assert scene.line == []
+    scene.open_gate(holder.id)
+    holder.get(timeout=LIMIT)
+
+
+@BROKERS
+def test_a_task_whose_key_was_changed_in_line_runs(fleet, start_fleet, scene):
+    """Parked by one version of the app, and delivered to one that locks it by another key."""
+    old = start_fleet("prefork", broker_url=fleet.broker_url)
+    holder = hold(fleet, scene)
+    parked = park(old, scene, QUEUE)
+    following = park(fleet, scene, QUEUE)
+    old.workers[0].terminate()
+    old.workers[0].wait_until_it_ends()
+    start_fleet(
+        "prefork",
+        broker_url=fleet.broker_url,
+        queue=old.queue,
+        conf={"task_annotations": {QUEUE.name: {"lock_key": "<key>-new"}}},
+    )
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert following.get(timeout=LIMIT)["held"] is True
+    assert sorted(order(scene)) == sorted([holder.id, parked.id, following.id])

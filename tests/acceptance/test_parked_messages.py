@@ -1,0 +1,239 @@
+"""A parked task's message comes again to where it came from, and as it came."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+import uuid
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from celery.canvas import StampingVisitor
+from celery.result import AsyncResult
+from kombu import Connection, Producer, Queue
+
+from example_project import scenarios
+from tests.acceptance import parked_app
+from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
+
+pytestmark = pytest.mark.acceptance
+
+PARKED = "PARKED"
+KEYS = {"direct": "right.key", "topic": "parked.some.words"}  # to be sent with
+KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration", "type", "app_id")
+
+
+class Stamped(StampingVisitor):
+    def on_signature(self, sig, **headers):
+        return {"tenant": "seven"}
+
+
+def hold(fleet, scene):
+    """Let a task hold the lock until a gate is open that is its own."""
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin", id=holder.id)
+    return holder
+
+
+# Where it came from
+
+
+@ANY_BROKER
+def test_a_message_goes_back_to_its_exchange(fleet, start_fleet, scene):
+    """Exchange and routing key of the second delivery are those of the first, whatever its type."""
+    conf = {"broker_transport_options": fleet.transport_options} if fleet.transport_options else {}
+    start_fleet(
+        "prefork",
+        queue=",".join(queue.name for queue in parked_app.QUEUES.values()),
+        broker_url=fleet.broker_url,
+        conf=conf,
+        app=parked_app.__name__,
+    )
+
+    def send(task, kind):
+        queue = parked_app.QUEUES[kind]
+        with fleet.connection() as connection:
+            return task.apply_async(
+                (f"{scene.key}-{kind}",),
+                connection=connection,
+                declare=[queue],
+                exchange=queue.exchange.name,
+                exchange_type=kind,
+                routing_key=KEYS[kind],
+            )
+
+    for kind, key in KEYS.items():
+        own = Scene(f"{scene.key}-{kind}", scene.redis)
+        route = {"exchange": parked_app.QUEUES[kind].exchange.name, "routing_key": key}
+        told = send(scenarios.tell_or_queue, kind).get(timeout=LIMIT)
+        assert route.items() <= told.items()
+        holder = send(scenarios.hold_by_itself, kind)
+        own.wait_for_report("begin", id=holder.id)
+        parked = send(scenarios.tell_or_queue, kind)
+        own.wait_for_line(1)
+        own.open_gate(holder.id)
+        assert route.items() <= parked.get(timeout=LIMIT).items()
+
+
+# As it came
+
+
+@ANY_BROKER
+@pytest.mark.parametrize("how", ["apply_async", "send_task"])
+def test_a_task_loses_nothing_in_line(fleet, scene, how):
+    """Arguments, headers, stamps, priority, expiry, limits, reply_to and links are as they were."""
+    link = fleet.signature(scenarios.step, f"{scene.key}-link")
+    options = {
+        "priority": 3,
+        "headers": {"tenant": "7"},
+        "expires": datetime.now(timezone.utc) + timedelta(hours=1),
+        "time_limit": 50,
+        "soft_time_limit": 40,
+        "shadow": "a shadow",
+        "root_id": str(uuid.uuid4()),
+        "parent_id": str(uuid.uuid4()),
+        "reply_to": "somewhere",
+        "link": link,
+        "queue": fleet.queue,
+    }
+    task = scenarios.tell_or_queue
+
+    def send():
+        with fleet.connection() as connection:
+            if how == "send_task":
+                name, args, kwargs = task.name, (scene.key,), {"extra": "kept"}
+                return scenarios.app.send_task(name, args, kwargs, connection=connection, **options)
+            signature = task.s(scene.key, extra="kept")
+            signature.stamp(Stamped())
+            return signature.apply_async(connection=connection, **options)
+
+    plain = send()
+    expected = plain.get(timeout=LIMIT)
+    assert (expected["priority"], expected["extra"], expected["own_id"]) == (3, "kept", True)
+    assert (expected["reply_to"], expected["timelimit"]) == ("somewhere", [50, 40])
+    assert how == "send_task" or expected["stamps"]["tenant"] == "seven"
+    linked = [child.get(timeout=LIMIT) for child in plain.children]
+
+    holder = hold(fleet, scene)
+    parked = send()
+    scene.wait_for_line(1)
+    scene.open_gate(holder.id)
+    assert parked.get(timeout=LIMIT) == {**expected, "id": parked.id}
+    children = wait_for("the link is called", lambda: parked.children)
+    assert [child.get(timeout=LIMIT) for child in children] == linked
+
+
+def body_of(message):
+    """The bytes of a body, which some clients make text of."""
+    body = message.body
+    return body.encode(message.content_encoding) if isinstance(body, str) else bytes(body)
+
+
+def kinds(key, *, latin):
+    """Messages of one task each, by kind: id, body, and what else they are published with."""
+    task = scenarios.hold_shared_or_queue.name
+    made = {}
+
+    def make(kind, body, content_type="application/json", encoding="utf-8", **more):
+        task_id = str(uuid.uuid4())
+        headers = {"lang": "py", "task": task, "id": task_id, "retries": 0, "tenant": "zwölf"}
+        options = {
+            "headers": headers,
+            "content_type": content_type,
+            "content_encoding": encoding,
+            "correlation_id": task_id,
+            "reply_to": "somewhere",
+            "priority": 2,
+            **more,
+        }
+        made[kind] = (task_id, body, options)
+
+    embedded = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+    text = f'[ ["{key}"] ,{{ }},\n\t{{"callbacks" :null,"errbacks":null, "chain": null, '
+    text += '"chord":null,  "note":"J\\u00fcrgen, Jürgen"} ]\n'
+    make("odd spacing", text.encode())
+    if latin:
+        make("latin-1", text.encode("latin-1"), encoding="latin-1")
+    make("gzip", text.encode(), compression="gzip")
+    make("zlib", text.encode(), compression="zlib")
+    make("expiration", text.encode(), expiration=3600)
+    make("transient", text.encode(), delivery_mode=1)
+    body = pickle.dumps(([key], {}, embedded), protocol=2)
+    make("pickle", body, "application/x-python-serialize", "binary")
+    make("pickle and gzip", body, "application/x-python-serialize", "binary", compression="gzip")
+    task_id = str(uuid.uuid4())
+    old = {"task": task, "id": task_id, "args": [key], "kwargs": {}, "retries": 0, "eta": None}
+    make("protocol 1", json.dumps(old, indent=3).encode(), correlation_id=task_id, headers={})
+    made["protocol 1"] = (task_id, *made["protocol 1"][1:])
+    return made
+
+
+@BROKERS
+def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
+    """Byte for byte its body, and all else that a second delivery is to have, whatever its kind."""
+    own = {
+        "broker_url": fleet.broker_url,
+        "conf": {"accept_content": ["json", "pickle"]},
+        "env": {"C_FORCE_ROOT": "1"},  # Celery asks for it where it is to read pickle
+    }
+    own_fleet = start_fleet("prefork", **own)
+    url = fleet.broker_url or scenarios.app.conf.broker_url
+    messages = kinds(scene.key, latin=fleet.broker_url is not None)  # with others, JSON is UTF-8
+    with Connection(url) as connection:
+        producer = Producer(connection)
+        scratch = Queue(f"scratch-{scene.key}", routing_key=f"scratch-{scene.key}")
+        scratch(producer.channel).queue_declare()
+
+        def publish(queue):
+            for _, body, options in messages.values():
+                producer.publish(body, routing_key=queue, **options)
+
+        def received(queue):
+            got = {}
+            source = Queue(queue)(producer.channel)
+            for _ in messages:
+                message = wait_for("a message", lambda: source.get(no_ack=True))
+                got[message.properties["correlation_id"]] = message
+            return got
+
+        publish(scratch.name)
+        expected = received(scratch.name)
+        holder = hold(fleet, scene)
+        publish(own_fleet.queue)
+        scene.wait_for_line(len(messages))
+        own_fleet.workers[0].terminate()
+        own_fleet.workers[0].wait_until_it_ends()
+        scene.open_gate(holder.id)
+        again = received(own_fleet.queue)
+        for kind, (task_id, body, options) in messages.items():
+            first, second = expected[task_id], again[task_id]
+            assert body_of(second) == body, kind
+            assert second.headers.pop("dislock_ticket")[1].startswith(task_id), kind
+            assert second.headers == first.headers, kind
+            assert second.content_type == first.content_type, kind
+            assert second.content_encoding == first.content_encoding, kind
+            for name in KEPT:
+                assert second.properties.get(name) == first.properties.get(name), (kind, name)
+            note = {"dislock_ticket": [scene.lock, f"{task_id}:0:0"]}
+            headers = {**options["headers"], **note}
+            producer.publish(body, routing_key=own_fleet.queue, **{**options, "headers": headers})
+        scene.open_gate()
+        start_fleet("prefork", queue=own_fleet.queue, **own)
+        for task_id, *_ in messages.values():
+            assert AsyncResult(task_id, app=holder.app).get(timeout=LIMIT)["held"] is True
+
+
+@PREFORK
+def test_a_task_with_a_countdown_is_parked_when_its_time_has_come(fleet, scene):
+    """Not before, and when it has its turn it does not wait again."""
+    holder = hold(fleet, scene)
+    due = time.time() + 1
+    parked = fleet.send(scenarios.hold_or_queue, scene.key, countdown=1)
+    wait_for("it is parked", lambda: parked.state == PARKED)
+    assert time.time() >= due
+    scene.wait_for_line(1)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert [event["id"] for event in scene.reported("begin")] == [holder.id, parked.id]

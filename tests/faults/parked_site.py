@@ -1,0 +1,347 @@
+"""Workers of ``tests.faults.parked_app``, and all that a test sees of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+
+from tests.acceptance.fleet import Worker
+from tests.holding import name_of, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from celery import Signature
+
+    from example_project.redis_server import RedisServer
+    from tests.acceptance.rabbitmq import RabbitServer
+
+LIMIT = 60.0  # seconds until a condition must hold
+TIMEOUT = 3.0  # seconds: lock_watchdog_timeout, so that all lines are looked at once a second
+
+
+@dataclass
+class Run:
+    """
+    One run of a task's body, as far as it came.
+
+    Attributes:
+        settled: Its result is stored, and its ticket, where it has one, done.
+    """
+
+    id: str
+    key: str
+    pid: int
+    token: int
+    at: float
+    ended: bool = False
+    released: bool = False
+    settled: bool = False
+
+
+class Site:
+    """
+    Workers that share a queue, a folder and a lock server.
+
+    Args:
+        folder: Of what they write, and of what they are told.
+        server: Of the locks; and of all else that has no server of its own here.
+        rabbitmq: The broker.
+        results: The result backend.
+        locks_url: Where the workers find the lock server; None: at its own address.
+        conf: More configuration.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        server: RedisServer,
+        *,
+        rabbitmq: RabbitServer | None = None,
+        results: RedisServer | None = None,
+        locks_url: str | None = None,
+        conf: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.redis = server.client(decode_responses=True)
+        self._results = (results or server).client(decode_responses=True)
+        self._rabbitmq = rabbitmq
+        broker = rabbitmq.url if rabbitmq else server.url
+        self.queue = f"parked-{uuid.uuid4().hex[:8]}"
+        self.workers: list[Worker] = []
+        self._client = Celery("parked-client", broker=broker, set_as_current=False)
+        self._env = {
+            "PARKED_FOLDER": str(folder),
+            "PARKED_BROKER": broker,
+            "PARKED_LOCKS": locks_url or server.url,
+            "PARKED_RESULTS": (results or server).url,
+            "PARKED_CONF": json.dumps({"dislock_watchdog_timeout": TIMEOUT, **(conf or {})}),
+        }
+        self._started = 0
+
+    def close(self) -> None:
+        """End all workers, and the connections."""
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+        self._client.close()
+        self.redis.close()
+        self._results.close()
+
+    # Workers
+
+    def start(self, name: str | None = None, *, ready: bool = True, children: int = 2) -> Worker:
+        """Start a worker; of a new name where none is given."""
+        self._started += 1
+        name = name or f"{self.queue}-{self._started}"
+        folder = self.folder / f"boot{self._started}"
+        folder.mkdir()
+        options = ["--pool", "prefork", "--concurrency", str(children), "--dislock"]
+        app = "tests.faults.parked_app"
+        worker = Worker(folder, name, *options, "--queues", self.queue, app=app, env=self._env)
+        self.workers.append(worker)
+        if ready:
+            worker.wait_until_ready()
+        return worker
+
+    def start_pair(self, children: int = 2) -> list[Worker]:
+        """Have two workers that run."""
+        self.supervise(children)
+        for worker in self.running:
+            worker.wait_until_ready()
+        return self.running
+
+    def supervise(self, children: int = 2) -> None:
+        """Start what two workers lack; does not wait for it."""
+        while len(self.running) < 2:
+            self.start(ready=False, children=children)
+
+    @property
+    def running(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.running]
+
+    def children(self, worker: Worker) -> list[int]:
+        """Process ids of a worker's pool."""
+        pid = worker.process.pid
+        try:
+            with open(f"/proc/{pid}/task/{pid}/children") as file:  # noqa: PTH123 -- no real path
+                return [int(child) for child in file.read().split()]
+        except OSError:
+            return []
+
+    def log(self) -> str:
+        """All that the workers have said."""
+        return "".join(worker.log for worker in self.workers)
+
+    def says(self, *words: str) -> int:
+        """Count the lines of the logs with all these words."""
+        return sum(all(word in line for word in words) for line in self.log().splitlines())
+
+    # Tasks
+
+    def send(self, task: str, key: str, task_id: str, **kwargs: Any) -> str:
+        """Send a task of this id."""
+        self._client.send_task(task, (key,), kwargs, task_id=task_id, queue=self.queue, retry=False)
+        return task_id
+
+    def signature(self, task: str, *args: Any, task_id: str, **kwargs: Any) -> Signature:
+        """Make a signature that ignores the result before it."""
+        options = {"task_id": task_id, "queue": self.queue}
+        return self._client.signature(task, args, kwargs, options=options, immutable=True)
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Tell the workers, and wait until all of them have answered."""
+        names = [f"{worker.name}@here" for worker in self.running]
+        answers = self._client.control.revoke(
+            list(task_ids), destination=names, reply=True, timeout=LIMIT, limit=len(names)
+        )
+        assert len(answers) == len(names)
+
+    def arm(self, place: str, task_id: str, victim: str) -> None:
+        """Let a process, or its whole worker, die where it comes there with that task."""
+        temporary = self.folder / f"arm-{place}-{task_id}"
+        temporary.write_text(victim)
+        temporary.rename(self.folder / f"die-{place}-{task_id}")
+
+    def open_gate(self, task_id: str) -> None:
+        (self.folder / f"gate-{task_id}").touch()
+
+    def state(self, task_id: str) -> str | None:
+        """The state in the result backend."""
+        meta = self._results.get(f"celery-task-meta-{task_id}")
+        return json.loads(meta)["status"] if meta else None
+
+    def raw(self, task: str, key: str, task_id: str, **kwargs: Any) -> str:
+        """Return the message that send() would publish, on a broker that is Redis."""
+        aside = f"{self.queue}-aside"
+        self._client.send_task(task, (key,), kwargs, task_id=task_id, queue=aside, retry=False)
+        message = self.redis.rpop(aside)
+        assert message
+        return message.replace(aside, self.queue)
+
+    def publish(self, *raws: str, ticket: Sequence[str] | None = None) -> None:
+        """Publish messages at once; with this note, if any, in their headers."""
+        messages = [json.loads(raw) for raw in raws]
+        for message in messages:
+            message["properties"]["delivery_tag"] = str(uuid.uuid4())
+            if ticket is not None:
+                message["headers"]["dislock_ticket"] = ticket
+        self.redis.lpush(self.queue, *map(json.dumps, messages))
+
+    def unfinished(self) -> int:
+        """Count the messages that the broker has, those with a worker included; takes a second."""
+        if self._rabbitmq is None:
+            return self.redis.llen(self.queue) + self.redis.hlen("unacked")
+        command = [str(self._rabbitmq._programs / "rabbitmqctl"), "--node", self._rabbitmq.node]
+        listed = subprocess.run(
+            [*command, "--quiet", "--no-table-headers", "list_queues", "name", "messages"],
+            env=self._rabbitmq._env,
+            cwd=self._rabbitmq.folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=True,
+        )
+        return int(dict(line.split() for line in listed.stdout.splitlines())[self.queue])
+
+    def wait_until_no_message_is_left(self) -> None:
+        wait_for(lambda: not self.unfinished(), "all messages are acknowledged", LIMIT)
+
+    # What happened
+
+    def events(self, what: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
+        """What was recorded, in its order."""
+        try:
+            lines = (self.folder / "events").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        found = map(json.loads, lines)
+        return [
+            event
+            for event in found
+            if what in {None, event["what"]} and task_id in {None, event["id"]}
+        ]
+
+    def runs(self, task_id: str | None = None) -> list[Run]:
+        """The runs of a task, or of all."""
+        found: list[Run] = []
+        open_runs: dict[tuple[int, str], Run] = {}
+        for event in self.events(task_id=task_id):
+            at = (event["pid"], event["id"])
+            if event["what"] == "begin":
+                run = Run(event["id"], event["key"], event["pid"], event["token"], event["at"])
+                found.append(run)
+                open_runs[at] = run
+            elif event["what"] == "end":
+                open_runs[at].ended = True
+            elif event["what"] in {"released", "settled"} and at in open_runs:
+                setattr(open_runs[at], event["what"], True)
+        return found
+
+    def wait_for_event(self, what: str, task_id: str, times: int = 1) -> dict[str, Any]:
+        """Wait until this was recorded so often."""
+        wait_for(
+            lambda: len(self.events(what, task_id)) >= times,
+            f"{times} x {what!r} of {task_id}",
+            LIMIT,
+        )
+        event: dict[str, Any] = self.events(what, task_id)[times - 1]
+        return event
+
+    def is_in_line(self, key: str, task_id: str) -> bool:
+        """Whether a task waits for its turn."""
+        return self.redis.zscore(f"{name_of(key)}:line", f"{task_id}:0:0#") is not None
+
+    def wait_until_in_line(self, key: str, task_id: str) -> None:
+        wait_for(lambda: self.is_in_line(key, task_id), f"{task_id} is in line", LIMIT)
+
+    def wait_until_free(self, key: str) -> None:
+        """Wait until nobody holds the lock or waits for it."""
+        name = name_of(key)
+        names = [name, *(f"{name}:{part}" for part in ("line", "tickets", "handed"))]
+        wait_for(lambda: not self.redis.exists(*names), f"nobody has to do with {key}", LIMIT)
+
+
+class Storm:
+    """
+    What befalls the workers of a site at random.
+
+    Attributes:
+        killed: Process ids of children that were killed.
+        done: How often what was done.
+    """
+
+    BLOWS = (  # dealt as cards are: none stays away for long
+        *["kill child"] * 5,
+        *["freeze child"] * 2,
+        *["kill worker"] * 2,
+        "freeze worker",
+    )
+    SECONDS = 1.0  # for which a process is frozen, at most; it keeps its leases
+    PAUSE = 0.5  # seconds between two blows, at most
+
+    def __init__(self, site: Site) -> None:
+        self.killed: set[int] = set()
+        self.done = dict.fromkeys(self.BLOWS, 0)
+        self._site = site
+        self._cards: list[str] = []
+
+    def blow(self) -> None:
+        """Do one thing to one process."""
+        time.sleep(random.uniform(0, self.PAUSE))
+        ready = [worker for worker in self._site.running if " ready." in worker.log]
+        if not ready:
+            return
+        worker = random.choice(ready)
+        children = self._site.children(worker)
+        self._cards = self._cards or random.sample(self.BLOWS, len(self.BLOWS))
+        what = self._cards.pop()
+        if what == "kill worker":
+            self._kill(worker)
+            name = worker.name if random.random() < 0.5 else None
+            self._site.start(name, ready=False)
+        elif what == "freeze worker":
+            self._freeze(worker.process.pid)
+        elif not children:
+            return
+        elif what == "kill child":
+            child = self._busy(children)
+            self.killed.add(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        else:
+            self._freeze(self._busy(children))
+        self.done[what] += 1
+
+    def kill_all(self) -> None:
+        """Kill all workers, with their children."""
+        for worker in self._site.running:
+            self._kill(worker)
+
+    def _kill(self, worker: Worker) -> None:
+        os.kill(worker.process.pid, signal.SIGSTOP)  # it starts no more children
+        self.killed.update(self._site.children(worker))
+        worker.kill()
+
+    def _busy(self, children: list[int]) -> int:
+        """Choose a process; more often than not one that is in a body."""
+        inside = [run.pid for run in self._site.runs() if not run.ended and run.pid in children]
+        return random.choice(inside if inside and random.random() < 0.8 else children)
+
+    def _freeze(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(random.uniform(0, self.SECONDS))
+            os.kill(pid, signal.SIGCONT)

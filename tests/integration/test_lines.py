@@ -1,0 +1,1112 @@
+"""Parked tasks on a real server: how they join a line, have their turn, leave it, and are found.
+
+The scripts' clock is driven, so a turn runs out when a test says so.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+import redis
+from redis.crc import key_slot
+
+from celery_dislock import lines as lines_module
+from celery_dislock import store as store_module
+from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
+from celery_dislock.lines import Bounds, Lines, Ticket
+from celery_dislock.store import Store
+from tests.holding import name_of
+from tests.integration import driven_clock
+from tests.integration.driven_clock import clocked
+from tests.integration.servers import RedisCluster
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+LOCK = name_of("line")
+INDEX = "dislock:lines:here"
+LONG = 1_000_000.0  # seconds: no such lease runs out by itself
+TURN = 5  # seconds that leases of parked tasks last, and their first turn
+LAST_TURN = 300
+SHARED = {"mode": "shared"}
+AWKWARD = [
+    b"\0",
+    b"\n",
+    b"\xff",
+    b"a\0b\nc\xffd\r\n\n",
+    bytes(range(256)) * 3,
+    b"1 2 3 x 1 here 1 2 3 x 1 here ",
+    b" ",
+]
+
+
+class Broker:
+    """All that a worker of one broker has, and what it was given to publish."""
+
+    def __init__(self, url, home="here"):
+        self.published: list[Turn] = []
+        self.store = Store(url, home=home, hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
+
+    def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
+        """Take the lock for this copy of the task's message, or claim its turn."""
+        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        owner, holder = owner_of(task, copy), json.dumps({"id": task})
+        return self.lines.park(lock, owner, ttl, holder, shown, **terms)
+
+    def park(self, task, copy=1, *, message=None, marked=False, ttl=TURN, **terms):
+        """As ask(), but it is put in line where it cannot have the lock."""
+        message = message_of(task) if message is None else message
+        return self.ask(task, copy, message=message, marked=marked, ttl=ttl, **terms)
+
+    def end(self, task, copy=1, *, done=True):
+        """Release: the task is done, or its message comes again."""
+        ticket = f"{task}:0:0" if done else ""
+        return self.store.release([LOCK], owner_of(task, copy), ticket=ticket)
+
+    def sweep(self):
+        return self.lines.sweep([LOCK])[LOCK]
+
+    def leave(self, task):
+        return self.lines.leave(LOCK, f"{task}:0:0")
+
+    def given(self):
+        """Tell, once, which tasks were given to be published."""
+        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
+        self.published.clear()
+        return tasks
+
+    def close(self):
+        self.store.close()
+
+
+def owner_of(task, copy=1):
+    return f"{task}@w:1/{copy}"
+
+
+def message_of(task):
+    return f"message of {task}".encode()
+
+
+def turn_of(task):
+    return Turn(LOCK, f"{task}:0:0", message_of(task))
+
+
+@pytest.fixture
+def driven(redis_client, monkeypatch):
+    """Time that passes when it is told to, for the scripts and the keys."""
+    for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
+        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
+    for name in ("PARK", "LEAVE", "SWEEP", "ENLIST", "LINES"):
+        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
+    driven_clock.start(redis_client)
+    return lambda seconds: driven_clock.advance(redis_client, seconds)
+
+
+@pytest.fixture
+def broker(redis_url, redis_client, driven) -> Iterator[Broker]:
+    """A broker; what a test leaves behind ends by itself, and its bytes are counted right."""
+    broker = Broker(redis_url)
+    yield broker
+    broker.close()
+    for key in driven_clock.keys(redis_client):
+        assert redis_client.pttl(key) > 0, f"{key} would stay for ever"
+    assert_bytes_are_right(redis_url)
+
+
+@pytest.fixture
+def elsewhere(redis_url, driven) -> Iterator[Broker]:
+    """A worker of another broker, with the same lock server."""
+    broker = Broker(redis_url, home="there")
+    yield broker
+    broker.close()
+
+
+@pytest.fixture
+def held(broker):
+    """The lock is held by the task "first"."""
+    assert isinstance(broker.ask("first"), Granted)
+
+
+def assert_bytes_are_right(url):
+    with redis.Redis.from_url(url) as raw:  # speaks bytes: messages are no text
+        records = raw.hgetall(f"{LOCK}:tickets")
+    counted = records.pop(b"bytes", None)
+    assert (int(counted) if counted else 0) == sum(map(len, records.values()))
+    assert (counted is None) == (not records)
+
+
+def line(client):
+    """Return the tasks in line, in their order, and the owners that wait."""
+    members = client.zrange(f"{LOCK}:line", 0, -1)
+    return [m.partition(":")[0] if m.endswith("#") else m for m in members]
+
+
+def snapshot(url):
+    """Return all that is there, but the clock, as the server would write it to disk."""
+    with redis.Redis.from_url(url) as raw:
+        names = sorted(key for key in raw.keys("*") if key.decode() != driven_clock.CLOCK)
+        return {key: (raw.dump(key), raw.pttl(key) // 60_000) for key in names}
+
+
+def left(client):
+    """Return what is there but marks of work that is done."""
+    return {key for key in driven_clock.keys(client) if f"{LOCK}:done:" not in key}
+
+
+class TestJoining:
+    def test_a_free_lock_is_taken_and_nothing_is_parked(self, broker, redis_client):
+        """A task that shows its message and need not wait leaves no more than its lease."""
+        assert isinstance(broker.park("a"), Granted)
+        assert driven_clock.keys(redis_client) == {LOCK}
+
+    def test_who_only_asks_learns_its_place_and_leaves_no_trace(
+        self, broker, held, redis_client, redis_url
+    ):
+        """A refusal tells the holder and the place in line; nothing is parked by it."""
+        before = snapshot(redis_url)
+        answer = broker.ask("a")
+        assert answer == Refused(owner_of("first"), LONG, {"id": "first"}, place=1)
+        assert snapshot(redis_url) == before
+        broker.park("a")
+        assert broker.ask("b").place == 2
+
+    def test_parked_is_in_line_and_knows_where(self, broker, held):
+        """Who is parked is told its place and who holds the lock."""
+        answer = broker.park("a")
+        assert answer == Parked(1, Refused(owner_of("first"), LONG, {"id": "first"}), {})
+        assert broker.park("b").place == 2
+
+    def test_sent_again_it_has_the_same_place(self, broker, held, redis_url):
+        """The command that parks can be sent twice: the second changes nothing."""
+        first = broker.park("a")
+        broker.park("b")
+        before = snapshot(redis_url)
+        assert broker.park("a") == first
+        assert snapshot(redis_url) == before
+
+    def test_a_grant_sent_again_has_the_same_token(self, broker, redis_url):
+        """Neither a first grant nor a claim that is sent again gives a second lease."""
+        assert broker.park("first") == broker.park("first")
+        broker.park("a")
+        broker.end("first")
+        claimed = broker.ask("a", copy=2, marked=True)
+        before = snapshot(redis_url)
+        assert isinstance(claimed, Granted)
+        assert broker.ask("a", copy=2, marked=True) == claimed
+        assert snapshot(redis_url) == before
+
+    @pytest.mark.parametrize("message", [b"", b"whatever it says"])
+    def test_a_copy_of_what_waits_is_acknowledged(self, broker, held, redis_url, message):
+        """Its worker died between parking and acknowledging: the ticket speaks for the message."""
+        broker.park("a")
+        before = snapshot(redis_url)
+        answer = broker.ask("a", copy=2, message=message)
+        assert (type(answer), answer.place) == (Parked, 1)
+        assert snapshot(redis_url) == before
+
+    def test_a_copy_that_finds_the_lock_free_runs(self, broker, driven, redis_client):
+        """Where the holder died unseen, the copy of the first in line need not wait for a sweep."""
+        broker.ask("first", ttl=10)
+        broker.park("a")
+        driven(10)
+        assert isinstance(broker.ask("a", copy=2), Granted)
+        assert broker.given() == []
+        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
+
+    def test_nobody_passes_those_in_line(self, broker, driven):
+        """A newcomer that finds the lock free gives those before it their turn, and is refused."""
+        broker.ask("first", ttl=10)
+        broker.park("a")
+        broker.park("b")
+        driven(10)
+        answer = broker.ask("c")
+        assert answer == Refused("a:0:0#", TURN, {"id": "a", "parked": True}, place=2)
+        assert broker.given() == ["a"]
+
+    def test_tasks_come_in_the_order_of_their_parking(self, broker, held):
+        """First come, first served, however many wait."""
+        tasks = [f"t{number}" for number in range(10)]
+        assert [broker.park(task).place for task in tasks] == list(range(1, 11))
+        broker.end("first")
+        for task in tasks:
+            assert broker.given() == [task]
+            assert isinstance(broker.ask(task, copy=2, marked=True), Granted)
+            assert broker.end(task, copy=2) is True
+        assert broker.given() == []
+
+
+class TestTurns:
+    def test_a_release_gives_the_first_its_turn(self, broker, held):
+        """Who releases is given the first one's message; the lock is kept for that task."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        assert broker.published == [turn_of("a")]
+        (reserved,) = broker.store.holders(LOCK)
+        assert (reserved.owner, reserved.remaining) == ("a:0:0#", TURN)
+        assert reserved.holder == {"id": "a", "parked": True}
+        assert isinstance(broker.store.acquire([LOCK], "x", LONG, "{}"), Refused)
+
+    def test_the_claim_takes_up_what_was_reserved(self, broker, held, redis_client):
+        """The published message gets a lease of its own, and the next waits for its end."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        broker.given()
+        assert isinstance(broker.ask("a", copy=2, marked=True), Granted)
+        assert [h.owner for h in broker.store.holders(LOCK)] == [owner_of("a", 2)]
+        assert line(redis_client) == ["b"]
+        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
+        assert broker.given() == []
+
+    def test_an_unmarked_copy_can_claim_the_turn(self, broker, held):
+        """Whichever copy comes first has the turn; the other is a copy of what runs."""
+        broker.park("a")
+        broker.end("first")
+        assert isinstance(broker.ask("a", copy=2), Granted)
+        assert broker.ask("a", copy=3, marked=True).owner == owner_of("a", 2)
+
+    @pytest.mark.parametrize("message", AWKWARD)
+    def test_messages_come_back_byte_for_byte(self, broker, held, message):
+        """A message is bytes: with a release, a sweep, a replacement they are the same."""
+        broker.park("a", message=message)
+        broker.end("first")
+        assert broker.published == [Turn(LOCK, "a:0:0", message)]
+        broker.ask("a", copy=2, marked=True)
+        broker.park("b", message=message)
+        replaced = broker.park("c", bounds=Bounds(1, overflow="replace")).replaced
+        assert replaced == {"b:0:0": message}
+
+    def test_a_copy_of_what_runs_is_refused_by_its_holder(self, broker, held):
+        """Marked or not, with a message or without: it is told who runs, and has no place."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        running = Refused(owner_of("a", 2), LONG, {"id": "a"}, place=0)
+        for marked in (True, False):
+            assert broker.ask("a", copy=3, marked=marked) == running
+            assert broker.park("a", copy=3, marked=marked) == running
+
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_what_ran_in_a_dead_process_runs_again_before_those_in_line(
+        self, broker, held, driven, marked
+    ):
+        """A copy of a claimed ticket takes the lock that its dead process left."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True, ttl=10)
+        broker.park("b")
+        broker.given()
+        driven(10)
+        assert isinstance(broker.ask("a", copy=3, marked=marked), Granted)
+        assert broker.given() == []
+
+    def test_what_ran_in_a_dead_process_joins_the_line_where_it_was(
+        self, broker, held, driven, redis_client
+    ):
+        """Where another has the lock meanwhile, it waits before all that came after it."""
+        for task in "abc":
+            broker.park(task)
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True, ttl=10)
+        driven(10)
+        broker.sweep()
+        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
+        assert broker.ask("a", copy=3, marked=True).owner == owner_of("b", 2)
+        assert broker.park("a", copy=3, marked=True).place == 1
+        assert line(redis_client) == ["a", "c"]
+        assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
+        broker.given()
+        broker.end("b", copy=2)
+        assert broker.given() == ["a"]
+
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_copy_of_what_is_done_is_not_to_run(self, broker, held, marked):
+        """After the release of a task that was parked, its copies are told so; sent again, too."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        assert broker.end("a", copy=2) is True
+        assert broker.ask("a", copy=3, marked=marked) == Done()
+        assert broker.park("a", copy=3, marked=marked) == Done()
+        assert broker.end("a", copy=2) is False
+        assert broker.park("a", copy=3, marked=marked) == Done()
+
+    def test_a_message_that_says_it_was_parked_but_has_no_ticket_is_done(self, broker):
+        """However long ago that was, and though the lock is free."""
+        assert broker.park("a", marked=True) == Done()
+
+    def test_a_release_without_its_ticket_lets_it_come_again(self, broker, held):
+        """A worker that is stopped gives its message back: its copy is no copy of work done."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        assert broker.end("a", copy=2, done=False) is True
+        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
+
+    def test_what_was_never_parked_leaves_no_mark(self, broker, held, redis_client):
+        """The ticket of a task that had the lock at once is not kept: a release tidies all."""
+        broker.end("first")
+        assert not driven_clock.keys(redis_client)
+        assert isinstance(broker.ask("first", copy=2), Granted)
+
+    def test_a_late_release_ends_the_ticket_that_was_parked_again(
+        self, broker, held, driven, redis_client
+    ):
+        """A body that lost its lease and still ended has done the work: its copy leaves line."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True, ttl=10)
+        driven(10)
+        assert isinstance(broker.ask("b"), Granted)
+        assert isinstance(broker.park("a", copy=3, marked=True), Parked)
+        assert broker.end("a", copy=2) is False
+        assert line(redis_client) == []
+        assert broker.ask("a", copy=4, marked=True) == Done()
+
+    def test_a_late_release_gives_on_the_turn_of_its_ticket(self, broker, held, driven):
+        """What was reserved for a copy of work that has ended is the next one's at once."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True, ttl=10)
+        broker.park("b")
+        driven(10)
+        broker.given()
+        assert isinstance(broker.ask("c", ttl=10), Refused)  # "b" has its turn
+        assert isinstance(broker.park("a", copy=3, marked=True), Parked)
+        broker.ask("b", copy=2, marked=True)
+        broker.park("c")
+        broker.given()
+        broker.end("b", copy=2)
+        assert broker.given() == ["a"]
+        assert broker.end("a", copy=2) is False
+        assert broker.given() == ["c"]
+
+    def test_a_turn_that_nobody_claims_is_given_again(self, broker, held, driven, redis_client):
+        """The releaser died before it published: the sweep has the message, not before its time."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        broker.given()
+        driven(TURN - 1)
+        broker.sweep()
+        assert broker.given() == []
+        driven(1)
+        broker.sweep()
+        assert broker.published == [turn_of("a")]
+        assert line(redis_client) == ["b"]
+
+    def test_each_turn_is_twice_as_long_and_none_longer_than_five_minutes(
+        self, broker, held, driven
+    ):
+        """A slow broker gets the more time the oftener it was too slow, within bounds."""
+        broker.park("a")
+        broker.end("first")
+        lasted = []
+        for _ in range(10):
+            (reserved,) = broker.store.holders(LOCK)
+            lasted.append(round(reserved.remaining))
+            driven(lasted[-1] - 1)
+            broker.given()
+            broker.sweep()
+            assert broker.given() == []
+            driven(1)
+            broker.sweep()
+            assert broker.given() == ["a"]
+        assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
+
+    def test_a_message_that_comes_after_its_turn_has_its_place(self, broker, held, driven):
+        """Its turn ran out on the way: it runs where the lock is free, and else waits in front."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        driven(TURN)
+        broker.given()
+        assert isinstance(broker.ask("a", copy=2, marked=True), Granted)
+        assert broker.given() == []
+        broker.end("a", copy=2)
+        assert broker.given() == ["b"]
+
+    def test_a_message_that_comes_too_late_is_parked_again(
+        self, broker, held, driven, redis_client
+    ):
+        """Where another had the lock before its turn was given again, it is the first in line."""
+        broker.park("a")
+        broker.end("first")
+        driven(TURN)
+        assert isinstance(broker.store.acquire([LOCK], "plain", LONG, "{}"), Granted)
+        broker.park("b")
+        answer = broker.ask("a", copy=2, marked=True)
+        assert (type(answer), answer.place) == (Parked, 1)
+        assert line(redis_client) == ["a", "b"]
+
+    def test_another_broker_is_not_given_what_it_cannot_publish(
+        self, broker, elsewhere, held, redis_client
+    ):
+        """Its releaser leaves the first in line where it is, and nobody behind passes."""
+        elsewhere.park("theirs")
+        broker.park("ours")
+        broker.end("first")
+        assert (broker.given(), elsewhere.given()) == ([], [])
+        assert line(redis_client) == ["theirs", "ours"]
+        assert broker.ask("new") == Refused("", TURN, {"parked": True}, place=3)
+        assert elsewhere.sweep() == Swept(2, {})
+        assert (broker.given(), elsewhere.given()) == ([], ["theirs"])
+
+    def test_who_cannot_publish_gives_no_turns(self, broker, held, redis_url, redis_client):
+        """A lock released by a program without a broker waits for the sweep."""
+        store = Store(redis_url, hand_over=lambda turns: pytest.fail(f"given {turns}"))
+        broker.park("a")
+        assert store.release([LOCK], owner_of("first")) is True
+        store.close()
+        assert line(redis_client) == ["a"]
+        broker.sweep()
+        assert broker.given() == ["a"]
+
+    def test_what_a_dead_process_held_is_handed_on(self, broker, held):
+        """Who sees a process die gives the turn of what that held."""
+        broker.park("a")
+        assert broker.store.release_dead([LOCK], "first@w:1/") == 1
+        assert broker.given() == ["a"]
+
+    def test_a_claimed_ticket_outlives_its_process(self, broker, held):
+        """The lease of a process that died is ended; its copy claims again."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        broker.store.release_dead([LOCK], "a@w:1/")
+        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
+
+
+class TestWaitersAndParked:
+    def wait(self, broker, owner, place=LONG):
+        return broker.store.acquire([LOCK], owner, LONG, "{}", place=place)
+
+    def test_they_stand_in_one_line(self, broker, held, redis_client):
+        """Who waits in its slot and who is parked have the lock in the order they came."""
+        self.wait(broker, "w1")
+        broker.park("a")
+        self.wait(broker, "w2")
+        assert line(redis_client) == ["w1", "a", "w2"]
+        broker.end("first")
+        assert broker.given() == []
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
+        broker.store.release([LOCK], "w1")
+        assert broker.given() == ["a"]
+        assert isinstance(self.wait(broker, "w2"), Refused)
+        broker.ask("a", copy=2, marked=True)
+        broker.end("a", copy=2)
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["w2"]
+
+    def test_a_dead_waiter_is_passed_over(self, broker, held, driven):
+        """Its place is over: the turn is the parked task's behind it."""
+        self.wait(broker, "w1", place=1)
+        broker.park("a")
+        driven(1)
+        broker.end("first")
+        assert broker.given() == ["a"]
+
+    def test_who_gives_up_lets_the_parked_have_their_turn(self, broker, driven):
+        """The lock is free, and the waiter in front of it leaves."""
+        broker.ask("first", ttl=10)
+        self.wait(broker, "w1")
+        broker.park("a")
+        driven(10)
+        broker.store.release([LOCK], "w1")
+        assert broker.given() == ["a"]
+
+    def test_a_waiter_does_not_take_a_turn_that_it_cannot_publish(self, broker, driven):
+        """An acquirer that finds the lock free behind a parked task waits for who can."""
+        broker.ask("first", ttl=10)
+        broker.park("a")
+        driven(10)
+        answer = self.wait(broker, "w1")
+        assert answer == Refused("", TURN, {"parked": True})
+        broker.sweep()
+        assert broker.given() == ["a"]
+
+
+class TestManyAtATime:
+    def test_shared_ones_leave_together(self, broker, held, redis_client):
+        """All shared tasks at the head have their turn; the exclusive behind them waits."""
+        for task in "abc":
+            broker.park(task, **SHARED)
+        broker.park("x")
+        broker.park("d", **SHARED)
+        broker.end("first")
+        assert broker.given() == ["a", "b", "c"]
+        assert line(redis_client) == ["x", "d"]
+        for task in "abc":
+            assert isinstance(broker.ask(task, copy=2, marked=True, **SHARED), Granted)
+        for task in "abc":
+            assert broker.given() == []
+            broker.end(task, copy=2)
+        assert broker.given() == ["x"]
+
+    def test_a_shared_one_does_not_pass_an_exclusive(self, broker, redis_client):
+        """Though the lock would admit it: the exclusive one would never have its turn."""
+        broker.ask("first", **SHARED)
+        broker.park("x")
+        assert isinstance(broker.ask("s", **SHARED), Refused)
+        assert broker.park("s", **SHARED).place == 2
+        assert line(redis_client) == ["x", "s"]
+        assert broker.given() == []
+
+    def test_counted_ones_leave_up_to_the_limit(self, broker, redis_client):
+        """Where the lock admits three, three have their turn, and one more with each release."""
+        for number in range(3):
+            assert isinstance(broker.ask(f"f{number}", limit=3), Granted)
+        for task in "abcd":
+            broker.park(task, limit=3)
+        broker.end("f0")
+        assert broker.given() == ["a"]
+        broker.store.release_dead([LOCK], "f")
+        assert broker.given() == ["b", "c"]
+        assert line(redis_client) == ["d"]
+
+    def test_a_short_turn_does_not_cut_a_longer_one(self, broker, driven):
+        """Of two turns given in one step, the second does not end the first before its time."""
+        broker.ask("first", ttl=10)
+        broker.park("a", **SHARED)
+        driven(10)
+        broker.sweep()
+        broker.park("x")
+        broker.park("b", **SHARED)
+        broker.leave("x")
+        driven(TURN)
+        broker.sweep()
+        before = {holding.owner: round(holding.remaining) for holding in broker.store.holders(LOCK)}
+        driven(1)
+        after = {holding.owner: round(holding.remaining) for holding in broker.store.holders(LOCK)}
+        assert after == {owner: left - 1 for owner, left in before.items()}
+        driven(min(after.values()))
+        last = [owner for owner, left in after.items() if left > min(after.values())]
+        assert [holding.owner for holding in broker.store.holders(LOCK)] == last
+
+    def test_a_lease_is_not_cut_by_what_is_reserved_in_the_same_step(self, broker, driven):
+        """A waiter that gets a counted lock itself, and lets the next in, keeps its own lease."""
+        for owner in ("x", "y"):
+            broker.store.acquire([LOCK], owner, 10, "{}", limit=2)
+        for owner in ("w1", "w2"):
+            broker.store.acquire([LOCK], owner, 30, "{}", limit=2, place=LONG)
+        driven(10)
+        assert isinstance(
+            broker.store.acquire([LOCK], "w1", 30, "{}", limit=2, place=LONG), Granted
+        )
+        driven(6)
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
+
+    def test_a_claim_lets_those_behind_in(self, broker, driven):
+        """Shared tasks behind a turn that ran out leave the line with it."""
+        broker.ask("first", ttl=10)
+        broker.park("a", **SHARED)
+        broker.park("b", **SHARED)
+        driven(10)
+        assert isinstance(broker.ask("a", copy=2, **SHARED), Granted)
+        assert broker.given() == ["b"]
+
+    def test_a_turn_is_not_claimed_in_another_mode(self, broker, redis_client):
+        """A task that was parked as shared, and is exclusive now, does not run beside others."""
+        broker.ask("first")
+        broker.park("a", **SHARED)
+        broker.park("b", **SHARED)
+        broker.end("first")
+        assert isinstance(broker.ask("a", copy=2, marked=True, **SHARED), Granted)
+        assert not isinstance(broker.ask("b", copy=2, marked=True), Granted)
+        broker.end("a", copy=2)
+        broker.sweep()
+        assert isinstance(broker.ask("b", copy=3, marked=True), Granted)
+
+
+class TestSweep:
+    def test_it_finds_the_line_of_a_dead_holder(self, broker, driven):
+        """Nobody releases what a crashed worker held: the first has its turn from the sweep."""
+        broker.ask("first", ttl=10)
+        broker.park("a")
+        broker.park("b")
+        driven(10)
+        assert broker.sweep() == Swept(2, {})
+        assert broker.published == [turn_of("a")]
+
+    def test_it_does_nothing_to_a_held_lock(self, broker, held, redis_url):
+        """Held, or with a turn on its way: nothing changes."""
+        broker.park("a")
+        broker.park("b")
+        before = snapshot(redis_url)
+        assert broker.sweep() == Swept(2, {})
+        assert snapshot(redis_url) == before
+        broker.end("first")
+        broker.given()
+        before = snapshot(redis_url)
+        assert broker.sweep() == Swept(2, {})
+        assert snapshot(redis_url) == before
+        assert broker.given() == []
+
+    def test_it_tells_who_is_left(self, broker, held):
+        """Those in line and those with their turn are counted; what runs is not parked any more."""
+        broker.park("a")
+        assert broker.sweep().parked == 1
+        broker.end("first")
+        assert broker.sweep().parked == 1
+        broker.ask("a", copy=2, marked=True)
+        assert broker.sweep() == Swept(0, {})
+        broker.end("a", copy=2)
+        assert broker.sweep() == Swept(0, {})
+
+    def test_a_line_that_is_swept_does_not_end_by_itself(self, broker, held, driven, redis_client):
+        """Half a year behind one holder: a line lives as long as somebody looks at it."""
+        broker.park("a")
+        for _ in range(26):
+            driven(7 * 86400)
+            broker.store.acquire([LOCK], owner_of("first"), LONG, "{}")
+            broker.sweep()
+        assert line(redis_client) == ["a"]
+        broker.end("first")
+        assert broker.given()[-1:] == ["a"]
+
+    def test_a_claim_whose_copy_never_came_is_forgotten(self, broker, held, driven, redis_client):
+        """After seven days no broker delivers it any more; others that run stay."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True, ttl=10)
+        driven(10)
+        broker.sweep()
+        driven(6 * 86400)
+        broker.ask("b", copy=2, marked=True, ttl=10)
+        driven(86400)
+        broker.sweep()
+        assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
+
+    def test_nothing_is_asked_about_no_lines(self, broker):
+        """An empty page costs nothing."""
+        assert broker.lines.sweep([]) == {}
+
+    def test_what_cannot_be_looked_at_is_missing(self, broker, redis_client):
+        """A key of another kind spoils its own line only."""
+        redis_client.set(name_of("odd"), "no lock", ex=60)
+        assert broker.lines.sweep([name_of("odd"), LOCK]) == {LOCK: Swept(0, {})}
+
+
+class TestBounds:
+    def test_a_full_line_refuses_the_newcomer(self, broker, held, redis_url):
+        """It is told how many wait and who holds the lock; nothing changes."""
+        bounds = Bounds(2)
+        broker.park("a", bounds=bounds)
+        broker.park("b", bounds=bounds)
+        before = snapshot(redis_url)
+        holder = Refused(owner_of("first"), LONG, {"id": "first"})
+        assert broker.park("c", bounds=bounds) == Full(2, holder)
+        assert snapshot(redis_url) == before
+
+    def test_who_is_in_line_already_needs_no_room(self, broker, held):
+        """A command sent again is not refused for the place that it has itself."""
+        for _ in range(2):
+            assert broker.park("a", bounds=Bounds(1)).place == 1
+
+    def test_who_has_its_turn_does_not_count(self, broker, held):
+        """The bound is of those that wait."""
+        broker.park("a", bounds=Bounds(1))
+        broker.end("first")
+        assert isinstance(broker.park("b", bounds=Bounds(1)), Parked)
+        assert isinstance(broker.park("c", bounds=Bounds(1)), Full)
+
+    def test_the_oldest_makes_room(self, broker, held, redis_client):
+        """Any burst becomes one run now and one run after, of the newest."""
+        bounds = Bounds(1, overflow="replace")
+        assert broker.park("a", bounds=bounds).replaced == {}
+        assert broker.park("b", bounds=bounds).replaced == {"a:0:0": message_of("a")}
+        assert line(redis_client) == ["b"]
+        broker.end("first")
+        assert broker.given() == ["b"]
+
+    def test_those_who_wait_in_their_slot_do_not_make_room(self, broker, held, redis_client):
+        """Nor do they count: the oldest parked task does, from the middle of the line."""
+        wait = broker.store.acquire
+        wait([LOCK], "w1", LONG, "{}", place=LONG)
+        broker.park("a")
+        wait([LOCK], "w2", LONG, "{}", place=LONG)
+        broker.park("b", bounds=Bounds(1, overflow="replace"))
+        assert line(redis_client) == ["w1", "w2", "b"]
+
+    def test_its_end_is_told_until_somebody_has(self, broker, held):
+        """Every sweep and everybody who parks is told of it, until it is struck off."""
+        bounds = Bounds(1, overflow="replace")
+        broker.park("a", bounds=bounds)
+        told = {"a:0:0": message_of("a")}
+        assert broker.park("b", bounds=bounds).replaced == told
+        assert broker.park("b", bounds=bounds).replaced == told
+        assert broker.sweep() == Swept(1, told)
+        assert broker.leave("a") is True
+        assert broker.leave("a") is False
+        assert broker.sweep() == Swept(1, {})
+        assert broker.park("b", bounds=bounds).replaced == {}
+
+    def test_the_bytes_of_a_line_are_bounded(self, broker, held):
+        """With what a record needs beside its message: the line is never longer than said."""
+        room = Bounds(most_bytes=1000)
+        assert isinstance(broker.park("a", message=b"m" * 500, bounds=room), Parked)
+        answer = broker.park("b", message=b"m" * 500, bounds=room)
+        assert (type(answer), answer.waiting) == (Full, 1)
+        assert isinstance(broker.park("c", message=b"m" * 300, bounds=room), Parked)
+
+    def test_as_many_of_the_oldest_make_room_as_it_needs(self, broker, held, redis_client):
+        """A long message takes the place of several short ones, and of no more."""
+        for task in "abcd":
+            broker.park(task, message=b"m" * 150)
+        room = Bounds(most_bytes=900, overflow="replace")
+        answer = broker.park("e", message=b"m" * 400, bounds=room)
+        assert sorted(answer.replaced) == ["a:0:0", "b:0:0"]
+        assert line(redis_client) == ["c", "d", "e"]
+
+    @pytest.mark.parametrize("overflow", ["skip", "replace"])
+    def test_what_is_longer_than_the_bound_takes_nobodys_place(
+        self, broker, held, redis_url, overflow
+    ):
+        """It could never be parked, whoever made room."""
+        broker.park("a")
+        before = snapshot(redis_url)
+        bounds = Bounds(most_bytes=1000, overflow=overflow)
+        assert isinstance(broker.park("b", message=b"m" * 1000, bounds=bounds), Full)
+        assert snapshot(redis_url) == before
+
+    def test_who_could_not_be_parked_all_the_same_takes_nobodys_place(
+        self, broker, held, redis_url
+    ):
+        """A long message that has its turn cannot make room: those who wait lose nothing for it."""
+        broker.park("long", message=b"m" * 800)
+        broker.end("first")
+        broker.park("short", message=b"m")
+        before = snapshot(redis_url)
+        bounds = Bounds(most_bytes=1000, overflow="replace")
+        assert isinstance(broker.park("b", message=b"m" * 200, bounds=bounds), Full)
+        assert snapshot(redis_url) == before
+
+    def test_parking_that_is_sent_again_takes_nobodys_place(self, broker, held, redis_client):
+        """Its reply was lost, and another took its place meanwhile: it does not come back."""
+        bounds = Bounds(1, overflow="replace")
+        broker.park("a", bounds=bounds)
+        broker.park("b", bounds=bounds)
+        broker.park("a", bounds=bounds)
+        assert line(redis_client) == ["b"]
+        assert redis_client.hkeys(f"{LOCK}:replaced") == ["a:0:0"]
+
+
+class TestLeaving:
+    def test_who_leaves_is_gone(self, broker, held, redis_client):
+        """A revoked task is taken out of line, and those behind it move up."""
+        broker.park("a")
+        broker.park("b")
+        assert broker.leave("a") is True
+        assert line(redis_client) == ["b"]
+        broker.end("first")
+        assert broker.given() == ["b"]
+
+    def test_its_turn_is_given_on(self, broker, held):
+        """What was reserved for it is the next one's at once."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        assert broker.given() == ["a"]
+        assert broker.leave("a") is True
+        assert broker.given() == ["b"]
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["b:0:0#"]
+
+    def test_sent_again_it_was_not_there(self, broker, held, redis_url):
+        """The second answers so, and changes nothing; nor does one who never was."""
+        broker.park("a")
+        broker.park("b")
+        broker.leave("a")
+        before = snapshot(redis_url)
+        assert broker.leave("a") is False
+        assert broker.leave("nobody") is False
+        assert snapshot(redis_url) == before
+
+    def test_the_marked_copy_of_who_left_does_not_run(self, broker, held):
+        """Its message, already on its way, finds no ticket."""
+        broker.park("a")
+        broker.end("first")
+        broker.leave("a")
+        assert broker.ask("a", copy=2, marked=True) == Done()
+
+    def test_a_claimed_ticket_can_leave(self, broker, held, redis_client):
+        """Its body runs on under its lease, and its release finds nothing to finish."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        assert broker.leave("a") is True
+        assert [h.owner for h in broker.store.holders(LOCK)] == [owner_of("a", 2)]
+        assert broker.end("a", copy=2) is True
+        assert not left(redis_client)
+
+
+class TestSetAside:
+    @pytest.fixture
+    def damage(self, redis_url):
+        """Write something of the same length in the place of a record."""
+
+        def damage(task, begin=b"garbage \0\n\xff"):
+            with redis.Redis.from_url(redis_url) as raw:
+                record = raw.hget(f"{LOCK}:tickets", f"{task}:0:0")
+                raw.hset(f"{LOCK}:tickets", f"{task}:0:0", begin + record[len(begin) :])
+                return begin + record[len(begin) :]
+
+        return damage
+
+    def aside(self, url):
+        with redis.Redis.from_url(url) as raw:
+            return raw.hgetall(f"{LOCK}:aside")
+
+    @pytest.mark.parametrize("begin", [b"garbage \0\n\xff", b"2 "], ids=["damaged", "newer"])
+    def test_a_record_that_cannot_be_read_is_kept_for_people(
+        self, broker, held, damage, redis_client, redis_url, begin
+    ):
+        """The caller is told of it by a turn without a message, and the next has its turn."""
+        broker.park("a")
+        broker.park("b")
+        record = damage("a", begin)
+        broker.end("first")
+        assert broker.published == [Turn(LOCK, "a:0:0", b""), turn_of("b")]
+        assert self.aside(redis_url) == {b"a:0:0": record}
+        assert line(redis_client) == []
+
+    def test_one_whose_turn_ran_out(self, broker, held, damage, driven, redis_url):
+        """It was damaged while its message was on its way: it does not hold up the line."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        broker.given()
+        damage("a")
+        driven(TURN)
+        broker.sweep()
+        assert broker.published == [Turn(LOCK, "a:0:0", b""), turn_of("b")]
+        assert list(self.aside(redis_url)) == [b"a:0:0"]
+
+    def test_one_that_is_to_make_room(self, broker, held, damage, redis_client, redis_url):
+        """It makes room, and nobody is told of an end that cannot be told."""
+        broker.park("a")
+        damage("a")
+        assert broker.park("b", bounds=Bounds(1, overflow="replace")).replaced == {}
+        assert line(redis_client) == ["b"]
+        assert list(self.aside(redis_url)) == [b"a:0:0"]
+
+    @pytest.mark.parametrize("turn", [True, False], ids=["has its turn", "waits"])
+    def test_one_whose_message_comes(self, broker, held, damage, turn):
+        """A copy of it raises nothing that would send it round for ever."""
+        broker.park("a")
+        if turn:
+            broker.end("first")
+        damage("a")
+        broker.ask("a", copy=2)
+        broker.end("first")
+        assert isinstance(broker.ask("a", copy=3), (Granted, Refused, Done))
+
+    def test_a_record_that_has_gone_is_no_obstacle(self, broker, held, redis_client):
+        """Half of the state lost: the line goes on."""
+        broker.park("a")
+        broker.park("b")
+        length = redis_client.hstrlen(f"{LOCK}:tickets", "a:0:0")
+        redis_client.hdel(f"{LOCK}:tickets", "a:0:0")
+        redis_client.hincrby(f"{LOCK}:tickets", "bytes", -length)
+        broker.end("first")
+        assert broker.given() == ["a", "b"]
+        assert line(redis_client) == []
+
+    def test_a_message_that_python_cannot_read_is_kept_too(self, broker, held, redis_url):
+        """Whoever was to publish it gives it back, and its turn to the next."""
+        broker.park("a", message=b"unreadable")
+        broker.park("b")
+        broker.end("first")
+        broker.given()
+        assert broker.lines.set_aside(LOCK, "a:0:0", b"unreadable") == [turn_of("b")]
+        assert broker.given() == []
+        assert self.aside(redis_url) == {b"a:0:0": b"unreadable"}
+
+    def test_damage_of_another_length_leaves_no_bytes_behind(self, broker, held, redis_client):
+        """The count of a line that is empty is nothing, whatever was done to its records."""
+        broker.park("a")
+        redis_client.hset(f"{LOCK}:tickets", "a:0:0", "short")
+        broker.end("first")
+        assert not redis_client.exists(f"{LOCK}:tickets")
+
+
+class TestWhatIsLeft:
+    def test_nothing_but_marks_of_what_is_done(self, broker, held, driven, redis_client):
+        """When all are done, the lock has no key any more; the marks end after two hours."""
+        for task in "abc":
+            broker.park(task)
+        broker.end("first")
+        for task in "abc":
+            broker.ask(task, copy=2, marked=True)
+            broker.end(task, copy=2)
+        assert not left(redis_client)
+        assert driven_clock.keys(redis_client) == {f"{LOCK}:done:{task}:0:0" for task in "abc"}
+        driven(7199)
+        assert broker.ask("a", copy=3) == Done()
+        driven(1)
+        assert not driven_clock.keys(redis_client)
+
+    def test_nothing_of_who_left(self, broker, held, redis_client):
+        """Left in line, or with its turn: no key remains."""
+        broker.park("a")
+        broker.park("b")
+        broker.leave("b")
+        broker.end("first")
+        broker.leave("a")
+        assert not left(redis_client)
+
+    def test_a_parked_task_costs_little_beside_its_message(self, redis_url, redis_client):
+        """Less than 400 bytes each, of a thousand with ids and messages as Celery's are."""
+        broker = Broker(redis_url)
+        broker.ask("first")
+        before = self.memory(redis_client)
+        broker.lines.enlist(LOCK)
+        tasks = [str(uuid.uuid4()) for _ in range(1000)]
+        messages = [uuid.uuid4().bytes * 41 + b"m" * (number % 100) for number in range(1000)]
+        for task, message in zip(tasks, messages, strict=True):
+            broker.park(task, message=message)
+        broker.close()
+        beside = self.memory(redis_client) - before - sum(map(len, messages))
+        assert beside / 1000 < 400
+
+    def memory(self, client):
+        names = [INDEX, *client.keys(f"{LOCK}*")]
+        return sum(client.memory_usage(name, samples=0) or 0 for name in names)
+
+
+class TestIndex:
+    def test_what_is_enlisted_is_found_once(self, broker):
+        """A page names the locks; however often one was enlisted, it is there once."""
+        broker.lines.enlist(LOCK)
+        broker.lines.enlist(LOCK)
+        broker.lines.enlist(name_of("other"))
+        assert broker.lines.page(b"0", 100) == (2, b"0", {LOCK: b"2", name_of("other"): b"1"})
+
+    def test_pages_together_have_all(self, broker):
+        """Page by page, every one of a thousand is found."""
+        names = {name_of(str(number)) for number in range(1000)}
+        for name in names:
+            broker.lines.enlist(name)
+        found, cursor, pages = set(), b"0", 0
+        while pages == 0 or cursor != b"0":
+            total, cursor, page = broker.lines.page(cursor, 100)
+            assert total == 1000
+            found |= set(page)
+            pages += 1
+        assert found == names
+        assert pages > 5
+
+    def test_what_was_enlisted_meanwhile_is_not_struck_off(self, broker):
+        """Between finding a line empty and striking it off, somebody may have come to park."""
+        broker.lines.enlist(LOCK)
+        _, _, found = broker.lines.page(b"0", 100)
+        broker.lines.enlist(LOCK)
+        broker.lines.delist(LOCK, found[LOCK])
+        _, _, found = broker.lines.page(b"0", 100)
+        assert found == {LOCK: b"2"}
+        broker.lines.delist(LOCK, found[LOCK])
+        assert broker.lines.page(b"0", 100) == (0, b"0", {})
+
+    def test_each_broker_has_its_own(self, broker, elsewhere):
+        """Who cannot publish a line's tasks has no business with it."""
+        broker.lines.enlist(LOCK)
+        assert elsewhere.lines.page(b"0", 100) == (0, b"0", {})
+
+    def test_it_ends_by_itself(self, broker, driven, redis_client):
+        """After thirty days in which nobody parked; the lines have ended by then."""
+        broker.lines.enlist(LOCK)
+        driven(29 * 86400)
+        assert redis_client.exists(INDEX)
+        driven(86400)
+        assert not redis_client.exists(INDEX)
+
+    def test_a_line_that_is_still_there_is_still_found(self, broker, held, driven, redis_client):
+        """A line that is swept lives on behind its holder, and so does its name in the index."""
+        broker.lines.enlist(LOCK)
+        broker.park("a")
+        for _ in range(5):
+            driven(7 * 86400)
+            broker.store.acquire([LOCK], owner_of("first"), LONG, "{}")
+            _, _, found = broker.lines.page(b"0", 100)
+            broker.lines.sweep(list(found))
+        assert line(redis_client) == ["a"]
+        assert list(broker.lines.page(b"0", 100)[2]) == [LOCK]
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    redis_program: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RedisCluster]:
+    with RedisCluster(tmp_path_factory.mktemp("lines"), node_timeout=60_000) as cluster:
+        yield cluster
+
+
+class TestInACluster:
+    @pytest.fixture
+    def broker(self, cluster) -> Iterator[Broker]:
+        for master in cluster.masters:
+            with master.client() as client:
+                client.flushall()
+        broker = Broker(cluster.url)
+        yield broker
+        broker.close()
+
+    def test_all_that_is_a_locks_is_in_its_slot(self, broker, cluster):
+        """Every script is sent to one node and finds all there; the index is a key like any."""
+        bounds = Bounds(2, overflow="replace")
+        broker.ask("first")
+        broker.lines.enlist(LOCK)
+        for task in "abc":
+            broker.park(task, bounds=bounds)
+        broker.end("first")
+        broker.ask("b", copy=2, marked=True)
+        broker.lines.set_aside(LOCK, "c:0:0", b"for people")
+        broker.end("b", copy=2)
+        broker.ask("second")
+        broker.park("d")
+        broker.end("second")
+        broker.park("e")
+        broker.ask("d", copy=2, marked=True)
+        broker.park("f")
+        names = set()
+        for master in cluster.masters:
+            with master.client() as client:
+                names |= set(map(_text, client.keys("*")))
+        beside = {name.removeprefix(f"{LOCK}:").partition(":")[0] for name in names - {LOCK, INDEX}}
+        assert beside == {"line", "tickets", "running", "replaced", "aside", "done"}
+        assert len({key_slot(name.encode()) for name in names - {INDEX}}) == 1
+        assert broker.given() == ["b", "d"]
+
+    def test_one_sweep_looks_at_lines_of_all_nodes(self, broker, cluster):
+        """A page names locks of many slots; each has its turn from one call."""
+        locks = [name_of(f"key{number}") for number in range(30)]
+        assert len({cluster_node(cluster, lock) for lock in locks}) == 3
+        for number, lock in enumerate(locks):
+            broker.store.acquire([lock], "holder", LONG, "{}")
+            broker.lines.enlist(lock)
+            broker.park(f"t{number}", lock=lock)
+        plain = Store(cluster.url)
+        for lock in locks:
+            plain.release([lock], "holder")
+        plain.close()
+        total, cursor, found = broker.lines.page(b"0", 100)
+        assert (total, cursor, set(found)) == (30, b"0", set(locks))
+        assert broker.lines.sweep(list(found)) == {lock: Swept(1, {}) for lock in locks}
+        assert sorted(broker.given()) == sorted(f"t{number}" for number in range(30))
+        for lock in locks:
+            broker.lines.delist(lock, found[lock])
+        assert broker.lines.page(b"0", 100) == (0, b"0", {})
+
+
+def cluster_node(cluster, lock):
+    """Return the number of the master that has the lock: they have a third of the slots each."""
+    return key_slot(lock.encode()) * len(cluster.masters) // 16384
+
+
+def _text(name):
+    return name.decode() if isinstance(name, bytes) else name

@@ -1,0 +1,733 @@
+"""Parked tasks against a plain Python model, with a crash possible between any two steps.
+
+Modelled are one lock, exclusive, counted (two at a time) or with shared and exclusive tasks mixed;
+a line that is unbounded, or bounded and skips the newcomer or replaces the oldest; one or two
+brokers with a sweeper each; and any number of tasks.  Only the lock server is real, and the scripts
+are the package's, under a driven clock.
+
+A broker holds copies of messages: a task, and whether the message is marked with its ticket.  What
+is given to be published comes to be a marked copy; what is not acknowledged comes again; any copy
+may be delivered twice while the first is at work.
+
+An execution takes a copy and goes, step by step, as the plugin does::
+
+    ask -> granted -> body -> release -> publish turns (-> settle, every other) -> acknowledge
+        -> refused by another -> enlist -> park -> the same again
+        -> refused by its own task, which runs or settles -> the copy comes again
+        -> parked, full, done -> publish turns -> acknowledge
+
+Between any two steps it may crash: seen, so that its lease is ended, or unseen; its copy comes
+again, and turns that it was given are lost.  Each command may be sent twice because its reply was
+lost, and with it the turns in it.  Renewals may fail, so that a body goes on without its lease and
+releases too late, or is stopped and comes again.  Tasks are revoked: their copies are discarded
+wherever they turn up.  Who lost its place is told so by a sweep or by who parks.
+
+After each step the server must have what the model has, byte counts included, and further:
+
+* the lock admits no more leases than it should, and no ticket is in two states;
+* a ticket completes once, and runs to its end under its lease once;
+* nobody has its turn while somebody waits who was parked before it, and nobody who was not parked
+  gets in while anybody waits.  (Who ran in a process that died is before all of these.)
+
+At the end of a run nothing crashes any more, time passes, and all copies are delivered: then each
+task that was parked has completed, or was revoked or replaced, and each other has run or was
+refused for want of room; and nothing is left but marks of what is done.
+
+Not modelled: those who wait in their slot, bounds in bytes, damage, several locks, marks that end.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from celery_dislock import lines as lines_module
+from celery_dislock import store as store_module
+from celery_dislock.answers import Done, Full, Granted, Parked, Refused
+from celery_dislock.lines import Bounds, Lines, Ticket
+from celery_dislock.store import Store
+from tests.holding import name_of
+from tests.integration import driven_clock
+from tests.integration.driven_clock import clocked
+
+LOCK = name_of("parked")
+UNIT = 5  # seconds: whatever lasts long is a multiple of it
+LONGEST = 60  # units that a turn lasts at most
+TTL = 3  # units that a lease lasts, and the first turn
+SETTLES = 2  # units in which a result is to be stored
+AT_WORK = 6  # executions at a time
+KINDS = {  # mode and limit of tasks of even and of odd numbers
+    "exclusive": [("exclusive", 1), ("exclusive", 1)],
+    "counted": [("exclusive", 2), ("exclusive", 2)],
+    "mixed": [("shared", 1), ("exclusive", 1)],
+}
+BOUNDS = [Bounds(), Bounds(1, overflow="replace"), Bounds(2, overflow="replace"), Bounds(2)]
+LEFT_BY_NONE = ["line", "tickets", "handed", "running", "replaced", "aside"]
+ANSWERS = {Granted: "granted", Refused: "refused", Parked: "parked", Full: "full", Done: "done"}
+
+
+@dataclass(order=True)
+class Place:
+    joined: int
+    task: str = field(compare=False)
+    home: int = field(compare=False)
+    times: int = field(compare=False, default=0)
+
+
+@dataclass
+class Model:
+    """One lock and its line, as the guide tells it.  Time is in units."""
+
+    terms: list[tuple[str, int]]
+    now: int = 0
+    parked_so_far: int = 0
+    leases: dict[str, int] = field(default_factory=dict)  # live ones: when they end
+    line: list[Place] = field(default_factory=list)
+    handed: dict[str, tuple[int, Place]] = field(default_factory=dict)  # until when
+    running: dict[str, int] = field(default_factory=dict)  # when they had joined
+    settling: dict[str, int] = field(default_factory=dict)  # running ones that ended: until when
+    done: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+    completed: list[str] = field(default_factory=list)  # of those that were parked
+
+    def terms_of(self, task):
+        return self.terms[number_of(task) % 2]
+
+    def pass_time(self, units):
+        self.now += units
+        self.leases = {owner: end for owner, end in self.leases.items() if end > self.now}
+
+    def admits(self, task):
+        mode, limit = self.terms_of(task)
+        exclusive = sum(self.terms_of(owner)[0] == "exclusive" for owner in self.leases)
+        if mode == "shared":
+            return exclusive == 0
+        return exclusive == len(self.leases) and exclusive < limit
+
+    def waits(self, task):
+        return any(place.task == task for place in self.line)
+
+    def forget(self, task):
+        """Take the ticket out wherever it is; return whether it was anywhere."""
+        was = self.waits(task) or task in self.handed or task in self.running
+        self.leases.pop(f"{task}#", None)
+        self.line = [place for place in self.line if place.task != task]
+        self.handed.pop(task, None)
+        self.running.pop(task, None)
+        self.settling.pop(task, None)
+        return was
+
+    def pass_on(self, home, asker=None):
+        """Give turns to those first in line; return who is to be published."""
+        for task, (until, place) in list(self.handed.items()):
+            if until <= self.now:
+                del self.handed[task]
+                insort(self.line, place)
+        given = []
+        while self.line:
+            place = self.line[0]
+            if place.task != asker and place.home != home:
+                break
+            if not self.admits(place.task):
+                break
+            del self.line[0]
+            until = self.now + min(TTL * 2**place.times, LONGEST)
+            place.times += 1
+            self.handed[place.task] = (until, place)
+            self.leases[f"{place.task}#"] = until
+            if place.task != asker:
+                given.append(place.task)
+        return given
+
+    def pass_on_if_any(self, home, asker=None):
+        return self.pass_on(home, asker) if self.line or self.handed else []
+
+    def join(self, place):
+        insort(self.line, place)
+        return "parked"
+
+    def park(self, owner, task, home, bounds, *, marked, ask):
+        """Return what the asker is told, and who is to be published."""
+        parked = self.waits(task) or task in self.handed
+        ran = task in self.running
+        if owner in self.leases:
+            answer = self.grant(owner)
+        elif not parked and not ran and (marked or task in self.done):
+            answer = "done"
+        elif any(other.startswith(f"{task}@") for other in self.leases):
+            answer = "refused"
+        elif parked:
+            return self.claim_turn(owner, task, home)
+        elif not ran:
+            given = self.pass_on_if_any(home)
+            return self.come_in(owner, task, home, bounds, ask=ask), given
+        elif self.settling.get(task, 0) > self.now:
+            answer = "refused"
+        elif self.admits(task):  # it ran in a process that died
+            self.settling.pop(task, None)
+            answer = self.grant(owner)
+        elif ask:
+            answer = "refused"
+        else:
+            self.settling.pop(task, None)
+            answer = self.join(Place(self.running.pop(task), task, home))
+        return answer, []
+
+    def come_in(self, owner, task, home, bounds, *, ask):
+        """Answer a task that nobody knows yet."""
+        if self.admits(task) and not self.line:
+            return self.grant(owner)
+        if ask:
+            return "refused"
+        while bounds.most and len(self.line) >= bounds.most:
+            if bounds.overflow == "skip":
+                return "full"
+            oldest = self.line[0].task
+            self.forget(oldest)
+            self.replaced.add(oldest)
+            self.done.add(oldest)
+        self.parked_so_far += 1
+        return self.join(Place(self.parked_so_far, task, home))
+
+    def claim_turn(self, owner, task, home):
+        given = self.pass_on(home, task)
+        if f"{task}#" not in self.leases:
+            return "parked", given
+        _, place = self.handed[task]
+        self.forget(task)
+        self.running[task] = place.joined
+        self.grant(owner)
+        return "granted", given + self.pass_on_if_any(home)
+
+    def grant(self, owner):
+        self.leases[owner] = self.now + TTL
+        return "granted"
+
+    def release(self, owner, task, home, settles, *, had_field, had_turn):
+        """
+        Return who is to be published.
+
+        Whether a lease that has ended is still written down is the server's business.
+        """
+        hand_on = had_field and bool(self.line)
+        self.leases.pop(owner, None)
+        if settles and task in self.running:
+            self.settling[task] = self.now + settles
+        elif task and self.forget(task):
+            self.complete(task)
+            hand_on |= had_turn
+        return self.pass_on(home) if hand_on else []
+
+    def complete(self, task):
+        assert task not in self.done, f"{task} completes again"
+        self.done.add(task)
+        self.completed.append(task)
+
+    def release_dead(self, start, home):
+        for owner in [owner for owner in self.leases if owner.startswith(start)]:
+            del self.leases[owner]
+        return self.pass_on(home)
+
+    def leave(self, task, home):
+        self.forget(task)
+        self.replaced.discard(task)
+        return self.pass_on_if_any(home)
+
+
+def number_of(name):
+    """Return the number of the task that a ticket or an owner is of."""
+    return int(name[1:].partition("@")[0].rstrip("#"))
+
+
+@dataclass
+class Execution:
+    task: str
+    marked: bool
+    owner: str
+    at: str = "ask"  # the next step
+    turns: list[str] = field(default_factory=list)  # to be published
+    was_parked: bool = False  # it has a ticket that it claimed
+    settles: int = 0  # units; 0: it is done when its body is
+
+
+indexes = st.integers(0, 11)
+often = st.sampled_from([False, False, False, True])
+
+
+class ParkedMachine(RuleBasedStateMachine):
+    def __init__(self, url):
+        super().__init__()
+        self.client = redis.Redis.from_url(url, decode_responses=True)
+        self.raw = redis.Redis.from_url(url)
+        driven_clock.start(self.client)
+        self.published = []
+        self.stores = [Store(url, home=home, hand_over=self.published.extend) for home in "ab"]
+        self.lines = [
+            Lines(store.lock_server, "dislock", store.home, self.published.extend)
+            for store in self.stores
+        ]
+        self.tasks = []
+        self.copies = []  # in the brokers: a task, and whether it is marked
+        self.executions = []
+        self.owners = 0
+        self.parked_order = {}
+        self.revoked, self.skipped, self.ran = set(), set(), set()
+        self.ended = set()  # owners whose body has
+        self.told = set()  # that they were replaced
+        self.ended_in_time = Counter()  # of those that were parked
+
+    @initialize(
+        kind=st.sampled_from(sorted(KINDS)),
+        bounds=st.sampled_from(BOUNDS),
+        homes=st.sampled_from([1, 1, 2]),
+    )
+    def choose(self, kind, bounds, homes):
+        self.model = Model(KINDS[kind])
+        self.bounds = bounds
+        self.homes = homes
+
+    def home_of(self, task):
+        return number_of(task) // 2 % self.homes
+
+    # What happens to messages.
+
+    @rule(times=st.sampled_from([1, 1, 1, 2]))
+    def send(self, times):
+        """A new task, whose message may be there twice."""
+        task = f"t{len(self.tasks)}"
+        self.tasks.append(task)
+        self.copies += [(task, False)] * times
+
+    @precondition(lambda self: len(self.executions) < AT_WORK)
+    @rule(steps=st.sampled_from([1, 2, 3, 4, 5, 5, 5]))
+    def a_task_comes(self, steps):
+        """A new task asks, and most often it is parked or runs at once."""
+        self.send(1)
+        self.take_the_last_some_steps(steps)
+
+    @precondition(lambda self: self.copies and len(self.executions) < AT_WORK)
+    @rule(index=indexes)
+    def take(self, index):
+        """A worker takes a copy; what is revoked is discarded by its main process."""
+        if len(self.executions) >= AT_WORK:
+            return
+        task, marked = self.copies.pop(index % len(self.copies))
+        if task in self.revoked:
+            self.leave(task)
+        else:
+            self.owners += 1
+            owner = f"{task}@w:1/{self.owners}"
+            self.executions.append(
+                Execution(task, marked, owner, settles=self.owners % 2 * SETTLES)
+            )
+
+    @precondition(lambda self: self.executions)
+    @rule(index=indexes)
+    def deliver_again(self, index):
+        """A connection was lost, or a broker's patience: the copy comes, and is still at work."""
+        at_work = self.executions[index % len(self.executions)]
+        self.copies.append((at_work.task, at_work.marked))
+
+    @precondition(lambda self: self.tasks)
+    @rule(index=indexes, really=often)
+    def revoke(self, index, really):
+        if really:
+            self.revoked.add(self.tasks[index % len(self.tasks)])
+
+    # What executions do.
+
+    @precondition(lambda self: self.executions)
+    @rule(index=indexes, twice=often)
+    def step(self, index, twice):
+        self.step_on(self.executions[index % len(self.executions)], twice)
+
+    @precondition(lambda self: self.copies and len(self.executions) < AT_WORK)
+    @rule(steps=st.integers(1, 5))
+    def take_the_last_some_steps(self, steps):
+        """What was published last is often what had its turn."""
+        self.take(len(self.copies) - 1)
+        if self.executions:
+            self.some_steps(len(self.executions) - 1, steps)
+
+    @precondition(lambda self: self.executions)
+    @rule(index=indexes, steps=st.integers(2, 6))
+    def some_steps(self, index, steps):
+        execution = self.executions[index % len(self.executions)]
+        for _ in range(steps):
+            if execution in self.executions:
+                self.step_on(execution, twice=False)
+
+    def step_on(self, execution, twice):
+        getattr(self, f"step_{execution.at}")(execution, twice)
+        self.look()
+
+    def step_ask(self, execution, twice):
+        self.knock(execution, twice, ask=True)
+
+    def step_enlist(self, execution, twice):
+        for _ in range(1 + twice):
+            self.lines[self.home_of(execution.task)].enlist(LOCK)
+        execution.at = "park"
+
+    def step_park(self, execution, twice):
+        self.knock(execution, twice, ask=False)
+
+    def knock(self, execution, twice, *, ask):
+        tokens = set()
+        for _ in range(1 + twice):
+            held = execution.owner in self.model.leases
+            answer, told, turns = self.knock_once(execution, ask=ask)
+            if told == "granted":
+                tokens = tokens | {answer} if held else {answer}
+                assert len(tokens) == 1, "sent twice, it has two tokens"
+        execution.turns += turns  # those of the first answer were lost with it
+        if told == "refused":
+            copy = answer.holder.get("id") == execution.task
+            execution.at = "put_off" if copy else "enlist"
+            assert copy or ask
+        elif told == "granted":
+            execution.at = "body"
+        else:
+            if told == "full":
+                self.skipped.add(execution.task)
+            if told == "parked" and not ask:
+                assert set(answer.replaced) == {f"{other}:0:0" for other in self.model.replaced}
+            execution.at = "publish"
+
+    def knock_once(self, execution, *, ask):
+        task, owner = execution.task, execution.owner
+        home = self.home_of(task)
+        mode, limit = self.model.terms_of(task)
+        message = b"" if ask else message_of(task)
+        shown = Ticket(f"{task}:0:0", f"{task}@", execution.marked, message)
+        holder = json.dumps({"id": task})
+        ran = task in self.model.running
+        has_ticket = ran or task in self.tickets()
+        held = owner in self.model.leases
+        had_turn = f"{task}#" in self.model.leases
+        before = self.waiting()
+        answer = self.lines[home].park(
+            LOCK, owner, TTL * UNIT, holder, shown, mode=mode, limit=limit, bounds=self.bounds
+        )
+        told, given = self.model.park(
+            owner, task, home, self.bounds, marked=execution.marked, ask=ask
+        )
+        assert ANSWERS[type(answer)] == told
+        if told == "parked" and not has_ticket:
+            self.parked_order[task] = self.model.parked_so_far
+        turns = self.check_given(given)
+        if told == "granted" and not held:
+            execution.was_parked = has_ticket
+            if not ran and not had_turn:
+                self.check_order(task, before, has_ticket)
+        return answer, told, turns
+
+    def step_put_off(self, execution, twice):
+        """A copy of what runs comes again; twice: it was sent, and not acknowledged."""
+        self.copies.append((execution.task, execution.marked))
+        execution.at = "publish"
+
+    def step_body(self, execution, twice):
+        """The body ends, and its lease."""
+        if execution.owner in self.model.leases:
+            self.ended_in_time[execution.task] += execution.was_parked and not execution.settles
+            if execution.task not in self.revoked:
+                assert self.ended_in_time[execution.task] <= 1, "it ran to its end twice"
+        self.ran.add(execution.task)
+        self.ended.add(execution.owner)
+        self.release(execution, execution.task, twice, execution.settles)
+        execution.at = "publish"
+
+    def step_settle(self, execution, twice):
+        """Its result is stored: no copy of it is to run any more."""
+        self.release(execution, execution.task, twice)
+        execution.settles = 0
+        execution.at = "publish"
+
+    def release(self, execution, task, twice, settles=0):
+        home = self.home_of(execution.task)
+        for _ in range(1 + twice):
+            live = execution.owner in self.model.leases
+            had_field = self.client.hexists(LOCK, execution.owner)
+            had_turn = self.client.hexists(LOCK, f"{execution.task}:0:0#")
+            ticket = f"{task}:0:0" if task else ""
+            assert (
+                self.stores[home].release(
+                    [LOCK], execution.owner, ticket=ticket, settles=settles * UNIT
+                )
+                is live
+            )
+            execution.turns = self.check_given(
+                self.model.release(
+                    execution.owner, task, home, settles, had_field=had_field, had_turn=had_turn
+                )
+            )
+
+    def step_publish(self, execution, twice):
+        self.publish(execution.turns)
+        execution.turns = []
+        ended = execution.owner in self.ended
+        execution.at = "settle" if ended and execution.settles else "acknowledge"
+
+    def step_acknowledge(self, execution, twice):
+        self.executions.remove(execution)
+
+    def publish(self, turns):
+        self.copies += [(task, True) for task in turns]
+
+    # What goes wrong.
+
+    @precondition(lambda self: self.executions)
+    @rule(index=indexes, seen=st.booleans(), lost=st.booleans())
+    def crash(self, index, seen, lost):
+        """Its process dies; the main process may see that, and publish what that gives, or not."""
+        execution = self.executions.pop(index % len(self.executions))
+        self.copies.append((execution.task, execution.marked))
+        if seen:
+            home = self.home_of(execution.task)
+            self.stores[home].release_dead([LOCK], execution.owner)
+            given = self.check_given(self.model.release_dead(execution.owner, home))
+            if not lost:
+                self.publish(given)
+        self.look()
+
+    @precondition(lambda self: any(e.was_parked and e.at == "body" for e in self.executions))
+    @rule(seen=st.booleans())
+    def crash_at_work_and_come_again(self, seen):
+        """What was parked, and ran, comes again, after those that had their turn meanwhile."""
+        (index, *_) = (n for n, e in enumerate(self.executions) if e.was_parked and e.at == "body")
+        execution = self.executions[index]
+        copy = (execution.task, execution.marked)
+        self.crash(index, seen, lost=False)
+        if not seen:
+            self.pass_time(TTL, renewing=False)
+            self.sweep(0, lost=False, twice=False, told=False)
+        self.take(self.copies.index(copy))
+        if self.executions:
+            self.some_steps(len(self.executions) - 1, 3)
+
+    @precondition(lambda self: any(e.at == "body" for e in self.executions))
+    @rule(index=indexes)
+    def stop(self, index):
+        """The worker is stopped in the middle of the body: its message comes again."""
+        bodies = [execution for execution in self.executions if execution.at == "body"]
+        execution = bodies[index % len(bodies)]
+        self.release(execution, "", twice=False)
+        self.publish(execution.turns)
+        self.executions.remove(execution)
+        self.copies.append((execution.task, execution.marked))
+        self.look()
+
+    @precondition(lambda self: self.model.leases or self.model.line)
+    @rule(units=st.sampled_from([1, 1, 2, 3]), renewing=st.booleans())
+    def pass_time(self, units, renewing):
+        for _ in range(units):
+            if renewing:
+                self.renew()
+            self.model.pass_time(1)
+            driven_clock.advance(self.client, UNIT)
+        self.look()
+
+    def renew(self):
+        for execution in self.executions:
+            if execution.at == "body":
+                renewed = self.stores[0].extend([LOCK], execution.owner, TTL * UNIT)
+                assert renewed is (execution.owner in self.model.leases)
+                if renewed:
+                    self.model.grant(execution.owner)
+
+    @rule(home=st.integers(0, 1), lost=often, twice=often, told=st.booleans())
+    def sweep(self, home, lost, twice, told):
+        home %= self.homes
+        for _ in range(1 + twice):
+            swept = self.lines[home].sweep([LOCK])[LOCK]
+            given = self.check_given(self.model.pass_on_if_any(home))
+            assert swept.parked == len(self.tickets())
+            assert swept.replaced == {
+                f"{task}:0:0": message_of(task) for task in self.model.replaced
+            }
+        if not lost:
+            self.publish(given)
+        for task in sorted(self.model.replaced) if told else ():
+            self.told.add(task)
+            self.leave(task)
+        self.look()
+
+    def leave(self, task):
+        home = self.home_of(task)
+        was = self.model.waits(task) or task in self.model.handed or task in self.model.running
+        was = was or task in self.model.replaced
+        assert self.lines[home].leave(LOCK, f"{task}:0:0") is was
+        self.publish(self.check_given(self.model.leave(task, home)))
+
+    # What must be so.
+
+    def tickets(self):
+        return {place.task for place in self.model.line} | set(self.model.handed)
+
+    def waiting(self):
+        return [member.partition(":")[0] for member in self.client.zrange(f"{LOCK}:line", 0, -1)]
+
+    def check_given(self, expected):
+        """Return who was given to be published: as the model says, and in order."""
+        given = [turn.ticket.partition(":")[0] for turn in self.published]
+        assert [turn.message for turn in self.published] == [message_of(task) for task in given]
+        self.published.clear()
+        assert given == expected
+        waiting = self.waiting()
+        for number, task in enumerate(given):
+            self.check_order(task, given[number + 1 :] + waiting, has_ticket=True)
+        return given
+
+    def check_order(self, task, others, has_ticket):
+        """Nobody waits who was parked before; nobody at all where the task was not parked."""
+        before = [other for other in others if other != task]
+        if has_ticket:
+            mine = self.parked_order[task]
+            before = [other for other in before if self.parked_order[other] < mine]
+        assert not [t for t in before if t in self.waiting()], f"{task} passed {before}"
+
+    def look(self):
+        """Compare what the server has with the model."""
+        model = self.model
+        leases = {
+            holding.owner.replace(":0:0#", "#"): (round(holding.remaining / UNIT), holding.mode)
+            for holding in self.stores[0].holders(LOCK)
+        }
+        assert leases == {
+            owner: (end - model.now, model.terms_of(owner)[0])
+            for owner, end in model.leases.items()
+        }
+        exclusive = [owner for owner, (_, mode) in leases.items() if mode == "exclusive"]
+        assert not exclusive or len(exclusive) == len(leases)
+        assert len(exclusive) <= max(limit for _, limit in model.terms)
+
+        with self.raw.pipeline(transaction=False) as ask:
+            ask.get(driven_clock.CLOCK).zrange(f"{LOCK}:line", 0, -1)
+            ask.hgetall(f"{LOCK}:tickets").zrange(f"{LOCK}:handed", 0, -1, withscores=True)
+            ask.hkeys(f"{LOCK}:running").hkeys(f"{LOCK}:replaced").keys("*")
+            clock, line, records, handed, running, replaced, keys = ask.execute()
+        assert int(records.pop(b"bytes", 0)) == sum(map(len, records.values()))
+        assert shorts(line) == [place.task for place in model.line]
+        until = {task: until for task, (until, _) in model.handed.items()}
+        past = int(clock) // 1000
+        assert {short(name): round((at - past) / UNIT / 1000) for name, at in handed} == {
+            task: at - model.now for task, at in until.items()
+        }
+        times = {place.task: place.times for place in model.line}
+        times |= {task: place.times for task, (_, place) in model.handed.items()}
+        assert {short(name): int(record.split()[2]) for name, record in records.items()} == times
+        assert sorted(shorts(running)) == sorted(model.running)
+        assert set(shorts(replaced)) == model.replaced
+        done = {short(key.split(b":")[3]) for key in keys if b":done:" in key}
+        assert done == model.done
+        states = Counter([*shorts(line), *until, *shorts(running), *(done | model.replaced)])
+        assert not states or max(states.values()) == 1, f"in two states: {states}"
+
+    @invariant()
+    def every_key_ends_by_itself(self):
+        names = driven_clock.keys(self.client)
+        with self.raw.pipeline(transaction=False) as ask:
+            for name in names:
+                ask.pttl(name)
+            assert all(left > 0 for left in ask.execute()), names
+
+    def teardown(self):
+        """With no more crashes all comes to its end."""
+        if not hasattr(self, "model"):
+            return
+        replaced = self.told | self.model.replaced
+        for _ in range(40 + 4 * len(self.tasks)):
+            self.let_all_work()
+            replaced |= self.model.replaced
+            for home in range(self.homes):
+                self.sweep(home, lost=False, twice=False, told=True)
+            if not self.copies and not self.tickets():
+                break
+            self.pass_time(TTL if self.copies else LONGEST, renewing=False)
+        assert not self.copies
+        assert not self.tickets()
+        for task in set(self.tasks) - self.revoked:
+            if task in self.parked_order:
+                assert (task in self.model.completed) != (task in replaced), f"{task} is lost"
+            else:
+                assert task in self.ran | self.skipped, f"{task} is lost"
+        left = {kind for kind in LEFT_BY_NONE if self.client.exists(f"{LOCK}:{kind}")}
+        for each in (*self.stores, self.client, self.raw):
+            each.close()
+        assert not left, left
+
+    def let_all_work(self):
+        """Let those at work end, and each copy that is there be delivered once."""
+        self.finish_all()
+        for _ in range(len(self.copies)):
+            self.take(0)
+            self.finish_all()
+
+    def finish_all(self):
+        while self.executions:
+            self.step_on(self.executions[0], twice=False)
+
+
+def short(ticket):
+    """Return the task's name of a ticket."""
+    name = ticket.decode() if isinstance(ticket, bytes) else ticket
+    return name.partition(":")[0]
+
+
+def shorts(tickets):
+    return list(map(short, tickets))
+
+
+def message_of(task):
+    return f"\0 message\n of {task} \xff".encode("latin-1") * (number_of(task) + 1)
+
+
+@pytest.fixture
+def machine(redis_url, monkeypatch):
+    for name in ("RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
+        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
+    for name in ("PARK", "LEAVE", "SWEEP", "ENLIST"):
+        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
+    return lambda: ParkedMachine(redis_url)
+
+
+def run(machine, examples, steps):
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.timeout(600)  # seconds: a failure is first made small
+def test_parked_tasks_do_what_the_model_does(machine):
+    """Whatever crashes and is lost on the way, each parked task completes once, in its turn."""
+    run(machine, examples=50, steps=40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_parked_tasks_do_what_the_model_does_for_long(machine):
+    """So they do in longer and in many more interleavings."""
+    run(machine, examples=800, steps=80)

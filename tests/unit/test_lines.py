@@ -1,0 +1,161 @@
+"""What a script's answer about parked tasks means, and whose turns are published."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
+from celery_dislock.exceptions import StoreError
+from celery_dislock.lines import Bounds, Lines, Ticket
+from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP
+
+LOCK = "dislock:{k}"
+TICKET = Ticket("1:0:0", "1@", marked=True, message=b"m")
+GIVEN = [b"dislock:{k}", b"2:0:0", b"message\n\x00", b"dislock:{j}", b"3:1:0", b""]
+TURNS = [Turn(LOCK, "2:0:0", b"message\n\x00"), Turn("dislock:{j}", "3:1:0", b"")]
+LEASE = [1500, b"~other", b'{"id": "7"}']  # one whose owner is done with it
+HELD = Refused("other", 1.5, {"id": "7"})
+
+
+class Server:
+    """Answers what it is told to, and notes what it was asked."""
+
+    def __init__(self):
+        self.reply = None
+        self.asked = []
+
+    def run(self, script, keys, *arguments):
+        self.asked.append((script, keys, arguments))
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
+
+    def run_many(self, script, calls, *, within):
+        assert within > 0
+        self.asked.append((script, calls))
+        return self.reply
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture
+def published():
+    return []
+
+
+@pytest.fixture
+def lines(server, published):
+    return Lines(server, "dislock", "home", published.append)
+
+
+def park(lines, **terms):
+    return lines.park(LOCK, "owner", 30.0004, "{}", TICKET, **terms)
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ([0, [], *LEASE, 4], HELD._replace(place=4)),
+        ([1, [], b"1700000000000000", 0], Granted((1_700_000_000_000_000,))),
+        ([1, [], b"5", 1], Granted((5,), claimed=True)),
+        ([2, [], 3, *LEASE, []], Parked(3, HELD, {})),
+        ([2, [], 3, *LEASE, [b"2:0:0", b"old"]], Parked(3, HELD, {"2:0:0": b"old"})),
+        ([3, []], Done()),
+        ([4, [], 9, *LEASE], Full(9, HELD)),
+    ],
+)
+def test_an_answer_says_what_became_of_a_task(lines, server, published, reply, answer):
+    """Five answers, each with what its receiver needs to know."""
+    server.reply = reply
+    assert (park(lines), published) == (answer, [])
+
+
+@pytest.mark.parametrize("reply", [[0, GIVEN, *LEASE, 4], [1, GIVEN, b"5", 1], [3, GIVEN]])
+def test_turns_that_an_answer_brings_are_published(lines, server, published, reply):
+    """Whatever it says: whoever asks first after a crash, hands on."""
+    server.reply = reply
+    park(lines)
+    assert published == [TURNS]
+
+
+def test_the_script_is_told_all_it_needs(lines, server):
+    """Milliseconds rounded up, the mode's letter, the home, the ticket and the line's bounds."""
+    server.reply = [3, []]
+    park(lines, mode="shared", limit=2, bounds=Bounds(10, 2000, "replace"))
+    first = ("owner", 30001, "{}", "s", 2, "home")
+    ticket = ("1:0:0", "1@", 1, b"m")
+    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace"))]
+
+
+def test_without_bounds_any_number_may_wait(lines, server):
+    """But not messages without end; and who only asks shows none."""
+    server.reply = [3, []]
+    lines.park(LOCK, "owner", 1, "{}", Ticket("1:0:0", "1@", marked=False))
+    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip")
+
+
+def test_who_leaves_gives_its_turn_on(lines, server, published):
+    """What comes next is published, and the caller is told whether the task was there."""
+    server.reply = [1, GIVEN]
+    assert lines.leave(LOCK, "1:0:0") is True
+    assert published == [TURNS]
+    server.reply = [0, []]
+    assert lines.leave(LOCK, "1:0:0") is False
+    assert len(published) == 1
+    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b""))
+
+
+def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
+    """It is in the middle of publishing: the turns are the caller's."""
+    server.reply = [1, GIVEN]
+    assert lines.set_aside(LOCK, "1:0:0", b"rubbish") == TURNS
+    assert published == []
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish"))]
+
+
+def test_the_lines_of_each_broker_are_noted_apart(lines, server):
+    """One hash for each home, outside the slots of the locks."""
+    names = ["dislock:lines:home"]
+    server.reply = [2, b"17", [b"dislock:{a}", b"1", b"dislock:{b}", b"5"]]
+    lines.enlist(LOCK)
+    lines.delist(LOCK, b"5")
+    assert lines.page(b"0", 500) == (2, b"17", {"dislock:{a}": b"1", "dislock:{b}": b"5"})
+    assert server.asked == [
+        (ENLIST, names, (LOCK,)),
+        (DELIST, names, (LOCK, b"5")),
+        (LINES, names, (b"0", 500)),
+    ]
+
+
+def test_a_sweep_publishes_and_tells_what_it_found(lines, server, published):
+    """One pipeline; a line that could not be looked at is missing from what was found."""
+    away = StoreError("redis://fake", "away")
+    server.reply = [[2, GIVEN, [b"2:0:0", b"old"]], away, [0, [], []]]
+    assert lines.sweep(["a", "b", "c"]) == {"a": Swept(2, {"2:0:0": b"old"}), "c": Swept(0, {})}
+    assert published == [TURNS]
+    assert server.asked == [(SWEEP, [("a", "home"), ("b", "home"), ("c", "home")])]
+
+
+def test_a_sweep_of_no_lines_asks_nobody(lines, server):
+    """A page may be empty."""
+    assert lines.sweep([]) == {}
+    assert server.asked == []
+
+
+def test_an_error_of_the_server_is_the_callers(lines, server, published):
+    """Nothing is published of an answer that did not come."""
+    server.reply = StoreError("redis://fake", "away")
+    for call in (
+        lambda: park(lines),
+        lambda: lines.leave(LOCK, "1:0:0"),
+        lambda: lines.set_aside(LOCK, "1:0:0", b"m"),
+        lambda: lines.enlist(LOCK),
+        lambda: lines.delist(LOCK, b"5"),
+        lambda: lines.page(b"0", 500),
+    ):
+        with pytest.raises(StoreError):
+            call()
+    assert published == []

@@ -1,0 +1,212 @@
+"""Looking through the lines, a page at a time, by one worker at a time."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+
+import pytest
+
+from celery_dislock.answers import Swept
+from celery_dislock.options import TaskOptions
+from celery_dislock.sweep import FIRST, PAGE, Sweep, interval
+from tests.unit.fakes import FakeLines
+
+NAME = "dislock:sweep:{home}"
+EVERY = 10.0
+
+
+class Process:
+    """Stands for what the locks of a process share.
+
+    Attributes:
+        told: What tell_replaced was given; it raises what is an error.
+        answered: Whether the lock server answered, each time.
+    """
+
+    pid = 42
+
+    def __init__(self, store):
+        self.store = store
+        self.lines = FakeLines(store)
+        self.told = []
+        self.error = None
+        self.answered = []
+        self._numbers = count(1)
+
+    def owner_name(self, start):
+        return f"{start}{next(self._numbers)}"
+
+    def tell_replaced(self, lock, replaced):
+        self.told.append((lock, replaced))
+        if self.error is not None:
+            raise self.error
+
+    def lock_server_failed(self, error):
+        self.answered.append(False)
+
+    def lock_server_answered(self):
+        self.answered.append(True)
+
+
+@pytest.fixture
+def process(world):
+    return Process(world.store)
+
+
+@pytest.fixture
+def sweep(process, world):
+    return Sweep(process, NAME, "w1@here", EVERY, world.clock)
+
+
+def empty(*locks):
+    return dict.fromkeys(locks, b"1")
+
+
+def cursors(process):
+    return [cursor for cursor, _ in process.store.asked("page")]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "seconds"),
+    [
+        ([], None),
+        ([{}, {"lock_on_conflict": "wait"}], None),
+        ([{"lock_on_conflict": "queue"}, {"lock_watchdog_timeout": 3.0}], 10.0),
+        (
+            [
+                {"lock_on_conflict": "queue", "lock_watchdog_timeout": 60.0},
+                {"lock_on_conflict": "queue", "lock_expire": 6.0, "lock_watchdog_timeout": 1.0},
+                {"lock_on_conflict": lambda *_: "queue"},
+            ],
+            2.0,
+        ),
+        ([{"lock_on_conflict": lambda *_: "queue", "lock_key": ("a", "b")}], None),
+    ],
+)
+def test_lines_are_looked_at_within_a_third_of_the_shortest_timeout(tasks, seconds):
+    """Of the tasks that may be parked; where there is none, nobody looks."""
+    assert interval(TaskOptions(**options) for options in tasks) == seconds
+
+
+def test_it_sweeps_under_a_lease_of_its_own(process, sweep):
+    """Taken, or kept, at each step; it ends before a dead worker's own leases do."""
+    process.lines.pages = [(0, FIRST, {}), (0, FIRST, {})]
+    assert sweep.step() == EVERY
+    owner, expires, holder = process.store.leases[NAME]
+    assert owner == "w1@here:42/1"
+    assert expires - process.store.clock() == pytest.approx(2 * EVERY)
+    assert holder == {"task": "sweep", "worker": "w1@here", "pid": 42}
+    process.store.clock.advance(EVERY)
+    sweep.step()
+    assert process.store.leases[NAME][1] - process.store.clock() == pytest.approx(2 * EVERY)
+    assert process.store.leases[NAME][0] == owner
+
+
+def test_where_another_worker_sweeps_it_waits_for_a_whole_interval(world, process, sweep):
+    """It asks for the lease and for nothing else, and begins at the beginning when it has it."""
+    process.lines.pages = [(PAGE * 3, b"17", {})]
+    sweep.step()
+    process.store.leases[NAME] = ("other", world.clock() + 5, {})
+    assert sweep.step() == EVERY
+    assert len(process.store.asked("page")) == 1
+    world.clock.advance(5)
+    process.lines.pages = [(0, FIRST, {})]
+    sweep.step()
+    assert cursors(process) == [FIRST, FIRST]
+    assert process.answered == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("total", "steps"), [(0, 1), (1, 1), (PAGE - 1, 1), (PAGE, 3), (PAGE * 5, 7)]
+)
+def test_the_pages_are_spread_over_the_interval(process, sweep, total, steps):
+    """However many lines there are, each is looked at once within it; pages are uneven."""
+    process.lines.pages = [(total, b"17", {})]
+    assert sweep.step() == EVERY / steps
+    assert process.store.asked("page") == [(FIRST, PAGE)]
+
+
+def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
+    """A server that is slow does not put the round off."""
+    process.lines.pages = [(PAGE * 5, b"17", {})] * 2
+    world.store.latency = 0.1
+    began = world.clock()
+    left = sweep.step()
+    assert left == pytest.approx(EVERY / 7 - (world.clock() - began))
+    world.store.latency = EVERY
+    assert sweep.step() == 0.0
+
+
+def test_it_goes_on_where_the_page_ended(process, sweep):
+    """Page after page, and from the last one to the first."""
+    process.lines.pages = [(PAGE * 2, b"17", {}), (PAGE * 2, FIRST, {}), (PAGE * 2, b"17", {})]
+    for _ in range(3):
+        sweep.step()
+    assert cursors(process) == [FIRST, b"17", FIRST]
+
+
+def test_the_lines_of_a_page_are_looked_at_together(process, sweep):
+    """One pipelined round trip for all of them."""
+    process.lines.pages = [(2, FIRST, empty("a", "b"))]
+    sweep.step()
+    assert process.store.asked("sweep") == [("a", "b")]
+
+
+def test_an_empty_line_is_struck_off_with_the_number_that_was_seen(process, sweep):
+    """Another worker may have enlisted it again meanwhile; one that was not seen stays listed."""
+    process.lines.pages = [(4, FIRST, {"a": b"1", "b": b"7", "c": b"3", "d": b"4"})]
+    process.lines.swept = {
+        "a": Swept(2, {}),
+        "b": Swept(0, {}),
+        "c": Swept(0, {"1:0:0": b"message"}),
+    }
+    sweep.step()
+    assert process.store.asked("delist") == [("b", b"7")]
+
+
+def test_who_lost_a_place_and_was_not_told_is_told(process, sweep):
+    """The one that was to tell it has died, or could not."""
+    process.lines.pages = [(2, FIRST, empty("a", "b"))]
+    process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"}), "b": Swept(1, {})}
+    sweep.step()
+    assert process.told[0] == ("a", {"1:0:0": b"message"})
+
+
+def test_a_lock_server_that_is_away_is_asked_again_from_the_first_page(process, sweep, caplog):
+    """The outage is reported where all are, and a whole interval passes."""
+    process.lines.pages = [(PAGE * 2, b"17", {}), (0, FIRST, {})]
+    sweep.step()
+    process.store.away = True
+    assert sweep.step() == EVERY
+    assert sweep.step() == EVERY
+    process.store.away = False
+    sweep.step()
+    assert cursors(process) == [FIRST, FIRST]
+    assert process.answered == [True, False, False, True]
+    assert caplog.text == ""
+
+
+def test_an_unexpected_error_does_not_end_it(process, sweep, caplog):
+    """It is logged with its traceback; the next step begins at the first page."""
+    process.lines.pages = [(PAGE * 2, b"17", empty("a")), (0, FIRST, {})]
+    process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"})}
+    process.error = ZeroDivisionError("unexpected")
+    assert sweep.step() == EVERY
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "unexpected" in caplog.text
+    sweep.step()
+    assert cursors(process) == [FIRST, FIRST]
+    assert process.answered == [True]
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_at_its_end_another_worker_can_sweep(process, sweep, away):
+    """The lease is given back, where the server answers; the connections are closed."""
+    process.lines.pages = [(0, FIRST, {})]
+    sweep.step()
+    process.store.away = away
+    sweep.end()
+    assert (NAME in process.store.leases) is away
+    assert process.store.calls[-1] == ("close",)
