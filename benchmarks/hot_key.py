@@ -2,8 +2,8 @@
 Run 1,000 tasks of one hot key among 1,000 of as many other keys, in a worker with four slots.
 
 All messages stand in the queue before a run begins, shuffled, the same way each time.  A body of
-the hot key sleeps for 20 ms, another for 40 ms: so the hot ones, one after the other, need one slot
-for 20 s, and the others all four for 10 s.  What holds the others up beyond a quarter of the slots
+the hot key sleeps for 20 ms, another for 100 ms: so the hot ones, one after the other, need one slot
+for 20 s, and the others all four for 25 s.  What holds the others up beyond a quarter of the slots
 is what is done about the hot lock.
 
 - "queue": ours, parked in line;
@@ -26,8 +26,8 @@ for the lock, to wait for it, to be parked or sent again.  Messages are the LPUS
 retries, or the turns of parked tasks.
 
 The message of a turn goes to the end of the queue, behind all others.  So few hot bodies run before
-the others are done, and the last task ends later than where retries come in between.  And where the
-queue takes longer than a turn is reserved, five seconds and then twice as long each time, the turn
+the others are done, and the last task ends later than where retries come in between.  Where the
+queue takes longer than a turn is reserved, thirty seconds and then twice as long each time, the turn
 is given again, and one of its two messages is wasted.
 """
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 HOT = 1_000  # tasks
 OTHERS = 1_000
 HOT_SECONDS = 0.02  # of a body
-OTHER_SECONDS = 0.04
+OTHER_SECONDS = 0.1
 SLOTS = 4
 SEED = 4711
 RUN_LIMIT = 150.0  # seconds until a run counts as failed

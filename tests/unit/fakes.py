@@ -46,6 +46,7 @@ class FakeStore:
         others: Leases that share the lock, for who asks for its holders.
         marks: What is remembered of tasks, by lock and task id.
         done: Tickets that releases have ended, in order; empty for a release without one.
+        settling: For how long their results are on their way, in the same order.
     """
 
     server = "redis://fake"
@@ -60,6 +61,7 @@ class FakeStore:
         self.others: list[tuple[str, float, dict[str, Any]]] = []
         self.marks: dict[tuple[str, str], str] = {}
         self.done: list[str] = []
+        self.settling: list[float] = []
         self.tokens = 0
 
     def _round_trip(self, *call: Any) -> None:
@@ -91,6 +93,7 @@ class FakeStore:
     ) -> bool:
         self._round_trip("release", *locks, owner, at_least)
         self.done.append(ticket)
+        self.settling.append(settles)
         held = [self._release(lock, owner, at_least) for lock in locks]
         return all(held)
 

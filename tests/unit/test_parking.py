@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -490,6 +491,85 @@ def test_a_lease_that_is_left_is_not_touched_without_a_ticket(app, world, lines)
     come(declare(app, lambda _: None, "skip", release_on_success=False))
     assert world.store.done == []
     assert len(world.store.leases) == 1
+
+
+CLAIMED = Granted((1,), claimed=True)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, Retry])
+def test_the_ticket_of_a_task_acknowledged_late_settles_with_its_result(app, world, lines, error):
+    """Its message may come again until its result is stored: two steps, as its process may die."""
+
+    def body(_):
+        if error is not None:
+            raise error
+
+    lines.answers = [CLAIMED]
+    come(declare(app, body, acks_late=True, lock_watchdog_timeout=7))
+    assert world.store.done == ["2:0:0", "2:0:0"]
+    assert world.store.settling == [7, 0]
+
+
+def test_a_task_acknowledged_early_is_done_with_its_release(app, world, lines):
+    """Nothing can deliver it again: one round trip."""
+    lines.answers = [CLAIMED]
+    come(declare(app, lambda _: None))
+    assert world.store.done == ["2:0:0"]
+    assert world.store.settling == [0]
+
+
+def test_a_task_that_was_not_parked_has_nothing_to_settle(app, world, lines):
+    """It has no ticket: one round trip."""
+    come(declare(app, lambda _: None, acks_late=True))
+    assert world.store.done == ["2:0:0"]
+
+
+def test_the_ticket_of_a_delivery_that_comes_again_is_not_settled(app, world, lines):
+    """The copy is to run."""
+
+    def body(_):
+        raise Reject("why", requeue=True)
+
+    lines.answers = [CLAIMED]
+    come(declare(app, body, acks_late=True))
+    assert world.store.done == [""]
+
+
+def test_a_ticket_that_cannot_be_settled_does_not_fail_its_task(
+    app, world, lines, monkeypatch, caplog
+):
+    """The lock server went away after the release: the log says that a copy may run."""
+    lines.answers = [CLAIMED]
+    release = world.store.release
+
+    def once(*args, **kwargs):
+        monkeypatch.setattr(world.store, "away", True)
+        monkeypatch.setattr(world.store, "release", release)
+
+    monkeypatch.setattr(world.store, "release", once)
+    come(declare(app, lambda _: None, acks_late=True))
+    assert stored(app)[0] == "SUCCESS"
+    assert "Task shop.export[2] has ended, but a copy of it may run again: " in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["queue", "skip", "reject"])
+def test_what_ends_a_delivery_unrun_has_hardly_a_traceback(app, world, lines, strategy):
+    """Celery copies each of its frames, and sends them to the main process."""
+    world.store.leases[LOCK] = ("other", world.clock() + 30, {"task": "t", "id": "1"})
+    error = ended(come(declare(app, None, strategy)))
+    frames = list(traceback.walk_tb(error.__traceback__))
+    assert len(frames) <= 4  # there are twelve where it is raised
+    assert error.__cause__ is None
+
+
+def test_what_a_body_raises_keeps_its_traceback(app, world, lines):
+    """It is the user's."""
+
+    def body(_):
+        raise Retry
+
+    error = ended(come(declare(app, body)))
+    assert body.__name__ in {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
 
 
 # A delivery whose end is only to be told
