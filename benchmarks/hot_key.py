@@ -2,9 +2,9 @@
 Run 1,000 tasks of one hot key among 1,000 of as many other keys, in a worker with four slots.
 
 All messages stand in the queue before a run begins, shuffled, the same way each time.  A body of
-the hot key sleeps for 20 ms, another for 100 ms: so the hot ones, one after the other, need one slot
-for 20 s, and the others all four for 25 s.  What holds the others up beyond a quarter of the slots
-is what is done about the hot lock.
+the hot key sleeps for 20 ms, another for 100 ms: so the hot ones, one after the other, need one
+slot for 20 s, and the others all four for 25 s.  What holds the others up beyond a quarter of the
+slots is what is done about the hot lock.
 
 - "queue": ours, parked in line;
 - SET NX + retry: the lock that people write by hand, as in Celery's cookbook, with
@@ -27,8 +27,8 @@ retries, or the turns of parked tasks.
 
 The message of a turn goes to the end of the queue, behind all others.  So few hot bodies run before
 the others are done, and the last task ends later than where retries come in between.  Where the
-queue takes longer than a turn is reserved, thirty seconds and then twice as long each time, the turn
-is given again, and one of its two messages is wasted.
+queue takes longer than a turn is reserved, thirty seconds and then twice as long each time, the
+turn is given again, and one of its two messages is wasted.
 """
 
 from __future__ import annotations
