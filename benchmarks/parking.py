@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from benchmarks.recorded import Recorded
 
 TASKS = 1_000
-ROUNDS = 3
+ROUNDS = 7
 SINGLE = 100  # plain tasks in a round, one at a time
 SLOTS = 2
 RUN_LIMIT = 90.0  # seconds until a run counts as failed

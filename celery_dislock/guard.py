@@ -97,10 +97,6 @@ class Guard:
         previous = current.set(claim)
         try:
             return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
-        except (Ignore, Retry, Reject) as exc:
-            if claim.lease is None:  # ours, not the body's: Celery would copy and send each frame
-                raise exc.with_traceback(None) from None
-            raise
         finally:
             try:
                 claim.settle()  # again, where a signal handler's exception has cut it short
@@ -158,6 +154,11 @@ class Guard:
         lock.options = replace(lock.options, lock_at_least_for=until)
         claim.leaves = True
         outbox.held_by = claim.owner
+
+    def ended_unrun(self, request: Context) -> bool:
+        """Tell whether a delivery has ended without its body."""
+        claim = getattr(request, "dislock_claim", None)
+        return claim is not None and claim.lease is None
 
     @property
     def parks(self) -> bool:

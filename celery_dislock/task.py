@@ -15,7 +15,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from celery import Task, states
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_revoked
 
 from celery_dislock.exceptions import StoreError
@@ -104,18 +104,8 @@ def install(task: type[Task], app: Celery) -> None:
     app_settings(app.conf)
     options = task_options(task.name, declared_options(task), app.conf)
     guard = Guard(task, options, runtime_of(app))
-    own_call = _custom_call(task)
-
-    def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        request = self.request_stack.top
-        if request is None or request.called_directly or hasattr(request, "dislock_claim"):
-            return (own_call or Task.__call__)(self, *args, **kwargs)
-        body = own_call.__get__(self) if own_call else self.run
-        return guard.run(self, request, body, args, kwargs)
-
-    __call__.dislock_inner = own_call  # type: ignore[attr-defined]
     task.dislock_guard = guard
-    task.__call__ = __call__
+    task.__call__ = _guarded(guard, _custom_call(task))
     task.apply_async = _retrying_after_release(task.apply_async)
     task.on_replace = _replacing_after_release(task.on_replace)
     if not issubclass(task, SingletonTask):
@@ -134,6 +124,26 @@ def _remember(task: Task, state: str, **_kwargs: Any) -> None:
     copies: Copies | None = getattr(task.request, "dislock_copies", None)
     if copies is not None and state == states.SUCCESS:
         copies.task_succeeded()
+
+
+def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make the ``__call__`` of a guarded task around the one that users gave it, if any."""
+
+    def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        request = self.request_stack.top
+        if request is None or request.called_directly or hasattr(request, "dislock_claim"):
+            return (own_call or Task.__call__)(self, *args, **kwargs)
+        body = own_call.__get__(self) if own_call else self.run
+        try:
+            return guard.run(self, request, body, args, kwargs)
+        except (Ignore, Retry, Reject) as exc:
+            if not guard.ended_unrun(request):
+                raise
+            # Celery would copy each frame, and send them all to the main process.
+            raise exc.with_traceback(None) from None
+
+    __call__.dislock_inner = own_call  # type: ignore[attr-defined]
+    return __call__
 
 
 def _settle(task: Task, **_kwargs: Any) -> None:
