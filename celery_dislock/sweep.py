@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from celery_dislock.options import TaskOptions
     from celery_dislock.runtime import Process
 
-PAGE = 500  # lines that are looked at in one go
+PAGE = 100  # lines that are looked at in one go: the event loop waits for them
 FIRST = b"0"  # cursor of the first page
 
 logger = logging.getLogger("celery_dislock")
