@@ -10,8 +10,9 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from celery_dislock.answers import Granted, Refused
+from celery_dislock.answers import Granted, Parked, Refused
 from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.lines import Lines, Ticket
 from celery_dislock.runtime import Runtime
 from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
@@ -434,6 +435,27 @@ class TestReplicas:
         replica.resume()
         wait_for_replicas(master, 1)
         take(store, "c/1", lock=other)
+        store.close()
+
+    def test_a_task_counts_as_parked_when_the_replicas_have_it(self, replicated):
+        """Else its message is not acknowledged: it comes again, and finds the place that it has."""
+        master, replica = replicated
+        store = Store(master.url, {"min_replicas": 1})
+        lines = Lines(store.lock_server, "dislock", "here", [].extend)
+        take(store, "a/1")
+
+        def park(task):
+            ticket = Ticket(f"{task}:0:0", f"{task}@", marked=False, message=b"{}")
+            return lines.park(LOCK, f"{task}@w/1", LONG, HOLDER, ticket)
+
+        assert isinstance(park("b"), Parked)
+        assert exists(replica, f"{LOCK}:tickets")
+        replica.pause()
+        with pytest.raises(StoreError, match="only 0 of 1 replicas"):
+            park("c")
+        replica.resume()
+        wait_for_replicas(master, 1)
+        assert park("c").place == 2
         store.close()
 
     def test_two_of_one_are_too_few(self, replicated):
