@@ -28,6 +28,7 @@ from celery_dislock.scripts import (
     DELIST,
     ENLIST,
     FULL,
+    GIVE_BACK,
     GRANTED,
     LEAVE,
     LINES,
@@ -160,6 +161,15 @@ class Lines:
         left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"")
         self._publish(given)
         return bool(left)
+
+    def give_back(self, lock: str, ticket: str) -> None:
+        """
+        Put a parked task back in line whose message could not be published.
+
+        Raises:
+            StoreError: The server did not answer; its turn runs out by itself.
+        """
+        self._server.run(GIVE_BACK, [lock], ticket)
 
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """

@@ -1,7 +1,8 @@
 """Publish the messages of parked tasks whose turn it is, and end those that lost their place.
 
 Nothing here raises what a broker may raise: whoever releases a lock has done its own task, and is
-not to fail for another's.  A turn that was not published runs out, and is given again.
+not to fail for another's.  A turn that was not published is given back, or runs out, and is given
+again.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ class Postman:
                 self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
                 logger.debug("Parked task %s has its turn.", turn.ticket)
             except (OperationalError, OSError) as exc:  # the broker is away
-                _not_sent((other for other, _ in readable[nth:]), exc)
+                unsent = [other for other, _ in readable[nth:]]
+                _not_sent(unsent, exc)
+                _give_back(lines, unsent)
                 return
             except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
                 _not_sent([turn], exc)  # and the others are not to wait for this one
@@ -140,6 +143,15 @@ def _not_sent(turns: Iterable[Turn], error: Exception) -> None:
         ", ".join(turn.ticket for turn in turns),
         error,
     )
+
+
+def _give_back(lines: Lines, turns: Iterable[Turn]) -> None:
+    """Let the next sweep try again, which need not wait until the turns run out."""
+    try:
+        for turn in turns:
+            lines.give_back(turn.lock, turn.ticket)
+    except StoreError as exc:
+        logger.warning("Their turns run out by themselves: %s", exc)
 
 
 def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:

@@ -101,7 +101,7 @@ def driven(redis_client, monkeypatch):
     """Time that passes when it is told to, for the scripts and the keys."""
     for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "LEAVE", "SWEEP", "ENLIST", "LINES"):
+    for name in ("PARK", "LEAVE", "GIVE_BACK", "SWEEP", "ENLIST", "LINES"):
         monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
@@ -419,6 +419,46 @@ class TestTurns:
             broker.sweep()
             assert broker.given() == ["a"]
         assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
+
+    def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
+        self, broker, held, driven, redis_client
+    ):
+        """Its message could not be published: it has its place again, and turns as long as ever."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        driven(TURN)
+        broker.sweep()  # its second turn
+        assert broker.given() == ["a", "a"]
+        broker.lines.give_back(LOCK, "a:0:0")
+        assert line(redis_client) == ["a", "b"]
+        assert not redis_client.exists(LOCK)
+        assert broker.given() == []
+        broker.lines.give_back(LOCK, "a:0:0")  # sent again
+        broker.sweep()
+        assert broker.given() == ["a"]
+        driven(TURN)
+        broker.sweep()
+        assert broker.given() == ["a"]
+
+    def test_a_turn_that_is_given_back_can_be_claimed(self, broker, held):
+        """The message was published all the same: it is the first in line, and runs."""
+        broker.park("a")
+        broker.end("first")
+        broker.lines.give_back(LOCK, "a:0:0")
+        assert isinstance(broker.ask("a", 2, marked=True), Granted)
+
+    def test_who_has_no_turn_gives_none_back(self, broker, held, redis_client):
+        """What waits, runs or is unknown stays as it is."""
+        broker.park("a")
+        broker.lines.give_back(LOCK, "a:0:0")
+        broker.lines.give_back(LOCK, "x:0:0")
+        assert line(redis_client) == ["a"]
+        broker.end("first")
+        broker.ask("a", 2, marked=True)
+        broker.lines.give_back(LOCK, "a:0:0")
+        assert line(redis_client) == []
+        assert redis_client.hlen(LOCK) == 1
 
     def test_a_message_that_comes_after_its_turn_has_its_place(self, broker, held, driven):
         """Its turn ran out on the way: it runs where the lock is free, and else waits in front."""

@@ -219,6 +219,9 @@ class FakeLines:
         self.store._round_trip("leave", lock, ticket)
         return self.parked.pop((lock, ticket), None) is not None
 
+    def give_back(self, lock: str, ticket: str) -> None:
+        self.store._round_trip("give_back", lock, ticket)
+
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         self.store._round_trip("set_aside", lock, ticket, message)
         return self.next_turns.pop(0) if self.next_turns else []

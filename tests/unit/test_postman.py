@@ -74,7 +74,21 @@ def test_a_broker_that_is_away_does_not_disturb_who_releases(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "sent to their queue, and will be soon: 1:0:0, 2:0:0: refused" in record.message
-    assert lines.store.calls == []
+
+
+def test_turns_that_cannot_be_sent_are_given_back(postman, producer, lines):
+    """All that were not sent: else a long outage of the broker made each turn a long one."""
+    producer.away = OperationalError("refused")
+    postman.hand_over(lines, [turn("1"), turn("2")])
+    assert lines.store.calls == [("give_back", LOCK, "1:0:0"), ("give_back", LOCK, "2:0:0")]
+
+
+def test_a_lock_server_that_is_away_too_lets_the_turns_run_out(postman, producer, lines, caplog):
+    """Whoever released has done its own task all the same."""
+    producer.away = OperationalError("refused")
+    lines.store.away = True
+    postman.hand_over(lines, [turn("1"), turn("2")])
+    assert "Their turns run out by themselves: " in caplog.text
 
 
 @pytest.mark.parametrize(
