@@ -25,6 +25,7 @@
 -- A turn reserves the lock by a lease of the owner "<ticket>#".  The message is given to the caller to
 -- publish; who gets it claims the turn.  A turn that nobody has claimed in time is given again.
 
+local TURNS_MOST = 100           -- that one script gives; whoever claims one goes on
 local TURN_MOST_MS = 300000      -- for the last of many turns
 local DONE_MS = 7200000          -- two hours: twice the time after which Redis brokers deliver again
 local KEPT_MS = 2592000000       -- thirty days without a worker, give or take
@@ -114,6 +115,7 @@ local function give_ticket_its_turn(member, asker)
   end
   if member ~= asker and its_home ~= home then return false end
   if not admits(mode, tonumber(limit)) then return false end
+  if member ~= asker and #turns >= 3 * TURNS_MOST then return false end
 
   local reserved = math.min(ttl * 2 ^ tonumber(times), math.max(ttl, TURN_MOST_MS))
   redis.call('ZREM', line, member)

@@ -588,6 +588,19 @@ class TestManyAtATime:
             broker.end(task, copy=2)
         assert broker.given() == ["x"]
 
+    def test_a_long_line_of_shared_ones_leaves_in_parts(self, broker, held, redis_client):
+        """No script gives more than a hundred turns: whoever claims one has the next ones given."""
+        tasks = [f"s{n}" for n in range(230)]
+        for task in tasks:
+            broker.park(task, **SHARED)
+        broker.end("first")
+        assert broker.given() == tasks[:100]
+        assert isinstance(broker.ask("s7", 2, marked=True, **SHARED), Granted)
+        assert broker.given() == tasks[100:200]
+        assert isinstance(broker.ask("s3", 2, marked=True, **SHARED), Granted)
+        assert broker.given() == tasks[200:]
+        assert line(redis_client) == []
+
     def test_a_shared_one_does_not_pass_an_exclusive(self, broker, redis_client):
         """Though the lock would admit it: the exclusive one would never have its turn."""
         broker.ask("first", **SHARED)
