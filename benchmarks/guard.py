@@ -67,7 +67,7 @@ class AtOnce:
         """Grant the lock."""
         return Granted((next(self._tokens),))
 
-    def release(self, _locks: Sequence[str], _owner: str, _at_least: float = 0.0) -> bool:
+    def release(self, _locks: Sequence[str], _owner: str, *_terms: Any) -> bool:
         """Say that the lease was there."""
         self.pairs += 1
         return True
