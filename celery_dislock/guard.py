@@ -81,6 +81,7 @@ class Guard:
             or self.options.lock_limit > 1
             or self.options.lock_dedupe_redelivered
         )
+        self._parks = self.options.parks
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
             "warn",
             "expire",
@@ -163,7 +164,7 @@ class Guard:
     @property
     def parks(self) -> bool:
         """Whether a delivery of this task may be parked, and so is to bring its message."""
-        return self.options.parks and not self.runtime.off
+        return self._parks and not self.runtime.off
 
     def revoked(self, request: Context) -> None:
         """
@@ -203,18 +204,19 @@ class Guard:
         self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
     ) -> Lease | None:
         """Return the lease; None where the body is to run without one."""
-        reason = take_note(request, REPLACED_HEADER)
+        reason = take_note(request, REPLACED_HEADER) if request.headers else None
         if reason is not None:
             conflicts.end_unrun(task, request, reason)
         parking = None
-        if self.options.parks and not request.is_eager and self.runtime.process.can_park:
+        if self._parks and not request.is_eager and self.runtime.process.can_park:
             parking = Parking(task, request, lock, claim, self.runtime.process)
             request.dislock_parking = parking
-        asking = partial(self._asking, task, request, lock, claim)
-        lease: Lease | Conflict | None = asking(
-            parking.ask if parking else partial(lock.try_acquire, claim), first=True
+        ask = parking.ask if parking else partial(lock.try_acquire, claim)
+        lease: Lease | Conflict | None = self._asking(
+            task, request, lock, claim, ask, first=bool(request.headers)
         )
         if isinstance(lease, Conflict):
+            asking = partial(self._asking, task, request, lock, claim)
             second = conflicts.Second(
                 task,
                 request,

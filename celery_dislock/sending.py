@@ -120,8 +120,9 @@ def ticket_note(request: Context) -> tuple[str, str] | None:
 
 def forget_notes(request: Context) -> None:
     """Take the notes off the delivery: its lock is had."""
-    for header in NOTES:
-        (request.headers or {}).pop(header, None)
+    if request.headers:
+        for header in NOTES:
+            request.headers.pop(header, None)
 
 
 def result_is_ignored(task: Task, request: Context) -> bool:
