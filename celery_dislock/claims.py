@@ -44,6 +44,7 @@ class Claim:
     """
 
     __slots__ = (
+        "began",
         "claimed",
         "completed",
         "holder",
@@ -60,6 +61,7 @@ class Claim:
         self.holder = holder
         self.sender = sender
         self.lease: Lease | None = None
+        self.began = False  # the body: with its lease, or without where it is to run so
         self.leaves = False  # the lease to expire, instead of releasing it
         self.ticket = ""  # of a task that can be parked
         self.claimed = False  # it was parked, and this was its turn

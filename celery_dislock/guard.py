@@ -111,6 +111,7 @@ class Guard:
         if self._looks_for_copies and not request.is_eager:
             copies = Copies(task, request, lock, claim, self.runtime.process.store)
         lease = self._take(task, request, lock, claim, copies)
+        claim.began = True
         if lease is None:
             return body()
         outbox = request.dislock_outbox = Outbox()
@@ -155,11 +156,6 @@ class Guard:
         lock.options = replace(lock.options, lock_at_least_for=until)
         claim.leaves = True
         outbox.held_by = claim.owner
-
-    def ended_unrun(self, request: Context) -> bool:
-        """Tell whether a delivery has ended without its body."""
-        claim = getattr(request, "dislock_claim", None)
-        return claim is not None and claim.lease is None
 
     @property
     def parks(self) -> bool:

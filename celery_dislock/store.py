@@ -74,8 +74,8 @@ class Store:
         home: str = "",
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
-        self.lock_server = self._server = server_for(url, options, pause=pause)
-        self.server = self._server.name
+        self.lock_server = server_for(url, options, pause=pause)
+        self.server = self.lock_server.name
         self.home = home
         self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # WAIT comes with acquire
@@ -123,8 +123,8 @@ class Store:
         )
         tokens: list[int] = []
         try:
-            for together in self._server.together(locks):
-                granted, *answer = self._server.run(ACQUIRE, together, owner, *terms)
+            for together in self.lock_server.together(locks):
+                granted, *answer = self.lock_server.run(ACQUIRE, together, owner, *terms)
                 if not granted:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
@@ -151,7 +151,7 @@ class Store:
         Raises:
             StoreError: The server went away; ask again.
         """
-        told = self._server.pop(f"{lock}:wake:{owner}", seconds)
+        told = self.lock_server.pop(f"{lock}:wake:{owner}", seconds)
         if not told or self._confirms:
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())
@@ -164,7 +164,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        return holdings(self._server.run(HOLDERS, [lock]))
+        return holdings(self.lock_server.run(HOLDERS, [lock]))
 
     def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
         """
@@ -185,7 +185,7 @@ class Store:
             StoreError: A server did not answer; those on the others have come before.
         """
         error = None
-        for send in self._server.senders():
+        for send in self.lock_server.senders():
             try:
                 for names in scan(send, locks_pattern(prefix)):
                     yield self._holders_of(names)
@@ -198,7 +198,7 @@ class Store:
         if not locks:
             return {}
         calls = [(lock,) for lock in locks]
-        replies = self._server.run_many(HOLDERS, calls, within=SOCKET_TIMEOUT)
+        replies = self.lock_server.run_many(HOLDERS, calls, within=SOCKET_TIMEOUT)
         return {
             lock: holdings(reply)
             for lock, reply in zip(locks, replies, strict=True)
@@ -215,7 +215,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases may have been renewed or not.
         """
-        return all(self._server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
+        return all(self.lock_server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
 
     def release(
         self,
@@ -278,9 +278,9 @@ class Store:
         publisher = (self.home, ticket, milliseconds(settles)) if self.home else ()
         ended, error = 0, None
         given: list[Turn] = []
-        for together in self._server.together(locks):
+        for together in self.lock_server.together(locks):
             try:
-                reply = self._server.run(script, together, owner, at_least_ms, *publisher)
+                reply = self.lock_server.run(script, together, owner, at_least_ms, *publisher)
             except StoreError as exc:  # of one node; the others are not to wait for it
                 error = exc
                 continue
@@ -315,7 +315,7 @@ class Store:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
-        replies = iter(self._server.run_many(RENEW, calls, within=within))
+        replies = iter(self.lock_server.run_many(RENEW, calls, within=within))
         return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
 
     def ping(self) -> dict[str, Any]:
@@ -328,7 +328,7 @@ class Store:
         Raises:
             StoreError: It did not answer, or refused.
         """
-        info = self._server.send(b"INFO").decode()
+        info = self.lock_server.send(b"INFO").decode()
         return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
@@ -348,8 +348,8 @@ class Store:
             StoreError: The server did not answer; they may have been taken over.
         """
         return sum(
-            self._server.run(TAKE_OVER, together, left_by, owner, holder)
-            for together in self._server.together(locks)
+            self.lock_server.run(TAKE_OVER, together, left_by, owner, holder)
+            for together in self.lock_server.together(locks)
         )
 
     def remember(self, lock: str, task_id: str, mark: str, seconds: float) -> None:
@@ -359,7 +359,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
         """
-        self._server.run(REMEMBER, [lock], task_id, mark, milliseconds(seconds))
+        self.lock_server.run(REMEMBER, [lock], task_id, mark, milliseconds(seconds))
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
@@ -368,9 +368,9 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        mark: bytes | None = self._server.run(RECALL, [lock], task_id)
+        mark: bytes | None = self.lock_server.run(RECALL, [lock], task_id)
         return None if mark is None else mark.decode()
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-        self._server.close()
+        self.lock_server.close()

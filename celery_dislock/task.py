@@ -137,7 +137,8 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
         try:
             return guard.run(self, request, body, args, kwargs)
         except (Ignore, Retry, Reject) as exc:
-            if not guard.ended_unrun(request):
+            claim = getattr(request, "dislock_claim", None)
+            if claim is None or claim.began:  # the body's own
                 raise
             # Celery would copy each frame, and send them all to the main process.
             raise exc.with_traceback(None) from None

@@ -24,12 +24,13 @@ class Script:
     @classmethod
     def load(cls, name: str) -> Script:
         """Read a script that is part of this package, with the parts that it includes."""
-        text = INCLUDE.sub(lambda found: _read(found[1]), _read(name))
+        text = _read(name)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 def _read(name: str) -> str:
-    return (resources.files(__name__) / f"{name}.lua").read_text("utf-8")
+    text = (resources.files(__name__) / f"{name}.lua").read_text("utf-8")
+    return INCLUDE.sub(lambda found: _read(found[1]), text)
 
 
 ACQUIRE = Script.load("acquire")

@@ -25,11 +25,12 @@
 -- A turn reserves the lock by a lease of the owner "<ticket>#".  The message is given to the caller to
 -- publish; who gets it claims the turn.  A turn that nobody has claimed in time is given again.
 
+-- include: _kept
+
 local TURNS_MOST = 100           -- that one script gives; whoever claims one goes on
 local TURN_MOST_MS = 300000      -- for the last of many turns
 local DONE_MS = 7200000          -- two hours: twice the time after which Redis brokers deliver again
-local KEPT_MS = 2592000000       -- thirty days without a worker, give or take
-local KEPT_ABOUT_MS = 86400000   -- a day: not set anew each time
+local KEPT_ABOUT_MS = 86400000   -- a day by which lines may end sooner: not set anew each time
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
 local tickets, handed, running  -- of the lock in use

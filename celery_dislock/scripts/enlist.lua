@@ -8,5 +8,7 @@
 -- Outside the slots of the locks, so written before the task is parked: a line that nobody knows of
 -- would never be swept.  Sent twice, the number is raised twice, which does no harm.
 
+-- include: _kept
+
 redis.call('HINCRBY', KEYS[1], ARGV[1], 1)
-redis.call('PEXPIRE', KEYS[1], 2592000000)  -- thirty days, as the lines themselves
+redis.call('PEXPIRE', KEYS[1], KEPT_MS)

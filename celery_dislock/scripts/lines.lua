@@ -9,6 +9,8 @@
 -- Changes nothing but how long the hash is kept, as the sweep does with the lines themselves.  What
 -- stays in the hash all the while is on one page at least.
 
-redis.call('PEXPIRE', KEYS[1], 2592000000)  -- thirty days
+-- include: _kept
+
+redis.call('PEXPIRE', KEYS[1], KEPT_MS)
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])
 return {redis.call('HLEN', KEYS[1]), page[1], page[2]}

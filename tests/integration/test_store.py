@@ -830,7 +830,7 @@ class TestConnections:
         assert errors == []
         assert counts == [done.count(key) for key in range(3)]
         assert state(redis_client) == {}
-        assert len(store._server._wire._idle) <= 8
+        assert len(store.lock_server._wire._idle) <= 8
         store.close()
 
 

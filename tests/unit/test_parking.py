@@ -562,8 +562,11 @@ def test_what_ends_a_delivery_unrun_has_hardly_a_traceback(app, world, lines, st
     assert error.__cause__ is None
 
 
-def test_what_a_body_raises_keeps_its_traceback(app, world, lines):
+@pytest.mark.parametrize("away", [False, True], ids=["locked", "without its lock"])
+def test_what_a_body_raises_keeps_its_traceback(app, world, lines, away):
     """It is the user's."""
+    app.conf.dislock_on_unavailable = "run"
+    world.store.away = away
 
     def body(_):
         raise Retry

@@ -60,7 +60,7 @@ def quorum(*answers: list, clock=lambda: 0.0) -> tuple[Quorum, Answers]:
 
 def acquire(made: Quorum, owner: str = "a/1", place: float = 0.0) -> Granted | Refused:
     store = Store(URLS)
-    store._server = made
+    store.lock_server = made
     return store.acquire([LOCK], owner, 30.0, "{}", place=place)
 
 
@@ -143,7 +143,7 @@ class TestAcquire:
     def test_what_is_not_exclusive_is_refused(self, terms):
         """Should a declaration have slipped through, no lock is taken that is less than asked."""
         store = Store(URLS)
-        store._server, peers = quorum([FREE] * 5)
+        store.lock_server, peers = quorum([FREE] * 5)
         with pytest.raises(SettingsError, match="exclusive locks only"):
             store.acquire([LOCK], "a/1", 30.0, "{}", **terms)
         assert peers.asked == []
