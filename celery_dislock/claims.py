@@ -81,12 +81,15 @@ class Claim:
 
 
 class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held."""
+    """An acquisition that was refused because the lock is held; false, where a lease is true."""
 
     key: str
     holder: Mapping[str, Any]
     remaining: float  # seconds until the holder's lease ends, unless it is renewed
     place: int = 0  # in line, that a task would have which can be parked
+
+    def __bool__(self) -> bool:
+        return False
 
     def error(self) -> LockHeldError:
         """Make the error that stands for this conflict."""

@@ -522,6 +522,24 @@ class TestTurns:
         broker.store.release_dead([LOCK], "a@w:1/")
         assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
 
+    def test_its_token_is_newer_though_the_clock_was_set_back(self, broker, held, driven):
+        """A claimed turn has a greater token than the holder before it, whatever the clock says."""
+        broker.park("second")
+        newest = broker.store.holders(LOCK)[0].token
+        driven(-60)
+        broker.end("first")
+        assert broker.ask("second", marked=True).tokens[0] > newest
+
+    def test_the_next_token_is_newer_though_a_turn_was_given_up(self, broker, held, driven):
+        """Who has the turn after one that left has a greater token than the one before that."""
+        broker.park("second")
+        broker.park("third")
+        newest = broker.store.holders(LOCK)[0].token
+        broker.end("first")
+        driven(-60)
+        broker.leave("second")
+        assert broker.ask("third", marked=True).tokens[0] > newest
+
 
 class TestWaitersAndParked:
     def wait(self, broker, owner, place=LONG):

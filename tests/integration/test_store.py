@@ -446,6 +446,25 @@ class TestFencingToken:
         redis_client.expire(LOCK, int(LONG))
         assert take(store, "b/1") == future + 1
 
+    def test_it_grows_though_the_line_was_looked_at_first(self, store, redis_client):
+        """What a script has learnt from an ended lease it still knows when it counts again."""
+        future = (int(time.time()) + 10**6) * 10**6
+        redis_client.hset(LOCK, "dead/1", f"1 1000 {future} 500 x {{}}")
+        redis_client.zadd(f"{LOCK}:line", {"ghost/1": 1})
+        redis_client.hset(f"{LOCK}:places", "ghost/1", "1 1000 1000 x 1 {}")
+        for part in ("", ":line", ":places"):
+            redis_client.expire(LOCK + part, int(LONG))
+        assert take(store, "b/1") == future + 1
+
+    def test_it_grows_though_a_dead_lease_was_ended_in_between(self, store, redis_client):
+        """Ending a dead process's lease hands the lock on with a greater token than its."""
+        future = (int(time.time()) + 10**6) * 10**6
+        redis_client.hset(LOCK, "dead/1", f"1 {future // 1000} {future} 500 x {{}}")
+        redis_client.expire(LOCK, int(LONG))
+        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
+        store.release_dead([LOCK], "dead/")
+        assert take(store, "b/1") == future + 1
+
     def test_it_grows_for_an_owner_that_comes_back_too_late(self, store, redis_client):
         """An owner that asks again after its lease ended gets a new lease, with a new token."""
         first = take(store, "a/1", ttl=SHORT)

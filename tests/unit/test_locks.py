@@ -28,6 +28,12 @@ def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
     assert error.holder == "shop.export[1] on w1 (pid 7)"
 
 
+def test_a_conflict_is_false_and_a_lease_is_true(world):
+    """``if lock.try_acquire():`` enters only where the lock was got."""
+    assert world.lock().try_acquire(Claim("a", HOLDER))
+    assert not world.lock().try_acquire(Claim("b", HOLDER))
+
+
 def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
     """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
     claim = Claim("a", HOLDER)
