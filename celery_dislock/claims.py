@@ -9,7 +9,9 @@ from celery_dislock.exceptions import LockHeldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from weakref import ref
 
+    from celery_dislock.callers import Caller
     from celery_dislock.leases import Lease
 
 current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
@@ -41,10 +43,13 @@ class Claim:
         owner: The string that identifies this acquisition.
         holder: What others are told: task, id, worker, pid.
         sender: Sender of the signals about this lock.
+        caller: The thread or greenlet without which nobody can release the lock; None: the lock
+            ends with an execution, whatever comes.
     """
 
     __slots__ = (
         "began",
+        "caller",
         "claimed",
         "completed",
         "holder",
@@ -56,10 +61,17 @@ class Claim:
         "ticket",
     )
 
-    def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
+    def __init__(
+        self,
+        owner: str,
+        holder: Mapping[str, Any],
+        sender: object = None,
+        caller: ref[Caller] | None = None,
+    ) -> None:
         self.owner = owner
         self.holder = holder
         self.sender = sender
+        self.caller = caller
         self.lease: Lease | None = None
         self.began = False  # the body: with its lease, or without where it is to run so
         self.leaves = False  # the lease to expire, instead of releasing it

@@ -79,6 +79,50 @@ class LockHeldError(DislockError):
         )
 
 
+class LockTermsError(LockHeldError):
+    """The caller itself holds the lock, and asked for it once more on other terms.
+
+    Nothing was changed.  To wait would be to wait for oneself.
+
+    Attributes:
+        held: The terms that differ, as the lock is held.
+        asked: The same terms, as they were asked for.
+    """
+
+    def __init__(self, key: str, holder: str, remaining: float, held: str, asked: str) -> None:
+        super().__init__(key, holder, remaining)
+        self.args = (key, holder, remaining, held, asked)
+        self.held = held
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return (
+            f"lock {self.key!r} is held by {self.holder} with {self.held}, and cannot be taken "
+            f"with {self.asked} as well: release it first, or ask for the terms that it has"
+        )
+
+
+class EventLoopError(DislockError, RuntimeError):
+    """A blocking lock was asked for inside a running event loop; nothing was asked or changed.
+
+    All coroutines of a thread would own it together.
+
+    Attributes:
+        key: The key of the lock.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"lock {self.key!r}: an event loop runs in this thread, whose coroutines would all own "
+            "the lock together. Put the whole `with` block into a function, and run that in a "
+            "thread: await asyncio.to_thread(function)"
+        )
+
+
 class NotOwnerError(DislockError):
     """A lock was released or extended by a thread that does not hold it; nothing was changed.
 

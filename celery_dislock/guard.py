@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import conflicts
+from celery_dislock.callers import Held, current_caller
 from celery_dislock.claims import Claim, Conflict, current
 from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
@@ -116,8 +117,13 @@ class Guard:
             return body()
         outbox = request.dislock_outbox = Outbox()
         running = Running(lease) if self._interrupts else None
+        caller = current_caller()
+        held = Held(lock, claim, lease, execution=True)
         try:
+            caller.hold(held)
             try:
+                if running is not None:
+                    running.begin()
                 result = body()
             finally:
                 if running is not None:
@@ -142,6 +148,7 @@ class Guard:
             return result
         finally:
             request.dislock_outbox = None
+            caller.forget(held)
             self._keep_for_retry(lock, claim, outbox)
             claim.settle()
             outbox.send()
@@ -259,8 +266,7 @@ class Guard:
             self.runtime.process.lock_server_answered()
             raise
         except BaseException:  # a signal handler's, perhaps after the server has granted the lock
-            if claim.lease is None:
-                lock.abandon(claim)
+            lock.interrupted(claim)
             claim.settle()
             raise
         self.runtime.process.lock_server_answered()

@@ -93,6 +93,20 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the script may have run.
         """
+        return self.exchange(script, keys, *arguments, asking=asking)[0]
+
+    def exchange(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *arguments: str | bytes | int,
+        asking: bool = False,
+    ) -> tuple[Any, bool]:
+        """
+        Run a script, see :meth:`run`; return its reply, and whether a reply before it was lost.
+
+        In that case the script may have run before, and its reply tell what it found then.
+        """
         named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
@@ -116,7 +130,7 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the command may have been carried out.
         """
-        return self._exchange(command)
+        return self._exchange(command)[0]
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return what sends a command to each server that has locks: here one."""
@@ -127,10 +141,10 @@ class Node:
         command: Command,
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         for attempt in range(1 + self._resends):
             try:
-                return self._wire.finish(self._wire.start(command, before), then)
+                return self._wire.finish(self._wire.start(command, before), then), attempt > 0
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:

@@ -108,6 +108,12 @@ class Quorum:
             script, self._peers.ask(script, keys, *arguments, within=self._patience)
         )
 
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """See :meth:`celery_dislock.node.Node.exchange`; lost replies are counted as they come."""
+        return self.run(script, keys, *arguments), False
+
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
         Run a script many times, in one pipelined round trip to each server.
