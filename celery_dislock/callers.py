@@ -40,10 +40,11 @@ class Held:
         execution: Whether it is the lease of a task's execution, which ends with the body.
 
     Attributes:
-        entries: One key for each time that it was taken and not released.
+        entries: One key for each time that it was taken and not released; for a ``with`` block
+            with what undoes that when the interpreter drops the block.
         running: The ``with`` block that is stopped when the lease is lost; None: nothing is.
         caller: Who has it.
-        outer: For each key, what the caller had of it before: an eager task in a task.
+        outer: What the caller had of its keys before: of a task, in which this one runs eagerly.
     """
 
     __slots__ = ("_claim", "caller", "entries", "execution", "lease", "lock", "outer", "running")
@@ -52,10 +53,10 @@ class Held:
         self.lock = lock
         self.lease = lease
         self.execution = execution
-        self.entries: dict[object, None] = {}
+        self.entries: dict[object, object] = {}
         self.running: Running | None = None
         self.caller: ref[Caller] | None = None
-        self.outer: list[Held | None] = []
+        self.outer: dict[tuple[str, str], Held] = {}
         self._claim = claim
 
     def is_of(self, lock: Lock) -> bool:
@@ -113,15 +114,16 @@ class Caller:
     def hold(self, held: Held) -> None:
         """Note a lease that this caller has."""
         held.caller = ref(self)
-        places = _places(held.lock)
-        held.outer = [self._held.get(place) for place in places]
-        for place in places:
+        for place in _places(held.lock):
+            if place in self._held:
+                held.outer[place] = self._held[place]
             self._held[place] = held
 
     def forget(self, held: Held) -> None:
         """Note that it has the lease no more; does nothing the second time."""
-        for place, outer in zip(_places(held.lock), held.outer, strict=True):
+        for place in _places(held.lock):
             if self._held.get(place) is held:
+                outer = held.outer.get(place)
                 if outer is not None and not outer.lease.finished:
                     self._held[place] = outer
                 else:

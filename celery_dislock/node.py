@@ -17,12 +17,13 @@ from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
     AWAY,
-    SOCKET_TIMEOUT,
     Answered,
+    Silence,
     Wire,
     close,
     connect_within,
     connection_maker,
+    pack,
     store_error,
 )
 
@@ -161,7 +162,8 @@ class Node:
         if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        connection.send_command(b"WAIT", self._min_replicas, int(patience * 1000))
+        wait = pack(connection, b"WAIT", self._min_replicas, int(patience * 1000))
+        connection.send_packed_command(wait, check_health=False)
         have = connection.read_response()
         if have < self._min_replicas:
             raise _TooFewReplicas(
@@ -174,6 +176,8 @@ class Node:
         Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
 
         Nothing is resent: what was taken may be lost with its reply, so ask the server what is.
+        The time is measured here: a server that has nothing else to do ends a BLPOP up to a tenth
+        of a second late.  The connection on which it had not answered by then is closed.
 
         Args:
             key: Name of the list.
@@ -189,7 +193,9 @@ class Node:
         before = (b"ASKING",) if asking else None
         try:
             connection = self._wire.start((b"BLPOP", key, seconds), before)
-            reply = self._wire.finish(connection, within=seconds + SOCKET_TIMEOUT)
+            reply = self._wire.finish(connection, within=seconds)
+        except Silence:
+            return None
         except (RedisError, OSError) as exc:
             raise self._error(exc) from exc
         return None if reply is None else reply[1]
@@ -224,7 +230,7 @@ class Node:
         connection: redis.Connection | None = None
         try:
             connection = connect_within(self._connect, within)
-            connection.send_command(*command)
+            connection.send_packed_command(pack(connection, *command), check_health=False)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
             raise self._error(exc) from exc

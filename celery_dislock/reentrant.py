@@ -11,7 +11,6 @@ every step that ends something can be repeated, and one that is cut short is rep
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import threading
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.callers import Held, check_terms, current_caller
 from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import (
-    DislockError,
     EventLoopError,
     LockHeldError,
     LockLostError,
@@ -302,8 +300,8 @@ class Leaving:
     What one ``with`` statement calls at its end.
 
     The interpreter looks it up when the statement begins, and drops it when the statement is left.
-    Where a signal handler raises just before the call, nothing else would be left that releases the
-    lock: it is released when this object is dropped.
+    A signal handler may raise just before the call.  Then nothing else is left that would release
+    the lock, so it is released when this object is dropped.
     """
 
     __slots__ = ("__weakref__", "_entry", "_held", "_lock")
@@ -321,6 +319,8 @@ class Leaving:
         """Note what the statement has to undo."""
         self._entry = entry
         self._held = held
+        # Not __del__, which runs always, and would swallow what a signal handler raises in it.
+        held.entries[entry] = weakref.ref(self, lambda _dropped: held.leave(entry))
 
     def __call__(
         self,
@@ -333,13 +333,7 @@ class Leaving:
             self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half
             return
         _twice(held.leave, self._entry)
-        self._held = None
         _tell_if_lost(held, exc)
-
-    def __del__(self) -> None:
-        if self._held is not None:
-            with contextlib.suppress(DislockError):
-                self._held.leave(self._entry)
 
 
 class _Exit:

@@ -91,9 +91,9 @@ class Wire:
             connection = connect_within(self._connect, within)
         try:
             if before:
-                connection.send_command(*before)
+                connection.send_packed_command(pack(connection, *before), check_health=False)
                 connection.read_response()
-            connection.send_packed_command(connection.pack_command(*command), check_health=False)
+            connection.send_packed_command(pack(connection, *command), check_health=False)
         except BaseException:
             close(connection)
             raise
@@ -130,8 +130,7 @@ class Wire:
         except BaseException as exc:
             if undo and isinstance(exc, Silence):
                 with contextlib.suppress(RedisError, OSError):
-                    packed = connection.pack_command(*undo)
-                    connection.send_packed_command(packed, check_health=False)
+                    connection.send_packed_command(pack(connection, *undo), check_health=False)
             close(connection)
             raise
         self._idle.append(connection)
@@ -186,6 +185,8 @@ def connection_maker(
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
+    if arguments.get("db"):
+        arguments["db"] = str(arguments["db"])  # see pack(): redis-py sends it as it is
     return lambda **more: kind(**{**arguments, **more})
 
 
@@ -202,6 +203,17 @@ def _use_provider(arguments: dict[str, Any]) -> None:
     for name in ("username", "password"):
         arguments.pop(name, None)
     arguments["credential_provider"] = provider
+
+
+def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
+    """
+    Pack a command for its way, numbers as text.
+
+    hiredis 3.5 can crash the process where a signal handler raises while it packs an int.
+    """
+    return connection.pack_command(
+        *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
+    )
 
 
 def connect_within(connect: Connect, within: float | None) -> redis.Connection:

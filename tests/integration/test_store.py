@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+import redis
 
 from celery_dislock.answers import Granted, Holding, Refused
 from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.lines import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
@@ -19,7 +21,6 @@ from tests.holding import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import redis
 
 LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -482,6 +483,36 @@ class TestFencingToken:
         ]
         assert tokens == written
         assert len({token % 1000 for token in tokens}) > 20
+
+
+class TestPacking:
+    def test_commands_are_packed_as_text_alone(self, redis_url, monkeypatch):
+        """hiredis can crash where a signal handler raises while it packs a number."""
+        packed = []
+        pack_command = redis.connection.AbstractConnection.pack_command
+
+        def recording(connection, *command):
+            packed.append(command)
+            return pack_command(connection, *command)
+
+        monkeypatch.setattr(redis.connection.AbstractConnection, "pack_command", recording)
+        store = Store(f"{redis_url}/3", {"min_replicas": 0})
+        lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
+        store.acquire([LOCK], "a/1", LONG, HOLDER)
+        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
+        store.wait(LOCK, "b/1", 0.01)
+        store.renew([([LOCK], "a/1", LONG)], within=5)
+        store.clear([([LOCK], "b/1")], within=5)
+        lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
+        lines.sweep([LOCK])
+        list(store.all_holders("dislock"))
+        store.release([LOCK], "a/1")
+        store.ping()
+        store.close()
+        ours = [command for command in packed if command[0] not in {"HELLO", "CLIENT"}]
+        assert len(ours) > 10
+        for command in ours:
+            assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
 class TestSentTwice:
