@@ -168,7 +168,7 @@ _greenlets: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()
 
 def current_caller() -> Caller:
     """Return the thread or greenlet that calls."""
-    greenlets = sys.modules.get("greenlet")
+    greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
     if here is not None and here.parent is not None:  # the first greenlet of a thread has none
         caller = _greenlets.get(here)

@@ -105,9 +105,10 @@ class Cluster:
         for _ in range(REDIRECTS):
             try:
                 reply = self._node(address).run(script, keys, *arguments, asking=asking)
-                return reply, failures > 0
             except StoreError as exc:
                 error, cause = exc, exc.__cause__
+            else:
+                return reply, failures > 0
             if isinstance(cause, AskError):
                 address, asking = self._redirect(cause)
                 continue

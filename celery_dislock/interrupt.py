@@ -54,7 +54,7 @@ def running_here() -> Target:
 
 def refusal() -> str:
     """Say why what the caller runs in cannot be stopped; empty where it can."""
-    greenlets = sys.modules.get("greenlet")
+    greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
     if here is not None and here.parent is not None and not patched_by():
         return "a greenlet can be stopped only where gevent or eventlet has patched the process"

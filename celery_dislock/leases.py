@@ -263,8 +263,11 @@ class Lease:
             return
         self._stop("released")
         if not self._finish(self.lock.options.lock_at_least_for) and not self.lost:
-            self.lose("it was gone when it was released: expired, taken or deleted")
-            self.report_lost()
+            if self.capped:  # that was told
+                self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
+            else:
+                self.lose("it was gone when it was released: expired, taken or deleted")
+                self.report_lost()
         self.finished = True
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from celery import bootsteps, current_app
 from celery._state import connect_on_app_finalize
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
     from celery.worker import WorkController
+    from typing_extensions import Self
 
 POOL_CHECK_EVERY = 0.25  # seconds
 
@@ -107,7 +108,7 @@ class Dislock:
         dislock.runtime = Runtime(lambda: conf)
         return dislock
 
-    def lock(
+    def lock(  # noqa: PLR0913 -- each option is a parameter of its own
         self,
         key: str | Sequence[str],
         *,
@@ -164,7 +165,7 @@ class Dislock:
         except SettingsError as exc:
             option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
             raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
-        if on_lost == "terminate":
+        if resolved.lock_on_lost == "terminate" and on_lost is not None:
             remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
             raise SettingsError(owner, "on_lost", on_lost, remedy)
         if on_lost is None:  # the app's setting is about its tasks
@@ -173,8 +174,9 @@ class Dislock:
             wait_for = optional(seconds(at_least=0))(timeout)
         except ValueError as exc:
             raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
-        several = isinstance(key, Iterable) and not isinstance(key, (str, bytes))
-        keys = in_order([check_key(one) for one in (key if several else [cast("str", key)])])
+        given_keys: Any = key
+        several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
+        keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])
         return ReentrantLock(keys, resolved, self.runtime, timeout=wait_for, fair=fair)
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class Dislock:
         """
         self.runtime.close()
 
-    def __enter__(self) -> Dislock:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:

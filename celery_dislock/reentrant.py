@@ -21,13 +21,11 @@ from celery_dislock.callers import Held, check_terms, current_caller
 from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import (
     EventLoopError,
-    LockHeldError,
     LockLostError,
     NotOwnerError,
     SettingsError,
 )
 from celery_dislock.interrupt import refusal
-from celery_dislock.leases import Lease
 from celery_dislock.running import Running
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from celery_dislock.answers import Holding
+    from celery_dislock.leases import Lease
     from celery_dislock.options import TaskOptions
     from celery_dislock.runtime import Runtime
 
@@ -123,7 +122,7 @@ class ReentrantLock:
         Raises:
             NotOwnerError: This thread does not hold the lock; nothing was changed.
             LockLostError: The lock had been lost; another may hold it by now.
-            StoreError: This thread does not hold the lock, and the lock server did not say who does.
+            StoreError: This thread does not hold the lock, and the server did not say who does.
         """
         held = self._held
         if held is None or not held.entries:
@@ -184,7 +183,7 @@ class ReentrantLock:
         try:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
-                raise answer.error()
+                raise answer.error()  # noqa: TRY301 -- nothing to undo
             if self._options.lock_on_lost == "raise" and answer.running is None:
                 answer.running = Running(answer.lease)
                 answer.running.begin()
@@ -235,9 +234,7 @@ class ReentrantLock:
         held = current_caller().find(lock)
         return held if held is not None and held.is_of(lock) else None
 
-    def _take(
-        self, entry: object, *, blocking: bool, timeout: float | None
-    ) -> Held | Conflict:
+    def _take(self, entry: object, *, blocking: bool, timeout: float | None) -> Held | Conflict:
         """Take the lock, or take it once more; note that by *entry*, which releases it."""
         if _an_event_loop_runs():
             raise EventLoopError(self.key)
@@ -246,9 +243,7 @@ class ReentrantLock:
         if caller.is_greenlet:
             process.check_patching()
         if self._options.lock_on_lost != "warn" and (why := refusal()):
-            raise SettingsError(
-                f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why
-            )
+            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why)
         lock = self._runtime.lock(self.keys, self._options)
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
@@ -286,9 +281,7 @@ class ReentrantLock:
     def _refuse_interruption(self) -> None:
         if self._options.lock_on_lost != "warn":
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
-            raise SettingsError(
-                f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, remedy
-            )
+            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, remedy)
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
@@ -328,6 +321,7 @@ class Leaving:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Leave the block; see :class:`ReentrantLock` for what it raises."""
         held = self._held
         if held is None:  # __enter__ was called by hand
             self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half

@@ -200,38 +200,25 @@ class Watchdog:
             Seconds until there may be more to do, 0 for at once, None when there is nothing.
         """
         now = self._clock()
-        lost: list[Lease] = []
-        capped: list[Lease] = []
-        left: list[Lease] = []
+        reports: list[Callable[[], None]] = []
         batch: list[Entry] = []
         with self._mutex:
             self._collect_due(now)
             while self._due and len(batch) < BATCH:
                 entry = heappop(self._due)
-                lease = entry.lease
                 if not _valid(entry):
                     continue
-                if lease.trusted_until <= now:
-                    self._drop(lease)
-                    lease.lose(_why_expired(lease))
-                    lost.append(lease)
-                elif lease.abandoned:
-                    self._drop(lease)
-                    left.append(lease)
-                elif lease.lock.interval is None:
-                    self._put(lease, lease.trusted_until)
-                elif _at_cap(lease):
-                    self._drop(lease)
-                    capped.append(lease)
+                report = self._over_with(entry.lease, now)
+                if report is not None:
+                    self._drop(entry.lease)
+                    reports.append(report)
+                elif entry.lease.lock.interval is None:
+                    self._put(entry.lease, entry.lease.trusted_until)
                 else:
                     batch.append(entry)
         try:
-            for lease in lost:
-                self._report(lease.report_lost)
-            for lease in capped:
-                self._report(lease.report_capped)
-            for lease in left:
-                self._report(lease.report_abandoned)
+            for report in reports:
+                self._report(report)
         finally:
             if batch:
                 self._renew(batch)
@@ -239,6 +226,17 @@ class Watchdog:
             self._clear()
         with self._mutex:
             return self._idle_for()
+
+    def _over_with(self, lease: Lease, now: float) -> Callable[[], None] | None:
+        """Return what reports that a lease is renewed no more; None: it is to be renewed."""
+        if lease.trusted_until <= now:
+            lease.lose(_why_expired(lease))
+            return lease.report_lost
+        if lease.abandoned:
+            return lease.report_abandoned
+        if lease.lock.interval is not None and _at_cap(lease):
+            return lease.report_capped
+        return None
 
     def _collect_due(self, now: float) -> None:
         timers = self._timers

@@ -2,9 +2,9 @@
 
     python -m tests.faults.interrupted URL MODE STRIKES SEED
 
-The handler raises at a random instant of each round, as a soft time limit does.  After the round the
-lock must be free, or become free within its timeout; the thread must be able to take it; and nothing
-may be watched.  Prints what came of the rounds as JSON.
+The handler raises at a random instant of each round, as a soft time limit does.  After the round
+the lock must be free, or become free within its timeout; the thread must be able to take it; and
+nothing may be watched.  Prints what came of the rounds as JSON.
 """
 
 from __future__ import annotations
@@ -133,4 +133,5 @@ def check(dislock: Dislock, process: Any, seen: Counter[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    counted = main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    sys.stdout.write(json.dumps(counted))

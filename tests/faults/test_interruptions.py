@@ -20,10 +20,18 @@ WITHIN = 170  # seconds; some twenty on an idle machine
 
 @pytest.mark.parametrize("mode", MODES)
 def test_it_leaves_nothing_behind(redis_url, mode):
-    """The lock is free within its timeout, the thread is not barred from it, and nothing is watched."""
+    """The lock is free within its timeout, its thread can take it, and nothing is watched."""
     seed = random.randrange(2**32)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.interrupted", redis_url, mode, str(STRIKES), str(seed)],
+        [
+            sys.executable,
+            "-m",
+            "tests.faults.interrupted",
+            redis_url,
+            mode,
+            str(STRIKES),
+            str(seed),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
 import subprocess
 import sys
@@ -25,7 +24,6 @@ from celery_dislock.exceptions import (
     LockTermsError,
     NotOwnerError,
     SettingsError,
-    StoreError,
 )
 from tests.holding import PATIENCE, name_of, wait_for
 
@@ -158,7 +156,7 @@ class TestOwnExecution:
         assert "watchdog_timeout=60.0" in str(result.result)
 
     def test_an_eager_task_that_would_wait_for_it_fails_at_once(self, app):
-        """"wait" inside the very task that holds the lock is an error, not a wait."""
+        """Wait, inside the very task that holds the lock is an error, not a wait."""
 
         @app.task(
             base=SingletonTask,
@@ -219,6 +217,15 @@ class TestLoss:
     def test_a_block_whose_lock_ran_out_ends_with_an_error(self, dislock, redis_client):
         """A fixed expiry that is over before the block is."""
         with pytest.raises(LockLostError), dislock.lock(KEY, expire=0.2):
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    def test_a_block_that_outlived_its_cap_ends_with_an_error(self, redis_url, redis_client):
+        """The cap was told when it was reached; that the lock ran out then is told at the end."""
+        with (
+            Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock,
+            pytest.raises(LockLostError, match="its cap"),
+            dislock.lock(KEY, max_renew_times=1),
+        ):
             wait_for(lambda: not redis_client.exists(NAME), "the expiry")
 
     def test_release_says_so_too(self, dislock, redis_client, caplog):
@@ -391,8 +398,8 @@ class TestForks:
             with dislock.lock(KEY):
                 pid = os.fork()
                 if pid == 0:
-                    raise ZeroDivisionError
-        except BaseException as exc:  # noqa: BLE001 -- the child ends here, whatever came
+                    raise ZeroDivisionError  # noqa: TRY301 -- in the child
+        except BaseException as exc:
             if pid == 0:
                 os.write(write, type(exc).__name__.encode())
                 os._exit(0)

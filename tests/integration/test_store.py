@@ -487,7 +487,7 @@ class TestFencingToken:
 
 class TestPacking:
     def test_commands_are_packed_as_text_alone(self, redis_url, monkeypatch):
-        """hiredis can crash where a signal handler raises while it packs a number."""
+        """Hiredis can crash where a signal handler raises while it packs a number."""
         packed = []
         pack_command = redis.connection.AbstractConnection.pack_command
 
