@@ -16,7 +16,7 @@ from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
-from celery_dislock.sending import NOTES, TICKET_HEADER
+from celery_dislock.notes import READERS, TICKET_HEADER
 from tests.unit.worker import Producer, arrived
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
@@ -83,7 +83,7 @@ def test_a_body_is_kept_byte_for_byte(body, encoding, kept):
 def test_our_notes_and_the_brokers_are_left_behind():
     """Notes were about this delivery, and RabbitMQ drops what seems to go round in circles."""
     seen = {name: [{"queue": "q"}] for name in ("x-death", "x-first-death-queue", "x-last-death-x")}
-    headers = {**HEADERS, **dict.fromkeys(NOTES, "note"), **seen, "x-tenant": 7}
+    headers = {**HEADERS, **dict.fromkeys(READERS, "note"), **seen, "x-tenant": 7}
     assert Message.of(delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
 
 
