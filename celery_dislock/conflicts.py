@@ -19,7 +19,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery_dislock import signals
 from celery_dislock.answers import Full
 from celery_dislock.claims import Conflict, in_words
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.lines import Bounds
 from celery_dislock.names import task_name
 from celery_dislock.notes import OWNERS_MOST, notes_of
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from celery_dislock.options import TaskOptions
 
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
+
+DAMAGED_TRIES = 5  # times a task is put off before it fails for a damaged lock: half a minute
 
 logger = logging.getLogger("celery_dislock")
 
@@ -220,12 +222,14 @@ def unavailable(
 
     Raises:
         Retry: Put off, and nothing is lost.
-        StoreError: The task fails; so does an eager one, which has nowhere to be put.
+        StoreError: The task fails; so does an eager one, which has nowhere to be put, and one whose
+            lock is damaged, after some tries.
     """
     if choice == "run":
         logger.warning("Task %s[%s] runs without its lock: %s", task.name, request.id, error)
         return
-    if choice == "raise" or request.is_eager:
+    damaged = isinstance(error, DamagedLockError) and notes_of(request).put_off >= DAMAGED_TRIES
+    if choice == "raise" or damaged or request.is_eager:
         raise error
     if owner is not None:
         notes = notes_of(request)
