@@ -183,7 +183,9 @@ def _can_be_sent(name: str, value: Any) -> bool:
             return False
     if name in {"priority", "delivery_mode"}:
         return isinstance(value, int)
-    return isinstance(value, (int, float, datetime) if name == "timestamp" else str)
+    if name == "timestamp":
+        return isinstance(value, (int, float, datetime))
+    return name not in PROPERTIES or isinstance(value, str)
 
 
 def keep_message(request: Request) -> None:
