@@ -89,7 +89,7 @@ class Notes:
             logger.warning(
                 "Task %s[%s] has headers that celery-dislock did not write for it; they are "
                 "ignored: %s",
-                *(request.task, request.id, ", ".join(ignored)),
+                *(getattr(request, "task", "?"), request.id, ", ".join(ignored)),
             )
         return notes
 
