@@ -87,8 +87,8 @@ class Batch:
                 _send_all(connection, script, calls)
                 replies = _read_all(connection, calls, within)
         return [
-            store_error(self._name, reply) if isinstance(reply, Exception) else reply
-            for reply in replies
+            store_error(self._name, reply, [str(key)]) if isinstance(reply, Exception) else reply
+            for reply, (key, *_) in zip(replies, calls, strict=True)
         ]
 
     def close(self) -> None:

@@ -175,3 +175,28 @@ class StoreError(DislockError):
 
     def __str__(self) -> str:
         return f"lock server {self.server}: {self.reason}"
+
+
+class DamagedLockError(StoreError):
+    """What stands on the lock server under a lock's name is not what this package writes there.
+
+    A key of another type, or a record that cannot be read.  The server is well, and so are all
+    other locks; this one cannot be used until somebody has looked at it.
+
+    Attributes:
+        server: The server's URL, without its password.
+        reason: What is wrong, with the key.
+        lock: The lock's name in Redis; all other keys of the lock begin so.
+    """
+
+    def __init__(self, server: str, reason: str, lock: str) -> None:
+        super().__init__(server, reason)
+        self.args = (server, reason, lock)
+        self.lock = lock
+
+    def __str__(self) -> str:
+        return (
+            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. Rename or "
+            "delete the key that is wrong; if a later version of celery-dislock wrote it, update "
+            "this worker"
+        )

@@ -19,18 +19,11 @@ from celery_dislock.claims import Claim, Conflict, current
 from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, in_order, key_builder
+from celery_dislock.names import execution_start
+from celery_dislock.notes import Notes, forget_notes, notes_of
 from celery_dislock.parking import Parking
-from celery_dislock.recovery import execution_start
 from celery_dislock.running import Running, StopTask
-from celery_dislock.sending import (
-    GIVEN_UP_HEADER,
-    HELD_HEADER,
-    REPLACED_HEADER,
-    Outbox,
-    forget_notes,
-    take_note,
-    ticket_note,
-)
+from celery_dislock.sending import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -96,6 +89,7 @@ class Guard:
             return body(*args, **kwargs)
         lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
+        request.dislock_notes = Notes.of(request, self.runtime.settings.dislock_prefix)
         previous = current.set(claim)
         try:
             return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
@@ -176,9 +170,10 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; its turn will come, and be revoked again.
         """
-        parked = ticket_note(request)
-        if parked and self.parks and self.runtime.process.can_park:
-            self.runtime.process.lines.leave(*parked)
+        if self.parks and self.runtime.process.can_park:
+            parked = Notes.of(request, self.runtime.settings.dislock_prefix).parked
+            if parked is not None:
+                self.runtime.process.lines.leave(*parked)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
@@ -207,7 +202,7 @@ class Guard:
         self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
     ) -> Lease | None:
         """Return the lease; None where the body is to run without one."""
-        reason = take_note(request, REPLACED_HEADER) if request.headers else None
+        reason = notes_of(request).replaced
         if reason is not None:
             conflicts.end_unrun(task, request, reason)
         parking = None
@@ -235,14 +230,16 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, claim.owner, exc)
             return None
         return lease
 
-    def _unavailable(self, task: Task, request: Context, claim: Claim, error: StoreError) -> None:
+    def _unavailable(
+        self, task: Task, request: Context, owner: str | None, error: StoreError
+    ) -> None:
         self.runtime.process.lock_server_failed(error)
         choice = self.runtime.settings.dislock_on_unavailable
-        conflicts.unavailable(task, request, error, choice, claim.owner)
+        conflicts.unavailable(task, request, error, choice, owner)
 
     def _asking(
         self,
@@ -255,12 +252,16 @@ class Guard:
         first: bool = False,
     ) -> Any:
         """Ask for the lock; what the answer is where the server does not give one, is settled."""
+        asker = None
         try:
             if first:
-                self._settle_what_was_left(request, lock, claim)
+                self._give_up(request, lock)
+            asker = claim.owner
+            if first:
+                self._take_over(request, lock, claim)
             answer = ask()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, asker, exc)
             return None
         except Ignore:  # parked, or a copy: it asked, and got nothing
             self.runtime.process.lock_server_answered()
@@ -272,15 +273,16 @@ class Guard:
         self.runtime.process.lock_server_answered()
         return answer
 
-    def _settle_what_was_left(self, request: Context, lock: Lock, claim: Claim) -> None:
-        """End the leases of earlier deliveries, or go on with them."""
-        for owner in take_note(request, GIVEN_UP_HEADER) or ():
+    def _give_up(self, request: Context, lock: Lock) -> None:
+        """End the leases that earlier deliveries were granted while nobody listened."""
+        for owner in notes_of(request).given_up:
             self.runtime.process.store.release(lock.names, owner)
-        left_by = take_note(request, HELD_HEADER)
-        if left_by is not None:
-            self._take_over(lock, claim, left_by)
 
-    def _take_over(self, lock: Lock, claim: Claim, left_by: str) -> None:
+    def _take_over(self, request: Context, lock: Lock, claim: Claim) -> None:
+        """Go on with the lease that an earlier delivery has left to this one."""
+        left_by = notes_of(request).held_by
+        if left_by is None:
+            return
         store = self.runtime.process.store
         taken = store.take_over(lock.names, left_by, claim.owner, json.dumps(claim.holder))
         if 0 < taken < len(lock.names):  # to be had all or not at all

@@ -7,13 +7,15 @@ it is a replica: it was the master once, and a fresh connection may lead to the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import Batch
-from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.scripts import ACQUIRE, GRANTED, KINDS, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
     AWAY,
@@ -23,6 +25,7 @@ from celery_dislock.wire import (
     close,
     connect_within,
     connection_maker,
+    locks_of,
     pack,
     store_error,
 )
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
     import redis
 
     from celery_dislock.batches import Call
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.scripts import Script
     from celery_dislock.wire import Command, Connect
 
@@ -116,6 +118,10 @@ class Node:
                 return self._exchange((b"EVALSHA", script.sha, *named), before, then)
             except NoScriptError:
                 return self._exchange((b"EVAL", script.text, *named), before, then)
+        except DamagedLockError as exc:
+            exc.reason = self._wrong_kind(keys) or exc.reason
+            exc.args = (exc.server, exc.reason, exc.lock)
+            raise
         except _TooFewReplicas as exc:
             self.run(RELEASE, keys, arguments[0], 0, asking=asking)
             raise self._error(exc) from exc
@@ -154,8 +160,17 @@ class Node:
                     raise self._error(exc) from exc
                 self._pause(attempt * RESEND_PAUSE)
             except RedisError as exc:
-                raise self._error(exc) from exc
+                raise store_error(self.name, exc, locks_of(command)) from exc
         raise AssertionError("unreachable")  # pragma: no cover
+
+    def _wrong_kind(self, locks: Sequence[str]) -> str:
+        """Say which key of a lock is of a wrong type; empty where none is, or nobody tells."""
+        with contextlib.suppress(StoreError):
+            for key, kind in ((lock + end, kind) for lock in locks for end, kind in KINDS.items()):
+                found = self.send(b"TYPE", key).decode()
+                if found not in {kind, "none"}:
+                    return f"{key!r} is a {found}, not a {kind}"
+        return ""
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
         """See that replicas have what was granted or parked; WAIT is asked where it was written."""

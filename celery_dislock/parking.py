@@ -20,7 +20,9 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
-from celery_dislock.sending import TICKET_HEADER, result_is_ignored, ticket_note
+from celery_dislock.names import owners_start, ticket_name
+from celery_dislock.notes import notes_of
+from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
     from celery import Task
@@ -57,8 +59,7 @@ class Parking:
         self._claim = claim
         self._process = process
         self._lines = process.lines
-        nesting = request.replaced_task_nesting or 0
-        self._ticket = f"{request.id}:{request.retries}:{nesting}"
+        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
         claim.ticket = self._ticket
         claim.settles = lock.timeout if task.acks_late else 0.0
 
@@ -121,7 +122,7 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request
-        ticket = Ticket(self._ticket, f"{request.id}@", self._is_marked(), message)
+        ticket = Ticket(self._ticket, owners_start(request.id), self._is_marked(), message)
         answer = lock.park(self._claim, self._lines, ticket, bounds)
         if isinstance(answer, Done):
             reason = f"it has run under lock {lock.key!r} before"
@@ -136,14 +137,15 @@ class Parking:
 
     def _is_marked(self) -> bool:
         """Tell whether the message says that its task was parked in this line."""
-        lock, ticket = ticket_note(self._request) or ("", "")
+        notes = notes_of(self._request)
+        lock, ticket = notes.parked or ("", "")
         if ticket != self._ticket:
             return False
         if lock == self._lock.names[0]:
             return True
         # Parked before its key was declared in another way: it has its turn there, and asks here.
         if self._lines.leave(lock, ticket):
-            self._request.headers.pop(TICKET_HEADER)
+            notes.parked = None
             return False
         return True  # done there
 

@@ -21,7 +21,8 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import Message
-from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER, result_is_ignored
+from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.peers import NoReplyError, Peer, Peers
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
@@ -232,6 +232,10 @@ class Quorum:
 
     def _too_few(self, replies: Sequence[Any]) -> StoreError:
         errors = [reply for reply in replies if isinstance(reply, StoreError)]
+        damaged = [error for error in errors if isinstance(error, DamagedLockError)]
+        if damaged and len(replies) - len(errors) + len(damaged) >= self._peers.majority:
+            first = damaged[0]
+            return DamagedLockError(self.name, f"{first.server}: {first.reason}", first.lock)
         told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
         error = StoreError(self.name, f"{told}; {errors[0]}")
         error.__cause__ = errors[0]

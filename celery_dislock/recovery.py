@@ -26,6 +26,7 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import TaskParked, keep_message
+from celery_dislock.names import execution_start
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,11 +36,6 @@ CHECK_EVERY = 0.05  # seconds between two looks at a process that is about to en
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
-
-
-def execution_start(task_id: str, hostname: str, pid: int) -> str:
-    """The part of an owner's name that the main process knows as well as the child."""
-    return f"{task_id}@{hostname}:{pid}/"
 
 
 @cache

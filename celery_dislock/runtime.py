@@ -14,7 +14,7 @@ from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.interrupt import patched_by
 from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
@@ -43,6 +43,7 @@ _CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transpor
 # How the server is found, but not for how long it is waited for: locks have times of their own.
 _TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
 _CREDENTIALS = "credential_provider"
+DAMAGED_MOST = 1000  # locks that a process remembers to have reported
 
 
 logger = logging.getLogger("celery_dislock")
@@ -211,6 +212,7 @@ class Process:
         self._patched = patched_by()
         self._warned = False
         self._away = False
+        self._damaged: set[str] = set()
         self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
         self._counter = count(1)
 
@@ -252,10 +254,20 @@ class Process:
             )
 
     def lock_server_failed(self, error: StoreError) -> None:
-        """Say that the lock server is away; once, until it has answered."""
-        if not self._away:
+        """Say that the lock server is away, once until it answers; or that a lock is damaged."""
+        if isinstance(error, DamagedLockError):
+            self._report_damage(error)
+        elif not self._away:
             self._away = True
             logger.warning("While this lasts no task can take a lock: %s", error)
+
+    def _report_damage(self, error: DamagedLockError) -> None:
+        if error.lock in self._damaged:
+            return
+        if len(self._damaged) >= DAMAGED_MOST:
+            self._damaged.clear()
+        self._damaged.add(error.lock)
+        logger.error("Tasks of one lock cannot run, and all others go on: %s.", error)
 
     def lock_server_answered(self) -> None:
         """Say that it is back, where it was away."""

@@ -17,6 +17,7 @@ from celery_dislock.answers import (
     milliseconds,
     refused,
     renewed,
+    text,
     turns,
 )
 from celery_dislock.connections import SOCKET_TIMEOUT, locks_pattern, scan, server_for
@@ -389,7 +390,7 @@ class Store:
             StoreError: The server did not answer.
         """
         mark: bytes | None = self.lock_server.run(RECALL, [lock], task_id)
-        return None if mark is None else mark.decode()
+        return None if mark is None else text(mark)
 
     def close(self) -> None:
         """Close the connections that are not in use."""

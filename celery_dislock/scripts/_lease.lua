@@ -43,8 +43,15 @@ local function use(key)
   newest = 0
 end
 
+-- The lock cannot be used: what is there was written by hand, or by a later version.
+local function damaged(what, record)
+  local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
+  error('dislock: ' .. what .. ' cannot be read: ' .. shown, 0)
+end
+
 local function parse(lease)
-  local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) (.*)$')
+  local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) ([xs] .*)$')
+  if not expires then damaged('a lease in it', lease) end
   return tonumber(expires), tonumber(token), tonumber(acquired), rest
 end
 

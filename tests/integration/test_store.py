@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_dislock.answers import Granted, Holding, Refused
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.lines import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.store import Store
@@ -611,7 +611,7 @@ class TestErrors:
             "release": ("a/1",),
             "release_dead": ("a/",),
         }[operation]
-        with pytest.raises(StoreError, match="WRONGTYPE"):
+        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
             getattr(store, operation)([LOCK], *arguments)
         assert redis_client.get(LOCK) == "somebody else's"
 
@@ -624,8 +624,8 @@ class TestErrors:
             within=WITHIN,
         )
         assert [answers[0], answers[2]] == [True, True]
-        assert isinstance(answers[1], StoreError)
-        assert "WRONGTYPE" in answers[1].reason
+        assert isinstance(answers[1], DamagedLockError)
+        assert (answers[1].lock, "WRONGTYPE" in answers[1].reason) == ("dislock:{bad}", True)
 
     def test_the_store_goes_on_after_an_error(self, store, redis_client):
         """An error that the server answered is the end of that command, not of the store."""
@@ -795,7 +795,7 @@ class TestConnections:
         redis_client.script_flush()
         assert take(store, "ü/1") == token
         redis_client.set("dislock:{bad}", "somebody else's")
-        with pytest.raises(StoreError, match="WRONGTYPE"):
+        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
             store.release(["dislock:{bad}"], "a/1")
         assert isinstance(renew(store, "a/1", lock="dislock:{bad}"), StoreError)
         assert store.release([LOCK], "ü/1") is True

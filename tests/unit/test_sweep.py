@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from celery_dislock.answers import Swept
+from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.options import TaskOptions
 from celery_dislock.sweep import FIRST, PAGE, Sweep, interval
 from tests.unit.fakes import FakeLines
@@ -210,3 +211,13 @@ def test_at_its_end_another_worker_can_sweep(process, sweep, away):
     sweep.end()
     assert (NAME in process.store.leases) is away
     assert process.store.calls[-1] == ("close",)
+
+
+def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):
+    """The line of a lock that cannot be used is left as it is, and stays listed."""
+    damaged = DamagedLockError("redis://fake", "why", "dislock:{a}")
+    process.lines.pages = [(2, FIRST, {"dislock:{a}": b"1", "dislock:{b}": b"1"})]
+    process.lines.swept = {"dislock:{a}": damaged, "dislock:{b}": Swept(0, {})}
+    sweep.step()
+    assert process.answered == [False, True]
+    assert process.store.asked("delist") == [("dislock:{b}", b"1")]
