@@ -508,6 +508,34 @@ print(most)
 """
 
 
+HIT_TWICE = """
+from gevent import monkey
+monkey.patch_all()
+import sys, gevent
+from celery_dislock import Dislock
+from celery_dislock.reentrant import ReentrantLock
+from celery_dislock.store import Store
+dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=60)
+dislock.lock("export:7").acquire()
+waiters = [gevent.spawn(dislock.lock("export:7").acquire) for _ in range(20)]
+server = dislock.runtime.process.store.lock_server
+while server.send("ZCARD", "dislock:{export:7}:line") < 20:
+    gevent.sleep(0.01)
+released = Store.release
+def slowly(*args, **kwargs):
+    gevent.sleep(1)  # so that the second exception strikes before the release is sent
+    return released(*args, **kwargs)
+Store.release = slowly
+for _ in range(2):
+    for waiter in waiters:
+        waiter.kill(KeyError("hit"), block=False)
+    gevent.sleep(0.1)
+assert all(waiter.dead for waiter in waiters)
+print("hit", flush=True)
+gevent.sleep(600)  # its watchdog goes on
+"""
+
+
 class TestGreenlets:
     @pytest.mark.parametrize("library", ["gevent", "eventlet"])
     def test_the_owner_is_the_greenlet_though_it_was_patched_late(self, redis_url, library):
@@ -522,3 +550,19 @@ class TestGreenlets:
         )
         assert done.stdout.strip() == "1", done.stderr
         assert "patched this process after its first lock" in done.stderr
+
+    def test_a_waiter_that_is_hit_twice_leaves_no_ghost(self, redis_url, redis_client):
+        """What a second exception keeps from leaving the line is taken out by the watchdog."""
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", HIT_TWICE, redis_url],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stdout.readline().strip() == "hit", process.stderr.read()
+                wait_for(lambda: not redis_client.exists(f"{NAME}:line"), "the empty line")
+                assert redis_client.hlen(NAME) == 1
+            finally:
+                process.kill()
