@@ -14,6 +14,7 @@ from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+import click
 from celery import Task, states
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_revoked
@@ -79,9 +80,11 @@ class SingletonTask(Task):  # type: ignore[misc]
         bound = super().bind(app)
         try:
             install(cls, app)
-        except SettingsError:
+        except SettingsError as exc:
             # Celery registers a task and binds it then.  The next use would find it unguarded.
             _registered(app).pop(name, None)
+            if _command_line_loads_the_app():  # and would show a traceback
+                raise SystemExit(exc.format_message()) from None
             raise
         return bound
 
@@ -130,6 +133,12 @@ def install(task: type[Task], app: Celery) -> None:
         task_postrun.connect(_settle, dispatch_uid="dislock_settle")
     if guard.options.lock_dedupe_redelivered:
         task_postrun.connect(_remember, dispatch_uid="dislock_remember")
+
+
+def _command_line_loads_the_app() -> bool:
+    """Tell whether Celery's command line is importing an app: a module that uses its own tasks."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.command.name == "celery" and context.obj is None
 
 
 def _registered(app: Celery) -> dict[str, Task]:

@@ -27,7 +27,7 @@ URL_WANTED = (
 HIDDEN = "***"
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _USER = re.compile(r"[\w.%+-]*")
-_HOST = r"([a-z+]+://)?(\[[0-9a-fA-F:.%]*\]|[^:/\[\]]*)(:\d*)?(/.*)?"
+_HOST = r"([a-z+]+://)?(\[[0-9a-fA-F:.%]*\]|[^]:/[;,]*)(:\d*)?(/[^;,]*)?"
 _HOSTS = re.compile(f"{_HOST}([;,]{_HOST})*")
 
 SENTINEL_PORT = 26379
@@ -89,7 +89,7 @@ def group(url: str) -> Group:
         login = login or parts.netloc.rpartition("@")[0]
         path = path or parts.path.rstrip("/")
         query = query or parts.query
-    user = f"{login.partition(':')[0]}:***@" if login else ""
+    user = f"{_shown_user(login)}:{HIDDEN}@" if login else ""
     single = "rediss" if scheme == "rediss+cluster" else "redis"
     at = f"{login}@" if login else ""
     return Group(
@@ -152,5 +152,10 @@ def without_password(url: str) -> str:
         return f"{scheme}://{HIDDEN}"
     if not at:
         return f"{scheme}://{hosts}"
-    user, password, _ = login.partition(":")
-    return f"{scheme}://{user if password and _USER.fullmatch(user) else ''}:{HIDDEN}@{hosts}"
+    return f"{scheme}://{_shown_user(login)}:{HIDDEN}@{hosts}"
+
+
+def _shown_user(login: str) -> str:
+    """Return the user of a login; empty for what may be a password that lacks its colon."""
+    user, colon, _ = login.partition(":")
+    return user if colon and _USER.fullmatch(user) else ""
