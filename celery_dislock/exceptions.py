@@ -31,14 +31,15 @@ class SettingsError(DislockError, ValueError, click.ClickException):
     """
 
     def __init__(self, owner: str, option: str, value: object, remedy: str) -> None:
-        Exception.__init__(self, owner, option, value, remedy)
+        click.ClickException.__init__(self, f"{owner}: {option}={value!r}: {remedy}")
+        self.args = (owner, option, value, remedy)
         self.owner = owner
         self.option = option
         self.value = value
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.owner}: {self.option}={self.value!r}: {self.remedy}"
+        return self.message
 
     def format_message(self) -> str:
         """Return what a command says that ends with this error; for click."""
