@@ -8,7 +8,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from typing import Any
 
-from celery_dislock.urls import check_several
+from celery_dislock.urls import SCHEMES, URL_WANTED, check_several
 
 NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
 
@@ -65,8 +65,12 @@ def text(value: object) -> str:
 
 def one_or_several_urls(value: object) -> str | tuple[str, ...]:
     """Check where locks are kept: a URL, or those of several independent servers."""
+    if isinstance(value, str) and value:
+        if not value.startswith(SCHEMES):
+            raise ValueError(URL_WANTED)
+        return value
     if not isinstance(value, (list, tuple)):
-        return text(value)
+        raise ValueError(URL_WANTED)
     if not all(isinstance(one, str) for one in value):
         raise ValueError("give a URL, or a list of them")
     check_several(value)

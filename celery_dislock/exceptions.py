@@ -6,16 +6,22 @@ those on the other side of a pool process or a result backend.
 
 from __future__ import annotations
 
+from typing import IO, Any
+
+import click
+
 
 class DislockError(Exception):
     """Base of every error of this package."""
 
 
-class SettingsError(DislockError, ValueError):
+class SettingsError(DislockError, ValueError, click.ClickException):
     """An option or setting cannot be used.
 
     Raised when a task is bound, a lock is made in plain Python or a worker starts; and by a task
-    whose ``lock_on_conflict`` is a callable that returned what is no strategy.
+    whose ``lock_on_conflict`` is a callable that returned what is no strategy.  It ends a Celery
+    command with one message: Celery's command line is click's, which shows errors of its own kind
+    without a traceback.
 
     Attributes:
         owner: Whose option it is: a task's name, or ``app.conf``.
@@ -25,14 +31,23 @@ class SettingsError(DislockError, ValueError):
     """
 
     def __init__(self, owner: str, option: str, value: object, remedy: str) -> None:
-        super().__init__(owner, option, value, remedy)
+        click.ClickException.__init__(self, f"{owner}: {option}={value!r}: {remedy}")
+        self.args = (owner, option, value, remedy)
         self.owner = owner
         self.option = option
         self.value = value
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.owner}: {self.option}={self.value!r}: {self.remedy}"
+        return self.message
+
+    def format_message(self) -> str:
+        """Return what a command says that ends with this error; for click."""
+        return f"Cannot start with locks: {self}"
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Say it; for click."""
+        click.echo(self.format_message(), file=file, err=True)
 
 
 class LockKeyError(DislockError, ValueError):

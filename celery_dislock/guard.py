@@ -41,6 +41,7 @@ class Guard:
     """Takes a task's lock around its body.
 
     Args:
+        name: The task's name.
         task: The task's class, bound to its app.
         options: The task's options.
         runtime: What the locks of the app share.
@@ -55,7 +56,7 @@ class Guard:
         releases_on_failure: Whether an execution that ends badly frees the lock.
     """
 
-    def __init__(self, task: type[Task], options: TaskOptions, runtime: Runtime) -> None:
+    def __init__(self, name: str, task: type[Task], options: TaskOptions, runtime: Runtime) -> None:
         self.options = options
         self.runtime = runtime
         self.timeout = self.options.lock_expire or self.options.lock_watchdog_timeout
@@ -64,12 +65,12 @@ class Guard:
         try:
             self._keys = [
                 key_builder(
-                    None if one is False else one, signature=_signature(task), task_name=task.name
+                    None if one is False else one, signature=_signature(task), task_name=name
                 )
                 for one in (declared if isinstance(declared, tuple) else [declared])
             ]
         except InvalidTemplate as exc:
-            raise SettingsError(task.name, "lock_key", declared, str(exc)) from exc
+            raise SettingsError(name, "lock_key", declared, str(exc)) from exc
         self._looks_for_copies = (
             self.options.lock_mode == "shared"
             or self.options.lock_limit > 1

@@ -248,13 +248,48 @@ class TaskOptions:
 
 
 # Options that say nothing unless another one has this value.
-BELONG_TO = {
+BELONG_TO: dict[str, tuple[str, Any]] = {
     "lock_wait_timeout": ("lock_on_conflict", "wait"),
     "lock_retry_for": ("lock_on_conflict", "retry"),
     "lock_queue_limit": ("lock_on_conflict", "queue"),
     "lock_queue_bytes": ("lock_on_conflict", "queue"),
     "lock_queue_overflow": ("lock_on_conflict", "queue"),
     "lock_dedupe_for": ("lock_dedupe_redelivered", True),
+    "lock_watchdog_timeout": ("lock_expire", None),
+    "max_renew_times": ("lock_expire", None),
+    "lock_on_cap": ("lock_expire", None),
+    "lock_limit": ("lock_mode", "exclusive"),
+}
+
+# Options of other libraries, which have no effect here: whose each is, and what to give instead.
+OF_OTHERS = {
+    "unique_on": (
+        "celery-singleton's",
+        "name the arguments in lock_key: 'export:<user_id>' for unique_on=['user_id']",
+    ),
+    "raise_on_duplicate": ("celery-singleton's", "give lock_on_conflict='raise' or 'skip'"),
+    "lock_expiry": (
+        "celery-singleton's",
+        "leave it out, as the lock ends with the task or its process; or give lock_expire",
+    ),
+    "challenge_lock_on_startup": (
+        "celery-singleton's",
+        "leave it out, as the lock ends with the task or its process",
+    ),
+    "once": (
+        "celery-once's",
+        (
+            "give lock_key='export:<user_id>' for its keys, lock_on_conflict='skip' or 'raise' for "
+            "graceful, and nothing for timeout"
+        ),
+    ),
+    "heimdall": (
+        "celery-heimdall's",
+        (
+            "give lock_key='export:<user_id>' for its key, lock_on_conflict='skip' or 'raise' for "
+            "unique_raises, and nothing for unique_timeout"
+        ),
+    ),
 }
 
 # What several independent lock servers can do, and nothing else.

@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from celery import bootsteps, current_app
+from celery import Celery, bootsteps, current_app
 from celery._state import connect_on_app_finalize
 from celery.bin.base import CeleryOption
+from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
 from celery_dislock import startup
@@ -32,13 +33,14 @@ from celery_dislock.settings import (
 )
 from celery_dislock.sweep import Sweep, interval
 from celery_dislock.task import SingletonTask, install, runtime_of
+from celery_dislock.urls import shown
 from celery_dislock.values import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from celery import Celery
+    import click
     from celery.worker import WorkController
     from typing_extensions import Self
 
@@ -46,10 +48,18 @@ POOL_CHECK_EVERY = 0.25  # seconds
 
 logger = logging.getLogger("celery_dislock")
 
+
+def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) -> Any:
+    """Add the step that reads an option wherever the option is read."""
+    _follow(context.obj.app)
+    return value
+
+
 OPTIONS = (
     CeleryOption(
         ["--dislock/--no-dislock"],
         default=None,
+        callback=_with_its_step,
         help_group="Lock Options",
         help="Lock every task that has a lock_key, and check the lock server before starting; "
         "or run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
@@ -66,12 +76,17 @@ OPTIONS = (
 )
 
 
+# An entry point of the group celery.commands names this command, so that Celery's command line
+# imports this module, whether or not the app does, and gets its own command back.  Without such an
+# option Celery would suggest --discard, which purges the queues.
+worker_command.params.extend(OPTIONS)
+
+
 class Dislock:
     """Locks for the tasks of one app.
 
-    Adds ``--dislock``, ``--no-dislock`` and ``--dislock-url`` to ``celery worker``, and guards all
-    tasks that have a ``lock_key`` where ``dislock_enabled`` is True.  Make one per app, where the
-    app is made::
+    Guards all tasks that have a ``lock_key`` where ``dislock_enabled`` is True, and makes locks for
+    plain Python.  Make one per app, where the app is made::
 
         app = Celery("shop", broker="redis://localhost:6379/0")
         dislock = Dislock(app)
@@ -79,14 +94,18 @@ class Dislock:
     Args:
         app: The app.  Two apps in one process share nothing.
 
+    Raises:
+        SettingsError: This is no app.
+
     Attributes:
         runtime: What its locks share: settings, store and watchdog.
     """
 
     def __init__(self, app: Celery) -> None:
+        if not isinstance(app, Celery):
+            remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
+            raise SettingsError("Dislock(app)", "app", shown(app), remedy)
         self.runtime = runtime_of(app)
-        app.user_options["worker"].update(OPTIONS)
-        app.steps["worker"].add(LockStep)
         _follow(app)
 
     @classmethod
@@ -231,9 +250,10 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._check: Any = None
         try:
             self.server, self.warnings = _lock_server(worker.app)
+            self.prefix = runtime_of(worker.app).settings.dislock_prefix if self.server else ""
         except DislockError as exc:
             raise SystemExit(
-                f"Cannot start with locks: {exc}. Mend that, name another lock server "
+                f"Cannot start with locks: {exc}\nMend that, name another lock server "
                 "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
             ) from exc
         if self.locking:
@@ -246,7 +266,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         seconds.
         """
         maintain_pool = getattr(worker.pool, "maintain_pool", None)
-        if maintain_pool is not None:
+        if maintain_pool is not None and self.server:
             if self._check is not None:
                 self._check.cancel()  # a consumer that reconnects registers again
             self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
@@ -254,7 +274,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, _worker: WorkController) -> None:
         """Say in the worker's log what holds."""
         if self.server:
-            logger.info("Locks are on; lock server: %s", self.server)
+            logger.info("Locks are on; lock server: %s, prefix: %s", self.server, self.prefix)
         elif self.locking is False:
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
@@ -316,7 +336,11 @@ def guard_tasks(app: Celery) -> None:
 
 def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
     if runtime_of(sender).enabled:
-        guard_tasks(sender)
+        try:
+            guard_tasks(sender)
+        except SettingsError as exc:  # which Celery would log with its traceback
+            if not sender.loader.worker_initialized:  # else the start-up step says so, and exits
+                logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
 
 
 def _lock_server(app: Celery) -> tuple[str, list[str]]:
@@ -331,6 +355,8 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
         StoreError: It does not answer.
     """
     runtime = runtime_of(app)
+    if runtime.enabled is not False:
+        app_settings(app.conf)
     for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
         if hasattr(task, "dislock_guard"):
             check_servers(task.name, task.dislock_guard.options, app.conf)
@@ -350,7 +376,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
 
 
 def _follow(app: Celery) -> None:
-    app.steps["worker"].add(SweepStep)
+    app.steps["worker"].update((LockStep, SweepStep))
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
 
 

@@ -20,7 +20,7 @@ from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
 from celery_dislock.settings import app_settings
 from celery_dislock.store import Store
-from celery_dislock.urls import SCHEMES, SENTINEL, WITHOUT_TLS
+from celery_dislock.urls import SCHEMES, SENTINEL, URL_WANTED, WITHOUT_TLS, shown
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from celery_dislock.options import TaskOptions
     from celery_dislock.settings import AppSettings
 
-_REMEDY = (
-    "neither the broker nor the result backend is a Redis; give the lock server's URL: "
-    "redis://host:6379/0, rediss://..., unix:///path, sentinel://... or redis+cluster://..."
-)
 _CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transport options
     ("broker_write_url", "broker_use_ssl", "broker_transport_options"),
     ("broker_url", "broker_use_ssl", "broker_transport_options"),
@@ -63,7 +59,7 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
     if isinstance(url, (list, tuple)):
         return url, {}
     if url and not url.startswith(SCHEMES):
-        raise SettingsError("app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY)
+        raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)
     for name, tls, transport in _CELERYS:
         # Celery's configuration has properties for these, which ask the environment first.
         candidate = _one_url(getattr(conf, name, None) or conf.get(name))
@@ -74,7 +70,8 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
             return candidate, options
     if url:
         return url, {}
-    raise SettingsError("app.conf", "dislock_url", None, _REMEDY)
+    remedy = f"neither the broker nor the result backend is a Redis; {URL_WANTED}"
+    raise SettingsError("app.conf", "dislock_url", None, remedy)
 
 
 def _one_url(given: Any) -> str:

@@ -11,9 +11,10 @@ remedy.  All of them run when a task is bound or a worker starts, never later.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery_dislock.checks import (
     NEAR_MISS,
@@ -27,11 +28,11 @@ from celery_dislock.checks import (
     yes_or_no,
 )
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.options import ALONE, BELONG_TO, TaskOptions, declare
-from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
+from celery_dislock.options import ALONE, BELONG_TO, OF_OTHERS, TaskOptions, declare
+from celery_dislock.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, shown
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+# Parts of names whose values are never shown.
+SECRETS = ("password", "credential", "transport_option", "kwargs")
 
 
 @dataclass(frozen=True)
@@ -119,13 +120,7 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     Raises:
         SettingsError: An option cannot be used, or looks like one that is misspelt.
     """
-    known = [f.name for f in fields(TaskOptions)]
-    suspicious = {
-        name: value
-        for name, value in declared.items()
-        if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS)
-    }
-    refuse_unknown(owner, suspicious, known)
+    _check_names(owner, declared)
     check_settings(conf)
 
     values: dict[str, Any] = {}
@@ -134,9 +129,27 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
         if option.name in declared:
             values[option.name] = _checked(owner, option.name, option, declared[option.name])
         elif setting and setting in conf:
-            values[option.name] = _checked("app.conf", setting, option, conf[setting])
+            default = _checked("app.conf", setting, option, conf[setting])
+            if not _overruled(option.name, default, declared):
+                values[option.name] = default
     options = TaskOptions(**values)
     check_servers(owner, options, conf)
+    _check_together(owner, declared, options)
+    return options
+
+
+def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(TaskOptions)]
+    for name, value in declared.items():
+        if name in OF_OTHERS:
+            whose, instead = OF_OTHERS[name]
+            remedy = f"an option of {whose}, without effect here: {instead}"
+            raise _refused(owner, name, value, remedy)
+        if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS):
+            refuse_unknown(owner, {name: value}, known)
+
+
+def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
     keys = options.lock_key
     if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
         remedy = "a task waits in one line: give one key, or use 'wait' or 'retry'"
@@ -144,9 +157,33 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     for name, (other, value) in BELONG_TO.items():
         actual = getattr(options, other)
         if name in declared and actual != value and not callable(actual):
-            remedy = f"it belongs to {other}={value!r}: give that too, or leave it out"
-            raise SettingsError(owner, name, declared[name], remedy)
-    return options
+            remedy = (
+                f"it has no effect with {other}={actual!r}: leave one of the two out"
+                if other in declared
+                else f"it belongs to {other}={value!r}: give that too, or leave it out"
+            )
+            raise _refused(owner, name, declared[name], remedy)
+
+
+def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the options of a base class and of a class: its own count, also where they conflict."""
+    kept = {name: value for name, value in inherited.items() if not _overruled(name, value, own)}
+    return {**kept, **own}
+
+
+def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
+    """Tell whether a default conflicts with what a task declares: it cannot take the default back.
+
+    A task with a `lock_expire` of its own has no use for the watchdog's defaults; one with a
+    `lock_watchdog_timeout` of its own is renewed, whatever the default of `lock_expire` is.
+    """
+    for option, (other, needed) in BELONG_TO.items():
+        if option == name and other in own:
+            if own[other] != needed and not callable(own[other]):
+                return True
+        elif other == name and option in own and value != needed == getattr(TaskOptions, other):
+            return True
+    return False
 
 
 def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]) -> None:
@@ -159,7 +196,7 @@ def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]
     for name, value in given.items():
         if name not in known:
             near = did_you_mean(name.removeprefix("lock_"), known) or did_you_mean(name, known)
-            raise SettingsError(owner, name, value, f"no such option{near}")
+            raise _refused(owner, name, value, f"no such option{near}")
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
@@ -210,7 +247,7 @@ def check_settings(conf: Mapping[str, Any]) -> None:
         name = found + rest
         if found and name not in _SETTINGS:
             near = did_you_mean(name, _SETTINGS)
-            raise SettingsError("app.conf", given, conf[given], f"no such setting{near}")
+            raise _refused("app.conf", given, conf[given], f"no such setting{near}")
 
 
 def reference(kind: type[TaskOptions | AppSettings]) -> str:
@@ -234,5 +271,21 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
     try:
         return option.metadata["check"](value)
     except ValueError as exc:
-        told = shown(value) if name == "dislock_url" else value
-        raise SettingsError(owner, name, told, str(exc)) from exc
+        raise _refused(owner, name, value, str(exc)) from exc
+
+
+def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
+    """Make the error about an option, without a password that its value may hold."""
+    return SettingsError(owner, name, _told(name, value), remedy)
+
+
+def _told(name: str, value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _told(str(key), one) for key, one in value.items()}
+    if any(word in name.lower() for word in SECRETS):
+        return HIDDEN
+    if isinstance(value, (list, tuple)):
+        return [_told(name, one) for one in value]
+    if isinstance(value, str) and ("url" in name.lower() or "://" in value):
+        return shown(value)
+    return value

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT
+from celery_dislock.options import OF_OTHERS
 from celery_dislock.task import declared_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from celery import Celery, Task
 
@@ -46,18 +47,33 @@ def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
             f"These tasks have a lock_key, are no SingletonTask, and get no lock in this worker: "
             f"{_names(unlocked)}. Start it with --dislock, or make SingletonTask their base."
         )
+    rejecting = {
+        task.name
+        for task in guarded
+        if task.dislock_guard.options.lock_on_conflict == "reject" and not task.acks_late
+    }
+    if rejecting:
+        yield (
+            "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
+            f"acknowledged before they can be rejected, and never dead-lettered: "
+            f"{_names(rejecting)}. Give them acks_late=True."
+        )
     yield from _about_visibility(app, guarded)
 
 
 def _asks_for_a_lock(task: Task) -> bool:
     declared = declared_options(type(task))
     return declared.get("lock_key") is not False and any(
-        name.startswith(("lock_", "release_on_")) or name == "max_renew_times" for name in declared
+        name not in OF_OTHERS
+        and (name.startswith(("lock_", "release_on_")) or name == "max_renew_times")
+        for name in declared
     )
 
 
-def _about_visibility(app: Celery, guarded: Iterable[Task]) -> Iterator[str]:
+def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
     """Warn of tasks that the broker delivers again before they can have ended."""
+    if not guarded:
+        return
     if app.connection_for_read().transport_cls not in {"redis", "rediss", "sentinel"}:
         return
     visible_after = (app.conf.broker_transport_options or {}).get(

@@ -14,17 +14,18 @@ from dataclasses import fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
+import click
 from celery import Task, states
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_revoked
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.guard import Guard
 from celery_dislock.options import TaskOptions
 from celery_dislock.postman import Postman
 from celery_dislock.recovery import recovering
 from celery_dislock.runtime import Runtime
-from celery_dislock.settings import app_settings, task_options
+from celery_dislock.settings import app_settings, nearer, task_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,13 +66,26 @@ class SingletonTask(Task):  # type: ignore[misc]
 
     @classmethod
     def bind(cls, app: Celery) -> Celery:
-        """Bind the task to its app, and install its guard.
+        """
+        Bind the task to its app, and install its guard.
 
         Raises:
-            SettingsError: One of the task's options cannot be used.
+            SettingsError: One of the task's options cannot be used.  The task is not registered.
         """
+        name = _name_of(cls, app)
+        if name is None:
+            # A base class that something has looked at: `hasattr(SingletonTask, "app")` comes here.
+            # Were it bound, its subclasses would inherit what the current app has set.
+            return app
         bound = super().bind(app)
-        install(cls, app)
+        try:
+            install(cls, app)
+        except SettingsError as exc:
+            # Celery registers a task and binds it then.  The next use would find it unguarded.
+            _registered(app).pop(name, None)
+            if _command_line_loads_the_app():  # and would show a traceback
+                raise SystemExit(exc.format_message()) from None
+            raise
         return bound
 
     @property
@@ -96,14 +110,15 @@ def install(task: type[Task], app: Celery) -> None:
     Raises:
         SettingsError: One of the task's options cannot be used.
     """
-    if task.name is None or "dislock_guard" in vars(task):
+    name = _name_of(task, app)
+    if name is None or "dislock_guard" in vars(task):
         return
     declared = getattr(task, "lock_key", None)
-    if declared is False or (declared is None and task.name.startswith("celery.")):
+    if declared is False or (declared is None and name.startswith("celery.")):
         return
     app_settings(app.conf)
-    options = task_options(task.name, declared_options(task), app.conf)
-    guard = Guard(task, options, runtime_of(app))
+    options = task_options(name, declared_options(task), app.conf)
+    guard = Guard(name, task, options, runtime_of(app))
     task.dislock_guard = guard
     task.__call__ = _guarded(guard, _custom_call(task))
     task.apply_async = _retrying_after_release(task.apply_async)
@@ -118,6 +133,26 @@ def install(task: type[Task], app: Celery) -> None:
         task_postrun.connect(_settle, dispatch_uid="dislock_settle")
     if guard.options.lock_dedupe_redelivered:
         task_postrun.connect(_remember, dispatch_uid="dislock_remember")
+
+
+def _command_line_loads_the_app() -> bool:
+    """Tell whether Celery's command line is importing an app: a module that uses its own tasks."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.command.name == "celery" and context.obj is None
+
+
+def _registered(app: Celery) -> dict[str, Task]:
+    """Return an app's tasks as they are now; ``app.tasks`` would make them final first."""
+    tasks: dict[str, Task] = app._tasks  # noqa: SLF001 -- there is no other way
+    return tasks
+
+
+def _name_of(task: type[Task], app: Celery) -> str | None:
+    """Return a task class's name; None for a base class."""
+    if task.name is not None:
+        return str(task.name)
+    # Celery gives a task without a name one of its own, which it keeps in the instance.
+    return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
 
 
 def _remember(task: Task, state: str, **_kwargs: Any) -> None:
@@ -200,19 +235,29 @@ def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., An
     return send
 
 
+_OPTIONS = {f.name for f in fields(TaskOptions)}
+# Never ask a task class with hasattr() or getattr() for names that are not known: `app` binds it.
+_OF_EVERY_TASK = {name for cls in SingletonTask.__mro__ for name in vars(cls)}
+
+
 def declared_options(task: type[Task]) -> dict[str, Any]:
     """Collect the attributes of a task class that are options of ours, or look like it."""
     found: dict[str, Any] = {}
     for cls in reversed(task.__mro__):
         if cls is not SingletonTask and cls not in Task.__mro__:
-            found.update(vars(cls))
-    options = {f.name for f in fields(TaskOptions)}
-    return {
-        name: value
-        for name, value in found.items()
-        if name in options
-        or not (name.startswith("_") or callable(value) or hasattr(SingletonTask, name))
-    }
+            found = nearer(
+                found, {n: value for n, value in vars(cls).items() if _is_declared(cls, n)}
+            )
+    return found
+
+
+def _is_declared(cls: type, name: str) -> bool:
+    if name in _OPTIONS:
+        return True
+    if name.startswith("_") or name in _OF_EVERY_TASK:
+        return False
+    # A class body may define methods of any name; to a decorator all that is given is options.
+    return "_decorated" in vars(cls) or not callable(vars(cls)[name])
 
 
 def _custom_call(task: type[Task]) -> Callable[..., Any] | None:

@@ -19,6 +19,17 @@ FEWEST = 3  # servers of which one may fail
 ONLY_EXCLUSIVE = "several lock servers (dislock_url is a list) keep exclusive locks only"
 NO_REPLICAS = "not with several lock servers: a majority of them takes the place of replicas"
 
+URL_WANTED = (
+    "give the lock server's URL: redis://host:6379/0, rediss://..., unix:///path, sentinel://... "
+    "or redis+cluster://..."
+)
+
+HIDDEN = "***"
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_USER = re.compile(r"[\w.%+-]*")
+_HOST = r"([a-z+]+://)?(\[[0-9a-fA-F:.%]*\]|[^]:/[;,]*)(:\d*)?(/[^;,]*)?"
+_HOSTS = re.compile(f"{_HOST}([;,]{_HOST})*")
+
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 
@@ -78,7 +89,7 @@ def group(url: str) -> Group:
         login = login or parts.netloc.rpartition("@")[0]
         path = path or parts.path.rstrip("/")
         query = query or parts.query
-    user = f"{login.partition(':')[0]}:***@" if login else ""
+    user = f"{_shown_user(login)}:{HIDDEN}@" if login else ""
     single = "rediss" if scheme == "rediss+cluster" else "redis"
     at = f"{login}@" if login else ""
     return Group(
@@ -125,10 +136,26 @@ def shown(value: object) -> Any:
 
 
 def without_password(url: str) -> str:
-    """Return the URL as a log line may show it, whatever is wrong with it."""
-    scheme, _, rest = url.partition("://")
-    user, at, host = rest.rpartition("@")
+    """
+    Return the URL as a log line may show it, whatever is wrong with it.
+
+    What could be a part of a password is left out, too.
+    """
+    scheme, found, rest = url.partition("://")
+    if not found or not _SCHEME.fullmatch(scheme):
+        return HIDDEN
+    main, *after = re.split("[?#]", rest, maxsplit=1)
+    if "@" in "".join(after):  # the password may have begun before the "?"
+        return f"{scheme}://{HIDDEN}"
+    login, at, hosts = main.rpartition("@")
+    if not _HOSTS.fullmatch(hosts):
+        return f"{scheme}://{HIDDEN}"
     if not at:
-        return f"{scheme}://{rest.partition('?')[0]}"
-    name = user.partition(":")[0]
-    return f"{scheme}://{name}:***@{host.partition('?')[0]}"
+        return f"{scheme}://{hosts}"
+    return f"{scheme}://{_shown_user(login)}:{HIDDEN}@{hosts}"
+
+
+def _shown_user(login: str) -> str:
+    """Return the user of a login; empty for what may be a password that lacks its colon."""
+    user, colon, _ = login.partition(":")
+    return user if colon and _USER.fullmatch(user) else ""

@@ -73,7 +73,7 @@ def test_with_no_dislock_nothing_locks(start_fleet, scene, pool):
 def test_without_the_option_a_singleton_task_locks(start_fleet, scene, pool):
     """A SingletonTask needs no option of the worker, whose log names the lock server."""
     fleet = start_fleet(pool)
-    assert fleet.says("Locks are on", "redis://")
+    assert fleet.says("Locks are on", "redis://", "prefix: dislock")
     assert_locks(fleet, scene, scenarios.hold)
 
 
@@ -136,5 +136,6 @@ def test_a_worker_refuses_a_bad_option(start_fleet, server, tmp_path, option, va
     fleet = start_fleet("solo", *options, app="shop_with_a_bad_option", ready=False)
     (worker,) = fleet.workers
     assert worker.wait_until_it_ends() != 0
-    assert f"shop.export: {option}={value!r}: " in worker.log
+    assert f"Cannot start with locks: shop.export: {option}={value!r}: " in worker.log
+    assert "Traceback" not in worker.log
     assert " ready." not in worker.log

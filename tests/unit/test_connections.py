@@ -40,11 +40,14 @@ class TestServerFor:
             ("sentinel://u:secret@a;sentinel://b:2/3", "sentinel://u:***@a:26379,b:2/3"),
             ("redis+cluster://u:secret@a,b:2", "redis+cluster://u:***@a:6379,b:2"),
             ("rediss+cluster://:secret@[::1]:7000", "rediss+cluster://:***@::1:7000"),
+            ("redis://secret@a:1/2", "redis://:***@a:1/2"),
+            ("sentinel://secret@a", "sentinel://:***@a:26379"),
+            ("unix:///run/a,b?db=1", "unix:///run/a,b"),
         ],
     )
     def test_the_name_does_not_tell_the_password(self, url, name):
         """What messages call the server has all of its hosts, and no password."""
-        if url.startswith("redis://"):
+        if url.startswith(urls.SINGLE):
             assert urls.without_password(url) == name
         else:
             assert server_for(url, {"master_name": "m"} if "sentinel" in url else {}).name == name

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pickle
 
+import click
 import pytest
 from celery import Celery
 from celery.backends.base import Backend
+from click.testing import CliRunner
 
 import celery_dislock
 from celery_dislock import exceptions
@@ -65,3 +67,20 @@ def test_the_public_names_are_pinned():
         "DamagedLockError",
     ]
     assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_command_that_ends_with_a_bad_setting_shows_one_message(copied):
+    """Celery's commands are click's: they end with status 1, without a traceback."""
+    error = pickle.loads(pickle.dumps(ERRORS[0])) if copied else ERRORS[0]
+
+    @click.command()
+    def command():
+        raise error
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == 1
+    assert result.output == (
+        "Cannot start with locks: shop.export: lock_key='<x>': no such argument\n"
+    )
+    assert error.message == str(error)

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from celery.bin.worker import worker as worker_command
+from celery.local import Proxy
 
 from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError
 from celery_dislock.plugin import OPTIONS, LockStep, SweepStep, guard_tasks
@@ -34,12 +36,80 @@ def guarded(app, name):
 
 
 def test_the_worker_command_gets_the_options(app):
-    """Dislock(app) adds --dislock, --no-dislock and --dislock-url."""
-    assert app.user_options["worker"] == set(OPTIONS)
+    """The import adds --dislock, --no-dislock and --dislock-url, and Dislock(app) nothing more."""
+    assert [param for param in worker_command.params if param in OPTIONS] == list(OPTIONS)
+    assert not app.user_options["worker"]
     assert [option.opts + option.secondary_opts for option in OPTIONS] == [
         ["--dislock", "--no-dislock"],
         ["--dislock-url"],
     ]
+
+
+def test_the_options_bring_the_step_that_reads_them():
+    """An app whose tasks were final before the import has the step as soon as they are parsed."""
+    app = Celery("shop", set_as_current=False)
+    first, _ = OPTIONS
+    assert first.callback(SimpleNamespace(obj=SimpleNamespace(app=app)), first, True) is True
+    assert LockStep in app.steps["worker"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("redis://:secret@x", "app='redis://:***@x'"),
+        ("secret", "app='***'"),
+        (None, "app=None"),
+        (Celery, "app=<class"),
+    ],
+)
+def test_what_is_no_app_is_answered_with_the_way_to_give_a_url(wrong, told):
+    """Dislock("redis://x") is an error of ours that names Dislock.from_url."""
+    with pytest.raises(SettingsError, match=r"use Dislock\.from_url\(url\)") as caught:
+        Dislock(wrong)
+    assert told in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_current_app_may_stand_for_an_app(app):
+    """Celery's proxy of it is an app, too."""
+    assert Dislock(Proxy(lambda: app)).runtime is runtime_of(app)
+
+
+def test_the_worker_says_where_its_locks_are(app, caplog):
+    """One line has all that two workers must share to share a lock: the server and the prefix."""
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    app.conf.dislock_prefix = "staging"
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+    with caplog.at_level(logging.INFO, "celery_dislock"):
+        step.start(None)
+    assert caplog.messages[0] == (
+        "Locks are on; lock server: redis://localhost:1/0, prefix: staging"
+    )
+
+
+def test_a_bad_setting_stops_a_worker_that_locks_nothing(app):
+    """A --dislock-url that no task uses is checked all the same; --no-dislock checks nothing."""
+    worker = SimpleNamespace(app=without_strangers(app), hostname="w1@here")
+    with pytest.raises(SystemExit, match="dislock_url='http://x': give the lock server's URL"):
+        LockStep(worker, dislock_url=("http://x",))
+    LockStep(worker, dislock=False)
+
+
+def test_a_client_logs_which_tasks_it_cannot_guard(app, caplog):
+    """One line, where Celery would log a traceback; a worker exits with that message instead."""
+
+    @app.task(name="keyed", lock_key="k:<x>", shared=False)
+    def keyed(): ...
+
+    app.conf.dislock_enabled = True
+    app.finalize()
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "keyed: lock_key='k:<x>'" in record.message
+    assert record.exc_info is None
 
 
 def test_dislock_guards_every_task_with_a_key(app, reachable):
@@ -148,6 +218,9 @@ def test_dead_children_are_looked_for_often(app):
             calls.append(call)
             return SimpleNamespace(cancel=lambda: calls.remove(call))
 
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
     step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
     worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
     step.register_with_event_loop(worker, Hub())
@@ -207,11 +280,11 @@ def sweeps(monkeypatch):
 
 
 def test_every_worker_has_the_steps(app):
-    """Dislock(app) adds both; an app that only has a SingletonTask sweeps all the same."""
+    """Dislock(app) adds both; an app that only has a SingletonTask has them all the same."""
     assert app.steps["worker"] >= {LockStep, SweepStep}
     other = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     other.finalize()
-    assert SweepStep in other.steps["worker"]
+    assert other.steps["worker"] >= {LockStep, SweepStep}
 
 
 def test_a_worker_without_a_task_that_parks_does_not_sweep(app, worker):

@@ -91,9 +91,74 @@ def test_a_bad_value_names_task_option_value_and_remedy(option, value, remedy):
     """The error carries what an operator needs to mend it, as text and as attributes."""
     error = refused(**{option: value})
     assert (error.owner, error.option) == ("shop.export", option)
-    assert error.value is value
+    assert repr(error.value) == repr(value)
     assert remedy in error.remedy
     assert str(error).startswith(f"shop.export: {option}={value!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("declared", "at_fault"),
+    [
+        ({"lock_expire": 600, "lock_watchdog_timeout": 60}, "lock_watchdog_timeout"),
+        ({"lock_expire": 600, "max_renew_times": 60}, "max_renew_times"),
+        ({"lock_expire": 600, "lock_on_cap": "raise"}, "lock_on_cap"),
+        ({"lock_mode": "shared", "lock_limit": 5}, "lock_limit"),
+        ({"lock_on_conflict": "retry", "lock_wait_timeout": 5}, "lock_wait_timeout"),
+    ],
+)
+def test_two_options_of_which_one_has_no_effect_are_refused(declared, at_fault):
+    """The task says both, and means one of them: the message names the two."""
+    error = refused(**declared)
+    other, value = next(iter(declared.items()))
+    assert (error.owner, error.option) == ("shop.export", at_fault)
+    assert error.remedy.startswith(f"it has no effect with {other}={value!r}")
+    assert error.remedy.endswith("leave one of the two out")
+
+
+@pytest.mark.parametrize(
+    ("conf", "declared", "resolved"),
+    [
+        ({"dislock_watchdog_timeout": 60}, {"lock_expire": 600}, {"lock_expire": 600}),
+        ({"dislock_on_cap": "raise"}, {"lock_expire": 600}, {"lock_expire": 600}),
+        ({"dislock_limit": 5}, {"lock_mode": "shared"}, {"lock_mode": "shared", "lock_limit": 1}),
+        (
+            {"dislock_expire": 600},
+            {"lock_watchdog_timeout": 60},
+            {"lock_expire": None, "lock_watchdog_timeout": 60},
+        ),
+        ({"dislock_expire": 600}, {"max_renew_times": 6}, {"lock_expire": None}),
+        ({"dislock_mode": "shared"}, {"lock_limit": 5}, {"lock_mode": "exclusive"}),
+        ({"dislock_expire": 600, "dislock_on_cap": "raise"}, {}, {"lock_expire": 600}),
+    ],
+)
+def test_what_a_task_declares_overrules_a_default_that_conflicts(conf, declared, resolved):
+    """The app's settings are meant for tasks that say nothing else."""
+    options = task_options("t", declared, conf)
+    assert {name: getattr(options, name) for name in resolved} == resolved
+
+
+def test_a_default_that_is_overruled_is_checked_all_the_same():
+    """Whether a setting is refused does not depend on the tasks."""
+    with pytest.raises(SettingsError, match="dislock_watchdog_timeout=0"):
+        task_options("t", {"lock_expire": 600}, {"dislock_watchdog_timeout": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("unique_on", ["user_id"], ["celery-singleton", "lock_key", "<user_id>"]),
+        ("raise_on_duplicate", True, ["celery-singleton", "lock_on_conflict='raise'"]),
+        ("lock_expiry", 60, ["celery-singleton", "lock_expire"]),
+        ("challenge_lock_on_startup", True, ["celery-singleton", "leave it out"]),
+        ("once", {"graceful": True}, ["celery-once", "lock_on_conflict='skip'", "lock_key"]),
+        ("heimdall", {"unique": True}, ["celery-heimdall", "lock_on_conflict", "lock_key"]),
+    ],
+)
+def test_an_option_of_another_library_is_answered_with_ours(name, value, words):
+    """A task that was moved here has no options that are silently nothing."""
+    error = refused(**{name: value})
+    assert (error.option, error.value) == (name, value)
+    assert [word for word in words if word not in error.remedy] == []
 
 
 def decide(task, conflict):
@@ -220,6 +285,55 @@ def test_app_settings_are_checked_too(setting, value):
     """What all locks share is checked before the first lock."""
     with pytest.raises(SettingsError, match=setting):
         app_settings({setting: value})
+
+
+@pytest.mark.parametrize("url", ["http://x", "x", "localhost:6379", "redis:/x", "amqp://x"])
+def test_a_url_of_another_scheme_is_answered_with_those_that_are_allowed(url):
+    """It is about dislock_url, not about the broker, and found when the first task is bound."""
+    with pytest.raises(SettingsError) as caught:
+        app_settings({"dislock_url": url})
+    assert caught.value.option == "dislock_url"
+    assert caught.value.remedy.startswith("give the lock server's URL: redis://host:6379/0")
+
+
+SECRET_URLS = [
+    "http://:secret@x",
+    "http://user:secret@x/path?secret",
+    "redis//:secret@x",
+    "redis:secret@x",
+    ":secret@x:6379",
+    "secret",
+    "rediss:/:secret@x",
+    "http://x?password=secret",
+    "http://x/0?password=sec@ret",
+    "http://:se/cr@et@x",
+    "http://:se?cret@x",
+    "http://:se#cret@x",
+    "http://:secret",
+    "http://secret@x",
+    "postgres://a:1;postgres://:secret@b",
+]
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+@pytest.mark.parametrize(
+    "conf",
+    [
+        lambda url: {"dislock_url": url},
+        lambda url: {"dislock_url": [url, url, url]},
+        lambda url: {"dislock_url": {"url": url}},
+        lambda url: {"dislock_urls": url},
+        lambda url: {"CELERY_DISLOCK_SERVER_URL": url},
+        lambda url: {"dislock_transport_options": [("password", url)]},
+        lambda url: {"dislock_transport_option": {"password": url}},
+    ],
+)
+def test_no_error_about_a_setting_shows_a_password(url, conf):
+    """Whatever is wrong with the URL, and wherever it stands."""
+    with pytest.raises(SettingsError) as caught:
+        app_settings(conf(url))
+    for told in (str(caught.value), repr(caught.value)):
+        assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
 
 
 def test_every_option_has_a_setting_but_the_key():

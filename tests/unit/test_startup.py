@@ -109,11 +109,40 @@ class TestUnlocked:
         declare(app, "shop.plain")
         assert warnings(app, enabled=None) == warnings(app, enabled=False) == []
 
+    def test_the_options_of_other_libraries_are_no_wish_for_a_lock_of_ours(self, app):
+        """A task of celery-singleton in the same app has its lock from there."""
+        declare(app, "shop.export", lock_expiry=60, unique_on=None)
+        assert warnings(app, enabled=None) == warnings(app, enabled=False) == []
+
     def test_many_tasks_are_counted(self, app):
         """A long list is cut short."""
         for number in range(8):
             declare(app, f"shop.task{number}", lock_key="k")
         assert "shop.task4 and 3 others" in warnings(app, enabled=False)[0]
+
+
+class TestReject:
+    def test_a_task_whose_messages_cannot_be_rejected_is_named(self, app):
+        """Without acks_late the broker has forgotten the message when the task meets the lock."""
+        declare(app, "shop.export", base=SingletonTask, lock_on_conflict="reject")
+        (warning,) = warnings(app)
+        assert "shop.export" in warning
+        assert "acks_late=True" in warning
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"lock_on_conflict": "reject", "acks_late": True}, {"lock_on_conflict": "skip"}],
+    )
+    def test_others_are_not(self, app, options):
+        """A late acknowledgement, and any other strategy."""
+        declare(app, "shop.export", base=SingletonTask, **options)
+        assert warnings(app) == []
+
+    def test_the_apps_default_counts(self, app):
+        """task_acks_late is as good as acks_late."""
+        app.conf.task_acks_late = True
+        declare(app, "shop.export", base=SingletonTask, lock_on_conflict="reject")
+        assert warnings(app) == []
 
 
 class TestServer:

@@ -263,6 +263,42 @@ def test_a_class_that_extends_a_registered_task_is_guarded_once(app, world):
     assert second.apply().get() == 2
 
 
+def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, world):
+    """A class-based task keeps its name in the instance; a class that extends it has another."""
+
+    class First(SingletonTask):
+        def run(self):
+            return list(world.store.leases), current_lease().key
+
+    class Second(First):
+        pass
+
+    tasks = [app.register_task(task()) for task in (First, Second)]
+    for task in tasks:
+        (lock,), key = task.apply().get()
+        assert key.startswith(f"{task.name}:")
+        assert lock == f"dislock:{{{key}}}"
+    assert tasks[0].name != tasks[1].name
+    assert First.name is None
+
+
+@pytest.mark.parametrize("by", ["hasattr", "bind"])
+def test_a_base_class_that_is_looked_at_stays_unbound(app, by):
+    """What it got from one app, the tasks of every other app would inherit."""
+
+    class Base(SingletonTask):
+        abstract = True
+
+    for base in (SingletonTask, Base):
+        if by == "bind":
+            assert base.bind(app) is app
+        else:
+            assert hasattr(base, "app")
+        assert base.acks_late is None
+        assert base.request_stack is None
+        assert "__bound__" not in vars(base)
+
+
 def test_any_task_with_a_key_can_be_guarded(app, world):
     """The guard needs no base class of ours, and gives the task its lease."""
 
@@ -353,6 +389,62 @@ def test_a_bad_option_fails_when_the_task_is_bound(app, options, words):
         app.finalize()
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_task_with_a_bad_option_never_runs(app, world):
+    """Every use of it fails, not only the first: Celery has registered it before it is bound."""
+
+    @app.task(base=SingletonTask, name="shop.export", lock_key="k", lock_on_conflict="skipp")
+    def export():
+        raise AssertionError
+
+    for _ in range(3):
+        with pytest.raises(SettingsError, match="did you mean 'skip'"):
+            export.apply()
+    assert "shop.export" not in app._tasks
+
+
+def test_a_misspelt_option_may_be_a_callable(app):
+    """What a decorator is given is an option; only a class body has methods."""
+
+    @app.task(base=SingletonTask, lock_keys=lambda corp_id: f"export:{corp_id}")
+    def export(corp_id): ...
+
+    with pytest.raises(SettingsError, match="did you mean 'lock_key'"):
+        app.finalize()
+
+
+def test_the_options_of_a_task_count_for_more_than_those_of_its_base_class(app):
+    """A base class says what most of its tasks do; one of them may do the opposite."""
+
+    class Renewed(SingletonTask):
+        lock_key = "k"
+        lock_watchdog_timeout = 60
+        lock_on_cap = "raise"
+        lock_on_conflict = "wait"
+        lock_wait_timeout = 5
+
+    class Fixed(Renewed):
+        lock_expire = 600
+        lock_on_conflict = "skip"
+
+    class RenewedAgain(Fixed):
+        lock_watchdog_timeout = 90
+
+    def options(base):
+        @app.task(base=base, name=base.__name__)
+        def task(): ...
+
+        return app.tasks[task.name].dislock_guard.options
+
+    fixed, again = options(Fixed), options(RenewedAgain)
+    assert (fixed.lock_expire, fixed.lock_watchdog_timeout, fixed.lock_on_cap) == (
+        600,
+        30,
+        "expire",
+    )
+    assert fixed.lock_wait_timeout == 10
+    assert (again.lock_expire, again.lock_watchdog_timeout) == (None, 90)
 
 
 def test_celery_and_user_attributes_are_no_options(app):

@@ -1,0 +1,177 @@
+"""What a worker says to those who have just installed the package, or made a mistake."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from example_project import scenarios
+from tests.acceptance.fleet import LIMIT, ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.acceptance
+
+TASK = """
+@app.task(name="shop.export", bind=True, lock_key="export:<corp_id>", shared=False, base=BASE)
+def export(self, corp_id):
+    return {"locked": getattr(self, "lease", None) is not None}
+"""
+IMPORTED = "from celery_dislock import SingletonTask\n"
+APP = """
+from celery import Celery
+app = Celery("shop", broker=URL, backend=URL)
+"""
+# Without Dislock(app): how the package comes into the process of a worker.
+WAYS = {
+    "imported first": IMPORTED + APP + TASK.replace("BASE", "SingletonTask"),
+    "imported last": APP + "app.finalize()\n" + IMPORTED + TASK.replace("BASE", "None"),
+    "not imported": APP + TASK.replace("BASE", "None"),
+    "imported by tasks that the worker loads": APP + 'app.conf.include = ["first_contact_tasks"]',
+}
+WITHOUT_ENTRY_POINTS = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda **_: []
+from celery.__main__ import main
+main()
+"""
+BAD_OPTION = """
+from celery_dislock import SingletonTask
+app.conf.beat_schedule_filename = "schedule"
+
+@app.task(name="shop.export", base=SingletonTask, lock_on_conflict="skipp", shared=False)
+def export(): ...
+"""
+BAD_OPTION_OF_A_PLAIN_TASK = """
+app.conf.dislock_enabled = True
+
+@app.task(name="shop.export", lock_key="k", lock_on_conflict="skipp", shared=False)
+def export(): ...
+"""
+REFUSED = "shop.export: lock_on_conflict='skipp': use one of 'skip', 'raise'"
+
+
+@pytest.fixture
+def write_app(tmp_path: Path, server):
+    """Write the module of an app, and of the tasks that only its worker loads; return its name."""
+
+    def write(source: str) -> str:
+        (tmp_path / "first_contact.py").write_text(source.replace("URL", repr(server.url)))
+        tasks = "from first_contact import app\n" + IMPORTED
+        tasks += TASK.replace("BASE", "SingletonTask")
+        (tmp_path / "first_contact_tasks.py").write_text(tasks)
+        return "first_contact"
+
+    return write
+
+
+@pytest.fixture
+def celery(tmp_path: Path):
+    """Run a celery command to its end; return its exit status and all that it says."""
+
+    def run(*command: str, program: tuple[str, ...] = ("-m", "celery")) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, *program, *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_flag_works_wherever_the_package_is_installed(start_fleet, write_app, way):
+    """An app needs no Dislock(app), and no import, for `worker --dislock` to lock its tasks."""
+    fleet = start_fleet("solo", "--dislock", app=write_app(WAYS[way]))
+    assert fleet.says("Locks are on", "lock server: redis://")
+    result = scenarios.app.send_task("shop.export", (7,), queue=fleet.queue)
+    assert result.get(timeout=LIMIT) == {"locked": True}
+
+
+@pytest.mark.parametrize("way", ["imported first", "imported last"])
+def test_without_entry_points_the_import_alone_brings_the_flag(celery, write_app, way):
+    """The package may stand on PYTHONPATH, installed by nobody."""
+    url = "redis://:secret@127.0.0.1:1/0"
+    app = write_app(WAYS[way])
+    program = ("-c", WITHOUT_ENTRY_POINTS)
+    status, said = celery(
+        "-A", app, "worker", "--pool", "solo", "--dislock", "--dislock-url", url, program=program
+    )
+    assert (status, "Cannot start with locks: lock server redis://" in said) == (1, True)
+    assert "--discard" not in said
+
+
+def test_the_flag_is_there_once(celery, write_app):
+    """An app with a Dislock has no second one, which click warns of."""
+    source = APP + "from celery_dislock import Dislock\nDislock(app)\n"
+    program = ("-W", "error::UserWarning", "-m", "celery")
+    status, said = celery("-A", write_app(source), "worker", "--help", program=program)
+    assert (status, said.count("--dislock / --no-dislock")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        (BAD_OPTION, ["worker", "--pool", "solo"]),
+        (BAD_OPTION, ["worker", "--pool", "solo", "--dislock"]),
+        (BAD_OPTION, ["worker", "--pool", "solo", "--no-dislock"]),
+        (BAD_OPTION + "export.s()", ["worker", "--pool", "solo"]),
+        (BAD_OPTION, ["beat"]),
+        (BAD_OPTION_OF_A_PLAIN_TASK, ["worker", "--pool", "solo"]),
+    ],
+)
+def test_a_bad_option_ends_a_command_in_one_message(celery, write_app, source, command):
+    """The operator reads what is wrong, and no traceback."""
+    status, said = celery("-A", write_app(APP + source), *command)
+    assert status == 1
+    assert said.count("Cannot start with locks: ") == said.count(REFUSED) == 1
+    assert "Traceback" not in said
+    assert "app.conf" not in said
+
+
+def test_a_client_of_a_task_with_a_bad_option_is_told(celery, write_app):
+    """The first use of the task raises a SettingsError, and so does each that follows."""
+    write_app(APP + BAD_OPTION)
+    program = """
+from celery_dislock import SettingsError
+import first_contact
+for use in ("delay", "delay", "apply", "__call__"):
+    try:
+        getattr(first_contact.export, use)()
+    except SettingsError as error:
+        print(error)
+"""
+    said = celery(program=("-c", program))[1]
+    assert said.count(REFUSED) == 4
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("url", ["http://:secret@x", "redis:secret@x", "localhost:6379"])
+@pytest.mark.parametrize("where", ["command line", "setting"])
+@pytest.mark.parametrize("flag", [["--dislock"], []])
+def test_a_lock_server_of_another_kind_is_answered_with_those_there_are(
+    celery, write_app, url, where, flag
+):
+    """The message is about dislock_url, in one piece and without a password."""
+    source = WAYS["imported first"]
+    options = [*flag, "--dislock-url", url]
+    if where == "setting":
+        source, options = source.replace("@app", f"app.conf.dislock_url = {url!r}\n@app"), flag
+    status, said = celery("-A", write_app(source), "worker", "--pool", "solo", *options)
+    assert status == 1
+    assert said.count("Cannot start with locks: app.conf: dislock_url=") == 1
+    assert "give the lock server's URL: redis://host:6379/0" in said
+    assert "broker" not in said
+    assert "secret" not in said
+    assert "Traceback" not in said

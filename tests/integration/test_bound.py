@@ -1,0 +1,30 @@
+"""A task of SingletonTask has what its app gives it: nothing of another app's."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+
+import pytest
+
+from tests.integration import bound
+
+
+def spawned(call, **options):
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, **options).result()
+
+
+@pytest.mark.parametrize(
+    ("as_current", "shared", "in_thread"), list(product([False, True], repeat=3))
+)
+def test_a_task_has_exactly_what_a_plain_base_would_give_it(as_current, shared, in_thread):
+    """acks_late, serializer, rate limit, annotations and all else are its own app's, of three."""
+    options = {"as_current": as_current, "shared": shared, "in_thread": in_thread}
+    assert spawned(bound.differences, **options) == []
+
+
+def test_a_task_without_a_lock_may_call_another_as_a_function():
+    """What was called is a function, what calls is a task: each has its own request."""
+    assert spawned(bound.direct_call) == "(True, False)"
