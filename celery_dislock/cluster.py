@@ -16,6 +16,7 @@ import contextlib
 import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from redis.cluster import parse_cluster_slots
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -74,7 +75,7 @@ class Cluster:
         except ValueError as exc:
             remedy = str(exc)
             raise SettingsError("app.conf", "dislock_url", without_password(url), remedy) from None
-        if self.name.rpartition("/")[2].isdigit() and not self.name.endswith("/0"):
+        if urlsplit(servers).path.strip("/") not in {"", "0"}:
             other = "a cluster has database 0 only"
             raise SettingsError("app.conf", "dislock_url", self.name, other)
         self._make = connection_maker(self.name, servers, options)
@@ -100,7 +101,7 @@ class Cluster:
             try:
                 return self._node(address).run(script, keys, *arguments, asking=asking)
             except StoreError as exc:
-                error, cause = exc, exc.__cause__
+                error, cause = exc, exc.raw
             if isinstance(cause, AskError):
                 address, asking = self._redirect(cause)
                 continue
@@ -142,7 +143,7 @@ class Cluster:
             try:
                 return self._node(address).pop(key, seconds, asking=asking)
             except StoreError as exc:
-                error, cause = exc, exc.__cause__
+                error, cause = exc, exc.raw
             if not isinstance(cause, AskError):
                 break
             address, asking = self._redirect(cause)
@@ -188,7 +189,7 @@ class Cluster:
         """Send on what nodes have sent on, and ask for the slots again where they seem to move."""
         unsettled = moved = False
         for number, reply in replies.items():
-            cause = reply.__cause__ if isinstance(reply, StoreError) else None
+            cause = reply.raw if isinstance(reply, StoreError) else None
             unsettled = unsettled or isinstance(cause, UNSETTLED)
             if isinstance(cause, AskError) and time.monotonic() < until:
                 asking = not isinstance(cause, MovedError)

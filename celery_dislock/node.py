@@ -1,8 +1,9 @@
 """One Redis process, as the lock server by itself or as a part of one.
 
 Everything that is sent is safe to send twice, so a command whose reply was lost is simply sent
-again on a fresh connection, a few times, before the server counts as away.  So does one that says
-it is a replica: it was the master once, and a fresh connection may lead to the one that is now.
+again on a fresh connection, a few times, before the server counts as away; but not after a
+connection that took all of its time.  So is what was sent to one that says it is a replica: it was
+the master once, and a fresh connection may lead to the one that is now.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import redis
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import Batch
+from celery_dislock.exceptions import UnreachableError
 from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
@@ -28,8 +31,6 @@ from celery_dislock.wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import redis
 
     from celery_dislock.batches import Call
     from celery_dislock.exceptions import StoreError
@@ -91,7 +92,8 @@ class Node:
             Its reply, strings as bytes.
 
         Raises:
-            StoreError: No reply came, or an error; the script may have run.
+            StoreError: No reply came, or an error; the script may have run, unless it is an
+                UnreachableError.
         """
         named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
@@ -103,7 +105,7 @@ class Node:
                 return self._exchange((b"EVAL", script.text, *named), before, then)
         except _TooFewReplicas as exc:
             self.run(RELEASE, keys, arguments[0], 0, asking=asking)
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group keys, in their order, by what one script can be given: here all of them."""
@@ -128,18 +130,25 @@ class Node:
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
     ) -> Any:
+        sent = self._resends == 0  # or it may have been sent before, by who resends it
         for attempt in range(1 + self._resends):
+            connection = None
             try:
-                return self._wire.finish(self._wire.start(command, before), then)
+                connection = self._wire.connected()
+                sent = True
+                return self._wire.finish(self._wire.send(connection, command, before), then)
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:
                 self._wire.close_idle()  # they are from before the server went away, too
-                if attempt == self._resends:
-                    raise self._error(exc) from exc
+                # A connection that takes all of its time is not tried again: it would again.
+                too_slow = connection is None and isinstance(exc, redis.TimeoutError)
+                if attempt == self._resends or too_slow:
+                    error = self._error(exc)
+                    raise (error if sent else _unreachable(error)) from None
                 self._pause(attempt * RESEND_PAUSE)
             except RedisError as exc:
-                raise self._error(exc) from exc
+                raise self._error(exc) from None
         raise AssertionError("unreachable")  # pragma: no cover
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
@@ -177,7 +186,7 @@ class Node:
             connection = self._wire.start((b"BLPOP", key, seconds), before)
             reply = self._wire.finish(connection, within=seconds + SOCKET_TIMEOUT)
         except (RedisError, OSError) as exc:
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
@@ -213,7 +222,7 @@ class Node:
             connection.send_command(*command)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
         finally:
             close(connection)
 
@@ -228,6 +237,12 @@ class Node:
 
     def _error(self, exc: Exception) -> StoreError:
         return store_error(self.name, exc)
+
+
+def _unreachable(error: StoreError) -> UnreachableError:
+    unreachable = UnreachableError(error.server, error.reason)
+    unreachable.raw = error.raw
+    return unreachable
 
 
 class _TooFewReplicas(Answered):  # no error yet: the lock is given back first

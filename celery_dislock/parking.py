@@ -20,6 +20,7 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
+from celery_dislock.reasons import reason_of
 from celery_dislock.sending import TICKET_HEADER, result_is_ignored, ticket_note
 
 if TYPE_CHECKING:
@@ -163,5 +164,5 @@ class Parking:
                 "Task %s[%s] is parked, and its result does not say so: %s",
                 task.name,
                 request.id,
-                exc,
+                reason_of(exc),
             )

@@ -20,7 +20,7 @@ from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
 from celery_dislock.settings import app_settings
 from celery_dislock.store import Store
-from celery_dislock.urls import SCHEMES, SENTINEL, WITHOUT_TLS
+from celery_dislock.urls import SCHEMES, SENTINEL, WITHOUT_TLS, without_password
 from celery_dislock.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
     if isinstance(url, (list, tuple)):
         return url, {}
     if url and not url.startswith(SCHEMES):
-        raise SettingsError("app.conf", "dislock_url", url.partition(":")[0] + "://...", _REMEDY)
+        raise SettingsError("app.conf", "dislock_url", without_password(url), _REMEDY)
     for name, tls, transport in _CELERYS:
         # Celery's configuration has properties for these, which ask the environment first.
         candidate = _one_url(getattr(conf, name, None) or conf.get(name))

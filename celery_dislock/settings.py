@@ -28,7 +28,7 @@ from celery_dislock.checks import (
 )
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.options import ALONE, BELONG_TO, TaskOptions, declare
-from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
+from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,6 +58,7 @@ class AppSettings:
             "which a majority decides. None: the broker, then the result backend, whichever is a "
             "Redis."
         ),
+        secret=True,
     )
     dislock_on_unavailable: str = declare(
         default="retry",
@@ -77,6 +78,7 @@ class AppSettings:
     )
     dislock_transport_options: dict[str, Any] = field(
         default_factory=dict,
+        repr=False,  # a password may be in it
         metadata={
             "check": mapping,
             "unit": "",
@@ -123,7 +125,8 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     for name, value in declared.items():
         near = get_close_matches(name, known, 1, NEAR_MISS)
         if name not in known and (near or name.startswith("lock_")):
-            raise SettingsError(owner, name, value, f"no such option{did_you_mean(name, known)}")
+            remedy = f"no such option{did_you_mean(name, known)}"
+            raise SettingsError(owner, name, harmless(value), remedy)
     check_settings(conf)
 
     values: dict[str, Any] = {}
@@ -195,7 +198,8 @@ def check_settings(conf: Mapping[str, Any]) -> None:
         name = found + rest
         if found and name not in _SETTINGS:
             near = did_you_mean(name, _SETTINGS)
-            raise SettingsError("app.conf", given, conf[given], f"no such setting{near}")
+            remedy = f"no such setting{near}"
+            raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
 
 
 def reference(kind: type[TaskOptions | AppSettings]) -> str:
@@ -209,6 +213,10 @@ def reference(kind: type[TaskOptions | AppSettings]) -> str:
     return "\n".join(rows)
 
 
+# What shows those that may hold a password.
+_HIDDEN_IN = {"dislock_url": shown, "dislock_transport_options": harmless}
+
+
 def _default(option: Field[Any]) -> Any:
     if option.default_factory is not MISSING:
         return option.default_factory()
@@ -219,5 +227,5 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
     try:
         return option.metadata["check"](value)
     except ValueError as exc:
-        told = shown(value) if name == "dislock_url" else value
-        raise SettingsError(owner, name, told, str(exc)) from exc
+        hide = _HIDDEN_IN.get(name)
+        raise SettingsError(owner, name, hide(value) if hide else value, str(exc)) from exc

@@ -312,9 +312,9 @@ class TestSentinel:
         round_trip(store)
         store.close()
         watched.sentinels[2].kill()
-        with pytest.raises(StoreError, match="No master found"):
+        with pytest.raises(StoreError, match="no Sentinel names a master"):
             take(store, "a/1")
-        with pytest.raises(StoreError, match="No master found"):
+        with pytest.raises(StoreError, match="no Sentinel names a master"):
             store.renew([([LOCK], "a/1", LONG)], within=1.0)
 
     def test_a_master_they_do_not_know_is_a_store_error(self, watched):

@@ -39,7 +39,7 @@ class TestServerFor:
             ("redis://u:secret@a:1/2?x=secret", "redis://u:***@a:1/2"),
             ("sentinel://u:secret@a;sentinel://b:2/3", "sentinel://u:***@a:26379,b:2/3"),
             ("redis+cluster://u:secret@a,b:2", "redis+cluster://u:***@a:6379,b:2"),
-            ("rediss+cluster://:secret@[::1]:7000", "rediss+cluster://:***@::1:7000"),
+            ("rediss+cluster://:secret@[::1]:7000", "rediss+cluster://:***@[::1]:7000"),
         ],
     )
     def test_the_name_does_not_tell_the_password(self, url, name):

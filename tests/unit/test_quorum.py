@@ -252,7 +252,7 @@ def test_an_idle_connection_that_is_of_no_use_is_replaced(broken):
     if broken == 1:
         assert peer.start(("first",), ("again",), None, 1.0).connection == "connection"
     else:
-        with pytest.raises(StoreError, match="it ended"):
+        with pytest.raises(StoreError, match="the connection broke"):
             peer.start(("first",), ("again",), None, 1.0)
     assert sent == [("first",), ("again",)]
 
