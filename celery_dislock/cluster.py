@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.batches import Call
     from celery_dislock.scripts import Script
+    from celery_dislock.wire import Command
 
     Address = tuple[str, int]
 
@@ -135,6 +136,11 @@ class Cluster:
             if None in self._slots:
                 raise self._uncovered(self._slots.index(None))
         return [self._node(one).send for one in dict.fromkeys(self._slots) if one is not None]
+
+    def asks(self, key: str) -> list[Command]:
+        """See :meth:`celery_dislock.node.Node.asks`."""
+        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
+        return [(b"BLPOP", key, b"no time"), (b"ASKING",), (b"CLUSTER", b"SLOTS"), *waits]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """See :meth:`celery_dislock.node.Node.pop`; only what a node sent on is resent."""

@@ -118,7 +118,15 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the command may have been carried out.
         """
-        return self._exchange(command)
+        try:
+            return self._exchange(command)
+        except NoScriptError as exc:
+            raise self._error(exc) from None
+
+    def asks(self, key: str) -> list[Command]:
+        """Return a form that does nothing of each command that is sent beside scripts."""
+        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
+        return [(b"BLPOP", key, b"no time"), *waits]
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return what sends a command to each server that has locks: here one."""

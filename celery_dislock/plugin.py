@@ -19,6 +19,7 @@ from celery_dislock.comeback import release_left_behind
 from celery_dislock.exceptions import DislockError
 from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
+from celery_dislock.rights import check_rights
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import app_settings, check_servers, task_options
 from celery_dislock.sweep import Sweep, interval
@@ -250,7 +251,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
 
     Raises:
         SettingsError: An option of a task cannot be used, or there is no lock server.
-        StoreError: It does not answer.
+        StoreError: It does not answer, or forbids what locks need.
     """
     runtime = runtime_of(app)
     for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
@@ -260,6 +261,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
+        check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
     warnings += startup.about_tasks(app, enabled=runtime.enabled)
     locks = runtime.enabled or (
         runtime.enabled is None

@@ -281,6 +281,11 @@ def demoted(exc: BaseException) -> bool:
     )
 
 
+def is_answer(error: StoreError) -> bool:
+    """Tell whether the server has answered, with an error; else it is away."""
+    return isinstance(error.raw, ResponseError)
+
+
 def close(connection: redis.Connection | None) -> None:
     """Close a connection, where there is one."""
     if connection is not None:
