@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NO_SCRIPT = "0" * 40  # what no script's digest is
 
-_KEY = re.compile(r"access .*\bkeys?\b", re.IGNORECASE)
+_KEY = re.compile(r"(can't|permissions? to) access .*\bkeys?\b", re.IGNORECASE)
 _COMMAND = re.compile(
     r"can't run this command|no permissions to run|unknown (redis )?command", re.IGNORECASE
 )

@@ -21,6 +21,7 @@ from celery_dislock.scripts import Script
 from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
 from tests.holding import Holding, name_of, wait_for
+from tests.integration.acl import RULES
 from tests.leaks import SECRET
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 WITHIN = 10.0  # seconds
 
-PAGE = Path(__file__).parents[2] / "docs" / "servers.md"
-(RULES,) = re.findall(r"^user dislock (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
 COMMANDS = re.findall(r"\+([\w|]+)", RULES)
 SENT = {"eval", "evalsha", "blpop", "scan", "info"}  # beside what scripts run
 

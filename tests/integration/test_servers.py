@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -15,11 +17,13 @@ from redis.crc import key_slot
 from celery_dislock.answers import Granted, Parked, Refused
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.lines import Lines, Ticket
+from celery_dislock.rights import check_rights
 from celery_dislock.runtime import Runtime
 from celery_dislock.store import Store
 from celery_dislock.task import SingletonTask, runtime_of
 from example_project.redis_server import RedisServer
 from tests.holding import Holding, wait_for
+from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
     MASTER_NAME,
@@ -378,6 +382,26 @@ class TestSentinel:
         with pytest.raises(StoreError, match=r"'lcoks'.*: knows no such master;"):
             store.ping()
 
+    def test_the_sentinels_user_of_the_page_is_enough(self, watched):
+        """Sentinels that allow SENTINEL MASTERS alone name the master; without it they say so."""
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(one.client()) for one in watched.sentinels]
+
+            def allow(*rules):
+                for client in clients:
+                    given = ("reset", "on", f">{SECRET}", "-@all", *rules)
+                    client.execute_command("ACL", "SETUSER", "asks", *given)
+
+            user = {"username": "asks", "password": SECRET}
+            options = {"master_name": MASTER_NAME, "sentinel_kwargs": user}
+            store = Store(watched.url, options)
+            allow("+sentinel|masters")
+            round_trip(store)
+            store.close()
+            allow()
+            with pytest.raises(StoreError, match=r"no permissions to run the 'sentinel"):
+                take(store, "a/1")
+
     def test_a_failover_is_followed(self, watched, store):
         """When the master dies, a lock can be taken on the next; one that is held is refused."""
         take(store, "a/1")
@@ -512,6 +536,20 @@ class TestReplicas:
         wait_for_replicas(master, 1)
         assert park("c").place == 2
         store.close()
+
+    def test_a_user_that_may_not_wait_for_replicas_is_told(self, replicated):
+        """With dislock_min_replicas WAIT is needed, and named where it is missing."""
+        master, _ = replicated
+        rules = RULES.replace("PASSWORD", SECRET).split()
+        with master.client() as client:
+            client.execute_command("ACL", "SETUSER", "limited", *rules)
+            store = Store(f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1})
+            with pytest.raises(StoreError, match="may not run WAIT;"):
+                check_rights(store.lock_server, "dislock")
+            client.execute_command("ACL", "SETUSER", "limited", "+wait")
+            check_rights(store.lock_server, "dislock")
+            take(store, "a/1")
+            store.close()
 
     def test_two_of_one_are_too_few(self, replicated):
         """The error says how many replicas had the lock, of how many."""
@@ -684,6 +722,43 @@ class TestCluster:
         finally:
             cluster.masters[0].resume()
         store.close()
+
+    @pytest.mark.parametrize(
+        ("more", "missing"),
+        [
+            ("+asking +cluster|slots", ""),
+            ("+cluster|slots", "may not run ASKING;"),
+            ("+asking", "'cluster"),
+            ("+asking +cluster|slots -hscan", "may not run HSCAN;"),
+            ("+asking +cluster|slots -blpop", "may not run BLPOP;"),
+            ("+asking +cluster|slots resetkeys ~a", "may not touch all keys"),
+        ],
+    )
+    def test_the_user_of_the_page_is_enough_on_every_node(self, cluster, more, missing):
+        """The documented rules are enough on all nodes; what one of them forbids is named."""
+        rules = [*RULES.replace("PASSWORD", SECRET).split(), "+asking", "+cluster|slots"]
+        given = [*RULES.replace("PASSWORD", SECRET).split(), *more.split()]
+        with contextlib.ExitStack() as stack:
+            for number, server in enumerate(cluster.servers):
+                client = stack.enter_context(server.client())
+                own = given if number == 2 or "cluster|" not in more else rules
+                client.execute_command("ACL", "SETUSER", "limited", "reset", *own)
+                stack.callback(client.execute_command, "ACL", "DELUSER", "limited")
+            store = Store(cluster.url.replace("://", f"://limited:{SECRET}@"))
+            stack.callback(store.close)
+            if missing:
+                with pytest.raises(StoreError, match=re.escape(missing)):
+                    check_rights(store.lock_server, "dislock")
+                return
+            check_rights(store.lock_server, "dislock")
+            for number in range(3):
+                round_trip(store, name_on(cluster.masters, number, "allowed"))
+            lock = name_on(cluster.masters, 0, "allowed")
+            take(store, "a/1", lock=lock)
+            with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+                assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
+                assert store.wait(lock, "b/1", 0.01) is None
+            assert store.release([lock], "a/1") is True
 
     def test_a_failover_is_followed(self, own_cluster):
         """When a master dies its replica takes over and has the lock; other slots go on."""
