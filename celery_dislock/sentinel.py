@@ -78,16 +78,18 @@ def watched(
         )
     make = connection_maker(name, servers, options)
     patience = options.get("socket_timeout") or SOCKET_TIMEOUT
-    timeout = asking.setdefault("socket_timeout", patience)
+    # All of them together are given as long as one server, unless the time of each is given.
+    timeout = asking.setdefault("socket_timeout", patience / len(sentinels))
     asking.setdefault("socket_connect_timeout", timeout)
     asking.setdefault("retry", Retry(NoBackoff(), 0))
     order = sentinels
 
     def connect(within: float | None) -> redis.Connection:
         nonlocal order
-        # All of them together are given no longer than one server.
-        each = min(timeout, (patience if within is None else within) / len(order))
-        limits = {"socket_timeout": each, "socket_connect_timeout": each}
+        limits = {}
+        if within is not None:
+            each = min(timeout, within / len(order))
+            limits = {"socket_timeout": each, "socket_connect_timeout": each}
         with_ = Sentinel(list(order), others, {**asking, **limits})
         try:
             first, address = _ask(with_, order, master)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import redis
 
+from celery_dislock import sentinel
 from celery_dislock.exceptions import StoreError, UnreachableError
 from celery_dislock.node import RESENDS, Node
 
@@ -74,3 +75,26 @@ def test_a_reply_that_is_lost_is_asked_for_again(lost):
     assert asked(silent, Connection()) == (2, None)
     assert asked(silent) == (1 + RESENDS, StoreError)
     assert asked(silent, Connection(connecting=redis.TimeoutError())) == (2, StoreError)
+
+
+@pytest.mark.parametrize(
+    ("asking", "within", "each"),
+    [({}, None, 0.5), ({"socket_timeout": 3.0}, None, 3.0), ({"socket_timeout": 3.0}, 1.0, 0.25)],
+)
+def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking, within, each):
+    """Four that are silent take no longer than a server, unless the user gives each more."""
+    given = []
+
+    class Silent:
+        def __init__(self, hosts, others, options):
+            given.append((options["socket_timeout"], options["socket_connect_timeout"]))
+            self.sentinels = [Connection() for _ in hosts]
+
+    monkeypatch.setattr(sentinel, "Sentinel", Silent)
+    monkeypatch.setattr(sentinel, "_ask", lambda *_: (("a", 26379), ("m", 6379)))
+    monkeypatch.setattr(Connection, "close", lambda _: None, raising=False)
+    options = {"master_name": "m", "sentinel_kwargs": asking}
+    node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
+    given.clear()
+    node._connect(within)
+    assert given == [(each, each)]
