@@ -14,6 +14,7 @@ import redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.reasons import Ours
 from celery_dislock.wire import AWAY, close, connect_within, pack, read, store_error
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from celery_dislock.wire import Connect
 
     Call = tuple[str | bytes | int, ...]
+
+
+class NothingSent(Ours, redis.ConnectionError):
+    """There is no connection on which a reply could come."""
+
 
 LEAST = 0.05  # seconds for what must be asked when the time is used up
 
@@ -78,14 +84,15 @@ class Batch:
         with self._connected():
             connection = self._connection
             if connection is None:
-                raise redis.ConnectionError("nothing was sent")
+                raise NothingSent("nothing was sent")
             replies = _read_all(connection, calls, within)
-            if any(isinstance(reply, NoScriptError) for reply in replies):
-                load = pack(connection, "SCRIPT", "LOAD", script.text)
-                connection.send_packed_command(load, check_health=False)
-                connection.read_response()
-                _send_all(connection, script, calls)
-                replies = _read_all(connection, calls, within)
+            unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+            if unknown:  # the first brings the script, for which EVAL is all that is needed
+                again = [calls[number] for number in unknown]
+                _send_all(connection, script, again, bring=True)
+                answers = _read_all(connection, again, within)
+                for number, reply in zip(unknown, answers, strict=True):
+                    replies[number] = reply
         return [
             store_error(self._name, reply, [str(key)]) if isinstance(reply, Exception) else reply
             for reply, (key, *_) in zip(replies, calls, strict=True)
@@ -103,7 +110,7 @@ class Batch:
         except BaseException as exc:
             self.close()
             if isinstance(exc, (RedisError, OSError)):
-                raise store_error(self._name, exc) from exc
+                raise store_error(self._name, exc) from None
             raise
 
 
@@ -145,8 +152,12 @@ def ask_all(
     return replies, set(failed)
 
 
-def _send_all(connection: redis.Connection, script: Script, calls: Sequence[Call]) -> None:
+def _send_all(
+    connection: redis.Connection, script: Script, calls: Sequence[Call], *, bring: bool = False
+) -> None:
     commands = [pack(connection, b"EVALSHA", script.sha, 1, *call) for call in calls]
+    if bring:
+        commands[0] = pack(connection, b"EVAL", script.text, 1, *calls[0])
     connection.send_packed_command([b"".join(map(b"".join, commands))], check_health=False)
 
 

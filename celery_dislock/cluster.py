@@ -16,6 +16,7 @@ import contextlib
 import time
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from redis.cluster import parse_cluster_slots
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.batches import Call
     from celery_dislock.scripts import Script
+    from celery_dislock.wire import Command
 
     Address = tuple[str, int]
 
@@ -74,7 +76,7 @@ class Cluster:
         except ValueError as exc:
             remedy = str(exc)
             raise SettingsError("app.conf", "dislock_url", without_password(url), remedy) from None
-        if self.name.rpartition("/")[2].isdigit() and not self.name.endswith("/0"):
+        if urlsplit(servers).path.strip("/") not in {"", "0"}:
             other = "a cluster has database 0 only"
             raise SettingsError("app.conf", "dislock_url", self.name, other)
         self._make = connection_maker(self.name, servers, options)
@@ -106,7 +108,7 @@ class Cluster:
             try:
                 reply = self._node(address).run(script, keys, *arguments, asking=asking)
             except StoreError as exc:
-                error, cause = exc, exc.__cause__
+                error, cause = exc, exc.raw
             else:
                 return reply, failures > 0
             if isinstance(cause, AskError):
@@ -143,6 +145,11 @@ class Cluster:
                 raise self._uncovered(self._slots.index(None))
         return [self._node(one).send for one in dict.fromkeys(self._slots) if one is not None]
 
+    def asks(self, key: str) -> list[Command]:
+        """See :meth:`celery_dislock.node.Node.asks`."""
+        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
+        return [(b"BLPOP", key, b"no time"), (b"ASKING",), (b"CLUSTER", b"SLOTS"), *waits]
+
     def pop(self, key: str, seconds: float) -> bytes | None:
         """See :meth:`celery_dislock.node.Node.pop`; only what a node sent on is resent."""
         address, asking = self._owner(key_slot(key.encode())), False
@@ -150,7 +157,7 @@ class Cluster:
             try:
                 return self._node(address).pop(key, seconds, asking=asking)
             except StoreError as exc:
-                error, cause = exc, exc.__cause__
+                error, cause = exc, exc.raw
             if not isinstance(cause, AskError):
                 break
             address, asking = self._redirect(cause)
@@ -196,7 +203,7 @@ class Cluster:
         """Send on what nodes have sent on, and ask for the slots again where they seem to move."""
         unsettled = moved = False
         for number, reply in replies.items():
-            cause = reply.__cause__ if isinstance(reply, StoreError) else None
+            cause = reply.raw if isinstance(reply, StoreError) else None
             unsettled = unsettled or isinstance(cause, UNSETTLED)
             if isinstance(cause, AskError) and time.monotonic() < until:
                 asking = not isinstance(cause, MovedError)

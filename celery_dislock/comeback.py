@@ -28,6 +28,7 @@ from celery.concurrency import solo
 
 from celery_dislock.claims import in_words
 from celery_dislock.exceptions import StoreError
+from celery_dislock.reasons import reason_of
 from celery_dislock.recovery import PID_MAX, is_alive
 
 if TYPE_CHECKING:
@@ -171,5 +172,5 @@ def _why_none(worker: WorkController) -> str | None:
                 if control.ping([name], PING_FOR, connection=connection, limit=REPLIES):
                     return f"another worker {name} lives"
     except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
-        return f"the broker did not tell whether another worker {name} lives: {exc}"
+        return f"the broker did not tell whether another worker {name} lives: {reason_of(exc)}"
     return None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
+    from celery_dislock.wire import Command
 
 __all__ = ["RESENDS", "SOCKET_TIMEOUT", "Server", "locks_pattern", "scan", "server_for"]
 
@@ -52,6 +53,9 @@ class Server(Protocol):
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return, for each server that has locks of its own, what sends that one a command."""
+
+    def asks(self, key: str) -> Sequence[Command]:
+        """Return a form that does nothing of each command that is sent beside scripts."""
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """Take an element from a list; blocks until there is one, *seconds* at most."""

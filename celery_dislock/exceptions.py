@@ -180,13 +180,18 @@ class StoreError(DislockError):
 
     Attributes:
         server: The server's URL, without its password.
-        reason: What went wrong, in the server's or the client's words.
+        reason: What went wrong, in the server's words or in ours.
+        raw: What the client raised, for the code of this package alone.  Its text may hold a
+            password, so it is no cause, which a traceback would show; and it is not pickled.
     """
+
+    __slots__ = ("raw",)
 
     def __init__(self, server: str, reason: str) -> None:
         super().__init__(server, reason)
         self.server = server
         self.reason = reason
+        self.raw: BaseException | None = None
 
     def __str__(self) -> str:
         return f"lock server {self.server}: {self.reason}"
@@ -215,3 +220,11 @@ class DamagedLockError(StoreError):
             "delete the key that is wrong; if a later version of celery-dislock wrote it, update "
             "this worker"
         )
+
+
+class ForbiddenError(StoreError):
+    """The lock server's access rules (ACL) forbid a command or a key; it is not away."""
+
+
+class UnreachableError(StoreError):
+    """No connection to the lock server could be made: nothing was asked of it."""

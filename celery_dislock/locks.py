@@ -12,7 +12,7 @@ from celery_dislock import signals
 from celery_dislock.answers import Granted, Refused
 from celery_dislock.callers import current_caller
 from celery_dislock.claims import Claim, Conflict
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
 PLACE_TIMEOUT = (
     3 * ASK_AGAIN
 )  # seconds without being asked for, after which a waiter counts as dead
+UNHEARD = (0.1, 2.0)  # seconds after a wait that failed, doubled; less than a turn is reserved for
+UNSAID = 1  # waits in a row that may fail without a word: connections end
 LATE = 0.002  # seconds after a lease's end at which to ask again: the server counts milliseconds
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -97,6 +99,7 @@ class Lock:
         store: Where.
         keeper: What renews the leases.
         clock: Monotonic seconds.
+        pause: Called with seconds to wait before asking again, if waiting in line fails.
 
     Attributes:
         timeout: Seconds until a lease expires that is not renewed.
@@ -111,6 +114,7 @@ class Lock:
         "keys",
         "names",
         "options",
+        "pause",
         "store",
         "timeout",
         "trust",
@@ -124,6 +128,7 @@ class Lock:
         store: Locking,
         keeper: Keeper,
         clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.keys = keys
         self.names = names
@@ -131,6 +136,7 @@ class Lock:
         self.store = store
         self.keeper = keeper
         self.clock = clock
+        self.pause = pause
         self.timeout = options.lock_expire or options.lock_watchdog_timeout
         fixed = options.lock_expire is not None
         self.interval = None if fixed else self.timeout / RENEWALS_PER_TIMEOUT
@@ -192,28 +198,41 @@ class Lock:
         Raises:
             LockHeldError: The caller itself has it, and would wait for itself.
             StoreError: As for :meth:`try_acquire`; the place in line is given up, or runs out.
+            ForbiddenError: The server does not let this user wait in line.
         """
         current_caller().refuse_to_wait(self)
         give_up_at = math.inf if timeout is None else self.clock() + timeout
+        asked = False
+        unheard = 0
         try:
             while True:
                 asked_at = self.clock()
                 answer = self._ask(claim, place=PLACE_TIMEOUT, fair=fair)
+                asked = True
                 if isinstance(answer, Granted):
                     return self._keep(claim, answer.tokens, asked_at, self.timeout)
                 left = give_up_at - self.clock()
                 if left <= 0:
                     self.abandon(claim)
                     return self._conflict(answer)
-                handed = self._wait(claim, answer, left)
+                try:
+                    handed = self._wait(claim, answer, left)
+                    unheard = 0
+                except ForbiddenError:
+                    raise
+                except StoreError as exc:
+                    unheard += 1
+                    self._rest(exc, unheard, left)
+                    continue
                 if handed is None:
                     continue
                 # Dated by the server's clock, from before it was asked on: never too late.
                 granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
                 if self.clock() < granted_at + trust_in(handed.ttl):
                     return self._keep(claim, (handed.token,), granted_at, handed.ttl)
-        except BaseException:  # a signal handler's, at whichever instruction
-            self.interrupted(claim)
+        except BaseException as exc:  # a signal handler's, too, at whichever instruction
+            if asked or not isinstance(exc, UnreachableError):
+                self.interrupted(claim)
             raise
 
     def park(
@@ -267,12 +286,21 @@ class Lock:
         pause = min(left, refused.remaining + LATE, ASK_AGAIN)
         if refused.nth:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # those taken are to be kept
-        try:
-            handed = self.store.wait(self.names[refused.nth], claim.owner, pause)
-        except StoreError:
-            return None
+        handed = self.store.wait(self.names[refused.nth], claim.owner, pause)
         # Asked for in one piece: several locks, and the expiry that no renewal sets.
         return handed if len(self.names) == 1 and self.interval is not None else None
+
+    def _rest(self, error: StoreError, times: int, left: float) -> None:
+        """Pause after a wait that failed: the server refuses to wake us, or was away meanwhile."""
+        first, most = UNHEARD
+        if times == UNSAID + 1:
+            logger.warning(
+                "Waiting for lock %r without being woken, and asking again after %g s at most: %s",
+                *(self.key, most, error),
+            )
+        # Of several locks, those taken already are to be kept.
+        most = min(most, self.timeout / RENEWALS_PER_TIMEOUT)
+        self.pause(min(first * 2.0 ** min(times - 1, 10), most, left))
 
     def _conflict(self, refused: Refused) -> Conflict:
         return Conflict(self.keys[refused.nth], refused.holder, refused.remaining, refused.place)

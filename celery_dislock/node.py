@@ -1,8 +1,9 @@
 """One Redis process, as the lock server by itself or as a part of one.
 
 Everything that is sent is safe to send twice, so a command whose reply was lost is simply sent
-again on a fresh connection, a few times, before the server counts as away.  So does one that says
-it is a replica: it was the master once, and a fresh connection may lead to the one that is now.
+again on a fresh connection, a few times, before the server counts as away; but not after a
+connection that took all of its time.  So is what was sent to one that says it is a replica: it was
+the master once, and a fresh connection may lead to the one that is now.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
+import redis
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import Batch
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.scripts import ACQUIRE, GRANTED, KINDS, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
@@ -32,8 +34,6 @@ from celery_dislock.wire import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import redis
 
     from celery_dislock.batches import Call
     from celery_dislock.scripts import Script
@@ -94,7 +94,8 @@ class Node:
             Its reply, strings as bytes.
 
         Raises:
-            StoreError: No reply came, or an error; the script may have run.
+            StoreError: No reply came, or an error; the script may have run, unless it is an
+                UnreachableError.
         """
         return self.exchange(script, keys, *arguments, asking=asking)[0]
 
@@ -124,7 +125,7 @@ class Node:
             raise
         except _TooFewReplicas as exc:
             self.run(RELEASE, keys, arguments[0], 0, asking=asking)
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group keys, in their order, by what one script can be given: here all of them."""
@@ -137,7 +138,15 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the command may have been carried out.
         """
-        return self._exchange(command)[0]
+        try:
+            return self._exchange(command)[0]
+        except NoScriptError as exc:
+            raise self._error(exc) from None
+
+    def asks(self, key: str) -> list[Command]:
+        """Return a form that does nothing of each command that is sent beside scripts."""
+        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
+        return [(b"BLPOP", key, b"no time"), *waits]
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return what sends a command to each server that has locks: here one."""
@@ -149,18 +158,26 @@ class Node:
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
     ) -> tuple[Any, bool]:
+        sent = self._resends == 0  # or it may have been sent before, by who resends it
         for attempt in range(1 + self._resends):
+            connection = None
             try:
-                return self._wire.finish(self._wire.start(command, before), then), attempt > 0
+                connection = self._wire.connected()
+                resent, sent = sent and attempt > 0, True
+                sending = self._wire.send(connection, command, before)
+                return self._wire.finish(sending, then), resent
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:
                 self._wire.close_idle()  # they are from before the server went away, too
-                if attempt == self._resends:
-                    raise self._error(exc) from exc
+                # A connection that takes all of its time is not tried again: it would again.
+                too_slow = connection is None and isinstance(exc, redis.TimeoutError)
+                if attempt == self._resends or too_slow:
+                    error = self._error(exc)
+                    raise (error if sent else _unreachable(error)) from None
                 self._pause(attempt * RESEND_PAUSE)
             except RedisError as exc:
-                raise store_error(self.name, exc, locks_of(command)) from exc
+                raise store_error(self.name, exc, locks_of(command)) from None
         raise AssertionError("unreachable")  # pragma: no cover
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
@@ -212,7 +229,7 @@ class Node:
         except Silence:
             return None
         except (RedisError, OSError) as exc:
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
@@ -248,7 +265,7 @@ class Node:
             connection.send_packed_command(pack(connection, *command), check_health=False)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
-            raise self._error(exc) from exc
+            raise self._error(exc) from None
         finally:
             close(connection)
 
@@ -263,6 +280,12 @@ class Node:
 
     def _error(self, exc: Exception) -> StoreError:
         return store_error(self.name, exc)
+
+
+def _unreachable(error: StoreError) -> UnreachableError:
+    unreachable = UnreachableError(error.server, error.reason)
+    unreachable.raw = error.raw
+    return unreachable
 
 
 class _TooFewReplicas(Answered):  # no error yet: the lock is given back first

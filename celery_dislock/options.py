@@ -55,11 +55,12 @@ def lock_on_conflict(value: object) -> object:
 _strategy = one_of("skip", "raise", "retry", "wait", "queue", "reject")
 
 
-def declare(*, default: Any, check: Check, unit: str, description: str) -> Any:
+def declare(
+    *, default: Any, check: Check, unit: str, description: str, secret: bool = False
+) -> Any:
     """Declare an option or a setting, with all that is to be known of it."""
-    return field(
-        default=default, metadata={"check": check, "unit": unit, "description": description}
-    )
+    metadata = {"check": check, "unit": unit, "description": description}
+    return field(default=default, repr=not secret, metadata=metadata)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
 from celery_dislock.names import owners_start, ticket_name
 from celery_dislock.notes import notes_of
+from celery_dislock.reasons import reason_of
 from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
@@ -165,5 +166,5 @@ class Parking:
                 "Task %s[%s] is parked, and its result does not say so: %s",
                 task.name,
                 request.id,
-                exc,
+                reason_of(exc),
             )

@@ -19,6 +19,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import LEAST, Batch, ask_all
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.reasons import reason_of
 from celery_dislock.urls import without_password
 from celery_dislock.wire import Silence, Wire, connection_maker, locks_of, store_error
 
@@ -127,7 +128,7 @@ class Peer:
                 self._wire.close_idle()
                 return Asked(self._wire.start(again, within=within), again, undo)
         except (RedisError, OSError) as exc:
-            raise store_error(self.name, exc) from exc
+            raise store_error(self.name, exc) from None
 
     def finish(self, asked: Asked, within: float) -> Any:
         """
@@ -151,11 +152,11 @@ class Peer:
             connection = self._wire.start(asked.again, within=left)
             return self._wire.finish(connection, within=left, undo=asked.undo)
         except redis.ResponseError as exc:
-            raise store_error(self.name, exc, locks_of(asked.again)) from exc
-        except Silence as exc:
-            raise NoReplyError(self.name, "no reply in time") from exc
+            raise store_error(self.name, exc, locks_of(asked.again)) from None
+        except Silence:
+            raise NoReplyError(self.name, "no reply in time") from None
         except (RedisError, OSError) as exc:
-            raise NoReplyError(self.name, str(exc) or type(exc).__name__) from exc
+            raise NoReplyError(self.name, reason_of(exc)) from None
 
     def ask(self, *command: str | bytes | int, within: float) -> Any:
         """

@@ -24,6 +24,7 @@ from celery_dislock.comeback import release_left_behind
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
+from celery_dislock.rights import check_rights
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import (
     app_settings,
@@ -104,7 +105,8 @@ class Dislock:
     def __init__(self, app: Celery) -> None:
         if not isinstance(app, Celery):
             remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
-            raise SettingsError("Dislock(app)", "app", shown(app), remedy)
+            told = shown(app) if isinstance(app, (str, list, tuple)) else app
+            raise SettingsError("Dislock(app)", "app", told, remedy)
         self.runtime = runtime_of(app)
         _follow(app)
 
@@ -352,7 +354,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
 
     Raises:
         SettingsError: An option of a task cannot be used, or there is no lock server.
-        StoreError: It does not answer.
+        StoreError: It does not answer, or forbids what locks need.
     """
     runtime = runtime_of(app)
     if runtime.enabled is not False:
@@ -364,6 +366,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
+        check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
     warnings += startup.about_tasks(app, enabled=runtime.enabled)
     locks = runtime.enabled or (
         runtime.enabled is None

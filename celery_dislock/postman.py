@@ -22,6 +22,7 @@ from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import Message
 from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.reasons import reason_of
 from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Postman:
                 logger.warning(
                     "Parked task %s made room in its line; its result will say so soon: %s",
                     ticket,
-                    exc,
+                    reason_of(exc),
                 )
 
     def _publish(self, message: Message, notes: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ def _not_sent(turns: Iterable[Turn], error: Exception) -> None:
         "Parked tasks have their turn, but could not be sent to their queue, and will be soon: "
         "%s: %s",
         ", ".join(turn.ticket for turn in turns),
-        error,
+        reason_of(error),
     )
 
 

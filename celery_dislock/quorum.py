@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.batches import Call
     from celery_dislock.scripts import Script
+    from celery_dislock.wire import Command
 
 PATIENCE = 0.5  # seconds for the answers of all servers; `socket_timeout` says otherwise
 PATIENCE_RATIO = 1 / 4  # of a lease's length, where that is less
@@ -146,6 +147,10 @@ class Quorum:
     def senders(self) -> list[Callable[..., Any]]:
         """Return what sends a command to each server."""
         return self._peers.senders(self._patience)
+
+    def asks(self, key: str) -> list[Command]:  # noqa: ARG002 -- nobody waits on a key here
+        """See :meth:`celery_dislock.node.Node.asks`."""
+        return []
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Wait a little, *seconds* at most, and return nothing."""

@@ -15,6 +15,7 @@ from celery.exceptions import Ignore, Reject
 from kombu.exceptions import OperationalError
 
 from celery_dislock.notes import HELD_HEADER, PUT_OFF_MOST_TIMES, READERS, notes_of
+from celery_dislock.reasons import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -74,12 +75,12 @@ def put_off(
             break
         except OperationalError as exc:
             if task.acks_late:  # the broker has the message still
-                raise Reject(exc, requeue=True) from exc
+                raise Reject(reason_of(exc), requeue=True) from None
             logger.error(  # noqa: TRY400 -- the reason says it all, many times over
                 "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s",
                 task.name,
                 request.id,
-                exc,
+                reason_of(exc),
             )
         time.sleep(pause)
         pause = min(pause * 2, PUT_OFF_MOST)

@@ -8,21 +8,36 @@ lock server is away.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.node import Node
-from celery_dislock.urls import group, redis_options, without_password
-from celery_dislock.wire import SOCKET_TIMEOUT, connection_maker
+from celery_dislock.reasons import Ours, reason_of
+from celery_dislock.urls import HIDDEN, group, redis_options, without_password
+from celery_dislock.wire import SOCKET_TIMEOUT, connection_maker, unknown_option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
-    import redis
+    Address = tuple[str, int]
+
+
+NAMED = 5  # Sentinels whose answers an error tells
+
+
+class NoMaster(Ours, redis.ConnectionError):  # reads as what is the case
+    """The Sentinels name no master."""
+
+
+class NoSentinel(NoMaster, redis.TimeoutError):
+    """One of them did not answer in time, and none named a master."""
 
 
 def watched(
@@ -44,7 +59,11 @@ def watched(
     """
     options = dict(options)
     master = options.pop("master_name", None)
-    asking = redis_options(options.pop("sentinel_kwargs", None) or {})
+    asking = options.pop("sentinel_kwargs", None) or {}
+    if not isinstance(asking, Mapping):
+        shown = {"sentinel_kwargs": HIDDEN}
+        raise SettingsError("app.conf", "dislock_transport_options", shown, "give a dict")
+    asking = redis_options(asking)
     others = options.pop("min_other_sentinels", 0)
     try:
         name, servers, sentinels = group(url)
@@ -58,7 +77,9 @@ def watched(
             "sentinel:// needs 'master_name', the name that the Sentinels have for the master",
         )
     make = connection_maker(name, servers, options)
-    timeout = asking.setdefault("socket_timeout", options.get("socket_timeout") or SOCKET_TIMEOUT)
+    patience = options.get("socket_timeout") or SOCKET_TIMEOUT
+    # All of them together are given as long as one server, unless the time of each is given.
+    timeout = asking.setdefault("socket_timeout", patience / len(sentinels))
     asking.setdefault("socket_connect_timeout", timeout)
     asking.setdefault("retry", Retry(NoBackoff(), 0))
     order = sentinels
@@ -71,19 +92,51 @@ def watched(
             limits = {"socket_timeout": each, "socket_connect_timeout": each}
         with_ = Sentinel(list(order), others, {**asking, **limits})
         try:
-            host, port = with_.discover_master(master)
-            # The one that answered is put first; it is asked first the next time, too.
-            first = with_.sentinels[0].connection_pool.connection_kwargs
-            order = tuple(sorted(order, key=lambda s: s != (first["host"], first["port"])))
+            first, address = _ask(with_, order, master)
         finally:
             for sentinel in with_.sentinels:
                 sentinel.close()
-        return make(host=host, port=port)
+        order = tuple(sorted(order, key=lambda one: one != first))  # asked first the next time, too
+        return make(host=address[0], port=address[1])
 
     try:
         Sentinel(order, others, asking)
     except TypeError as exc:
         raise SettingsError(
-            "app.conf", "dislock_transport_options", "sentinel_kwargs", str(exc)
-        ) from exc
+            "app.conf", "dislock_transport_options", "sentinel_kwargs", unknown_option(exc)
+        ) from None
     return Node(name, connect, pause=pause, min_replicas=min_replicas)
+
+
+def _why_not(state: Mapping[str, Any] | None) -> str:
+    if not state:
+        return "knows no such master"
+    down = state["is_sdown"] or state["is_odown"]
+    return "calls it down" if down else "sees too few other Sentinels"
+
+
+def _ask(sentinels: Sentinel, known_as: Sequence[Address], master: str) -> tuple[Address, Address]:
+    """
+    Ask one Sentinel after another for the master, until one names it.
+
+    Returns:
+        Who has answered, and where the master is.
+
+    Raises:
+        NoMaster: None of them names a master; it says what each has said.
+    """
+    said, kind = [], NoMaster
+    for (host, port), sentinel in zip(known_as, sentinels.sentinels, strict=True):
+        try:
+            masters: Any = sentinel.sentinel_masters()
+        except (RedisError, OSError) as exc:
+            said.append(f"{host}:{port}: {reason_of(exc)}")
+            if isinstance(exc, redis.TimeoutError):
+                kind = NoSentinel
+            continue
+        state = masters.get(master)
+        if state and sentinels.check_master_state(state, master):
+            return (host, port), (state["ip"], state["port"])
+        said.append(f"{host}:{port}: {_why_not(state)}")
+    shown = said[:NAMED] + ([f"and {len(said) - NAMED} more"] if len(said) > NAMED else [])
+    raise kind(f"no Sentinel names a master {master!r} ({'; '.join(shown)})")

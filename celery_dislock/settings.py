@@ -29,7 +29,7 @@ from celery_dislock.checks import (
 )
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.options import ALONE, BELONG_TO, OF_OTHERS, TaskOptions, declare
-from celery_dislock.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, shown
+from celery_dislock.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 
 # Parts of names whose values are never shown.
 SECRETS = ("password", "credential", "transport_option", "kwargs")
@@ -59,6 +59,7 @@ class AppSettings:
             "which a majority decides. None: the broker, then the result backend, whichever is a "
             "Redis."
         ),
+        secret=True,
     )
     dislock_on_unavailable: str = declare(
         default="retry",
@@ -78,6 +79,7 @@ class AppSettings:
     )
     dislock_transport_options: dict[str, Any] = field(
         default_factory=dict,
+        repr=False,  # a password may be in it
         metadata={
             "check": mapping,
             "unit": "",
@@ -247,7 +249,8 @@ def check_settings(conf: Mapping[str, Any]) -> None:
         name = found + rest
         if found and name not in _SETTINGS:
             near = did_you_mean(name, _SETTINGS)
-            raise _refused("app.conf", given, conf[given], f"no such setting{near}")
+            remedy = f"no such setting{near}"
+            raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
 
 
 def reference(kind: type[TaskOptions | AppSettings]) -> str:
@@ -259,6 +262,10 @@ def reference(kind: type[TaskOptions | AppSettings]) -> str:
         for f in fields(kind)
     ]
     return "\n".join(rows)
+
+
+# What shows those that may hold a password.
+_HIDDEN_IN = {"dislock_url": shown, "dislock_transport_options": harmless}
 
 
 def _default(option: Field[Any]) -> Any:
@@ -284,8 +291,8 @@ def _told(name: str, value: object) -> object:
         return {key: _told(str(key), one) for key, one in value.items()}
     if any(word in name.lower() for word in SECRETS):
         return HIDDEN
-    if isinstance(value, (list, tuple)):
-        return [_told(name, one) for one in value]
-    if isinstance(value, str) and ("url" in name.lower() or "://" in value):
+    if "url" in name.lower() or (isinstance(value, str) and "://" in value):
         return shown(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_told(name, one) for one in value]
     return value

@@ -24,14 +24,18 @@ URL_WANTED = (
     "or redis+cluster://..."
 )
 
-HIDDEN = "***"
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-_USER = re.compile(r"[\w.%+-]*")
-_HOST = r"([a-z+]+://)?(\[[0-9a-fA-F:.%]*\]|[^]:/[;,]*)(:\d*)?(/[^;,]*)?"
-_HOSTS = re.compile(f"{_HOST}([;,]{_HOST})*")
-
 SENTINEL_PORT = 26379
 REDIS_PORT = 6379
+
+
+HIDDEN = "***"  # in place of what a message does not show
+
+# What a message may show of a URL; anything else might be a password in the wrong place.
+_NAME = re.compile(r"[a-z][a-z0-9+]{0,20}")  # of a scheme
+_USER = re.compile(r"[\w.-]*", re.ASCII)
+_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
+_DATABASE = re.compile(r"\d{0,5}/?", re.ASCII)
+LAST_PORT = 65535
 
 
 class Group(NamedTuple):
@@ -40,6 +44,9 @@ class Group(NamedTuple):
     name: str  # the URL as a message may show it
     url: str  # one of a single server, with all that the hosts have in common
     hosts: tuple[tuple[str, int], ...]
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r})"
 
 
 def redis_url(url: str) -> str:
@@ -73,7 +80,7 @@ def group(url: str) -> Group:
         ValueError: It cannot be read; the message quotes nothing of it.
     """
     scheme = url.partition("://")[0]
-    port = SENTINEL_PORT if scheme == "sentinel" else REDIS_PORT
+    port = _default_port(scheme)
     hosts, login, path, query = [], "", "", ""
     for given in re.split("[;,]", url):
         part = given if "://" in given else f"{scheme}://{given}"
@@ -89,11 +96,10 @@ def group(url: str) -> Group:
         login = login or parts.netloc.rpartition("@")[0]
         path = path or parts.path.rstrip("/")
         query = query or parts.query
-    user = f"{_shown_user(login)}:{HIDDEN}@" if login else ""
     single = "rediss" if scheme == "rediss+cluster" else "redis"
     at = f"{login}@" if login else ""
     return Group(
-        f"{scheme}://{user}{','.join(f'{host}:{number}' for host, number in hosts)}{path}",
+        without_password(url),
         f"{single}://{at}localhost{path}{f'?{query}' if query else ''}",
         tuple(hosts),
     )
@@ -132,30 +138,73 @@ def shown(value: object) -> Any:
     """Return a ``dislock_url``, one or several, as a message may show it."""
     if isinstance(value, (list, tuple)):
         return [shown(one) for one in value]
-    return without_password(value) if isinstance(value, str) else value
+    return without_password(value) if isinstance(value, str) else harmless(value)
+
+
+def harmless(value: object) -> Any:
+    """Return a value of which nobody knows what it is, as a message may show it."""
+    return value if value is None or isinstance(value, (bool, int, float)) else HIDDEN
 
 
 def without_password(url: str) -> str:
     """
     Return the URL as a log line may show it, whatever is wrong with it.
 
-    What could be a part of a password is left out, too.
+    Shown are the scheme, the user, the hosts and the database, if each of them stands in its place;
+    if not, the scheme alone.
     """
     scheme, found, rest = url.partition("://")
-    if not found or not _SCHEME.fullmatch(scheme):
+    if not found or not _NAME.fullmatch(scheme):
         return HIDDEN
-    main, *after = re.split("[?#]", rest, maxsplit=1)
-    if "@" in "".join(after):  # the password may have begun before the "?"
+    try:
+        if scheme in {"unix", "redis+socket"}:
+            return f"{scheme}://{_plain_socket(rest)}"
+        if not f"{scheme}://".startswith(SENTINEL + CLUSTER):
+            return f"{scheme}://{''.join(_plain_parts(rest))}"
+        return f"{scheme}://{_plain_hosts(scheme, rest)}"
+    except ValueError:
         return f"{scheme}://{HIDDEN}"
-    login, at, hosts = main.rpartition("@")
-    if not _HOSTS.fullmatch(hosts):
-        return f"{scheme}://{HIDDEN}"
-    if not at:
-        return f"{scheme}://{hosts}"
-    return f"{scheme}://{_shown_user(login)}:{HIDDEN}@{hosts}"
 
 
-def _shown_user(login: str) -> str:
-    """Return the user of a login; empty for what may be a password that lacks its colon."""
-    user, colon, _ = login.partition(":")
-    return user if colon and _USER.fullmatch(user) else ""
+def _plain_hosts(scheme: str, rest: str) -> str:
+    port = _default_port(scheme)
+    hosts, login, path = [], "", ""
+    for nth, part in enumerate(re.split("[;,]", rest)):
+        its_login, host, its_path = _plain_parts(part.removeprefix(f"{scheme}://"))
+        if not host or (nth and its_login and "://" not in part):  # a password may have commas
+            raise ValueError("not a list of hosts")
+        hosts.append(host if _HOST.fullmatch(host)["port"] else f"{host}:{port}")  # type: ignore[index]
+        login, path = login or its_login, path or its_path.rstrip("/")
+    return f"{login}{','.join(hosts)}{path}"
+
+
+def _plain_parts(rest: str) -> tuple[str, str, str]:
+    """Return login, host and path of a URL; ValueError: something else stands there."""
+    rest, _, query = rest.partition("?")
+    place, slash, path = rest.partition("/")
+    login, at, host = place.rpartition("@")
+    found = _HOST.fullmatch(host)
+    if (host and not found) or (found and int(found["port"] or 0) > LAST_PORT):
+        raise ValueError("not a host")
+    if not _DATABASE.fullmatch(path) or "@" in query or "#" in query:
+        raise ValueError("not a database")
+    return _plain_login(login, at), host, slash + path
+
+
+def _plain_socket(rest: str) -> str:
+    rest, _, query = rest.partition("?")
+    place, slash, path = rest.partition("/")
+    login, at, host = place.rpartition("@")
+    if host or any(sign in path + query for sign in "@#:"):
+        raise ValueError("not a path")
+    return f"{_plain_login(login, at)}{slash}{path}"
+
+
+def _plain_login(login: str, at: str) -> str:
+    user, _, password = login.partition(":")
+    named = password and _USER.fullmatch(user)  # else it may be the password that stands there
+    return f"{f'{user}:' if named else ''}{HIDDEN}@" if at else ""
+
+
+def _default_port(scheme: str) -> int:
+    return SENTINEL_PORT if scheme == "sentinel" else REDIS_PORT

@@ -20,6 +20,7 @@ from redis.exceptions import (
     AskError,
     ClusterDownError,
     MovedError,
+    NoPermissionError,
     NoScriptError,
     RedisError,
     ResponseError,
@@ -27,8 +28,14 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.urls import redis_options, redis_url
+from celery_dislock.exceptions import (
+    DamagedLockError,
+    ForbiddenError,
+    SettingsError,
+    StoreError,
+)
+from celery_dislock.reasons import Ours, reason_of
+from celery_dislock.urls import HIDDEN, redis_options, redis_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +45,8 @@ if TYPE_CHECKING:
     Connect = Callable[[float | None], redis.Connection]
 
 SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
+
+DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
 
 CLUSTER_ERRORS = {  # those that redis-py 5 does not tell from others
     "ASK": AskError,
@@ -58,12 +67,16 @@ AROUND = re.compile(
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 
-class Answered(Exception):  # noqa: N818  # as NoScriptError: the connection is as good as before
+class Answered(Ours):  # as NoScriptError: the connection is as good as before
     """The server answered, though not as was wished."""
 
 
-class Silence(redis.TimeoutError):
+class Silence(Ours, redis.TimeoutError):
     """No reply has begun to come in time; the connection is open still."""
+
+
+class Demoted(Ours, redis.ConnectionError):
+    """The server says that it is a replica."""
 
 
 class Wire:
@@ -94,10 +107,29 @@ class Wire:
         Returns:
             Where :meth:`finish` is to read the reply.
         """
+        return self.send(self.connected(within), command, before)
+
+    def connected(self, within: float | None = None) -> redis.Connection:
+        """
+        Take a connection for :meth:`send`: an idle one, or a new one, which connects.
+
+        Args:
+            within: Seconds to connect; None: the options' own.
+        """
+        with contextlib.suppress(IndexError):
+            return self._idle.pop()
+        connection = connect_within(self._connect, within)
         try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = connect_within(self._connect, within)
+            connection.connect()
+        except BaseException:
+            close(connection)
+            raise
+        return connection
+
+    def send(
+        self, connection: redis.Connection, command: Command, before: Command | None = None
+    ) -> redis.Connection:
+        """Send a command, and before it another, which is answered; see :meth:`start`."""
         try:
             if before:
                 connection.send_packed_command(pack(connection, *before), check_health=False)
@@ -187,8 +219,8 @@ def connection_maker(
     except SettingsError:
         raise
     except TypeError as exc:  # unknown to the kind of connection that the URL asks for
-        option = "dislock_transport_options"
-        raise SettingsError("app.conf", option, sorted(settings), str(exc)) from exc
+        option, names = "dislock_transport_options", sorted(settings)
+        raise SettingsError("app.conf", option, names, unknown_option(exc)) from None
     except (ValueError, RedisError):
         # Not from its cause, which may quote the password.
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
@@ -202,13 +234,16 @@ def connection_maker(
 def _use_provider(arguments: dict[str, Any]) -> None:
     given = arguments["credential_provider"]
     option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
+    # An object may show what it holds.
+    named = isinstance(given, str) and DOTTED.fullmatch(given)
+    shown = {"credential_provider": given if named else HIDDEN}
     try:
         provider = symbol_by_name(given)() if isinstance(given, str) else given
-    except (ImportError, AttributeError, TypeError) as exc:
-        shown = {"credential_provider": given}
-        raise SettingsError("app.conf", option, shown, f"{remedy}: {exc}") from exc
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        why = f"{remedy}: it could not be made ({type(exc).__name__})"
+        raise SettingsError("app.conf", option, shown, why) from None
     if not isinstance(provider, redis.CredentialProvider):
-        raise SettingsError("app.conf", option, {"credential_provider": given}, remedy)
+        raise SettingsError("app.conf", option, shown, remedy)
     for name in ("username", "password"):
         arguments.pop(name, None)
     arguments["credential_provider"] = provider
@@ -223,6 +258,12 @@ def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
     return connection.pack_command(
         *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
     )
+
+
+def unknown_option(exc: TypeError) -> str:
+    """Say which argument of a connection is unknown; nothing else of the error's text."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
+    return f"redis-py has no option {found[1]!r} here" if found else "one of them has a wrong type"
 
 
 def connect_within(connect: Connect, within: float | None) -> redis.Connection:
@@ -251,7 +292,7 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         return connection.read_response(disable_decoding=True)
     except ResponseError as exc:
         if demoted(exc):
-            raise redis.ConnectionError("it is a replica, and no longer the master") from exc
+            raise Demoted("it is a replica, and no longer the master") from exc
         code, _, told = str(exc).partition(" ")
         if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5 leaves them plain
             raise CLUSTER_ERRORS[code](told) from exc
@@ -265,6 +306,11 @@ def demoted(exc: BaseException) -> bool:
     )
 
 
+def is_answer(error: StoreError) -> bool:
+    """Tell whether the server has answered, with an error; else it is away."""
+    return isinstance(error.raw, ResponseError)
+
+
 def close(connection: redis.Connection | None) -> None:
     """Close a connection, where there is one."""
     if connection is not None:
@@ -273,18 +319,20 @@ def close(connection: redis.Connection | None) -> None:
 
 def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> StoreError:
     """
-    Make the error of a server, with its cause.
+    Make the error of a server; raise it ``from None``, see its ``raw``.
 
     Args:
         name: The server's.
         exc: What went wrong.
         locks: Names of the locks that it was asked about by a script; empty: none.
     """
-    reason = str(exc) or type(exc).__name__
+    reason = reason_of(exc)
     error = StoreError(name, reason)
-    if locks and isinstance(exc, ResponseError) and DAMAGE.search(reason):
+    if isinstance(exc, NoPermissionError):
+        error = ForbiddenError(name, reason)
+    elif locks and isinstance(exc, ResponseError) and DAMAGE.search(str(exc)):
         error = DamagedLockError(name, AROUND.sub("", reason), ", ".join(locks))
-    error.__cause__ = exc
+    error.raw = exc
     return error
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 from example_project.redis_server import RedisServer, ServerMissing, find_server
+from tests.leaks import Watch, remember
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,3 +49,18 @@ def own_redis_server(redis_program: Path, tmp_path: Path) -> Iterator[RedisServe
     """A server of this test alone, to kill, pause and restart."""
     with RedisServer(tmp_path / "redis") as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def no_password_is_told() -> Iterator[None]:
+    """Fail a test after which a log record or an error of the package has a password in it."""
+    watch = Watch()
+    with pytest.MonkeyPatch.context() as patch:
+        remember(watch, patch)
+        logging.getLogger().addHandler(watch)
+        try:
+            yield
+        finally:
+            logging.getLogger().removeHandler(watch)
+    leaks = list(watch.leaks())
+    assert not leaks, f"a password is told: {leaks[:3]}"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 
+CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
 INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
 
 
@@ -48,6 +50,7 @@ SWEEP = Script.load("sweep")
 ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")
+TRY = Script.load("try")
 
 # What the keys of a lock are, by what follows its name.
 KINDS = {
@@ -62,3 +65,10 @@ KINDS = {
 }
 
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # how park.lua's answers begin, and acquire.lua's
+
+
+@cache
+def commands() -> tuple[str, ...]:
+    """Return the commands of Redis that the scripts run."""
+    files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".lua")]
+    return tuple(sorted({name for file in files for name in CALL.findall(file.read_text("utf-8"))}))

@@ -7,8 +7,11 @@ import socket
 import pytest
 from celery.exceptions import TaskRevokedError
 
+from celery_dislock import StoreError
 from example_project import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.integration.acl import RULES
+from tests.leaks import SECRET
 
 pytestmark = pytest.mark.acceptance
 
@@ -35,7 +38,7 @@ def redis_url_of_nobody():
     """A URL at which no server listens: the port is taken, by a socket that does not listen."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        yield f"redis://:secret@127.0.0.1:{taken.getsockname()[1]}/0"
+        yield f"redis://:{SECRET}@127.0.0.1:{taken.getsockname()[1]}/0"
 
 
 def assert_locks(fleet, scene, task):
@@ -117,8 +120,46 @@ def test_a_worker_that_cannot_reach_the_lock_server_refuses_to_start(
     assert "Cannot start with locks: lock server redis://" in worker.log
     assert "--no-dislock" in worker.log
     assert "Traceback" not in worker.log
-    assert "secret" not in worker.log
+    assert SECRET not in worker.log
     assert " ready." not in worker.log
+
+
+def test_a_worker_whose_user_may_not_do_all_refuses_to_start(start_fleet, server, redis_client):
+    """--dislock tries what locks need; the message names the command, the rule, and no password."""
+    rules = RULES.replace("PASSWORD", SECRET).replace("+blpop ", "").split()
+    redis_client.execute_command("ACL", "SETUSER", "limited", *rules)
+    url = server.url.replace("://", f"://limited:{SECRET}@")
+    fleet = start_fleet("solo", "--dislock", "--dislock-url", url, ready=False)
+    (worker,) = fleet.workers
+    assert worker.wait_until_it_ends() != 0
+    redis_client.execute_command("ACL", "DELUSER", "limited")
+    assert "Cannot start with locks: lock server redis://limited:***@" in worker.log
+    assert "may not run BLPOP; " in worker.log
+    assert "+blpop. " in worker.log
+    assert "Traceback" not in worker.log
+    assert SECRET not in worker.log
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_what_a_task_fails_with_shows_no_password(start_fleet, scene, redis_url_of_nobody, pool):
+    """A task that fails for want of Sentinels leaves a result and a log without their password."""
+    address = redis_url_of_nobody.partition("@")[2].removesuffix("/0")
+    conf = {
+        "dislock_url": f"sentinel://{address}",
+        "dislock_on_unavailable": "raise",
+        "dislock_transport_options": {
+            "master_name": "locks",
+            "password": SECRET,
+            "sentinel_kwargs": {"password": SECRET},
+        },
+    }
+    fleet = start_fleet(pool, conf=conf)
+    result = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(StoreError) as raised:
+        result.get(timeout=LIMIT)
+    for said in (str(raised.value), result.traceback, fleet.workers[0].log):
+        assert f"{address}: Connection refused" in said
+        assert SECRET not in said
 
 
 def test_a_worker_that_locks_nothing_needs_no_lock_server(start_fleet, scene, redis_url_of_nobody):

@@ -1,22 +1,29 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import ssl
 import subprocess
+import traceback
 from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from celery import Celery
 from redis.crc import key_slot
 
 from celery_dislock.answers import Granted, Parked, Refused
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.lines import Lines, Ticket
+from celery_dislock.rights import check_rights
 from celery_dislock.runtime import Runtime
 from celery_dislock.store import Store
+from celery_dislock.task import SingletonTask, runtime_of
 from example_project.redis_server import RedisServer
 from tests.holding import Holding, wait_for
+from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
     MASTER_NAME,
@@ -31,6 +38,7 @@ from tests.integration.servers import (
     tls_args,
     wait_for_replicas,
 )
+from tests.leaks import SECRET
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +49,7 @@ LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
+ONE_LINE = 500  # characters, more or less
 
 
 def take(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> int:
@@ -149,6 +158,25 @@ class TestTls:
         with pytest.raises(StoreError):
             take(store, "a/1")
         store.close()
+
+    def test_a_port_without_tls_is_asked_once(self, own_redis_server):
+        """A handshake that nobody answers takes one timeout, not one for each attempt."""
+        store = Store(
+            f"rediss://127.0.0.1:{own_redis_server.port}/0",
+            {"socket_timeout": 0.2, "socket_connect_timeout": 0.2},
+        )
+        with own_redis_server.client() as client:
+            before = client.info("stats")["total_connections_received"]
+            with pytest.raises(UnreachableError, match="TLS"):
+                take(store, "a/1")
+            assert client.info("stats")["total_connections_received"] == before + 1
+
+    def test_a_port_with_tls_alone_is_no_lock_server_without(self, tls_server):
+        """A client that does not speak TLS is cut off, and says so in a line."""
+        store = Store(tls_server.tls_url.replace("rediss", "redis"))
+        with pytest.raises(StoreError) as raised:
+            take(store, "a/1")
+        assert len(str(raised.value)) < ONE_LINE
 
 
 class TestTlsOfSeveralHosts:
@@ -263,6 +291,35 @@ class TestUserAndPassword:
         assert "se%3Acr" not in str(raised.value)
         store.close()
 
+    @pytest.mark.parametrize("tls", [False, True])
+    def test_what_the_sentinels_are_given_is_in_no_text(self, own_redis_server, tls):
+        """No error, log line or result tells the Sentinels' password, whatever is wrong there."""
+        sentinels = f"sentinel://127.0.0.1:{own_redis_server.port};127.0.0.1:{free_port()}"
+        app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+        app.conf.update(
+            dislock_url=sentinels,
+            dislock_on_unavailable="raise",
+            dislock_transport_options={
+                "master_name": MASTER_NAME,
+                "password": SECRET,
+                "socket_timeout": 0.5,
+                "sentinel_kwargs": {"password": SECRET, "ssl": tls},
+            },
+        )
+
+        @app.task(base=SingletonTask, shared=False)
+        def export():
+            pass
+
+        result = export.apply()
+        said = [str(result.result), result.traceback]
+        with pytest.raises(StoreError) as raised:
+            runtime_of(app).process.store.renew([([LOCK], "a/1", LONG)], within=1.0)
+        said += [str(raised.value), "".join(traceback.format_exception(raised.value))]
+        assert all(str(own_redis_server.port) in one for one in said)
+        assert not any(SECRET in one for one in said)
+        assert len(str(raised.value)) < ONE_LINE
+
     def test_a_wrong_password_is_refused(self, url):
         """The wrong password takes no lock."""
         store = Store(url.replace("se%3Acr", "wrong"))
@@ -312,16 +369,38 @@ class TestSentinel:
         round_trip(store)
         store.close()
         watched.sentinels[2].kill()
-        with pytest.raises(StoreError, match="No master found"):
+        with pytest.raises(StoreError, match="no Sentinel names a master") as raised:
             take(store, "a/1")
-        with pytest.raises(StoreError, match="No master found"):
+        for sentinel in watched.sentinels:
+            assert f"127.0.0.1:{sentinel.port}: Connection refused" in str(raised.value)
+        with pytest.raises(StoreError, match="no Sentinel names a master"):
             store.renew([([LOCK], "a/1", LONG)], within=1.0)
 
     def test_a_master_they_do_not_know_is_a_store_error(self, watched):
         """A misspelt master_name is named in the error."""
         store = Store(watched.url, {"master_name": "lcoks"})
-        with pytest.raises(StoreError, match="lcoks"):
+        with pytest.raises(StoreError, match=r"'lcoks'.*: knows no such master;"):
             store.ping()
+
+    def test_the_sentinels_user_of_the_page_is_enough(self, watched):
+        """Sentinels that allow SENTINEL MASTERS alone name the master; without it they say so."""
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(one.client()) for one in watched.sentinels]
+
+            def allow(*rules):
+                for client in clients:
+                    given = ("reset", "on", f">{SECRET}", "-@all", *rules)
+                    client.execute_command("ACL", "SETUSER", "asks", *given)
+
+            user = {"username": "asks", "password": SECRET}
+            options = {"master_name": MASTER_NAME, "sentinel_kwargs": user}
+            store = Store(watched.url, options)
+            allow("+sentinel|masters")
+            round_trip(store)
+            store.close()
+            allow()
+            with pytest.raises(StoreError, match=r"no permissions to run the 'sentinel"):
+                take(store, "a/1")
 
     def test_a_failover_is_followed(self, watched, store):
         """When the master dies, a lock can be taken on the next; one that is held is refused."""
@@ -457,6 +536,20 @@ class TestReplicas:
         wait_for_replicas(master, 1)
         assert park("c").place == 2
         store.close()
+
+    def test_a_user_that_may_not_wait_for_replicas_is_told(self, replicated):
+        """With dislock_min_replicas WAIT is needed, and named where it is missing."""
+        master, _ = replicated
+        rules = RULES.replace("PASSWORD", SECRET).split()
+        with master.client() as client:
+            client.execute_command("ACL", "SETUSER", "limited", *rules)
+            store = Store(f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1})
+            with pytest.raises(StoreError, match="may not run WAIT;"):
+                check_rights(store.lock_server, "dislock")
+            client.execute_command("ACL", "SETUSER", "limited", "+wait")
+            check_rights(store.lock_server, "dislock")
+            take(store, "a/1")
+            store.close()
 
     def test_two_of_one_are_too_few(self, replicated):
         """The error says how many replicas had the lock, of how many."""
@@ -629,6 +722,43 @@ class TestCluster:
         finally:
             cluster.masters[0].resume()
         store.close()
+
+    @pytest.mark.parametrize(
+        ("more", "missing"),
+        [
+            ("+asking +cluster|slots", ""),
+            ("+cluster|slots", "may not run ASKING;"),
+            ("+asking", "'cluster"),
+            ("+asking +cluster|slots -hscan", "may not run HSCAN;"),
+            ("+asking +cluster|slots -blpop", "may not run BLPOP;"),
+            ("+asking +cluster|slots resetkeys ~a", "may not touch all keys"),
+        ],
+    )
+    def test_the_user_of_the_page_is_enough_on_every_node(self, cluster, more, missing):
+        """The documented rules are enough on all nodes; what one of them forbids is named."""
+        rules = [*RULES.replace("PASSWORD", SECRET).split(), "+asking", "+cluster|slots"]
+        given = [*RULES.replace("PASSWORD", SECRET).split(), *more.split()]
+        with contextlib.ExitStack() as stack:
+            for number, server in enumerate(cluster.servers):
+                client = stack.enter_context(server.client())
+                own = given if number == 2 or "cluster|" not in more else rules
+                client.execute_command("ACL", "SETUSER", "limited", "reset", *own)
+                stack.callback(client.execute_command, "ACL", "DELUSER", "limited")
+            store = Store(cluster.url.replace("://", f"://limited:{SECRET}@"))
+            stack.callback(store.close)
+            if missing:
+                with pytest.raises(StoreError, match=re.escape(missing)):
+                    check_rights(store.lock_server, "dislock")
+                return
+            check_rights(store.lock_server, "dislock")
+            for number in range(3):
+                round_trip(store, name_on(cluster.masters, number, "allowed"))
+            lock = name_on(cluster.masters, 0, "allowed")
+            take(store, "a/1", lock=lock)
+            with cluster.moving(lock, cluster.masters[0], cluster.masters[1]):
+                assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
+                assert store.wait(lock, "b/1", 0.01) is None
+            assert store.release([lock], "a/1") is True
 
     def test_a_failover_is_followed(self, own_cluster):
         """When a master dies its replica takes over and has the lock; other slots go on."""

@@ -40,6 +40,7 @@ class FakeStore:
 
     Attributes:
         away: Raise StoreError instead of answering.
+        wait_error: Raised by who waits in line.
         latency: Seconds that each round trip takes.
         answers: Answers of renew to give instead of the true ones, by owner.
         calls: What was asked, in order.
@@ -55,6 +56,7 @@ class FakeStore:
         self.clock = clock
         self.leases: dict[str, tuple[str, float, dict[str, Any]]] = {}
         self.away = False
+        self.wait_error: StoreError | None = None
         self.latency = 0.0
         self.answers: dict[str, Any] = {}
         self.calls: list[tuple[Any, ...]] = []
@@ -135,6 +137,8 @@ class FakeStore:
     def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """Let the time pass: nobody is woken here, who waits asks again."""
         self._round_trip("wait", lock, owner)
+        if self.wait_error:
+            raise self.wait_error
         self.clock.advance(seconds)
         return None
 
@@ -260,7 +264,8 @@ class World:
 
     def lock(self, key: str = "k", **options: Any) -> Lock:
         name = f"dislock:{{{key}}}"
-        return Lock([key], [name], TaskOptions(**options), self.store, self.watchdog, self.clock)
+        timing = (self.clock, self.clock.advance)
+        return Lock([key], [name], TaskOptions(**options), self.store, self.watchdog, *timing)
 
     def lease(self, key: str = "k", owner: str = "me", **options: Any) -> Any:
         holder = {"task": "t", "id": "1", "worker": "w", "pid": 7}

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import ssl
+import traceback
 
 import pytest
 import redis
+from hypothesis import given
+from hypothesis import strategies as st
 
 from celery_dislock import urls
 from celery_dislock.cluster import Cluster
 from celery_dislock.connections import server_for
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.node import Node
-from celery_dislock.runtime import lock_server
+from celery_dislock.runtime import Runtime, lock_server
 from celery_dislock.settings import app_settings
 from celery_dislock.wire import demoted
 
@@ -36,12 +39,12 @@ class TestServerFor:
     @pytest.mark.parametrize(
         ("url", "name"),
         [
-            ("redis://u:secret@a:1/2?x=secret", "redis://u:***@a:1/2"),
-            ("sentinel://u:secret@a;sentinel://b:2/3", "sentinel://u:***@a:26379,b:2/3"),
-            ("redis+cluster://u:secret@a,b:2", "redis+cluster://u:***@a:6379,b:2"),
-            ("rediss+cluster://:secret@[::1]:7000", "rediss+cluster://:***@::1:7000"),
-            ("redis://secret@a:1/2", "redis://:***@a:1/2"),
-            ("sentinel://secret@a", "sentinel://:***@a:26379"),
+            ("redis://u:s3cret@a:1/2?x=s3cret", "redis://u:***@a:1/2"),
+            ("sentinel://u:s3cret@a;sentinel://b:2/3", "sentinel://u:***@a:26379,b:2/3"),
+            ("redis+cluster://u:s3cret@a,b:2", "redis+cluster://u:***@a:6379,b:2"),
+            ("rediss+cluster://:s3cret@[::1]:7000", "rediss+cluster://:***@[::1]:7000"),
+            ("redis://s3cret@a:1/2", "redis://***@a:1/2"),
+            ("sentinel://s3cret@a", "sentinel://***@a:26379"),
             ("unix:///run/a,b?db=1", "unix:///run/a,b"),
         ],
     )
@@ -53,13 +56,68 @@ class TestServerFor:
             assert server_for(url, {"master_name": "m"} if "sentinel" in url else {}).name == name
 
     @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("redis://u:s3cret@a", "redis://u:***@a"),
+            ("redis://:s3cret@a:1/", "redis://:***@a:1/"),
+            ("redis://s3cret@a", "redis://***@a"),
+            ("redis://s3cret:@a", "redis://***@a"),
+            ("redis://s3/cret:x@a", "redis://***"),
+            ("redis://x@s3cret:x@a", "redis://***@a"),
+            ("redis://user:s3cret", "redis://***"),
+            ("redis://:s3cret/host", "redis://***"),
+            ("redis://:s3cret", "redis://***"),
+            ("redis://:12345/0", "redis://***"),
+            ("redis://u:12/s3cret@a:1/0", "redis://***"),
+            ("redis://u:12#s3cret@a:1/0", "redis://u:***@a:1/0"),
+            ("redis://u:12?s3cret@a:1/0", "redis://***"),
+            ("redis://a/s3cret", "redis://***"),
+            ("redis://a:1/0#s3cret", "redis://***"),
+            ("redis://a:1;redis://:s3cret@b:1", "redis://***"),
+            ("redis://a:6379?password=s3cret", "redis://a:6379"),
+            ("redis://[::1]:1/0", "redis://[::1]:1/0"),
+            ("redis://", "redis://"),
+            ("unix:///run/redis.sock?db=1", "unix:///run/redis.sock"),
+            ("unix://:s3cret@/run/redis.sock", "unix://:***@/run/redis.sock"),
+            ("unix://:s3cret/run/redis.sock", "unix://***"),
+            ("unix:///:s3cret@/run/redis.sock", "unix://***"),
+            ("redis+socket://u:s3cret@/run/redis.sock", "redis+socket://u:***@/run/redis.sock"),
+            ("sentinel://u:s3cret@a;b:2/3", "sentinel://u:***@a:26379,b:2/3"),
+            ("sentinel://a;sentinel://u:s3cret@b", "sentinel://u:***@a:26379,b:26379"),
+            ("sentinel://u:12;s3cret@a", "sentinel://***"),
+            ("sentinel://:s3;cret@a", "sentinel://***"),
+            ("redis+cluster://u:12,s3cret@a", "redis+cluster://***"),
+            ("redis+cluster://a,:s3cret", "redis+cluster://***"),
+            ("redis+cluster://a,", "redis+cluster://***"),
+            ("http://u:s3cret@a/0", "http://u:***@a/0"),
+            ("u:s3cret@a", "***"),
+            ("s3cret", "***"),
+            ("s3cret@a://", "***"),
+            ("", "***"),
+        ],
+    )
+    def test_a_message_shows_what_stands_in_its_place(self, url, shown):
+        """Of a URL in which a password may stand anywhere, only the scheme is shown, or nothing."""
+        assert urls.without_password(url) == shown
+
+    @given(
+        st.sampled_from(["redis", "unix", "sentinel", "redis+cluster", "rediss", "redis+socket"]),
+        st.text(alphabet=":@/;,?#[]%&=.", max_size=6),
+        st.text(alphabet=":@/;,?#[]%&=.a1", max_size=8),
+    )
+    def test_a_password_before_the_at_sign_is_never_shown(self, scheme, before, after):
+        """Whatever signs stand around a password, it is not shown if an @ comes after it."""
+        url = f"{scheme}://{before}:s3cret@{after}"
+        assert "s3cret" not in urls.without_password(url)
+
+    @pytest.mark.parametrize(
         "url",
         [
-            "redis://u:secret@a:port",
-            "sentinel://u:secret@a:port",
-            "sentinel://u:secret@a;redis://b",
-            "redis+cluster://u:secret@a,",
-            "redis+cluster://u:secret@a/3",
+            "redis://u:s3cret@a:port",
+            "sentinel://u:s3cret@a:port",
+            "sentinel://u:s3cret@a;redis://b",
+            "redis+cluster://u:s3cret@a,",
+            "redis+cluster://u:s3cret@a/3",
             "redis+cluster://u:se/cret@a",
         ],
     )
@@ -67,8 +125,68 @@ class TestServerFor:
         """The error names the setting, and not the password."""
         with pytest.raises(SettingsError, match="dislock_url") as raised:
             server_for(url, {"master_name": "m"} if "sentinel" in url else {})
-        assert "secret" not in str(raised.value)
+        assert "s3cret" not in str(raised.value)
         assert raised.value.__cause__ is None
+
+    @pytest.mark.parametrize(
+        "conf",
+        [
+            {"dislock_url": "u:s3cret@a"},
+            {"dislock_url": "s3cret@a"},
+            {"dislock_url": "redis//:s3cret@a"},
+            {"dislock_url": ["redis://a", "s3cret"]},
+            {"dislock_url": {"redis://:s3cret@a"}},
+            {"dislock_ulr": "redis://:s3cret@a"},
+            {"dislock_password": "s3cret"},
+            {"dislock_transport_options": "s3cret"},
+            {"dislock_transport_options": [("password", "s3cret")]},
+            {"dislock_transport_option": {"password": "s3cret"}},
+            {
+                "dislock_url": "redis://a",
+                "dislock_transport_options": {"password": "s3cret", "sokcet_timeout": 1},
+            },
+            {
+                "dislock_url": "redis://a",
+                "dislock_transport_options": {"credential_provider": "s3cret"},
+            },
+            {
+                "dislock_url": "redis://a",
+                "dislock_transport_options": {"credential_provider": {"password": "s3cret"}},
+            },
+            {
+                "dislock_url": "sentinel://a",
+                "dislock_transport_options": {"master_name": "m", "sentinel_kwargs": "s3cret"},
+            },
+            {
+                "dislock_url": "sentinel://a",
+                "dislock_transport_options": {
+                    "master_name": "m",
+                    "sentinel_kwargs": {"password": "s3cret", "sokcet_timeout": 1},
+                },
+            },
+            {
+                "dislock_url": "sentinel://a",
+                "dislock_transport_options": {"password": "s3cret"},
+            },
+        ],
+    )
+    def test_no_setting_that_is_refused_shows_a_password(self, conf):
+        """A URL or options in the wrong place, misspelt or of the wrong type, are not shown."""
+        with pytest.raises(SettingsError) as raised:
+            Runtime(lambda: conf).process  # noqa: B018 -- making it is what fails
+        assert "s3cret" not in "".join(traceback.format_exception_only(raised.value))
+        assert "s3cret" not in repr(raised.value.args)
+        assert raised.value.__cause__ is None or "s3cret" not in str(raised.value.__cause__)
+
+    def test_settings_do_not_show_their_secrets(self):
+        """What a debugger or a failed assertion prints of the settings has no password in it."""
+        conf = {
+            "dislock_url": "redis://:s3cret@a",
+            "dislock_transport_options": {"password": "s3cret"},
+        }
+        assert "s3cret" not in repr(app_settings(conf))
+        assert "s3cret" not in repr(urls.group("sentinel://:s3cret@a;b"))
+        assert "s3cret" not in repr(vars(server_for("redis://:s3cret@a")))
 
     @pytest.mark.parametrize("options", [{}, {"master_name": None}, {"master_name": 7}])
     def test_sentinels_need_the_masters_name(self, options):

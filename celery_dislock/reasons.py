@@ -1,0 +1,82 @@
+"""What a message may say about an error that another library raised.
+
+redis-py writes the arguments of a connection into some of its errors, and which of them it hides
+differs from version to version.  So none of its texts is shown: a message says what the server
+answered, what the operating system or TLS said, or which kind of error it was.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from typing import TYPE_CHECKING
+
+import redis
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LONGEST = 500  # characters of a reason
+DEEPEST = 10  # errors that are looked at, from one to what it was raised from
+
+ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)  # the text is the server's
+PLAIN = {"Connection closed by server.", "max number of clients reached"}  # texts of redis-py
+
+
+class Ours(Exception):  # noqa: N818  # with an error of redis-py's as its other base
+    """Its text is written here, and can be shown."""
+
+
+def reason_of(exc: BaseException) -> str:
+    """Say what went wrong, in one short line that tells no password."""
+    chain = list(_chain(exc))
+    told = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
+    if told is None:
+        text = (_of_system(exc) if isinstance(exc, OSError) else "") or str(exc)
+    elif isinstance(told, Ours):
+        text = str(told)
+    elif isinstance(told, ANSWERED):
+        text = _answer(str(told))
+    elif str(told) in PLAIN:
+        text = str(told)
+    else:
+        system = next((one for one in chain if isinstance(one, OSError)), None)
+        text = (_of_system(system) if system else "") or _of_kind(told)
+    line = " ".join((text or type(exc).__name__).split())
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+
+
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    for _ in range(DEEPEST):
+        if exc is None:
+            return
+        yield exc
+        exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
+
+
+def _answer(text: str) -> str:
+    """Return the server's words; about an unknown command it repeats what it was given."""
+    return text.partition(", with args")[0]
+
+
+def _of_system(exc: OSError) -> str:
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return f"TLS: certificate verify failed: {exc.verify_message}"
+    if isinstance(exc, ssl.SSLError):
+        return f"TLS: {(exc.reason or 'failed').replace('_', ' ').lower()}"
+    if isinstance(exc, TimeoutError):
+        if "handshake" in str(exc):
+            return "no answer to the TLS handshake; the port may be one without TLS"
+        return "no answer in time"
+    if exc.strerror:
+        return exc.strerror
+    return os.strerror(exc.errno) if exc.errno else ""
+
+
+def _of_kind(exc: BaseException) -> str:
+    if isinstance(exc, redis.TimeoutError):
+        return "no answer in time"
+    if isinstance(exc, redis.ConnectionError):
+        return "the connection broke, or could not be made"
+    return type(exc).__name__

@@ -1,0 +1,34 @@
+-- try.lua: try commands that the scripts run, to find those that the server refuses to its user.
+--
+-- ARGV[1]   name       of a key that nobody uses; no KEYS, so that any node of a cluster runs it
+-- ARGV[2]   command, and so on
+--
+-- Returns   {command, error, ...}   of each that ended in an error; what it means, the caller knows
+--
+-- Each is given as many arguments as it takes to be run.  Leaves nothing behind.
+
+local MOST_ARGS = 8
+
+local function try(command)
+  local args = {}
+  while true do
+    local reply = redis.pcall(command, unpack(args))
+    local problem = type(reply) == 'table' and reply.err
+    if not problem or #args == MOST_ARGS or not string.find(problem, 'rong number of arg') then
+      return problem
+    end
+    args[#args + 1] = #args == 0 and ARGV[1] or '1'
+  end
+end
+
+local failed = {}
+for i = 2, #ARGV do
+  local problem = try(ARGV[i])
+  if problem then
+    failed[#failed + 1] = ARGV[i]
+    failed[#failed + 1] = problem
+  end
+end
+redis.pcall('DEL', ARGV[1])
+redis.pcall('PEXPIRE', ARGV[1], 1)  -- where it may not be deleted
+return failed

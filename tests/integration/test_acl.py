@@ -1,0 +1,295 @@
+"""A lock server whose user may do what the documentation says, and nothing more."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, plugin, scripts
+from celery_dislock.answers import Done, Granted, Parked, Refused
+from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.leases import Lease
+from celery_dislock.lines import Lines, Ticket
+from celery_dislock.rights import check_rights
+from celery_dislock.scripts import Script
+from celery_dislock.store import Store
+from example_project.redis_server import RedisServer
+from tests.holding import Holding, name_of, wait_for
+from tests.integration.acl import RULES
+from tests.leaks import SECRET
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import redis
+
+    from celery_dislock.claims import Conflict
+
+LOCK = name_of("acl")
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
+WITHIN = 10.0  # seconds
+
+COMMANDS = re.findall(r"\+([\w|]+)", RULES)
+SENT = {"eval", "evalsha", "blpop", "scan", "info"}  # beside what scripts run
+
+
+@pytest.fixture(scope="module")
+def server(redis_program: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A server with the user of the documentation, and one beside that may do all."""
+    folder = tmp_path_factory.mktemp("acl")
+    users = folder / "users.acl"
+    users.write_text(
+        f"user default on nopass ~* &* +@all\nuser dislock {RULES.replace('PASSWORD', SECRET)}\n"
+    )
+    with RedisServer(folder / "redis", args=["--aclfile", str(users)]) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(server: RedisServer) -> Iterator[redis.Redis]:
+    """A client that may do all, of a server that is empty."""
+    with server.client() as client:
+        client.flushall()
+        client.execute_command("SCRIPT", "FLUSH")
+        client.config_resetstat()
+        yield client
+
+
+@pytest.fixture
+def url(server: RedisServer, admin: redis.Redis) -> str:
+    """The server's URL, with the documentation's user."""
+    return url_of(server, "dislock")
+
+
+@pytest.fixture
+def limited(server: RedisServer, admin: redis.Redis):
+    """Return the URL of a user with other rules than the documentation's."""
+
+    def make(rules: str) -> str:
+        given = rules.replace("PASSWORD", SECRET).split()
+        admin.execute_command("ACL", "SETUSER", "limited", "reset", *given)
+        return url_of(server, "limited")
+
+    yield make
+    admin.execute_command("ACL", "DELUSER", "limited")
+
+
+def url_of(server: RedisServer, user: str) -> str:
+    return f"redis://{user}:{SECRET}@127.0.0.1:{server.port}/0"
+
+
+def without(command: str) -> str:
+    """Return the documentation's rules but for one command."""
+    return " ".join(rule for rule in RULES.split() if rule != f"+{command}")
+
+
+def start_worker(url: str) -> tuple[str, list[str]]:
+    """Do what a worker does under --dislock before it starts."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    Dislock(app)
+    app.conf.update(dislock_url=url, dislock_enabled=True)
+    return plugin._lock_server(app)
+
+
+def test_the_page_allows_what_the_scripts_run_and_no_more():
+    """The commands of the documentation are those in the scripts, and those sent beside them."""
+    assert sorted(COMMANDS) == sorted(SENT | {name.lower() for name in scripts.commands()})
+
+
+def test_every_call_of_a_script_is_counted():
+    """No script but the one that tries commands runs one whose name is not written in it."""
+    for file in Path(scripts.__file__).parent.glob("*.lua"):
+        text = file.read_text("utf-8")
+        calls = len(re.findall(r"\bp?call\(", text)) - text.count("redis.pcall(command,")
+        assert calls == len(scripts.CALL.findall(text)), file.name
+
+
+class Life:
+    """All that locks do in their life, as one user."""
+
+    def __init__(self, url: str, admin: redis.Redis) -> None:
+        self.url = url
+        self.admin = admin
+        self.given: list = []
+        self.store = Store(url, home="here", hand_over=self.given.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", "here", self.given.extend)
+
+    def acquire(self, owner: str, **terms) -> Granted | Refused:
+        return self.store.acquire([LOCK], owner, LONG, HOLDER, **terms)
+
+    def park(self, task: str, *, message: bytes = b"{}", marked: bool = False):
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        return self.lines.park(LOCK, f"{task}@w/1", LONG, HOLDER, ticket)
+
+    def leases(self) -> None:
+        assert isinstance(self.acquire("a/1"), Granted)
+        assert self.store.holders(LOCK)[0].owner == "a/1"
+        assert list(self.store.all_holders("dislock"))
+        assert self.store.extend([LOCK], "a/1", LONG)
+        assert self.store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        assert self.store.release([LOCK], "a/1", at_least=LONG)
+        assert self.store.take_over([LOCK], "a/1", "b/1", HOLDER) == 1
+        assert self.store.release_dead([LOCK], "b/") == 1
+        self.store.remember(LOCK, "id-1", "done", LONG)
+        assert self.store.recall(LOCK, "id-1") == "done"
+        for owner in ("a/1", "b/1"):
+            assert isinstance(self.acquire(owner, mode="shared"), Granted)
+        assert isinstance(self.acquire("c/1"), Refused)
+        for owner in ("a/1", "b/1"):
+            assert self.store.release([LOCK], owner)
+
+    def waiting(self) -> None:
+        with Holding(self.url) as holding:
+            lease = holding.take("acl")
+            got: list[Lease | Conflict] = []
+            lock = holding.lock("acl")
+            waiter = threading.Thread(
+                target=lambda: got.append(lock.acquire(holding.claim(), timeout=WITHIN))
+            )
+            waiter.start()
+            holding.wait_renewed(lease)
+            wait_for(lambda: self.admin.zcard(f"{LOCK}:line"), "a waiter in line")
+            lease.release()
+            waiter.join()
+            assert isinstance(got[0], Lease)
+            holding.wait_renewed(got[0])
+            got[0].release()
+
+    def parking(self) -> None:
+        assert isinstance(self.acquire("a/1"), Granted)
+        self.lines.enlist(LOCK)
+        assert [self.park(task).place for task in ("p", "q", "r")] == [1, 2, 3]
+        assert self.lines.leave(LOCK, "r:0:0")
+        self.store.release([LOCK], "a/1")
+        assert [turn.ticket for turn in self.given] == ["p:0:0"]
+        self.lines.give_back(LOCK, "p:0:0")
+        assert self.lines.sweep([LOCK])[LOCK].parked == 2
+        assert isinstance(self.park("p", marked=True), Granted)
+        assert self.store.release([LOCK], "p@w/1", ticket="p:0:0", settles=LONG)
+        self.store.release([LOCK], "p@w/1", ticket="p:0:0")
+        assert isinstance(self.park("p", marked=True), Done)
+        assert isinstance(self.park("s"), Parked)
+        assert self.lines.set_aside(LOCK, "q:0:0", b"{}")
+        assert isinstance(self.park("s", marked=True), Granted)
+        assert self.store.release([LOCK], "s@w/1", ticket="s:0:0")
+        _, _, found = self.lines.page(b"0", 100)
+        self.lines.delist(LOCK, found[LOCK])
+
+
+def test_the_user_of_the_page_can_do_all(url, admin):
+    """Locks, waiters, parked tasks and the sweep live their whole life on the documented rules."""
+    server, _ = start_worker(url)
+    assert SECRET not in server
+    life = Life(url, admin)
+    life.leases()
+    life.waiting()
+    life.parking()
+    life.store.close()
+    stats = admin.info("commandstats")
+    unused = [name for name in COMMANDS if f"cmdstat_{name}" not in stats]
+    assert unused == []
+    known = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
+    ran = admin.script_exists(*(one.sha for one in known.values()))
+    assert [name for name, yes in zip(known, ran, strict=True) if not yes] == []
+
+
+def test_the_check_leaves_nothing_behind(url, admin):
+    """What a worker tries at its start is gone, and is done in an instant."""
+    start_worker(url)
+    assert admin.keys() == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_worker_names_the_command_that_is_missing(limited, admin, command):
+    """Without any one of the documented commands a worker does not start, and says which it is."""
+    with pytest.raises(ForbiddenError, match=rf"(?i)\b{command}\b"):
+        start_worker(limited(without(command)))
+    wait_for(lambda: admin.keys() == [], "a server with nothing left behind")
+
+
+def test_all_that_is_missing_is_named_at_once(limited):
+    """The error tells the commands, and the rule that allows them."""
+    rules = without("blpop").replace("+hscan ", "")
+    with pytest.raises(
+        ForbiddenError, match=r"may not run BLPOP, HSCAN; .*SETUSER.* [+]blpop [+]hscan"
+    ):
+        start_worker(limited(rules))
+
+
+@pytest.mark.parametrize("keys", ["~other:*", "~dislock:{*}", "~dislock:{*", ""])
+def test_a_worker_names_the_keys_that_are_missing(limited, keys):
+    """A pattern that leaves out some of the names is told, with the one that is needed."""
+    with pytest.raises(ForbiddenError, match=re.escape("'dislock'; allow it on every server")):
+        start_worker(limited(RULES.replace("~dislock:*", keys)))
+
+
+def test_another_prefix_has_other_keys(limited):
+    """The rules are checked for the names that this app has."""
+    store = Store(limited(RULES.replace("~dislock:*", "~shop:*")))
+    check_rights(store.lock_server, "shop")
+    with pytest.raises(ForbiddenError, match=r"~dislock:[*]"):
+        check_rights(store.lock_server, "dislock")
+    store.close()
+
+
+def test_a_command_that_was_renamed_is_missing(redis_program, tmp_path):
+    """A server that does not have a command at all is no different from one that forbids it."""
+    with RedisServer(tmp_path, args=["--rename-command", "HSCAN", ""]) as server:
+        store = Store(server.url)
+        with pytest.raises(ForbiddenError, match="may not run HSCAN;"):
+            check_rights(store.lock_server, "dislock")
+        store.close()
+
+
+def test_renewals_need_no_command_that_acquisitions_do_not(url, admin):
+    """After the server has forgotten its scripts, leases are renewed with EVAL."""
+    store = Store(url)
+    locks = [name_of(f"renew-{number}") for number in range(5)]
+    for lock in locks[::2]:
+        assert isinstance(store.acquire([lock], "a/1", LONG, HOLDER), Granted)
+    for _ in range(2):
+        admin.execute_command("SCRIPT", "FLUSH")
+        leases = [([lock], "a/1", LONG) for lock in locks]
+        assert store.renew(leases, within=WITHIN) == [True, False, True, False, True]
+    store.close()
+
+
+def test_a_waiter_that_may_not_wait_fails(limited, admin):
+    """Without BLPOP a waiter ends at once, out of line, with an error that names the command."""
+    with Holding(limited(without("blpop"))) as holding:
+        holding.take("acl", timeout=LONG)
+        with pytest.raises(ForbiddenError, match="'blpop'"):
+            holding.lock("acl", timeout=LONG).acquire(holding.claim(), timeout=WITHIN)
+        assert admin.zcard(f"{LOCK}:line") == 0
+    assert admin.info("commandstats")["cmdstat_blpop"]["rejected_calls"] == 1
+
+
+def test_one_server_of_several_that_forbids_is_enough(redis_program, server, limited, tmp_path):
+    """Of independent servers each is checked; one that is away keeps no worker from starting."""
+    with RedisServer(tmp_path / "1") as first, RedisServer(tmp_path / "2") as second:
+        store = Store([first.url, second.url, limited(without("hkeys"))])
+        with pytest.raises(ForbiddenError, match="may not run HKEYS;"):
+            check_rights(store.lock_server, "dislock")
+        store.close()
+        store = Store([first.url, second.url, limited(RULES)])
+        second.kill()
+        check_rights(store.lock_server, "dislock")
+        store.close()
+
+
+def test_a_server_that_is_away_is_no_matter_of_rights(redis_program, tmp_path):
+    """Whether it answers is asked before; what goes away meanwhile forbids nothing."""
+    with RedisServer(tmp_path) as server:
+        store = Store(server.url)
+        server.kill()
+        check_rights(store.lock_server, "dislock")
+        with pytest.raises(StoreError):
+            store.ping()
+        store.close()
