@@ -45,6 +45,9 @@ CLUSTER_ERRORS = {  # those that redis-py 5 does not tell from others
     "TRYAGAIN": TryAgainError,
 }
 
+# How a script's error ends that missed a key where a slot moves.
+ON_ANOTHER_NODE = "attempted to access a non local key"
+
 # What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
@@ -232,6 +235,8 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         if demoted(exc):
             raise redis.ConnectionError("it is a replica, and no longer the master") from exc
         code, _, told = str(exc).partition(" ")
+        if ON_ANOTHER_NODE in str(exc):
+            raise TryAgainError("its slot of the cluster is being moved to another node") from exc
         if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5 leaves them plain
             raise CLUSTER_ERRORS[code](told) from exc
         raise

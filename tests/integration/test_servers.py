@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import shutil
 import ssl
 import subprocess
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
 import redis
 from redis.crc import key_slot
 
-from celery_dislock.answers import Granted, Parked, Refused
+from celery_dislock.answers import Done, Granted, Parked, Refused
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.lines import Lines, Ticket
 from celery_dislock.runtime import Runtime
@@ -611,6 +614,39 @@ class TestCluster:
         assert store.release([lock], "a/1") is True
         store.close()
 
+    def test_a_lock_of_a_slot_that_moves_is_refused_and_taken(self, cluster):
+        """Nobody who asks for the lock alone has to wait until the slot has arrived."""
+        store = Store(cluster.url)
+        source, target = cluster.masters[0], cluster.masters[1]
+        lock = name_on(cluster.masters, 0, "alone")
+        take(store, "a/1", lock=lock)
+        with cluster.moving(lock, source, target, first=[f"{lock}:of-another"]):
+            assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"  # on the old node
+            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+            assert [holding.owner for holding in store.holders(lock)] == ["a/1"]
+            with source.client() as client:
+                client.delete(lock)
+            token = take(store, "b/1", lock=lock)  # on the new one
+            assert take(store, "b/1", lock=lock) == token
+            assert store.acquire([lock], "c/1", LONG, HOLDER).owner == "b/1"
+        assert store.release([lock], "b/1") is True
+        store.close()
+
+    def test_a_mark_of_a_slot_that_moves_is_found(self, cluster):
+        """What is remembered of a task is found on either node, though its lock is elsewhere."""
+        store = Store(cluster.url)
+        lock = name_on(cluster.masters, 0, "mark")
+        for task_id in ("1", "2"):
+            store.remember(lock, task_id, f"done {task_id}", LONG)
+        first = [f"{lock}:done:1"]
+        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+            assert store.recall(lock, "1") == "done 1"
+            assert store.recall(lock, "2") == "done 2"
+            assert store.recall(lock, "3") is None
+            store.remember(lock, "3", "done 3", LONG)
+        assert [store.recall(lock, task_id) for task_id in "123"] == ["done 1", "done 2", "done 3"]
+        store.close()
+
     def test_one_node_that_is_frozen_delays_no_others_leases(self, cluster):
         """With a master frozen the leases on the others are renewed, within the time of one."""
         store = Store(cluster.url, {"socket_timeout": 0.5})
@@ -644,6 +680,153 @@ class TestCluster:
         (renewed,) = store.renew([([mine], "a/1", LONG)], within=WITHIN)
         assert renewed is True
         assert store.release([mine], "a/1") is True
+        store.close()
+
+
+class TestParkedInAClusterThatMoves:
+    """Parked tasks while the slot of their lock moves, its keys on two nodes."""
+
+    def line_on(self, cluster, name, pause):
+        """A line with a task in each state: done, running, with its turn, and two that wait."""
+        self.published = []
+        self.store = Store(cluster.url, pause=pause, home="here", hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
+        self.lock = name_on(cluster.masters, 0, name)
+        take(self.store, "first@w/1", lock=self.lock)
+        for task in ("done", "runs", "turn", "a", "b"):
+            assert isinstance(self.park(task), Parked)
+        self.end("first")
+        assert isinstance(self.ask("done"), Granted)
+        assert self.end("done")
+        assert isinstance(self.ask("runs"), Granted)
+        self.store.release([self.lock], "runs@w/1")  # its process is killed: the next has its turn
+        assert [turn.ticket for turn in self.published] == ["done:0:0", "runs:0:0", "turn:0:0"]
+        self.published.clear()
+
+    def show(self, task, message):
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked=not message, message=message)
+        return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket, limit=1)
+
+    def park(self, task):
+        return self.show(task, b"message")
+
+    def ask(self, task):
+        return self.show(task, b"")
+
+    def end(self, task):
+        return self.store.release([self.lock], f"{task}@w/1", ticket=f"{task}:0:0")
+
+    def names(self, server):
+        with server.client() as client:
+            return {
+                name.decode(): client.dump(name)
+                for name in client.keys(f"{self.lock}*")
+            }
+
+    @pytest.mark.parametrize("which", ["", ":line", ":tickets", ":handed", ":running", ":done:done:0:0"])
+    @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+    def test_nothing_is_done_while_its_keys_are_on_two_nodes(self, cluster, which, first):
+        """Whichever of them moves first, or last, what would need another one changes nothing."""
+        source, target = cluster.masters[:2]
+        name = f"halves-{which}-{first}".replace(":", "-")
+        self.line_on(cluster, name, pause=lambda _seconds: None)
+        before = self.names(source)
+        moved = {self.lock + which} if first else set(before) - {self.lock + which}
+        assert len(before) == 6
+        with cluster.moving(self.lock, source, target, first=sorted(moved)):
+            for ask in (
+                *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),
+                lambda: self.park("x"),
+                lambda: self.lines.leave(self.lock, "a:0:0"),
+                lambda: self.lines.set_aside(self.lock, "a:0:0", b"rubbish"),
+                lambda: self.lines.give_back(self.lock, "turn:0:0"),
+                lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),
+                lambda: self.end("done"),
+                lambda: self.store.release_dead([self.lock], "done@w/"),
+            ):
+                with pytest.raises(StoreError, match="is being moved to another node"):
+                    ask()
+            assert self.lines.sweep([self.lock]) == {}
+            assert self.names(source).keys() == before.keys() - moved
+        assert self.names(target) == before
+        assert self.published == []
+        assert self.ask("done") == Done()
+        self.store.close()
+
+    def test_a_task_is_parked_when_the_slot_has_arrived(self, cluster):
+        """Who asks meanwhile is asked again, and knows nothing of it."""
+        source, target = cluster.masters[:2]
+        arrives = []
+        self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
+        with cluster.moving(self.lock, source, target) as finish:
+            arrives += [finish, lambda: None, lambda: None]
+            assert isinstance(self.ask("turn"), Granted)
+        assert arrives == []
+        self.store.close()
+
+    def test_a_lease_that_ends_meanwhile_is_handed_on_when_the_slot_has_arrived(self, cluster):
+        """The lock is free at once, and the first in line has its turn."""
+        source, target = cluster.masters[:2]
+        free = []
+
+        def arrive(_seconds):
+            free.append(self.store.holders(self.lock) == [])
+            finish()
+
+        self.line_on(cluster, "ends", pause=arrive)
+        assert isinstance(self.ask("turn"), Granted)
+        with cluster.moving(self.lock, source, target, first=[f"{self.lock}:line"]) as finish:
+            self.end("turn")
+        assert free == [True]
+        assert [turn.ticket for turn in self.published] == ["a:0:0"]
+        self.store.close()
+
+    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, cluster):
+        """A line is worked off while its slot goes to and fro; each task of it runs once."""
+        tasks = [f"t{number}" for number in range(150)]
+        broker: queue.Queue[str] = queue.Queue()
+        ran: list[str] = []
+        store = Store(
+            cluster.url,
+            home="here",
+            hand_over=lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
+        )
+        self.store, self.lock = store, name_on(cluster.masters, 0, "to-and-fro")
+        self.lines = Lines(
+            store.lock_server, "dislock", "here",
+            lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
+        )
+        take(store, "first@w/1", lock=self.lock)
+        for task in tasks:
+            self.park(task)
+
+        def work():
+            while (task := broker.get()) != "":
+                try:
+                    answer = self.ask(task)
+                    if isinstance(answer, Granted):
+                        ran.append(task)
+                        self.end(task)
+                except StoreError:
+                    broker.put(task)  # put off
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            self.end("first")
+            nodes = cluster.masters[:2]
+            moves = 0
+            while len(ran) < len(tasks) or moves < 4:
+                with cluster.moving(self.lock, *nodes, first=[f"{self.lock}:tickets"]):
+                    pass
+                nodes.reverse()
+                moves += 1
+                with contextlib.suppress(StoreError):
+                    self.lines.sweep([self.lock])
+            assert sorted(ran) == sorted(tasks)
+        finally:
+            broker.put("")
+            worker.join()
         store.close()
 
 
