@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.wire import Connect
+    from celery_dislock.wire import Confirm, Connect
 
     Call = tuple[str | bytes | int, ...]
 
@@ -36,11 +36,13 @@ class Batch:
     Args:
         name: What errors call the server.
         connect: Makes a connection; it need not connect yet.
+        confirm: See :class:`celery_dislock.wire.Wire`.
     """
 
-    def __init__(self, name: str, connect: Connect) -> None:
+    def __init__(self, name: str, connect: Connect, confirm: Confirm | None = None) -> None:
         self._name = name
         self._connect = connect
+        self._confirm = confirm
         self._connection: redis.Connection | None = None
 
     def send(self, script: Script, calls: Sequence[Call], *, within: float) -> None:
@@ -85,6 +87,8 @@ class Batch:
                 connection.read_response()
                 _send_all(connection, script, calls)
                 replies = _read_all(connection, calls, within)
+            if self._confirm:
+                self._confirm(connection, within)
         return [
             store_error(self._name, reply) if isinstance(reply, Exception) else reply
             for reply in replies

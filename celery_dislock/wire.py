@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     Command = tuple[str | bytes | float, ...]
     # Given the seconds it may take to find the server, or None for the options' own.
     Connect = Callable[[float | None], redis.Connection]
+    # Given a connection, and the seconds it may take; raises redis.ConnectionError.
+    Confirm = Callable[[redis.Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
 
@@ -68,10 +70,12 @@ class Wire:
 
     Args:
         connect: Makes a connection; it need not connect yet.
+        confirm: Sees that a connection leads to the right server when a reply has come.
     """
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, confirm: Confirm | None = None) -> None:
         self._connect = connect
+        self._confirm = confirm
         self._idle: list[redis.Connection] = []
 
     def start(
@@ -125,6 +129,8 @@ class Wire:
         """
         try:
             reply = read(connection, within)
+            if self._confirm:
+                self._confirm(connection, None)
             if then:
                 then(connection, reply)
         except (NoScriptError, Answered):

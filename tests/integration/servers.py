@@ -184,6 +184,14 @@ class Watched:
         """The server that says it is the master."""
         return next(server for server in self.servers if server.running and is_master(server))
 
+    def named(self) -> list[int]:
+        """Return the port that each of the Sentinels has for the master."""
+        found = []
+        for sentinel in self.sentinels:
+            with sentinel.client() as client:
+                found.append(client.sentinel_get_master_addr_by_name(MASTER_NAME)[1])
+        return found
+
     def wait_for_master(self, other_than: RedisServer) -> RedisServer:
         """Wait until a failover is over."""
 

@@ -19,7 +19,7 @@ from celery_dislock.lines import Lines, Ticket
 from celery_dislock.runtime import Runtime
 from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
-from tests.holding import Holding, wait_for
+from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.servers import (
     FAST_SYNC,
     MASTER_NAME,
@@ -401,6 +401,150 @@ class TestSentinel:
         wait_for(lambda: attempt(store, LOCK, "a/1"), "the lock on the next master")
         assert exists(new, LOCK)
         assert store.release([LOCK], "a/1") is True
+
+
+class TestAMasterThatReturns:
+    """It stood still, another took its place, and it goes on as if nothing had happened."""
+
+    @pytest.fixture
+    def watched(self, redis_program, tmp_path):
+        with Watched(tmp_path) as watched:
+            yield watched
+
+    @pytest.fixture
+    def stores(self, watched):
+        """Two stores, as two processes have them, whose connections are from before."""
+        stores = [Store(watched.url, {"master_name": MASTER_NAME}) for _ in range(2)]
+        for store in stores:
+            round_trip(store)
+        yield stores
+        for store in stores:
+            store.close()
+
+    def returned(self, watched, meanwhile=lambda: None):
+        """Replace the master by another while it stands still, and let it go on."""
+        old = watched.master
+        wait_for_replicas(old, 2)
+        old.pause()
+        try:
+            meanwhile()
+            new = watched.wait_for_master(other_than=old)
+            wait_for(lambda: new.port in watched.named(), "a Sentinel that names the next master")
+        finally:
+            old.resume()
+        assert is_master(old)  # for some seconds more
+        return old, new
+
+    def test_a_lock_is_taken_on_the_next_one(self, watched, stores):
+        """A process with old connections takes no lock where it would be alone with it."""
+        old, new = self.returned(watched)
+        one, other = stores
+        take(one, "a/1")
+        assert exists(new, LOCK)
+        assert other.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
+        assert renewed(one) is True
+
+    def test_a_lease_there_is_not_renewed(self, watched, stores):
+        """What was taken there too late is lost at the first renewal."""
+        old, _ = self.returned(watched)
+        alone = Store(old.url)
+        take(alone, "a/1")  # as by one who asked in the moment of the change
+        assert renewed(stores[0]) is False
+        assert stores[0].extend([LOCK], "a/1", LONG) is False
+        alone.close()
+
+    def test_a_task_is_parked_on_the_next_one(self, watched, stores):
+        """Its message is acknowledged when it is where it will be kept."""
+        old, new = self.returned(watched)
+        lines = Lines(stores[0].lock_server, "dislock", "here", [].extend)
+        take(stores[0], "a/1")
+        lines.enlist(LOCK)
+        ticket = Ticket("b:0:0", "b@", marked=False, message=b"{}")
+        assert isinstance(lines.park(LOCK, "b@w/1", LONG, HOLDER, ticket), Parked)
+        with new.client() as client:
+            assert client.hexists(f"{LOCK}:tickets", "b:0:0")
+            assert client.hexists("dislock:lines:here", LOCK)
+
+    def test_what_is_handed_over_there_is_not_taken(self, watched, stores):
+        """A waiter that was left behind on it asks again."""
+        told = queue.Queue()
+
+        def wait():
+            try:
+                told.put(stores[0].wait(LOCK, "a/1", LONG))
+            except StoreError as exc:
+                told.put(exc)
+
+        with watched.master.client() as client:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            wait_for(lambda: client.info("clients")["blocked_clients"] == 1, "the waiter")
+        old, _ = self.returned(watched)
+        with old.client() as client:
+            client.rpush(f"{LOCK}:wake:a/1", "1 30000 30000")
+        waiter.join()
+        assert isinstance(told.get(), StoreError)
+
+    def test_two_believe_for_a_third_of_a_timeout_at_most(self, watched, stores):
+        """A lease that was had there is reported lost by its watchdog, not renewed."""
+        with Holding(watched.url, {"master_name": MASTER_NAME}) as holding:
+            old, _ = self.returned(watched)
+            lease = holding.take("export:7", timeout=3.0)
+            with old.client() as client:
+                assert not client.exists(LOCK)
+            assert isinstance(stores[0].acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            holding.wait_renewed(lease)
+
+    def test_an_answer_of_one_that_was_replaced_meanwhile_does_not_count(self, watched, stores):
+        """What reached it before it stood still is carried out when it goes on, and asked again."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": PATIENCE})
+        round_trip(store)
+        taking = threading.Thread(target=take, args=(store, "a/1"))
+        _, new = self.returned(watched, meanwhile=taking.start)
+        taking.join()
+        assert exists(new, LOCK)
+        store.close()
+
+
+class TestSentinelsThatAreAway:
+    @pytest.fixture
+    def watched(self, redis_program, tmp_path):
+        with Watched(tmp_path) as watched:
+            yield watched
+
+    @pytest.mark.parametrize("how", ["kill", "pause"])
+    def test_the_last_master_counts_while_none_answers(self, watched, how, caplog):
+        """Without Sentinels open connections are used as before, and the log says so once."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": 0.3})
+        round_trip(store)
+        for sentinel in watched.sentinels:
+            getattr(sentinel, how)()
+        wait_for(lambda: round_trip(store) or "No Sentinel answers" in caplog.text, "the log line")
+        for _ in range(20):
+            round_trip(store)
+        assert caplog.text.count("No Sentinel answers") == 1
+        assert f"127.0.0.1:{watched.master.port} counts as the master" in caplog.text
+        store.close()
+
+    def test_one_that_answers_is_enough(self, watched):
+        """Those that stand still delay nothing that cannot wait for them."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": 0.3})
+        round_trip(store)
+        for sentinel in watched.sentinels[:2]:
+            sentinel.pause()
+        for _ in range(20):
+            round_trip(store)
+            assert renewed(store) is False
+        store.close()
+
+
+def renewed(store: Store) -> bool:
+    """Renew a lease of a/1 as the watchdog does, which tries again where there is no answer."""
+    while True:
+        with contextlib.suppress(StoreError):
+            answer = store.renew([([LOCK], "a/1", LONG)], within=1.0)[0]
+            assert isinstance(answer, bool), answer
+            return answer
 
 
 class TestReplicas:
