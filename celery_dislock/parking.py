@@ -139,7 +139,7 @@ class Parking:
         return answer
 
     def _came_from(self) -> str:
-        """Return the lock in whose line the task was parked, as its message says; empty: in none."""
+        """Return the lock in whose line it was parked, as its message says; empty: in none."""
         lock, ticket = ticket_note(self._request) or ("", "")
         return lock if ticket == self._ticket else ""
 

@@ -74,8 +74,8 @@ class Postman:
             turn = pending.popleft()
             if turn.message is None:
                 logger.error(
-                    "Parked task %s has lost its message on the lock server, and cannot be run; the "
-                    "next in line of %s has its turn.",
+                    "Parked task %s has lost its message on the lock server, and cannot be run; "
+                    "the next in line of %s has its turn.",
                     turn.ticket,
                     turn.lock,
                 )

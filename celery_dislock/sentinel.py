@@ -56,7 +56,7 @@ class Asked:
         connect: Makes a connection; it need not connect yet.
     """
 
-    def __init__(self, address: Address, connect: Callable[[], redis.Connection]) -> None:
+    def __init__(self, address: Address, connect: Callable[[], Any]) -> None:
         self.address = address
         self.left_alone_until = 0.0
         self._connect = connect
@@ -215,7 +215,7 @@ class Sentinels:
         errors: list[str] = []
         for sentinel in sorted(self._sentinels, key=lambda one: one.left_alone_until > now):
             began = self._clock()
-            if answers and sentinel.left_alone_until > now or errors and began >= until:
+            if (answers and sentinel.left_alone_until > now) or (errors and began >= until):
                 continue
             try:
                 answer = sentinel.ask(self._master, each, self._others)
@@ -256,7 +256,7 @@ def said(state: Any, named: Sequence[bytes], others: int) -> Said | None:
         return None
     flags = set(fields[b"flags"].split(b","))
     is_next = list(named) != [fields[b"ip"], fields[b"port"]]
-    is_up = is_next or b"master" in flags and not {b"s_down", b"o_down"} & flags
+    is_up = is_next or (b"master" in flags and not {b"s_down", b"o_down"} & flags)
     host, port = named
     return Said(
         int(fields[b"config-epoch"]),

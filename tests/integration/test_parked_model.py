@@ -475,9 +475,7 @@ class ParkedMachine(RuleBasedStateMachine):
                 is live
             )
             execution.turns = self.check_given(
-                self.model.release(
-                    execution.owner, task, home, settles, had_turn=had_turn
-                )
+                self.model.release(execution.owner, task, home, settles, had_turn=had_turn)
             )
 
     def step_publish(self, execution, twice):
@@ -553,26 +551,28 @@ class ParkedMachine(RuleBasedStateMachine):
                 if renewed:
                     self.model.grant(execution.owner)
 
-    @precondition(lambda self: any(self.may_be_lost(*copy) for copy in self.copies))
-    @rule(really=often)
-    def lose(self, really):
+    @precondition(lambda self: self.copies_of_tickets() and len(self.executions) < AT_WORK)
+    @rule(steps=st.integers(0, 5))
+    def lose(self, steps):
         """A failover loses the record of a parked task of which a marked copy is on its way."""
-        if really:
-            task = next(task for task, marked in self.copies if self.may_be_lost(task, marked))
-            ticket = f"{task}:0:0"
-            size = self.client.hstrlen(f"{LOCK}:tickets", ticket)
-            with self.raw.pipeline() as lose:
-                lose.hdel(LOCK, f"{ticket}#").zrem(f"{LOCK}:line", f"{ticket}#")
-                lose.zrem(f"{LOCK}:handed", ticket).hdel(f"{LOCK}:tickets", ticket)
-                lose.hincrby(f"{LOCK}:tickets", "bytes", -size)
-                lose.execute()
-            if len(self.tickets()) == 1:
-                self.client.delete(f"{LOCK}:tickets")
-            self.model.forget(task)
-            self.look()
+        copy = self.copies_of_tickets()[0]
+        ticket = f"{copy[0]}:0:0"
+        size = self.client.hstrlen(f"{LOCK}:tickets", ticket)
+        with self.raw.pipeline() as lose:
+            lose.hdel(LOCK, f"{ticket}#").zrem(f"{LOCK}:line", f"{ticket}#")
+            lose.zrem(f"{LOCK}:handed", ticket).hdel(f"{LOCK}:tickets", ticket)
+            lose.hincrby(f"{LOCK}:tickets", "bytes", -size)
+            lose.execute()
+        self.model.forget(copy[0])
+        if not self.tickets():
+            self.client.delete(f"{LOCK}:tickets")
+        self.look()
+        self.take(self.copies.index(copy))
+        if steps and self.executions:
+            self.some_steps(len(self.executions) - 1, steps)
 
-    def may_be_lost(self, task, marked):
-        return marked and task in self.tickets()
+    def copies_of_tickets(self):
+        return [(task, marked) for task, marked in self.copies if marked and task in self.tickets()]
 
     @rule(home=st.integers(0, 1), lost=often, twice=often, told=st.booleans())
     def sweep(self, home, lost, twice, told):
