@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
     lock: str  # its name in Redis
     ticket: str
-    message: bytes  # empty: its record could not be read, and was set aside
+    message: bytes | None  # empty: its record was damaged, and is set aside; None: it is gone
 
 
 class Parked(NamedTuple):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.wire import Connect
+    from celery_dislock.wire import Confirm, Connect
 
     Call = tuple[str | bytes | int, ...]
 
@@ -42,11 +42,13 @@ class Batch:
     Args:
         name: What errors call the server.
         connect: Makes a connection; it need not connect yet.
+        confirm: See :class:`celery_dislock.wire.Wire`.
     """
 
-    def __init__(self, name: str, connect: Connect) -> None:
+    def __init__(self, name: str, connect: Connect, confirm: Confirm | None = None) -> None:
         self._name = name
         self._connect = connect
+        self._confirm = confirm
         self._connection: redis.Connection | None = None
 
     def send(self, script: Script, calls: Sequence[Call], *, within: float) -> None:
@@ -93,6 +95,8 @@ class Batch:
                 answers = _read_all(connection, again, within)
                 for number, reply in zip(unknown, answers, strict=True):
                     replies[number] = reply
+            if self._confirm:
+                self._confirm(connection, within)
         return [
             store_error(self._name, reply, [str(key)]) if isinstance(reply, Exception) else reply
             for reply, (key, *_) in zip(replies, calls, strict=True)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     Address = tuple[str, int]
 
 REDIRECTS = 5  # times a command follows a slot that moves, as Redis's own clients do
+WHOLE_PAUSE = 0.05  # seconds between two looks whether a slot that moves has arrived
+WHOLE_LOOKS = 40  # for two seconds, as long as for a reply; then its locks are away
 ASKED = 4  # nodes there is time to ask for the slots, where none answers
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
@@ -103,24 +105,29 @@ class Cluster:
         """See :meth:`celery_dislock.node.Node.exchange`."""
         slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False
-        failures = 0
-        for _ in range(REDIRECTS):
+        redirects = failures = looks = 0
+        while True:
             try:
                 reply = self._node(address).run(script, keys, *arguments, asking=asking)
             except StoreError as exc:
                 error, cause = exc, exc.raw
             else:
                 return reply, failures > 0
-            if isinstance(cause, AskError):
+            if isinstance(cause, AskError) and redirects < REDIRECTS:
+                redirects += 1
                 address, asking = self._redirect(cause)
                 continue
-            if not isinstance(cause, UNSETTLED) or failures == RESENDS:
-                break
-            self._pause(failures * RESEND_PAUSE)
-            failures += 1
-            self._find_slots(last=address)
+            if isinstance(cause, TryAgainError) and looks < WHOLE_LOOKS:
+                self._pause(WHOLE_PAUSE)
+                looks += 1
+                redirects = 0
+            elif isinstance(cause, UNSETTLED) and failures < RESENDS:
+                self._pause(failures * RESEND_PAUSE)
+                failures += 1
+                self._find_slots(last=address)
+            else:
+                raise error
             address, asking = self._owner(slot), False
-        raise error
 
     def send(self, *command: str | bytes | int) -> Any:
         """

@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from celery_dislock.connections import Server
 
 
+DONE_THERE = 2  # see leave.lua
+
+
 class Ticket(NamedTuple):
     """What a task shows to be parked, or to claim its turn."""
 
@@ -147,7 +150,7 @@ class Lines:
 
     def leave(self, lock: str, ticket: str) -> bool:
         """
-        Take a parked task out of line, and give its turn on.
+        Take a parked task out of line whose work is over, and give its turn on.
 
         Args:
             lock: Name of the lock in Redis.
@@ -159,9 +162,23 @@ class Lines:
         Raises:
             StoreError: The server did not answer; it may have left.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"")
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1)
         self._publish(given)
         return bool(left)
+
+    def move_out(self, lock: str, ticket: str) -> bool:
+        """
+        Take a parked task out of the line of a lock that is not its own any more.
+
+        Returns:
+            Whether its work was done there; False: it is to run elsewhere.
+
+        Raises:
+            StoreError: The server did not answer; it may have left.
+        """
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0)
+        self._publish(given)
+        return bool(left == DONE_THERE)
 
     def give_back(self, lock: str, ticket: str) -> None:
         """
@@ -182,7 +199,7 @@ class Lines:
         Raises:
             StoreError: The server did not answer; it may be set aside.
         """
-        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message)
+        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0)
         return turns(given)
 
     def enlist(self, lock: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import redis
 from redis.exceptions import NoScriptError, RedisError
@@ -44,6 +44,16 @@ RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at
 REPLICAS_WITHIN = 1.0  # seconds for the replicas to have an acquisition
 
 
+class Watching(Protocol):
+    """What knows which server is the master."""
+
+    def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
+        """See that a connection leads to the master; else raise redis.ConnectionError."""
+
+    def close(self) -> None:
+        """Close the connections that it has to others."""
+
+
 class Node:
     """One Redis process, and the connections to it.
 
@@ -55,6 +65,7 @@ class Node:
         pause: Called with seconds to wait between two attempts.
         resends: Times a command is sent again when its reply is lost.
         min_replicas: An acquisition counts only when so many replicas have it.
+        watched_by: Who says which server is the master; None: the one of the URL.
     """
 
     def __init__(
@@ -65,14 +76,17 @@ class Node:
         pause: Callable[[float], None] = time.sleep,
         resends: int = RESENDS,
         min_replicas: int = 0,
+        watched_by: Watching | None = None,
     ) -> None:
         self.name = name
         self._connect = connect
         self._pause = pause
         self._resends = resends
         self._min_replicas = min_replicas
-        self._wire = Wire(connect)
-        self.batch = Batch(name, connect)
+        self._watched_by = watched_by
+        confirm = watched_by.confirm if watched_by else None
+        self._wire = Wire(connect, confirm)
+        self.batch = Batch(name, connect, confirm)
 
     def run(
         self,
@@ -273,6 +287,8 @@ class Node:
         """Close the connections that are not in use."""
         self._wire.close_idle()
         self.batch.close()
+        if self._watched_by:
+            self._watched_by.close()
 
     def close_idle(self) -> None:
         """Close those that wait for a command; the batches keep theirs."""

@@ -123,8 +123,12 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request
-        ticket = Ticket(self._ticket, owners_start(request.id), self._is_marked(), message)
-        answer = lock.park(self._claim, self._lines, ticket, bounds)
+        came_from = self._came_from()
+        ticket = Ticket(self._ticket, owners_start(request.id), bool(came_from), message)
+        if self._is_done_in(came_from):
+            answer: Lease | Conflict | Parked | Full | Done = Done()
+        else:
+            answer = lock.park(self._claim, self._lines, ticket, bounds)
         if isinstance(answer, Done):
             reason = f"it has run under lock {lock.key!r} before"
             logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
@@ -136,19 +140,20 @@ class Parking:
             raise parked
         return answer
 
-    def _is_marked(self) -> bool:
-        """Tell whether the message says that its task was parked in this line."""
-        notes = notes_of(self._request)
-        lock, ticket = notes.parked or ("", "")
-        if ticket != self._ticket:
-            return False
-        if lock == self._lock.names[0]:
-            return True
-        # Parked before its key was declared in another way: it has its turn there, and asks here.
-        if self._lines.leave(lock, ticket):
-            notes.parked = None
-            return False
-        return True  # done there
+    def _came_from(self) -> str:
+        """Return the lock in whose line it was parked, as its message says; empty: in none."""
+        lock, ticket = notes_of(self._request).parked or ("", "")
+        return lock if ticket == self._ticket else ""
+
+    def _is_done_in(self, lock: str) -> bool:
+        """
+        Leave the line of another lock, and tell whether this work was done there.
+
+        The task was parked before its key was declared in another way: it has its turn there, and
+        asks here.
+        """
+        elsewhere = lock and lock != self._lock.names[0]
+        return bool(elsewhere and self._lines.move_out(lock, self._ticket))
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         task, request = self._task, self._request

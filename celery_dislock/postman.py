@@ -74,6 +74,14 @@ class Postman:
         pending = deque(turns)
         while pending:
             turn = pending.popleft()
+            if turn.message is None:
+                logger.error(
+                    "Parked task %s has lost its message on the lock server, and cannot be run; "
+                    "the next in line of %s has its turn.",
+                    turn.ticket,
+                    turn.lock,
+                )
+                continue
             try:
                 readable.append((turn, Message.from_bytes(turn.message)))
             except ValueError as exc:

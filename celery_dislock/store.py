@@ -380,7 +380,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
         """
-        self.lock_server.run(REMEMBER, [lock], task_id, mark, milliseconds(seconds))
+        self.lock_server.run(REMEMBER, [_mark_of(lock, task_id)], mark, milliseconds(seconds))
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
@@ -389,9 +389,13 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        mark: bytes | None = self.lock_server.run(RECALL, [lock], task_id)
+        mark: bytes | None = self.lock_server.run(RECALL, [_mark_of(lock, task_id)])
         return None if mark is None else text(mark)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         self.lock_server.close()
+
+
+def _mark_of(lock: str, task_id: str) -> str:
+    return f"{lock}:mark:{task_id}"

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     Command = tuple[str | bytes | float, ...]
     # Given the seconds it may take to find the server, or None for the options' own.
     Connect = Callable[[float | None], redis.Connection]
+    # Given a connection, and the seconds it may take; raises redis.ConnectionError.
+    Confirm = Callable[[redis.Connection, float | None], None]
 
 SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
 
@@ -62,6 +64,8 @@ AROUND = re.compile(
     r"^Error running script \(.*?\): (@?user_script:\d+: )*|dislock: "
     r"| script: \w+, on @user_script.*$"
 )
+# How a script's error ends that missed a key where a slot moves.
+ON_ANOTHER_NODE = "attempted to access a non local key"
 
 # What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
@@ -87,10 +91,12 @@ class Wire:
 
     Args:
         connect: Makes a connection; it need not connect yet.
+        confirm: Sees that a connection leads to the right server when a reply has come.
     """
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Connect, confirm: Confirm | None = None) -> None:
         self._connect = connect
+        self._confirm = confirm
         self._idle: list[redis.Connection] = []
 
     def start(
@@ -163,6 +169,8 @@ class Wire:
         """
         try:
             reply = read(connection, within)
+            if self._confirm:
+                self._confirm(connection, None)
             if then:
                 then(connection, reply)
         except (NoScriptError, Answered):
@@ -294,6 +302,8 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         if demoted(exc):
             raise Demoted("it is a replica, and no longer the master") from exc
         code, _, told = str(exc).partition(" ")
+        if ON_ANOTHER_NODE in str(exc):
+            raise TryAgainError("its slot of the cluster is being moved to another node") from exc
         if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5 leaves them plain
             raise CLUSTER_ERRORS[code](told) from exc
         raise

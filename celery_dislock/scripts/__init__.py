@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-CALL = re.compile(r"redis\.p?call\('([A-Z]+)'")
+CALL = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
 INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
 
 

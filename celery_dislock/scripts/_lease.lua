@@ -28,6 +28,11 @@
 -- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
 -- live one is swept out when the leases are counted.
 
+-- A cluster moves a slot key by key, so that the lock and what stands beside it may be on two nodes,
+-- and a key that is missing may be on the other one.  A lease is safe meanwhile: the lock is KEYS[1],
+-- and the client is sent to the node that has it.  Nothing else is read or written before
+-- line_exists() has seen that all keys are here.
+
 local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
 
 local time = redis.call('TIME')
@@ -49,6 +54,12 @@ local function damaged(what, record)
   error('dislock: ' .. what .. ' cannot be read: ' .. shown, 0)
 end
 
+-- Whether anyone stands in line.  Asks for a second name, which is never there: where the slot moves,
+-- a server that misses one of two keys answers with an error, and the client asks again.
+local function line_exists()
+  return redis.call('EXISTS', line, lock .. ':?') == 1
+end
+
 local function parse(lease)
   local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) ([xs] .*)$')
   if not expires then damaged('a lease in it', lease) end
@@ -66,16 +77,15 @@ end
 
 -- The owner is done with its lease: end it now, or at acquired + at_least_ms.
 local function finish(owner, lease, at_least_ms)
-  redis.call('HDEL', lock, owner)
-  if at_least_ms == 0 then return end
   local _, token, acquired, rest = parse(lease)
-  if acquired + at_least_ms > now then
-    write('~' .. owner, acquired + at_least_ms, token, acquired, rest)
-    if redis.call('HLEN', lock) == 1 then
-      redis.call('PEXPIRE', lock, acquired + at_least_ms - now)
-    else
-      live_at_least(lock, acquired + at_least_ms - now)
-    end
+  local left_ms = at_least_ms > 0 and acquired + at_least_ms - now or 0
+  if left_ms > 0 then write('~' .. owner, acquired + at_least_ms, token, acquired, rest) end
+  redis.call('HDEL', lock, owner)  -- last: a hash that is empty may move away, or loses its expiry
+  if left_ms <= 0 then return end
+  if redis.call('HLEN', lock) == 1 then
+    redis.call('PEXPIRE', lock, left_ms)
+  else
+    live_at_least(lock, left_ms)
   end
 end
 

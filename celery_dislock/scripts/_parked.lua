@@ -10,7 +10,8 @@
 --                            "bytes" -> length of all these records together
 --   <lock>:handed      sorted set: ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     hash: ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
---   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run
+--   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run.  Nothing else
+--                      says that a ticket is done: one of which nothing is known may have been lost
 --   <lock>:replaced    hash: ticket -> message; another has taken its place, and its end is to be told
 --   <lock>:aside       hash: ticket -> a record or message that nobody could read, for people to see
 --
@@ -35,7 +36,8 @@ local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose
 
 local tickets, handed, running  -- of the lock in use
 local home = ''                 -- the caller's; empty: it cannot publish
-local turns = {}                -- given here: lock, ticket, message, and so on; no message: set aside
+local turns = {}                -- given here: lock, ticket, message, and so on; no message: its record
+                                -- was damaged and is set aside (empty), or is gone (nil)
 
 local function use_parked(key)
   use(key)
@@ -109,8 +111,18 @@ local function forget(ticket)
   return drop_ticket(ticket) or was_running
 end
 
+local function is_done(ticket)
+  return redis.call('EXISTS', lock .. ':done:' .. ticket) == 1
+end
+
+local function mark_done(ticket)
+  redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
+end
+
+-- What has no record has nothing to be kept.
 local function set_aside(ticket, what)
   forget(ticket)
+  if what == '' then return end
   redis.call('HSET', lock .. ':aside', ticket, what)
   keep(lock .. ':aside')
 end
@@ -126,7 +138,7 @@ local function give_ticket_its_turn(member, asker)
   local joined, times, ttl, mode, limit, its_home, message = parse_ticket(record)
   if not joined then
     set_aside(ticket, record)
-    for _, part in ipairs({lock, ticket, ''}) do turns[#turns + 1] = part end
+    for _, part in ipairs({lock, ticket, record ~= '' and '' or false}) do turns[#turns + 1] = part end
     return true
   end
   if member ~= asker and its_home ~= home then return false end

@@ -22,6 +22,9 @@
 --
 -- Safe to send twice: an owner that has a lock already gets the same token again, and its
 -- expiry is reset; one that waits already keeps its place.
+--
+-- While a slot moves, who is not to wait is answered by the lock alone, and passes a line that
+-- cannot be seen; who is to wait gets an error.
 
 -- include: _lease
 
@@ -35,11 +38,12 @@ local function take()
     local _, token, acquired, rest = parse(mine)
     write(owner, now + ttl, token, acquired, rest)
     live_at_least(lock, ttl)
-    redis.call('DEL', lock .. ':wake:' .. owner)
+    pcall(redis.call, 'DEL', lock .. ':wake:' .. owner)  -- it ends by itself where the slot moves
     return token, false
   end
 
-  local waiting = redis.call('EXISTS', line) == 1
+  local seen, waiting = pcall(line_exists)
+  if not seen then waiting = place_ms > 0 and line_exists() end
   if admits(mode, limit) and (not waiting or ARGV[7] == '0') then
     if waiting then leave_line(owner) end
     return grant(owner, ttl, mode, holder), true

@@ -11,6 +11,7 @@
 -- include: _parked
 
 use_parked(KEYS[1])
+line_exists()  -- or an error, before anything is done
 local ticket = ARGV[1]
 local joined, _, ttl, mode, limit, its_home, message =
   parse_ticket(redis.call('HGET', tickets, ticket) or '')

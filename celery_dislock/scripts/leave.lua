@@ -5,7 +5,10 @@
 -- ARGV[2]   ticket
 -- ARGV[3]   aside     a message that cannot be read, to be kept for people to see; empty: nothing
 --
+-- ARGV[4]   over      1: no copy of it is to run any more   0: it runs elsewhere, unless it was done here
+--
 -- Returns   {left, turns}   left: 1 it was there, waiting, running or replaced   0 it was not
+--                                 2 it was done here, and over is 0: nothing was changed
 --                           turns: {lock, ticket, message, ...}, to be published
 --
 -- Sent twice, the second answers 0.
@@ -15,9 +18,12 @@
 
 home = ARGV[1]
 use_parked(KEYS[1])
+line_exists()  -- or an error, before anything is done
+if ARGV[4] == '0' and is_done(ARGV[2]) then return {2, turns} end
 count_leases()  -- before a reservation goes: the next token is to be higher than its
 local left = forget(ARGV[2])
 left = redis.call('HDEL', lock .. ':replaced', ARGV[2]) == 1 or left
+if left and ARGV[4] == '1' then mark_done(ARGV[2]) end
 if ARGV[3] ~= '' then set_aside(ARGV[2], ARGV[3]) end
 if anyone_waits() then
   count_leases()

@@ -9,7 +9,8 @@
 -- ARGV[6]   home       the caller's broker
 -- ARGV[7]   ticket
 -- ARGV[8]   owners of the same task begin so
--- ARGV[9]   marked     1: the message says that it was parked   0: it does not
+-- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
+--                      nothing is known, as after a failover, runs, and has a mark when it is done
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       so many may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
@@ -21,7 +22,7 @@
 --   {0, turns, remaining_ms, owner, holder, place}   refused: of the leases in the way, the one that
 --                                                ends first; the place that it would have in line
 --   {2, turns, place, remaining_ms, owner, holder, replaced}   parked; replaced: {ticket, message, ...}
---   {3, turns}                                   this work is done
+--   {3, turns}                                   this work is done: a mark says so, and nothing else does
 --   {4, turns, waiting, remaining_ms, owner, holder}   the line is full
 --
 -- Whoever waits already, and whoever runs in a process that died, keeps its place.  Safe to send
@@ -36,6 +37,7 @@ local ticket, same, message = ARGV[7], ARGV[8], ARGV[10]
 local most, most_bytes = tonumber(ARGV[11]), tonumber(ARGV[12])
 home = ARGV[6]
 use_parked(KEYS[1])
+line_exists()  -- or an error, before anything is done
 local member = ticket .. '#'
 
 local function granted(token, claimed)
@@ -77,10 +79,7 @@ end
 
 local parked = redis.call('HGET', tickets, ticket)
 local ran = redis.call('HGET', running, ticket)
-if not (parked or ran)
-  and (ARGV[9] == '1' or redis.call('EXISTS', lock .. ':done:' .. ticket) == 1) then
-  return {3, turns}
-end
+if not (parked or ran) and is_done(ticket) then return {3, turns} end
 
 if counted.x + counted.s > 0 then  -- another delivery of this task?
   local leases = redis.call('HGETALL', lock)
@@ -123,7 +122,8 @@ if ran then
 end
 
 if anyone_waits() then pass_on() end
-if admits(mode, limit) and redis.call('EXISTS', line) == 0 then
+if admits(mode, limit) and not line_exists() then
+  if ARGV[9] == '1' then return granted(claim(now_us), 1) end
   return granted(grant(owner, ttl, mode, holder), 0)
 end
 if message == '' then return refused() end
@@ -159,7 +159,7 @@ local function has_room()
         redis.call('HSET', lock .. ':replaced', other, its_message)
         keep(lock .. ':replaced')
         forget(other)
-        redis.call('SET', lock .. ':done:' .. other, 1, 'PX', DONE_MS)
+        mark_done(other)
       else
         set_aside(other, record)
       end

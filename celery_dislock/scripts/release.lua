@@ -12,6 +12,8 @@
 --
 -- Touches no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
 -- second answers 0.
+--
+-- While a slot moves the leases are ended, and what follows is an error: sent again, it does the rest.
 
 -- include: _lease
 
@@ -28,11 +30,12 @@ for _, key in ipairs(KEYS) do
   local at_least_ms = live and tonumber(ARGV[2]) or 0  -- what has ended is not revived
 
   if lease then finish(owner, lease, at_least_ms) end
+  if line_exists() then
+    if not lease then leave_line(owner) end
+    waited_for[key] = token
+  end
   if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
     redis.call('DEL', lock .. ':wake:' .. owner)
-  end
-  if redis.call('EXISTS', line) == 1 and (lease or leave_line(owner)) then
-    waited_for[key] = token
   end
   if live then released = released + 1 end
 end
@@ -52,7 +55,7 @@ for _, key in ipairs(KEYS) do
       waited_for[key] = waited_for[key] or 0
     end
     forget(ticket)
-    redis.call('SET', lock .. ':done:' .. ticket, 1, 'PX', DONE_MS)
+    mark_done(ticket)
   end
   if waited_for[key] then
     count_leases()

@@ -9,7 +9,8 @@
 -- Returns   how many leases were ended
 --           {that, turns}   turns: {lock, ticket, message, ...}, to be published
 --
--- The caller has seen that process end.  Sent twice, the second answers 0.
+-- The caller has seen that process end.  Sent twice, the second answers 0.  While a slot moves, as for
+-- release.lua.
 
 -- include: _lease
 -- include: _parked
@@ -32,6 +33,7 @@ for _, key in ipairs(KEYS) do
       ended = ended + 1
     end
   end
+  line_exists()  -- or an error
   for _, owner in ipairs(redis.call('HKEYS', places)) do
     if dead(owner) then leave_line(owner) end
   end

@@ -1,15 +1,12 @@
 -- remember.lua: leave a mark beside a lock, about a task.
 --
--- KEYS[1]   lock
--- ARGV[1]   task id
--- ARGV[2]   mark
--- ARGV[3]   ttl_ms    integer > 0
+-- KEYS[1]   <lock>:done:<task id>   string; named here, so that it is found where a slot moves
+-- ARGV[1]   mark
+-- ARGV[2]   ttl_ms    integer > 0
 --
 -- Returns   nothing
 --
--- The mark is the string <lock>:mark:<task id>, apart from those of parked tasks: an id may look like
--- another task's ticket.  Sent twice, it is there all the same.
+-- An id may look like another task's ticket, so the mark has a name of its own, apart from those of
+-- parked tasks.  Sent twice, it is there all the same.
 
--- include: _lease
-
-redis.call('SET', KEYS[1] .. ':mark:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])

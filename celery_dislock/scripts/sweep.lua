@@ -15,6 +15,7 @@
 
 home = ARGV[1]
 use_parked(KEYS[1])
+line_exists()  -- or an error, before anything is done
 count_leases()
 if anyone_waits() then
   pass_on()

@@ -15,7 +15,7 @@ from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -184,6 +184,14 @@ class Watched:
         """The server that says it is the master."""
         return next(server for server in self.servers if server.running and is_master(server))
 
+    def named(self) -> list[int]:
+        """Return the port that each of the Sentinels has for the master."""
+        found = []
+        for sentinel in self.sentinels:
+            with sentinel.client() as client:
+                found.append(client.sentinel_get_master_addr_by_name(MASTER_NAME)[1])
+        return found
+
     def wait_for_master(self, other_than: RedisServer) -> RedisServer:
         """Wait until a failover is over."""
 
@@ -246,17 +254,42 @@ class RedisCluster:
         return self._tls_ports.get(port, port)
 
     @contextlib.contextmanager
-    def moving(self, key: str, source: RedisServer, target: RedisServer) -> Iterator[None]:
-        """Move the key's slot to another master; inside, the key has moved and the slot has not."""
+    def moving(
+        self, key: str, source: RedisServer, target: RedisServer, *, first: Sequence[str] = ()
+    ) -> Iterator[Callable[[], None]]:
+        """
+        Move the key's slot to another master, as ``redis-cli --cluster reshard`` does.
+
+        Args:
+            key: One in the slot.
+            source: Who has it.
+            target: Who is to have it.
+            first: The keys that have moved already inside, while the slot has not; none: *key*.
+
+        Yields:
+            What moves the rest, ten keys at a time; the end does it, too.
+        """
         slot = key_slot(key.encode())
         with source.client() as old, target.client() as new:
             old_id, new_id = (_node_id(client) for client in (old, new))
             new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", old_id)
             old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", new_id)
-            old.execute_command("MIGRATE", "127.0.0.1", target.port, key, 0, 10_000)
-            yield
-            for client in (new, old):
-                client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+
+            def move(*keys: str | bytes) -> None:
+                to = ("127.0.0.1", target.port, "", 0, 10_000, "KEYS")
+                old.execute_command("MIGRATE", *to, *keys)
+
+            def finish() -> None:
+                while keys := old.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 10):
+                    move(*keys)
+                for client in (new, old):
+                    client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", new_id)
+                # Else the next move of the slot may have the epoch of this one, and lose to it.
+                wait_for(lambda: _epoch(old, "current") >= _epoch(new, "my"), "news of the move")
+
+            move(*(first or [key]))
+            yield finish
+            finish()
 
     def _node(self, number: int) -> RedisServer:
         args = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(self._node_timeout)]
@@ -296,6 +329,10 @@ def _port_with_bus() -> int:
 
 def _node_id(client: redis.Redis) -> str:
     return _text(client.execute_command("CLUSTER", "MYID"))
+
+
+def _epoch(client: redis.Redis, which: str) -> int:
+    return int(client.execute_command("CLUSTER INFO")[f"cluster_{which}_epoch"])
 
 
 def _known(client: redis.Redis) -> int:

@@ -341,9 +341,23 @@ class TestTurns:
         assert broker.end("a", copy=2) is False
         assert broker.park("a", copy=3, marked=marked) == Done()
 
-    def test_a_message_that_says_it_was_parked_but_has_no_ticket_is_done(self, broker):
-        """However long ago that was, and though the lock is free."""
-        assert broker.park("a", marked=True) == Done()
+    def test_a_parked_task_of_which_nothing_is_known_runs_once(self, broker, redis_client):
+        """Its record was lost, in a failover say: it is not done, and from then on it is known."""
+        answer = broker.ask("a", marked=True)
+        assert isinstance(answer, Granted)
+        assert answer.claimed
+        assert isinstance(broker.ask("a", copy=2, marked=True), Refused)
+        assert broker.end("a") is True
+        assert broker.ask("a", copy=2, marked=True) == Done()
+        assert not left(redis_client)
+
+    def test_a_parked_task_of_which_nothing_is_known_waits_for_its_lock(self, broker, held):
+        """Where the lock is held it joins the end of the line, as a new one does."""
+        broker.park("a")
+        assert isinstance(broker.ask("b", marked=True), Refused)
+        assert broker.park("b", marked=True).place == 2
+        broker.end("first")
+        assert broker.given() == ["a"]
 
     def test_a_release_without_its_ticket_lets_it_come_again(self, broker, held):
         """A worker that is stopped gives its message back: its copy is no copy of work done."""
@@ -905,11 +919,32 @@ class TestLeaving:
         assert snapshot(redis_url) == before
 
     def test_the_marked_copy_of_who_left_does_not_run(self, broker, held):
-        """Its message, already on its way, finds no ticket."""
+        """Its message, already on its way, finds the mark of work that is over."""
         broker.park("a")
         broker.end("first")
         broker.leave("a")
         assert broker.ask("a", copy=2, marked=True) == Done()
+
+    def test_who_moves_out_runs_elsewhere(self, broker, held):
+        """Its turn is given on, and it is not done here; sent again, it is not either."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        assert broker.given() == ["a"]
+        for _ in range(2):
+            assert broker.lines.move_out(LOCK, "a:0:0") is False
+        assert broker.given() == ["b"]
+        assert isinstance(broker.ask("a", copy=2, marked=True), Refused)
+
+    def test_what_was_done_does_not_run_elsewhere(self, broker, held, redis_url):
+        """A copy that moves out after its work was done is told so, and changes nothing."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        broker.end("a", copy=2)
+        before = snapshot(redis_url)
+        assert broker.lines.move_out(LOCK, "a:0:0") is True
+        assert snapshot(redis_url) == before
 
     def test_a_claimed_ticket_can_leave(self, broker, held, redis_client):
         """Its body runs on under its lease, and its release finds nothing to finish."""
@@ -1170,16 +1205,17 @@ class TestSetAside:
         broker.end("first")
         assert isinstance(broker.ask("a", copy=3), (Granted, Refused, Done))
 
-    def test_a_record_that_has_gone_is_no_obstacle(self, broker, held, redis_client):
-        """Half of the state lost: the line goes on."""
+    def test_a_record_that_has_gone_is_no_obstacle(self, broker, held, redis_client, redis_url):
+        """Half of the state lost: the line goes on, and nothing is set aside without its record."""
         broker.park("a")
         broker.park("b")
         length = redis_client.hstrlen(f"{LOCK}:tickets", "a:0:0")
         redis_client.hdel(f"{LOCK}:tickets", "a:0:0")
         redis_client.hincrby(f"{LOCK}:tickets", "bytes", -length)
         broker.end("first")
-        assert broker.given() == ["a", "b"]
+        assert broker.published == [Turn(LOCK, "a:0:0", None), turn_of("b")]
         assert line(redis_client) == []
+        assert self.aside(redis_url) == {}
 
     def test_a_message_that_python_cannot_read_is_kept_too(self, broker, held, redis_url):
         """Whoever was to publish it gives it back, and its turn to the next."""

@@ -17,7 +17,8 @@ An execution takes a copy and goes, step by step, as the plugin does::
         -> parked, full, done -> publish turns -> acknowledge
 
 Between any two steps it may crash: seen, so that its lease is ended, or unseen; its copy comes
-again, and turns that it was given are lost.  Each command may be sent twice because its reply was
+again, and turns that it was given are lost.  The record of a parked task may be lost in a failover,
+while a marked copy of it is on its way.  Each command may be sent twice because its reply was
 lost, and with it the turns in it.  Renewals may fail, so that a body goes on without its lease and
 releases too late, or is stopped and comes again.  Tasks are revoked: their copies are discarded
 wherever they turn up.  Who lost its place is told so by a sweep or by who parks.
@@ -167,7 +168,7 @@ class Model:
         ran = task in self.running
         if owner in self.leases:
             answer = self.grant(owner)
-        elif not parked and not ran and (marked or task in self.done):
+        elif not parked and not ran and task in self.done:
             answer = "done"
         elif any(other.startswith(f"{task}@") for other in self.leases):
             answer = "refused"
@@ -175,7 +176,7 @@ class Model:
             return self.claim_turn(owner, task, home)
         elif not ran:
             given = self.pass_on_if_any(home)
-            return self.come_in(owner, task, home, bounds, ask=ask), given
+            return self.come_in(owner, task, home, bounds, marked=marked, ask=ask), given
         elif self.settling.get(task, 0) > self.now:
             answer = "refused"
         elif self.admits(task):  # it ran in a process that died
@@ -188,9 +189,12 @@ class Model:
             answer = self.join(Place(self.running.pop(task), task, home))
         return answer, []
 
-    def come_in(self, owner, task, home, bounds, *, ask):
-        """Answer a task that nobody knows yet."""
+    def come_in(self, owner, task, home, bounds, *, marked, ask):
+        """Answer a task that nobody knows, or not any more."""
         if self.admits(task) and not self.line:
+            if marked:
+                self.parked_so_far += 1
+                self.running[task] = self.parked_so_far
             return self.grant(owner)
         if ask:
             return "refused"
@@ -218,13 +222,9 @@ class Model:
         self.leases[owner] = self.now + TTL
         return "granted"
 
-    def release(self, owner, task, home, settles, *, had_field, had_turn):
-        """
-        Return who is to be published.
-
-        Whether a lease that has ended is still written down is the server's business.
-        """
-        hand_on = had_field and bool(self.line)
+    def release(self, owner, task, home, settles, *, had_turn):
+        """Return who is to be published."""
+        hand_on = bool(self.line)
         self.leases.pop(owner, None)
         if settles and task in self.running:
             self.settling[task] = self.now + settles
@@ -244,7 +244,8 @@ class Model:
         return self.pass_on(home)
 
     def leave(self, task, home):
-        self.forget(task)
+        if self.forget(task) or task in self.replaced:
+            self.done.add(task)
         self.replaced.discard(task)
         return self.pass_on_if_any(home)
 
@@ -432,7 +433,9 @@ class ParkedMachine(RuleBasedStateMachine):
             self.parked_order[task] = self.model.parked_so_far
         turns = self.check_given(given)
         if told == "granted" and not held:
-            execution.was_parked = has_ticket
+            execution.was_parked = has_ticket or execution.marked
+            if execution.marked and not has_ticket:
+                self.parked_order[task] = self.model.parked_so_far
             if not ran and not had_turn:
                 self.check_order(task, before, has_ticket)
         return answer, told, turns
@@ -463,7 +466,6 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(execution.task)
         for _ in range(1 + twice):
             live = execution.owner in self.model.leases
-            had_field = self.client.hexists(LOCK, execution.owner)
             had_turn = self.client.hexists(LOCK, f"{execution.task}:0:0#")
             ticket = f"{task}:0:0" if task else ""
             assert (
@@ -473,9 +475,7 @@ class ParkedMachine(RuleBasedStateMachine):
                 is live
             )
             execution.turns = self.check_given(
-                self.model.release(
-                    execution.owner, task, home, settles, had_field=had_field, had_turn=had_turn
-                )
+                self.model.release(execution.owner, task, home, settles, had_turn=had_turn)
             )
 
     def step_publish(self, execution, twice):
@@ -550,6 +550,29 @@ class ParkedMachine(RuleBasedStateMachine):
                 assert renewed is (execution.owner in self.model.leases)
                 if renewed:
                     self.model.grant(execution.owner)
+
+    @precondition(lambda self: self.copies_of_tickets() and len(self.executions) < AT_WORK)
+    @rule(steps=st.integers(0, 5))
+    def lose(self, steps):
+        """A failover loses the record of a parked task of which a marked copy is on its way."""
+        copy = self.copies_of_tickets()[0]
+        ticket = f"{copy[0]}:0:0"
+        size = self.client.hstrlen(f"{LOCK}:tickets", ticket)
+        with self.raw.pipeline() as lose:
+            lose.hdel(LOCK, f"{ticket}#").zrem(f"{LOCK}:line", f"{ticket}#")
+            lose.zrem(f"{LOCK}:handed", ticket).hdel(f"{LOCK}:tickets", ticket)
+            lose.hincrby(f"{LOCK}:tickets", "bytes", -size)
+            lose.execute()
+        self.model.forget(copy[0])
+        if not self.tickets():
+            self.client.delete(f"{LOCK}:tickets")
+        self.look()
+        self.take(self.copies.index(copy))
+        if steps and self.executions:
+            self.some_steps(len(self.executions) - 1, steps)
+
+    def copies_of_tickets(self):
+        return [(task, marked) for task, marked in self.copies if marked and task in self.tickets()]
 
     @rule(home=st.integers(0, 1), lost=often, twice=often, told=st.booleans())
     def sweep(self, home, lost, twice, told):

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shutil
 import ssl
 import subprocess
+import threading
 import traceback
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ import redis
 from celery import Celery
 from redis.crc import key_slot
 
-from celery_dislock.answers import Granted, Parked, Refused
+from celery_dislock.answers import Done, Granted, Parked, Refused
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.lines import Lines, Ticket
 from celery_dislock.rights import check_rights
@@ -22,7 +24,7 @@ from celery_dislock.runtime import Runtime
 from celery_dislock.store import Store
 from celery_dislock.task import SingletonTask, runtime_of
 from example_project.redis_server import RedisServer
-from tests.holding import Holding, wait_for
+from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
     FAST_SYNC,
@@ -383,7 +385,7 @@ class TestSentinel:
             store.ping()
 
     def test_the_sentinels_user_of_the_page_is_enough(self, watched):
-        """Sentinels that allow SENTINEL MASTERS alone name the master; without it they say so."""
+        """Sentinels that allow these two alone name the master; without them they say so."""
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(one.client()) for one in watched.sentinels]
 
@@ -395,7 +397,7 @@ class TestSentinel:
             user = {"username": "asks", "password": SECRET}
             options = {"master_name": MASTER_NAME, "sentinel_kwargs": user}
             store = Store(watched.url, options)
-            allow("+sentinel|masters")
+            allow("+sentinel|master", "+sentinel|get-master-addr-by-name")
             round_trip(store)
             store.close()
             allow()
@@ -477,6 +479,152 @@ class TestSentinel:
         wait_for(lambda: attempt(store, LOCK, "a/1"), "the lock on the next master")
         assert exists(new, LOCK)
         assert store.release([LOCK], "a/1") is True
+
+
+class TestAMasterThatReturns:
+    """It stood still, another took its place, and it goes on as if nothing had happened."""
+
+    @pytest.fixture
+    def watched(self, redis_program, tmp_path):
+        with Watched(tmp_path) as watched:
+            yield watched
+
+    @pytest.fixture
+    def stores(self, watched):
+        """Two stores, as two processes have them, whose connections are from before."""
+        stores = [Store(watched.url, {"master_name": MASTER_NAME}) for _ in range(2)]
+        for store in stores:
+            round_trip(store)
+        yield stores
+        for store in stores:
+            store.close()
+
+    def returned(self, watched, meanwhile=lambda: None):
+        """Replace the master by another while it stands still, and let it go on."""
+        old = watched.master
+        wait_for_replicas(old, 2)
+        old.pause()
+        try:
+            meanwhile()
+            new = watched.wait_for_master(other_than=old)
+            wait_for(lambda: new.port in watched.named(), "a Sentinel that names the next master")
+        finally:
+            old.resume()
+        assert is_master(old)  # for some seconds more
+        return old, new
+
+    def test_a_lock_is_taken_on_the_next_one(self, watched, stores):
+        """A process with old connections takes no lock where it would be alone with it."""
+        _, new = self.returned(watched)
+        one, other = stores
+        take(one, "a/1")
+        assert exists(new, LOCK)
+        assert other.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
+        assert renewed(one) is True
+
+    def test_a_lease_there_is_not_renewed(self, watched, stores):
+        """What was taken there too late is lost at the first renewal."""
+        old, _ = self.returned(watched)
+        alone = Store(old.url)
+        take(alone, "a/1")  # as by one who asked in the moment of the change
+        assert renewed(stores[0]) is False
+        assert stores[0].extend([LOCK], "a/1", LONG) is False
+        alone.close()
+
+    def test_a_task_is_parked_on_the_next_one(self, watched, stores):
+        """Its message is acknowledged when it is where it will be kept."""
+        _, new = self.returned(watched)
+        lines = Lines(stores[0].lock_server, "dislock", "here", [].extend)
+        take(stores[0], "a/1")
+        lines.enlist(LOCK)
+        ticket = Ticket("b:0:0", "b@", marked=False, message=b"{}")
+        assert isinstance(lines.park(LOCK, "b@w/1", LONG, HOLDER, ticket), Parked)
+        with new.client() as client:
+            assert client.hexists(f"{LOCK}:tickets", "b:0:0")
+            assert client.hexists("dislock:lines:here", LOCK)
+
+    def test_what_is_handed_over_there_is_not_taken(self, watched, stores):
+        """A waiter that was left behind on it asks again."""
+        told = queue.Queue()
+
+        def wait():
+            try:
+                told.put(stores[0].wait(LOCK, "a/1", LONG))
+            except StoreError as exc:
+                told.put(exc)
+
+        with watched.master.client() as client:
+            waiter = threading.Thread(target=wait)
+            waiter.start()
+            wait_for(lambda: client.info("clients")["blocked_clients"] == 1, "the waiter")
+        old, _ = self.returned(watched)
+        with old.client() as client:
+            client.rpush(f"{LOCK}:wake:a/1", "1 30000 30000")
+        waiter.join()
+        assert isinstance(told.get(), StoreError)
+
+    def test_no_two_hold_a_lock(self, watched):
+        """What a process with old connections takes and renews is refused to all others."""
+        with Holding(watched.url, {"master_name": MASTER_NAME}) as holding:
+            round_trip(holding.store)
+            self.returned(watched)
+            lease = holding.take("export:7", timeout=3.0)
+            other = Store(watched.url, {"master_name": MASTER_NAME})
+            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            holding.wait_renewed(lease)
+            assert isinstance(other.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
+            other.close()
+
+    def test_an_answer_of_one_that_was_replaced_meanwhile_does_not_count(self, watched, stores):
+        """What reached it while it stood still is carried out when it goes on, and asked again."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": PATIENCE})
+        round_trip(store)
+        taking = threading.Thread(target=take, args=(store, "a/1"))
+        _, new = self.returned(watched, meanwhile=taking.start)
+        taking.join()
+        assert exists(new, LOCK)
+        store.close()
+
+
+class TestSentinelsThatAreAway:
+    @pytest.fixture
+    def watched(self, redis_program, tmp_path):
+        with Watched(tmp_path) as watched:
+            yield watched
+
+    @pytest.mark.parametrize("how", ["kill", "pause"])
+    def test_the_last_master_counts_while_none_answers(self, watched, how, caplog):
+        """Without Sentinels open connections are used as before, and the log says so once."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": 0.3})
+        round_trip(store)
+        for sentinel in watched.sentinels:
+            getattr(sentinel, how)()
+        wait_for(lambda: round_trip(store) or "No Sentinel answers" in caplog.text, "the log line")
+        for _ in range(20):
+            round_trip(store)
+        assert caplog.text.count("No Sentinel answers") == 1
+        assert f"127.0.0.1:{watched.master.port} counts as the master" in caplog.text
+        store.close()
+
+    def test_one_that_answers_is_enough(self, watched):
+        """Those that stand still delay nothing that cannot wait for them."""
+        store = Store(watched.url, {"master_name": MASTER_NAME, "socket_timeout": 0.3})
+        round_trip(store)
+        for sentinel in watched.sentinels[:2]:
+            sentinel.pause()
+        for _ in range(20):
+            round_trip(store)
+            assert renewed(store) is False
+        store.close()
+
+
+def renewed(store: Store) -> bool:
+    """Renew a lease of a/1 as the watchdog does, which tries again where there is no answer."""
+    while True:
+        with contextlib.suppress(StoreError):
+            answer = store.renew([([LOCK], "a/1", LONG)], within=1.0)[0]
+            assert isinstance(answer, bool), answer
+            return answer
 
 
 class TestReplicas:
@@ -704,6 +852,39 @@ class TestCluster:
         assert store.release([lock], "a/1") is True
         store.close()
 
+    def test_a_lock_of_a_slot_that_moves_is_refused_and_taken(self, cluster):
+        """Nobody who asks for the lock alone has to wait until the slot has arrived."""
+        store = Store(cluster.url)
+        source, target = cluster.masters[0], cluster.masters[1]
+        lock = name_on(cluster.masters, 0, "alone")
+        take(store, "a/1", lock=lock)
+        with cluster.moving(lock, source, target, first=[f"{lock}:of-another"]):
+            assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"  # on the old node
+            assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
+            assert [holding.owner for holding in store.holders(lock)] == ["a/1"]
+            with source.client() as client:
+                client.delete(lock)
+            token = take(store, "b/1", lock=lock)  # on the new one
+            assert take(store, "b/1", lock=lock) == token
+            assert store.acquire([lock], "c/1", LONG, HOLDER).owner == "b/1"
+        assert store.release([lock], "b/1") is True
+        store.close()
+
+    def test_a_mark_of_a_slot_that_moves_is_found(self, cluster):
+        """What is remembered of a task is found on either node, though its lock is elsewhere."""
+        store = Store(cluster.url)
+        lock = name_on(cluster.masters, 0, "mark")
+        for task_id in ("1", "2"):
+            store.remember(lock, task_id, f"done {task_id}", LONG)
+        first = [f"{lock}:done:1"]
+        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+            assert store.recall(lock, "1") == "done 1"
+            assert store.recall(lock, "2") == "done 2"
+            assert store.recall(lock, "3") is None
+            store.remember(lock, "3", "done 3", LONG)
+        assert [store.recall(lock, task_id) for task_id in "123"] == ["done 1", "done 2", "done 3"]
+        store.close()
+
     def test_one_node_that_is_frozen_delays_no_others_leases(self, cluster):
         """With a master frozen the leases on the others are renewed, within the time of one."""
         store = Store(cluster.url, {"socket_timeout": 0.5})
@@ -774,6 +955,154 @@ class TestCluster:
         (renewed,) = store.renew([([mine], "a/1", LONG)], within=WITHIN)
         assert renewed is True
         assert store.release([mine], "a/1") is True
+        store.close()
+
+
+class TestParkedInAClusterThatMoves:
+    """Parked tasks while the slot of their lock moves, its keys on two nodes."""
+
+    def line_on(self, cluster, name, pause):
+        """A line with a task in each state: done, running, with its turn, and two that wait."""
+        self.published = []
+        self.store = Store(cluster.url, pause=pause, home="here", hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
+        self.lock = name_on(cluster.masters, 0, name)
+        take(self.store, "first@w/1", lock=self.lock)
+        for task in ("done", "runs", "turn", "a", "b"):
+            assert isinstance(self.park(task), Parked)
+        self.end("first")
+        assert isinstance(self.ask("done"), Granted)
+        assert self.end("done")
+        assert isinstance(self.ask("runs"), Granted)
+        self.store.release([self.lock], "runs@w/1")  # its process is killed: the next has its turn
+        assert [turn.ticket for turn in self.published] == ["done:0:0", "runs:0:0", "turn:0:0"]
+        self.published.clear()
+
+    def show(self, task, message):
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked=not message, message=message)
+        return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket, limit=1)
+
+    def park(self, task):
+        return self.show(task, b"message")
+
+    def ask(self, task):
+        return self.show(task, b"")
+
+    def end(self, task):
+        return self.store.release([self.lock], f"{task}@w/1", ticket=f"{task}:0:0")
+
+    def names(self, server):
+        with server.client() as client:
+            return {name.decode(): client.dump(name) for name in client.keys(f"{self.lock}*")}
+
+    @pytest.mark.parametrize(
+        "which", ["", ":line", ":tickets", ":handed", ":running", ":done:done:0:0"]
+    )
+    @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
+    def test_nothing_is_done_while_its_keys_are_on_two_nodes(self, cluster, which, first):
+        """Whichever of them moves first, or last, what would need another one changes nothing."""
+        source, target = cluster.masters[:2]
+        name = f"halves-{which}-{first}".replace(":", "-")
+        self.line_on(cluster, name, pause=lambda _seconds: None)
+        before = self.names(source)
+        moved = {self.lock + which} if first else set(before) - {self.lock + which}
+        assert len(before) == 6
+        with cluster.moving(self.lock, source, target, first=sorted(moved)):
+            for ask in (
+                *(lambda task=task: self.ask(task) for task in ("done", "runs", "turn", "a", "x")),
+                lambda: self.park("x"),
+                lambda: self.lines.leave(self.lock, "a:0:0"),
+                lambda: self.lines.set_aside(self.lock, "a:0:0", b"rubbish"),
+                lambda: self.lines.give_back(self.lock, "turn:0:0"),
+                lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),
+                lambda: self.end("done"),
+                lambda: self.store.release_dead([self.lock], "done@w/"),
+            ):
+                with pytest.raises(StoreError, match="is being moved to another node"):
+                    ask()
+            assert self.lines.sweep([self.lock]) == {}
+            assert self.names(source).keys() == before.keys() - moved
+        assert self.names(target) == before
+        assert self.published == []
+        assert self.ask("done") == Done()
+        self.store.close()
+
+    def test_a_task_is_parked_when_the_slot_has_arrived(self, cluster):
+        """Who asks meanwhile is asked again, and knows nothing of it."""
+        source, target = cluster.masters[:2]
+        arrives = []
+        self.line_on(cluster, "arrives", pause=lambda _seconds: arrives.pop()())
+        with cluster.moving(self.lock, source, target) as finish:
+            arrives += [finish, lambda: None, lambda: None]
+            assert isinstance(self.ask("turn"), Granted)
+        assert arrives == []
+        self.store.close()
+
+    def test_a_lease_that_ends_meanwhile_is_handed_on_when_the_slot_has_arrived(self, cluster):
+        """The lock is free at once, and the first in line has its turn."""
+        source, target = cluster.masters[:2]
+        free = []
+
+        def arrive(_seconds):
+            free.append(self.store.holders(self.lock) == [])
+            finish()
+
+        self.line_on(cluster, "ends", pause=arrive)
+        assert isinstance(self.ask("turn"), Granted)
+        with cluster.moving(self.lock, source, target, first=[f"{self.lock}:line"]) as finish:
+            self.end("turn")
+        assert free == [True]
+        assert [turn.ticket for turn in self.published] == ["a:0:0"]
+        self.store.close()
+
+    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, cluster):
+        """A line is worked off while its slot goes to and fro; each task of it runs once."""
+        tasks = [f"t{number}" for number in range(150)]
+        broker: queue.Queue[str] = queue.Queue()
+        ran: list[str] = []
+        store = Store(
+            cluster.url,
+            home="here",
+            hand_over=lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
+        )
+        self.store, self.lock = store, name_on(cluster.masters, 0, "to-and-fro")
+        self.lines = Lines(
+            store.lock_server,
+            "dislock",
+            "here",
+            lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
+        )
+        take(store, "first@w/1", lock=self.lock)
+        for task in tasks:
+            self.park(task)
+
+        def work():
+            while (task := broker.get()) != "":
+                try:
+                    answer = self.ask(task)
+                    if isinstance(answer, Granted):
+                        ran.append(task)
+                        self.end(task)
+                except StoreError:
+                    broker.put(task)  # put off
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            self.end("first")
+            nodes = cluster.masters[:2]
+            moves = 0
+            while len(ran) < len(tasks) or moves < 4:
+                with cluster.moving(self.lock, *nodes, first=[f"{self.lock}:tickets"]):
+                    pass
+                nodes.reverse()
+                moves += 1
+                with contextlib.suppress(StoreError):
+                    self.lines.sweep([self.lock])
+            assert sorted(ran) == sorted(tasks)
+        finally:
+            broker.put("")
+            worker.join()
         store.close()
 
 

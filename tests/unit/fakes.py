@@ -193,6 +193,7 @@ class FakeLines:
 
     Attributes:
         parked: Messages, by lock and ticket.
+        done: Lock and ticket of work that is done.
         answers: What park is to answer first, instead of the truth; errors are raised.
         pages: What page is to answer, in order.
         swept: What sweep finds, by lock; nothing is known of the others.
@@ -202,6 +203,7 @@ class FakeLines:
     def __init__(self, store: FakeStore) -> None:
         self.store = store
         self.parked: dict[tuple[str, str], bytes] = {}
+        self.done: set[tuple[str, str]] = set()
         self.answers: list[Any] = []
         self.pages: list[tuple[int, bytes, dict[str, bytes]]] = []
         self.swept: dict[str, Swept] = {}
@@ -229,6 +231,11 @@ class FakeLines:
     def leave(self, lock: str, ticket: str) -> bool:
         self.store._round_trip("leave", lock, ticket)
         return self.parked.pop((lock, ticket), None) is not None
+
+    def move_out(self, lock: str, ticket: str) -> bool:
+        self.store._round_trip("move_out", lock, ticket)
+        self.parked.pop((lock, ticket), None)
+        return (lock, ticket) in self.done
 
     def give_back(self, lock: str, ticket: str) -> None:
         self.store._round_trip("give_back", lock, ticket)

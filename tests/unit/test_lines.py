@@ -105,7 +105,16 @@ def test_who_leaves_gives_its_turn_on(lines, server, published):
     server.reply = [0, []]
     assert lines.leave(LOCK, "1:0:0") is False
     assert len(published) == 1
-    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b""))
+    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1))
+
+
+@pytest.mark.parametrize(("told", "done"), [(0, False), (1, False), (2, True)])
+def test_who_moves_out_is_told_whether_its_work_was_done(lines, server, published, told, done):
+    """What left, or is not known, is to run elsewhere; its turn is given on."""
+    server.reply = [told, GIVEN]
+    assert lines.move_out(LOCK, "1:0:0") is done
+    assert published == [TURNS]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0))]
 
 
 def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
@@ -113,7 +122,7 @@ def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
     server.reply = [1, GIVEN]
     assert lines.set_aside(LOCK, "1:0:0", b"rubbish") == TURNS
     assert published == []
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish"))]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0))]
 
 
 def test_the_lines_of_each_broker_are_noted_apart(lines, server):
@@ -151,6 +160,7 @@ def test_an_error_of_the_server_is_the_callers(lines, server, published):
     for call in (
         lambda: park(lines),
         lambda: lines.leave(LOCK, "1:0:0"),
+        lambda: lines.move_out(LOCK, "1:0:0"),
         lambda: lines.set_aside(LOCK, "1:0:0", b"m"),
         lambda: lines.enlist(LOCK),
         lambda: lines.delist(LOCK, b"5"),

@@ -86,15 +86,16 @@ def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking,
     given = []
 
     class Silent:
-        def __init__(self, hosts, others, options):
-            given.append((options["socket_timeout"], options["socket_connect_timeout"]))
-            self.sentinels = [Connection() for _ in hosts]
+        def __init__(self, address, _connect):
+            self.address, self.left_alone_until = address, 0.0
 
-    monkeypatch.setattr(sentinel, "Sentinel", Silent)
-    monkeypatch.setattr(sentinel, "_ask", lambda *_: (("a", 26379), ("m", 6379)))
-    monkeypatch.setattr(Connection, "close", lambda _: None, raising=False)
+        def ask(self, _master, within, _others):
+            given.append(within)
+            raise redis.ConnectionError
+
+    monkeypatch.setattr(sentinel, "Asked", Silent)
     options = {"master_name": "m", "sentinel_kwargs": asking}
     node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
-    given.clear()
-    node._connect(within)
-    assert given == [(each, each)]
+    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
+        node._connect(within)
+    assert given == [pytest.approx(each)] * 4

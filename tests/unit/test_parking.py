@@ -270,7 +270,7 @@ def test_the_ticket_of_another_delivery_of_work_is_no_mark(app, world, lines, ca
     """A retry and a replacement copy headers, and are new work that has not been done."""
     come(declare(app, lambda _: None), **came, **marked())
     assert asked(world) == [Ticket(ticket, "2@", marked=False)]
-    assert world.store.asked("leave") == []
+    assert world.store.asked("move_out") == []
 
 
 @pytest.mark.parametrize("note", ["2:0:0", [], [LOCK], [LOCK, "2:0:0", 1], {"a": 1, "b": 2}, 7])
@@ -281,20 +281,27 @@ def test_what_is_no_ticket_is_no_mark(app, world, lines, note):
 
 
 def test_a_task_parked_under_another_key_leaves_that_line_and_asks_here(app, world, lines):
-    """Its key was declared in another way meanwhile: here it is new, and parked as such."""
+    """Its key was declared in another way meanwhile: here it is parked anew."""
     lines.parked["dislock:{old}", "2:0:0"] = b"message"
     world.lease("k", "other")
     assert isinstance(ended(come(declare(app), **marked("dislock:{old}"))), TaskParked)
-    assert world.store.asked("leave") == [("dislock:{old}", "2:0:0")]
-    assert [ticket.marked for ticket in asked(world)] == [False, False]
+    assert set(world.store.asked("move_out")) == {("dislock:{old}", "2:0:0")}
+    assert [ticket.marked for ticket in asked(world)] == [True, True]
     assert list(lines.parked) == [(LOCK, "2:0:0")]
 
 
-def test_a_task_that_has_left_another_keys_line_is_done(app, world, lines):
+def test_a_task_that_left_another_keys_line_unrun_runs_here(app, world, lines):
+    """It left with an earlier delivery, whose process died or was put off: it is not done."""
+    ran = []
+    come(declare(app, lambda self: ran.append(self.request.id)), **marked("dislock:{old}"))
+    assert ran == ["2"]
+
+
+def test_a_task_that_was_done_in_another_keys_line_is_done(app, world, lines):
     """It is a copy of what has run under the other key."""
-    lines.answers = [Done()]
+    lines.done.add(("dislock:{old}", "2:0:0"))
     assert isinstance(ended(come(declare(app), **marked("dislock:{old}"))), Ignore)
-    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+    assert asked(world) == []
 
 
 def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, backend, caplog):

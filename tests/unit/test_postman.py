@@ -202,6 +202,15 @@ def test_a_record_that_the_script_has_set_aside_is_only_reported(postman, lines,
     assert lines.store.calls == []
 
 
+def test_a_record_that_is_gone_is_reported_and_not_set_aside(postman, lines, caplog):
+    """There is nothing that people could see."""
+    postman.hand_over(lines, [Turn(LOCK, "1:0:0", None)])
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "1:0:0 has lost its message on the lock server" in record.message
+    assert lines.store.calls == []
+
+
 def test_a_lock_server_that_is_away_keeps_a_damaged_message_in_line(
     postman, producer, lines, caplog
 ):
