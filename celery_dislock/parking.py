@@ -11,7 +11,8 @@ replaced.  What a body retries or replaces is new work, whatever headers Celery 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 from celery.exceptions import Ignore
 
@@ -20,18 +21,28 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
-from celery_dislock.sending import TICKET_HEADER, result_is_ignored, ticket_note
+from celery_dislock.sending import (
+    TICKET_HEADER,
+    own_turn,
+    result_is_ignored,
+    ticket_of,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from celery import Task
     from celery.app.task import Context
 
     from celery_dislock.claims import Claim
     from celery_dislock.leases import Lease
+    from celery_dislock.lines import Lines
     from celery_dislock.locks import Lock
     from celery_dislock.runtime import Process
 
 PARKED = "PARKED"  # state of the result while a task is in line
+SET_ASIDE = "Parked task %s cannot be run, and is set aside in %s:aside: %s"
+STAYS_IN_LINE = "Parked task %s cannot be run, and stays in line for lock %s: %s"
 
 logger = logging.getLogger("celery_dislock")
 
@@ -57,8 +68,7 @@ class Parking:
         self._claim = claim
         self._process = process
         self._lines = process.lines
-        nesting = request.replaced_task_nesting or 0
-        self._ticket = f"{request.id}:{request.retries}:{nesting}"
+        self._ticket = ticket_of(request)
         claim.ticket = self._ticket
         claim.settles = lock.timeout if task.acks_late else 0.0
 
@@ -124,9 +134,7 @@ class Parking:
         ticket = Ticket(self._ticket, f"{request.id}@", self._is_marked(), message)
         answer = lock.park(self._claim, self._lines, ticket, bounds)
         if isinstance(answer, Done):
-            reason = f"it has run under lock {lock.key!r} before"
-            logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
-            raise Ignore(reason)
+            acknowledge_unrun(task, request, lock.key)
         if isinstance(answer, Parked):
             self._process.tell_replaced(lock.names[0], answer.replaced)
             parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
@@ -136,16 +144,12 @@ class Parking:
 
     def _is_marked(self) -> bool:
         """Tell whether the message says that its task was parked in this line."""
-        lock, ticket = ticket_note(self._request) or ("", "")
-        if ticket != self._ticket:
+        turn = own_turn(self._request)
+        if turn is None:
             return False
-        if lock == self._lock.names[0]:
+        if turn[0] == self._lock.names[0]:
             return True
-        # Parked before its key was declared in another way: it has its turn there, and asks here.
-        if self._lines.leave(lock, ticket):
-            self._request.headers.pop(TICKET_HEADER)
-            return False
-        return True  # done there
+        return not leave_old_line(self._lines, self._request, turn)  # done there
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         task, request = self._task, self._request
@@ -165,3 +169,55 @@ class Parking:
                 request.id,
                 exc,
             )
+
+
+def acknowledge_unrun(task: Task, request: Context, key: str) -> NoReturn:
+    """End a copy of a parked task whose work is done; raises Ignore."""
+    reason = f"it has run under lock {key!r} before"
+    logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
+    raise Ignore(reason)
+
+
+def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> bool:
+    """
+    Take a task out of the line that it was parked in before its key was declared in another way.
+
+    It has its turn there, and asks for its lock as one that comes for the first time.
+
+    Returns:
+        False where another delivery of it has left that line: this one is a copy.
+
+    Raises:
+        StoreError: The lock server did not answer; it may have left.
+    """
+    again = (request.delivery_info or {}).get("redelivered")
+    if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
+        return False
+    request.headers.pop(TICKET_HEADER)
+    return True
+
+
+def delivery_of(properties: Mapping[str, Any] | None) -> str:
+    """Name a delivery; as before, where the broker's client keeps the name when it comes again."""
+    tag = (properties or {}).get("delivery_tag")
+    return tag if isinstance(tag, str) and tag else uuid4().hex
+
+
+def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:
+    """
+    Set a parked task aside that cannot claim its turn, and give its turn on; never raises.
+
+    Does nothing where it has claimed its turn, or left the line.
+
+    Args:
+        lines: Of the broker that it came from.
+        turn: Lock and ticket.
+        task: For the log.
+        why: It cannot; for the log.
+    """
+    lock, ticket = turn
+    try:
+        if lines.withdraw(lock, ticket):
+            logger.error(SET_ASIDE, task, lock, why)
+    except StoreError as exc:
+        logger.warning(STAYS_IN_LINE, task, lock, exc)

@@ -21,6 +21,7 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import Message
+from celery_dislock.parking import withdraw
 from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER, result_is_ignored
 
 if TYPE_CHECKING:
@@ -112,6 +113,27 @@ class Postman:
                     exc,
                 )
 
+    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks aside that do not claim their turns, and whose results say that they ended.
+
+        Their queue is served, by a worker that knows nothing of their line: it drops them, fails
+        them, or runs them at each turn.  Others are left alone: their queue may be slow, or be
+        without a worker.
+        """
+        backend = self._app.backend
+        for ticket in tickets:
+            try:
+                # Results that come by messages are not for us to take.
+                state = backend.get_state(_id_of(ticket)) if backend.persistent else states.PENDING
+            except NotImplementedError:  # there are no results
+                return
+            except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+                logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
+                return
+            if state in states.READY_STATES:
+                why = f"its result is {state}, and it does not claim its turns"
+                withdraw(lines, (lock, ticket), ticket, why)
+
     def _publish(self, message: Message, notes: dict[str, Any]) -> None:
         with self._app.producer_or_acquire() as producer:
             # Other brokers know an exchange's kind only where it was declared.
@@ -134,6 +156,10 @@ class Postman:
             call_errbacks=False,
             state=states.REVOKED,
         )
+
+
+def _id_of(ticket: str) -> str:
+    return ticket.rsplit(":", 2)[0]
 
 
 def _not_sent(turns: Iterable[Turn], error: Exception) -> None:

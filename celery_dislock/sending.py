@@ -118,6 +118,17 @@ def ticket_note(request: Context) -> tuple[str, str] | None:
     return None
 
 
+def ticket_of(request: Context) -> str:
+    """Name the ticket of this delivery of work: task id, retries, and how often it was replaced."""
+    return f"{request.id}:{request.retries or 0}:{request.replaced_task_nesting or 0}"
+
+
+def own_turn(request: Context) -> tuple[str, str] | None:
+    """Return lock and ticket where the message says that it is its own task's turn there."""
+    note = ticket_note(request)
+    return note if note is not None and note[1] == ticket_of(request) else None
+
+
 def forget_notes(request: Context) -> None:
     """Take the notes off the delivery: its lock is had."""
     if request.headers:
