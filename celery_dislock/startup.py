@@ -97,15 +97,15 @@ def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
                 shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
                 names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
                 names.add(task.name)
-    for names in strategies.values():
-        if len(names) > 1:
+    for by_strategy in strategies.values():
+        if len(by_strategy) > 1:
+            waiting, parked = _names(by_strategy["wait"]), _names(by_strategy["queue"])
             yield (
-                f'These tasks wait in their slots (lock_on_conflict="wait"): '
-                f"{_names(names['wait'])}; and these of the same lock_key are parked "
-                f'("queue"): {_names(names["queue"])}. Those that wait can fill all slots while the '
-                "lock is reserved for one that is parked, whose message then finds none: the key "
-                "stands still until one gives up. Give all of them the same lock_on_conflict, or "
-                "queues with workers of their own."
+                f'These tasks wait in their slots (lock_on_conflict="wait"): {waiting}; and these, '
+                f'of the same lock_key, are parked ("queue"): {parked}. Those that wait can fill '
+                "all slots while the lock is reserved for one that is parked, and its message "
+                "finds none: the key stands still until one of them gives up. Give all of them "
+                "the same lock_on_conflict, or send them to queues with workers of their own."
             )
 
 

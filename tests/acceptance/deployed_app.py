@@ -57,6 +57,11 @@ CHANGES = {
 }
 
 app.finalize()
-if "DEPLOYED" in os.environ:
+change = os.environ.get("DEPLOYED")
+if change == "only skip":  # there is no other task that parks, either
+    for name in [name for name, task in app.tasks.items() if getattr(task, "lock_key", None)]:
+        del app.tasks[name]
+    CHANGES["skip"]()
+elif change:
     del app.tasks[NAME]
-    CHANGES[os.environ["DEPLOYED"]]()
+    CHANGES[change]()

@@ -6,14 +6,17 @@ A turn that nobody claims lasts a minute here: what goes on sooner did not wait 
 from __future__ import annotations
 
 import contextlib
+import json
+import uuid
 
 import pytest
 from celery.exceptions import NotRegistered
 from celery.result import AsyncResult
 
 from example_project import scenarios
+from example_project.redis_server import RedisServer
 from tests.acceptance import deployed_app
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -154,25 +157,51 @@ def test_a_task_that_ends_itself_before_its_turn_leaves_its_line(scene, aside, d
     assert aside() == {}
 
 
-def test_a_line_is_looked_after_by_workers_whose_tasks_do_not_park(start_fleet, scene):
+@pytest.fixture
+def alone(tmp_path):
+    """A server of this test alone, where no worker of others sweeps; give its scene and its env."""
+    with (
+        RedisServer(tmp_path / "redis") as server,
+        server.client(decode_responses=True) as client,
+    ):
+        yield (
+            Scene(uuid.uuid4().hex, client),
+            {
+                "broker_url": server.url,
+                "conf": {"dislock_watchdog_timeout": scenarios.BRIEF},
+                "env": {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": server.url},
+            },
+        )
+
+
+def state_of(scene, result):
+    """What the result backend of a server alone says of a task."""
+    meta = scene.redis.get(f"celery-task-meta-{result.id}")
+    return json.loads(meta)["status"] if meta else None
+
+
+def test_a_line_is_looked_after_by_workers_whose_tasks_do_not_park(start_fleet, alone):
     """All tasks that parked have another strategy now: what is in line runs all the same."""
-    conf = {"dislock_watchdog_timeout": scenarios.BRIEF}
-    old = start_fleet("prefork", conf=conf)
+    scene, options = alone
+    old = start_fleet("prefork", **options)
     old.send(scenarios.hold_renewed, scene.key)
     scene.wait_for_report("begin")
     first = old.send(QUEUE, scene.key)
     scene.wait_for_line(1)
     old.workers[0].kill()
     scene.open_gate()
-    start_fleet("prefork", queue=old.queue, app=APP, env={"DEPLOYED": "skip"}, conf=conf)
-    assert first.get(timeout=LIMIT)["held"] is True
+    env = {**options.pop("env"), "DEPLOYED": "only skip"}
+    new = start_fleet("prefork", queue=old.queue, app=APP, env=env, **options)
+    scene.wait_for_report("end", id=first.id)
+    wait_for("it has ended", lambda: state_of(scene, first) == "SUCCESS")
+    new.workers[0].stop()  # while there is a broker
 
 
-def test_what_workers_without_locks_drop_is_set_aside(start_fleet, scene, aside):
+def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
     """They know nothing of lines and fail it each time: after some turns the next has its turn."""
-    conf = {"dislock_watchdog_timeout": scenarios.BRIEF}
-    ours = start_fleet("prefork", conf=conf)
-    others = start_fleet("prefork", app="tests.acceptance.foreign_app")
+    scene, options = alone
+    ours = start_fleet("prefork", **options)
+    others = start_fleet("prefork", app="tests.acceptance.foreign_app", **options)
     holder = ours.send(scenarios.hold_by_itself, scene.key)
     scene.wait_for_report("begin", id=holder.id)
     first = park_for(others, ours, scene)
@@ -180,11 +209,12 @@ def test_what_workers_without_locks_drop_is_set_aside(start_fleet, scene, aside)
     scene.wait_for_line(2)
     scene.open_gate()
     scene.open_gate(holder.id)
-    assert second.get(timeout=LIMIT)["held"] is True
-    assert list(aside()) == [f"{first.id}:0:0"]
+    scene.wait_for_report("end", id=second.id)
+    assert scene.redis.hkeys(f"{scene.lock}:aside") == [f"{first.id}:0:0"]
     assert ours.says("ERROR", first.id, "is set aside", "its result is FAILURE")
-    with pytest.raises(NotRegistered):
-        first.get(timeout=LIMIT)
+    assert state_of(scene, first) == "FAILURE"
+    for fleet in (ours, others):
+        fleet.workers[0].stop()  # while there is a broker
 
 
 def park_for(others, ours, scene):
