@@ -190,7 +190,8 @@ def _request_of(message: Message) -> Context | None:
     if not isinstance(headers, dict) or TICKET_HEADER not in headers:
         return None
     # Of Celery's first protocol the body has the id.
-    return Context({"id": message.properties.get("correlation_id"), **headers})
+    about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
+    return Context(about)
 
 
 def _check(payload: Any) -> None:

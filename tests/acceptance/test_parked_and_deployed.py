@@ -16,7 +16,7 @@ from celery.result import AsyncResult
 from example_project import scenarios
 from example_project.redis_server import RedisServer
 from tests.acceptance import deployed_app
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -34,23 +34,23 @@ def deploy(fleet, start_fleet, scene):
 
     ``deploy(change, ...)`` returns the new fleet, the first and the second; the lock is free then.
     """
-    second_of_fleet = fleet
 
-    def deploy(change=None, *options, pool="prefork", between=None, by_name=False, **kwargs):
-        old = start_fleet("prefork")
+    def deploy(change=None, *options, pool="prefork", between=None, by_name=False):
+        old = start_fleet("prefork", broker_url=fleet.broker_url)
         holder = fleet.send(scenarios.hold_by_itself, scene.key)
         scene.wait_for_report("begin", id=holder.id)
         args, named = ((), {"key": scene.key}) if by_name else ((scene.key,), {})
         first = old.send(QUEUE, *args, kwargs=named)
         scene.wait_for_line(1)
-        second = second_of_fleet.send(QUEUE, scene.key)
+        second = fleet.send(QUEUE, scene.key)
         scene.wait_for_line(2)
         old.workers[0].terminate()
         old.workers[0].wait_until_it_ends()
         if between is not None:
             between(f"{first.id}:0:0")
         env = {} if change is None else {"DEPLOYED": change}
-        new = start_fleet(pool, *options, queue=old.queue, app=APP, env=env, **kwargs)
+        about = {"queue": old.queue, "app": APP, "env": env, "broker_url": fleet.broker_url}
+        new = start_fleet(pool, *options, **about)
         scene.open_gate()
         scene.open_gate(holder.id)
         return new, first, second
@@ -79,10 +79,10 @@ def assert_set_aside(scene, aside, new, first, second):
     wait_for("it failed", lambda: first.state == "FAILURE")
     wait_for("it is logged", lambda: new.says("ERROR", first.id, "is set aside", scene.lock))
     assert first.id not in began(scene)
-    assert scenarios.step.apply_async((scene.key,), queue=new.queue).get(timeout=LIMIT)["held"]
+    assert new.send(scenarios.step, scene.key).get(timeout=LIMIT)["held"]
 
 
-@PREFORK
+@BROKERS
 @pytest.mark.parametrize("change", ["gone", "another argument", "before_start fails"])
 def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, change):
     """It leaves the line at its turn, with a FAILURE that says why; the next has its turn."""
@@ -130,7 +130,7 @@ def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, c
     assert aside() == {}
 
 
-@PREFORK
+@BROKERS
 @pytest.mark.parametrize("change", ["no key", "no SingletonTask", "--no-dislock"])
 def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
     """It runs once and without a lock, a copy of it does not run, and the next has its turn."""
@@ -142,7 +142,7 @@ def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, asid
     wait_for("it has run", lambda: first.state == "SUCCESS")
     assert began(scene).count(first.id) == 1
     headers = {"dislock_ticket": [scene.lock, f"{first.id}:0:0"]}
-    QUEUE.apply_async((scene.key,), task_id=first.id, queue=new.queue, headers=headers)
+    new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
     wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
     assert began(scene).count(first.id) == 1
     assert aside() == {}

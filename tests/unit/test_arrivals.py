@@ -146,6 +146,7 @@ def test_the_result_says_why(app, lines, consumer):
         {TICKET_HEADER: [LOCK]},
         {TICKET_HEADER: "garbage"},
         {TICKET_HEADER: None},
+        {TICKET_HEADER: [LOCK, "1:0:0"], "headers": "garbage", "timelimit": 5},
     ],
 )
 def test_what_was_not_parked_is_dropped_and_no_more(world, lines, consumer, way, headers):
