@@ -588,9 +588,19 @@ class ParkedMachine(RuleBasedStateMachine):
     def withdraw(self, index, runs, twice, lost):
         """A marked copy comes to a worker where no guard sees it; it may come again to another."""
         marked = [copy for copy in self.copies if copy[1]]
-        task, _ = copy = marked[index % len(marked)]
+        copy = marked[index % len(marked)]
         if not lost:
             self.copies.remove(copy)
+        self.withdraw_task(copy[0], runs=runs, twice=twice)
+
+    @precondition(lambda self: any(e.was_parked and e.at == "body" for e in self.executions))
+    @rule(runs=st.booleans(), twice=often)
+    def withdraw_what_runs(self, runs, twice):
+        """A copy of what has claimed its turn comes to such a worker: nothing changes."""
+        (task, *_) = (e.task for e in self.executions if e.was_parked and e.at == "body")
+        self.withdraw_task(task, runs=runs, twice=twice)
+
+    def withdraw_task(self, task, *, runs, twice):
         self.owners += 1
         delivery = f"delivery {self.owners}" if runs else ""
         home = self.home_of(task)
