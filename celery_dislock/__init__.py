@@ -2,6 +2,7 @@
 
 from celery_dislock.claims import current_lease
 from celery_dislock.exceptions import (
+    DamagedLockError,
     DislockError,
     LockHeldError,
     LockKeyError,
@@ -28,4 +29,5 @@ __all__ = [
     "LockLostError",
     "NotOwnerError",
     "StoreError",
+    "DamagedLockError",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
@@ -85,25 +86,39 @@ class Holding(NamedTuple):
     expiring: bool = False  # its owner is done with it
 
 
+def text(written: bytes) -> str:
+    """Read a name from Redis, where anybody may have written it."""
+    return written.decode(errors="replace")
+
+
+def holder_of(written: bytes) -> Mapping[str, Any]:
+    """Read who holds a lock, for messages; what was written by hand is shown as it is."""
+    try:
+        holder = json.loads(written)
+    except (ValueError, RecursionError):
+        holder = None
+    return holder if isinstance(holder, dict) else {"unreadable": reprlib.repr(text(written))}
+
+
 def refused(
     remaining_ms: int, owner: bytes, holder: bytes, *, nth: int = 0, place: int = 0
 ) -> Refused:
     """Read what a script tells of the lease that is in the way."""
-    who = owner.decode().removeprefix("~")
-    return Refused(who, remaining_ms / 1000, json.loads(holder), nth, place)
+    who = text(owner).removeprefix("~")
+    return Refused(who, remaining_ms / 1000, holder_of(holder), nth, place)
 
 
 def turns(reply: Sequence[bytes]) -> list[Turn]:
     """Read whose turn it is."""
     return [
-        Turn(lock.decode(), ticket.decode(), message)
+        Turn(text(lock), text(ticket), message)
         for lock, ticket, message in zip(*[iter(reply)] * 3, strict=True)
     ]
 
 
 def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
     """Read tickets and their messages."""
-    return {ticket.decode(): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
+    return {text(ticket): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
 
 
 def milliseconds(seconds: float) -> int:
@@ -115,11 +130,11 @@ def holdings(reply: Sequence[Any]) -> list[Holding]:
     """Read the reply of holders.lua."""
     return [
         Holding(
-            owner.decode().removeprefix("~"),
+            text(owner).removeprefix("~"),
             remaining / 1000,
             int(token),
             NAMES[mode.decode()],
-            json.loads(holder),
+            holder_of(holder),
             owner.startswith(b"~"),
         )
         for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)

@@ -20,8 +20,9 @@ from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
+from celery_dislock.notes import TICKET_HEADER, own_turn
 from celery_dislock.parking import delivery_of, withdraw
-from celery_dislock.sending import TICKET_HEADER, own_turn, result_is_ignored
+from celery_dislock.sending import result_is_ignored
 from celery_dislock.task import runtime_of
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Arrivals:
         return dropped
 
     def _dropped(self, request: Context, error: Exception, told: bool) -> None:  # noqa: FBT001
-        turn = own_turn(request)
+        turn = self._turn_of(request)
         if turn is None:
             return
         if not told:
@@ -106,6 +107,9 @@ class Arrivals:
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
             return
         withdraw(lines, turn, f"{request.task}[{turn[1]}]", error)
+
+    def _turn_of(self, request: Context) -> tuple[str, str] | None:
+        return own_turn(request, self._runtime.settings.dislock_prefix)
 
     def _store_failure(self, request: Context, error: Exception) -> None:
         task = self._app.tasks.get(request.task)
@@ -148,7 +152,7 @@ class Arrivals:
             InvalidTaskError: No task can be made of it.
         """
         request = _request_of(message)
-        turn = own_turn(request) if request is not None else None
+        turn = self._turn_of(request) if request is not None else None
         if request is None or turn is None:
             return True
         if body is None:

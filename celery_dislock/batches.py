@@ -14,7 +14,7 @@ import redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.wire import AWAY, close, connect_within, read, store_error
+from celery_dislock.wire import AWAY, close, connect_within, pack, read, store_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,13 +81,14 @@ class Batch:
                 raise redis.ConnectionError("nothing was sent")
             replies = _read_all(connection, calls, within)
             if any(isinstance(reply, NoScriptError) for reply in replies):
-                connection.send_command("SCRIPT", "LOAD", script.text)
+                load = pack(connection, "SCRIPT", "LOAD", script.text)
+                connection.send_packed_command(load, check_health=False)
                 connection.read_response()
                 _send_all(connection, script, calls)
                 replies = _read_all(connection, calls, within)
         return [
-            store_error(self._name, reply) if isinstance(reply, Exception) else reply
-            for reply in replies
+            store_error(self._name, reply, [str(key)]) if isinstance(reply, Exception) else reply
+            for reply, (key, *_) in zip(replies, calls, strict=True)
         ]
 
     def close(self) -> None:
@@ -145,7 +146,7 @@ def ask_all(
 
 
 def _send_all(connection: redis.Connection, script: Script, calls: Sequence[Call]) -> None:
-    commands = [connection.pack_command(b"EVALSHA", script.sha, 1, *call) for call in calls]
+    commands = [pack(connection, b"EVALSHA", script.sha, 1, *call) for call in calls]
     connection.send_packed_command([b"".join(map(b"".join, commands))], check_health=False)
 
 

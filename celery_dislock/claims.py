@@ -9,7 +9,9 @@ from celery_dislock.exceptions import LockHeldError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from weakref import ref
 
+    from celery_dislock.callers import Caller
     from celery_dislock.leases import Lease
 
 current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
@@ -23,6 +25,8 @@ def current_lease() -> Lease | None:
 
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
+    if "unreadable" in holder:
+        return f"one whose record cannot be read: {holder['unreadable']}"
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
     if "parked" in holder:
         return f"task {task_id}, whose turn it is" if "id" in holder else "those who wait in line"
@@ -41,10 +45,13 @@ class Claim:
         owner: The string that identifies this acquisition.
         holder: What others are told: task, id, worker, pid.
         sender: Sender of the signals about this lock.
+        caller: The thread or greenlet without which nobody can release the lock; None: the lock
+            ends with an execution, whatever comes.
     """
 
     __slots__ = (
         "began",
+        "caller",
         "claimed",
         "completed",
         "holder",
@@ -56,10 +63,17 @@ class Claim:
         "ticket",
     )
 
-    def __init__(self, owner: str, holder: Mapping[str, Any], sender: object = None) -> None:
+    def __init__(
+        self,
+        owner: str,
+        holder: Mapping[str, Any],
+        sender: object = None,
+        caller: ref[Caller] | None = None,
+    ) -> None:
         self.owner = owner
         self.holder = holder
         self.sender = sender
+        self.caller = caller
         self.lease: Lease | None = None
         self.began = False  # the body: with its lease, or without where it is to run so
         self.leaves = False  # the lease to expire, instead of releasing it
@@ -81,12 +95,15 @@ class Claim:
 
 
 class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held."""
+    """An acquisition that was refused because the lock is held; false, where a lease is true."""
 
     key: str
     holder: Mapping[str, Any]
     remaining: float  # seconds until the holder's lease ends, unless it is renewed
     place: int = 0  # in line, that a task would have which can be parked
+
+    def __bool__(self) -> bool:
+        return False
 
     def error(self) -> LockHeldError:
         """Make the error that stands for this conflict."""

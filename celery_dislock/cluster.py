@@ -93,14 +93,22 @@ class Cluster:
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """Run a script on the node of its locks; see :meth:`celery_dislock.node.Node.run`."""
+        return self.exchange(script, keys, *arguments)[0]
+
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """See :meth:`celery_dislock.node.Node.exchange`."""
         slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False
         failures = 0
         for _ in range(REDIRECTS):
             try:
-                return self._node(address).run(script, keys, *arguments, asking=asking)
+                reply = self._node(address).run(script, keys, *arguments, asking=asking)
             except StoreError as exc:
                 error, cause = exc, exc.__cause__
+            else:
+                return reply, failures > 0
             if isinstance(cause, AskError):
                 address, asking = self._redirect(cause)
                 continue

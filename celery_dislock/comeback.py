@@ -129,7 +129,8 @@ def _keep(left: Left, why: str) -> None:
 
 
 def _guard(app: Celery, lease: Holding) -> Any:
-    return getattr(app.tasks.get(lease.holder.get("task")), "dislock_guard", None)
+    name = lease.holder.get("task")
+    return getattr(app.tasks.get(name) if isinstance(name, str) else None, "dislock_guard", None)
 
 
 def _why_not(app: Celery, process: Process, lease: Holding) -> str | None:

@@ -8,6 +8,7 @@ a task that is still to run; chords and chains are told.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -18,16 +19,11 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery_dislock import signals
 from celery_dislock.answers import Full
 from celery_dislock.claims import Conflict, in_words
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.lines import Bounds
-from celery_dislock.sending import (
-    GIVEN_UP_HEADER,
-    RETRY_UNTIL_HEADER,
-    TICKET_HEADER,
-    put_off,
-    result_is_ignored,
-    take_note,
-)
+from celery_dislock.names import task_name
+from celery_dislock.notes import OWNERS_MOST, notes_of
+from celery_dislock.sending import put_off, result_is_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +36,8 @@ if TYPE_CHECKING:
     from celery_dislock.options import TaskOptions
 
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
+
+DAMAGED_TRIES = 5  # times a task is put off before it fails for a damaged lock: half a minute
 
 logger = logging.getLogger("celery_dislock")
 
@@ -57,8 +55,9 @@ class Second(NamedTuple):
     @property
     def is_a_copy(self) -> bool:
         """Whether the lock is held by another delivery of this very task."""
-        same = self.conflict.holder.get("id") == self.request.id
-        return same and not self.request.is_eager
+        holder, task_id = self.conflict.holder, self.request.id
+        mine = task_name(task_id) if "parked" in holder else task_id
+        return holder.get("id") == mine and not self.request.is_eager
 
 
 def resolve(second: Second) -> Lease | None:
@@ -107,7 +106,8 @@ def retry(second: Second) -> NoReturn:
     """Come again later, until ``lock_retry_for`` is over; an eager task cannot, and fails."""
     task, request, options, conflict = second.task, second.request, second.options, second.conflict
     now = time.time()  # of this machine, as Celery's ETA is, and the headers of a message carry it
-    until = take_note(request, RETRY_UNTIL_HEADER) or now + options.lock_retry_for
+    notes = notes_of(request)
+    until = notes.retry_until = min(notes.retry_until or math.inf, now + options.lock_retry_for)
     error = conflict.error()
     if request.is_eager or now >= until:
         raise error
@@ -117,7 +117,6 @@ def retry(second: Second) -> NoReturn:
         request,
         str(error),
         at_most=at_most,
-        notes={RETRY_UNTIL_HEADER: until},
         level=logging.INFO,  # the normal conflict
     )
     raise Retry(str(error), exc=error, when=delay)
@@ -204,33 +203,39 @@ def put_off_copy(second: Second) -> NoReturn:
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
     )
     # A parked task's turn that came late was given twice: nothing to worry about.
-    level = logging.WARNING if take_note(request, TICKET_HEADER) is None else logging.INFO
+    level = logging.WARNING if notes_of(request).parked is None else logging.INFO
     put_off(task, request, reason, at_most=conflict.remaining, level=level)
     raise Ignore(reason)
 
 
-def unavailable(task: Task, request: Context, error: StoreError, choice: str, owner: str) -> None:
+def unavailable(
+    task: Task, request: Context, error: StoreError, choice: str, owner: str | None
+) -> None:
     """
     Do as ``dislock_on_unavailable`` says where the lock server does not answer.
 
     It may still carry out what it was sent, and grant the lock to *owner*, whom nobody waits for
-    any more: the next delivery ends that lease before it asks for its own.
+    any more: the next delivery ends that lease before it asks for its own.  None: it was not asked.
 
     Returns:
         Where the body is to run without its lock.
 
     Raises:
         Retry: Put off, and nothing is lost.
-        StoreError: The task fails; so does an eager one, which has nowhere to be put.
+        StoreError: The task fails; so does an eager one, which has nowhere to be put, and one whose
+            lock is damaged, after some tries.
     """
     if choice == "run":
         logger.warning("Task %s[%s] runs without its lock: %s", task.name, request.id, error)
         return
-    if choice == "raise" or request.is_eager:
+    damaged = isinstance(error, DamagedLockError) and notes_of(request).put_off >= DAMAGED_TRIES
+    if choice == "raise" or damaged or request.is_eager:
         raise error
-    notes = {GIVEN_UP_HEADER: [*(take_note(request, GIVEN_UP_HEADER) or ()), owner]}
+    if owner is not None:
+        notes = notes_of(request)
+        notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
     # The outage is logged once, by itself.
-    delay = put_off(task, request, str(error), notes=notes, level=logging.INFO)
+    delay = put_off(task, request, str(error), level=logging.INFO)
     raise Retry(str(error), exc=error, when=delay)
 
 

@@ -42,6 +42,11 @@ class Server(Protocol):
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
         """See :meth:`celery_dislock.node.Node.run`, as for the others; keys that go together."""
 
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """Run a script; return its reply too, and whether a reply before it was lost."""
+
     def send(self, *command: str | bytes | int) -> Any:
         """Send a command that is about no key."""
 

@@ -86,7 +86,7 @@ class Copies:
             return
         mark = self._store.recall(self._lock.names[0], self._request.id)
         state, _, retries = (mark or "").partition(" ")
-        if not retries.isdigit() or int(retries) < self._request.retries:
+        if not retries.isdecimal() or int(retries) < self._request.retries:
             return  # none, or of an attempt before this one
         if state == ENDED:
             self._put_off("this task has just succeeded under", self._lock.timeout)

@@ -79,6 +79,50 @@ class LockHeldError(DislockError):
         )
 
 
+class LockTermsError(LockHeldError):
+    """The caller itself holds the lock, and asked for it once more on other terms.
+
+    Nothing was changed.  To wait would be to wait for oneself.
+
+    Attributes:
+        held: The terms that differ, as the lock is held.
+        asked: The same terms, as they were asked for.
+    """
+
+    def __init__(self, key: str, holder: str, remaining: float, held: str, asked: str) -> None:
+        super().__init__(key, holder, remaining)
+        self.args = (key, holder, remaining, held, asked)
+        self.held = held
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return (
+            f"lock {self.key!r} is held by {self.holder} with {self.held}, and cannot be taken "
+            f"with {self.asked} as well: release it first, or ask for the terms that it has"
+        )
+
+
+class EventLoopError(DislockError, RuntimeError):
+    """A blocking lock was asked for inside a running event loop; nothing was asked or changed.
+
+    All coroutines of a thread would own it together.
+
+    Attributes:
+        key: The key of the lock.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"lock {self.key!r}: an event loop runs in this thread, whose coroutines would all own "
+            "the lock together. Put the whole `with` block into a function, and run that in a "
+            "thread: await asyncio.to_thread(function)"
+        )
+
+
 class NotOwnerError(DislockError):
     """A lock was released or extended by a thread that does not hold it; nothing was changed.
 
@@ -131,3 +175,28 @@ class StoreError(DislockError):
 
     def __str__(self) -> str:
         return f"lock server {self.server}: {self.reason}"
+
+
+class DamagedLockError(StoreError):
+    """What stands on the lock server under a lock's name is not what this package writes there.
+
+    A key of another type, or a record that cannot be read.  The server is well, and so are all
+    other locks; this one cannot be used until somebody has looked at it.
+
+    Attributes:
+        server: The server's URL, without its password.
+        reason: What is wrong, with the key.
+        lock: The lock's name in Redis; all other keys of the lock begin so.
+    """
+
+    def __init__(self, server: str, reason: str, lock: str) -> None:
+        super().__init__(server, reason)
+        self.args = (server, reason, lock)
+        self.lock = lock
+
+    def __str__(self) -> str:
+        return (
+            f"lock server {self.server}: {self.lock!r} cannot be used: {self.reason}. Rename or "
+            "delete the key that is wrong; if a later version of celery-dislock wrote it, update "
+            "this worker"
+        )

@@ -16,10 +16,13 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import conflicts
+from celery_dislock.callers import Held, current_caller
 from celery_dislock.claims import Claim, Conflict, current
 from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, in_order, key_builder
+from celery_dislock.names import execution_start
+from celery_dislock.notes import Notes, forget_notes, notes_of, own_turn
 from celery_dislock.parking import (
     STAYS_IN_LINE,
     Parking,
@@ -27,18 +30,8 @@ from celery_dislock.parking import (
     leave_old_line,
     withdraw,
 )
-from celery_dislock.recovery import execution_start
 from celery_dislock.running import Running, StopTask
-from celery_dislock.sending import (
-    GIVEN_UP_HEADER,
-    HELD_HEADER,
-    REPLACED_HEADER,
-    RETRY_UNTIL_HEADER,
-    Outbox,
-    forget_notes,
-    own_turn,
-    take_note,
-)
+from celery_dislock.sending import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,6 +103,7 @@ class Guard:
             return body(*args, **kwargs)
         lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
         claim = request.dislock_claim = self._claim(task, request)
+        request.dislock_notes = Notes.of(request, self.runtime.settings.dislock_prefix)
         previous = current.set(claim)
         try:
             return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
@@ -131,8 +125,13 @@ class Guard:
             return body()
         outbox = request.dislock_outbox = Outbox()
         running = Running(lease) if self._interrupts else None
+        caller = current_caller()
+        held = Held(lock, claim, lease, execution=True)
         try:
+            caller.hold(held)
             try:
+                if running is not None:
+                    running.begin()
                 result = body()
             finally:
                 if running is not None:
@@ -157,6 +156,7 @@ class Guard:
             return result
         finally:
             request.dislock_outbox = None
+            caller.forget(held)
             self._keep_for_retry(lock, claim, outbox)
             claim.settle()
             outbox.send()
@@ -184,8 +184,10 @@ class Guard:
         Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
         is set aside.  Never raises; blocks for a round trip.
         """
-        turn = None if hasattr(request, "dislock_claim") else own_turn(request)
-        if turn is None or state not in ENDS or not self._can_park:
+        if state not in ENDS or hasattr(request, "dislock_claim") or not self._can_park:
+            return
+        turn = self._turn_of(request)
+        if turn is None:
             return
         if isinstance(retval, Reject) and retval.requeue:  # the message comes back
             return
@@ -210,8 +212,8 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; its turn will come, and be revoked again.
         """
-        turn = own_turn(request)
-        if turn and self._can_park:
+        turn = self._turn_of(request) if self._can_park else None
+        if turn is not None:
             self.runtime.process.lines.leave(*turn)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
@@ -241,12 +243,12 @@ class Guard:
         self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
     ) -> Lease | None:
         """Return the lease; None where the body is to run without one."""
-        reason = take_note(request, REPLACED_HEADER) if request.headers else None
+        reason = notes_of(request).replaced
         if reason is not None:
             conflicts.end_unrun(task, request, reason)
         parking = None
         ask: Callable[[], Any] = partial(lock.try_acquire, claim)
-        turn = own_turn(request) if request.headers else None
+        turn = self._turn_of(request) if request.headers else None
         can_park = not request.is_eager and self.runtime.process.can_park
         if (self._parks or turn) and can_park and len(lock.names) == 1:
             parking = Parking(task, request, lock, claim, self.runtime.process)
@@ -274,7 +276,7 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, claim.owner, exc)
             return None
         return lease
 
@@ -283,7 +285,7 @@ class Guard:
     ) -> TaskOptions:
         """Return the options of a delivery: what was parked is not dropped for another strategy."""
         options = self.options
-        if not turn and take_note(request, RETRY_UNTIL_HEADER) is None:
+        if turn is None and notes_of(request).retry_until is None:
             return options
         if len(lock.names) > 1:  # no line can be had for several keys: it comes again, and again
             drops = options.lock_on_conflict in {"skip", "raise", "reject"}
@@ -298,10 +300,15 @@ class Guard:
             acknowledge_unrun(task, request, lock.key)
         return lock.try_acquire(claim)
 
-    def _unavailable(self, task: Task, request: Context, claim: Claim, error: StoreError) -> None:
+    def _turn_of(self, request: Context) -> tuple[str, str] | None:
+        return own_turn(request, self.runtime.settings.dislock_prefix)
+
+    def _unavailable(
+        self, task: Task, request: Context, owner: str | None, error: StoreError
+    ) -> None:
         self.runtime.process.lock_server_failed(error)
         choice = self.runtime.settings.dislock_on_unavailable
-        conflicts.unavailable(task, request, error, choice, claim.owner)
+        conflicts.unavailable(task, request, error, choice, owner)
 
     def _asking(
         self,
@@ -314,33 +321,37 @@ class Guard:
         first: bool = False,
     ) -> Any:
         """Ask for the lock; what the answer is where the server does not give one, is settled."""
+        asker = None
         try:
             if first:
-                self._settle_what_was_left(request, lock, claim)
+                self._give_up(request, lock)
+            asker = claim.owner
+            if first:
+                self._take_over(request, lock, claim)
             answer = ask()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, asker, exc)
             return None
         except Ignore:  # parked, or a copy: it asked, and got nothing
             self.runtime.process.lock_server_answered()
             raise
         except BaseException:  # a signal handler's, perhaps after the server has granted the lock
-            if claim.lease is None:
-                lock.abandon(claim)
+            lock.interrupted(claim)
             claim.settle()
             raise
         self.runtime.process.lock_server_answered()
         return answer
 
-    def _settle_what_was_left(self, request: Context, lock: Lock, claim: Claim) -> None:
-        """End the leases of earlier deliveries, or go on with them."""
-        for owner in take_note(request, GIVEN_UP_HEADER) or ():
+    def _give_up(self, request: Context, lock: Lock) -> None:
+        """End the leases that earlier deliveries were granted while nobody listened."""
+        for owner in notes_of(request).given_up:
             self.runtime.process.store.release(lock.names, owner)
-        left_by = take_note(request, HELD_HEADER)
-        if left_by is not None:
-            self._take_over(lock, claim, left_by)
 
-    def _take_over(self, lock: Lock, claim: Claim, left_by: str) -> None:
+    def _take_over(self, request: Context, lock: Lock, claim: Claim) -> None:
+        """Go on with the lease that an earlier delivery has left to this one."""
+        left_by = notes_of(request).held_by
+        if left_by is None:
+            return
         store = self.runtime.process.store
         taken = store.take_over(lock.names, left_by, claim.owner, json.dumps(claim.holder))
         if 0 < taken < len(lock.names):  # to be had all or not at all

@@ -44,13 +44,30 @@ class Target(Protocol):
 
 def running_here() -> Target:
     """Make a target of what the caller runs in; it is armed."""
-    if _patched("gevent.monkey", "is_module_patched", "threading"):
-        return _GeventTarget()
-    if _patched("eventlet.patcher", "is_monkey_patched", "thread"):
-        return _EventletTarget()
+    by = patched_by()
+    if by:
+        return _GeventTarget() if by == "gevent" else _EventletTarget()
     if SIGNAL is not None and threading.current_thread() is threading.main_thread():
         return _MainThreadTarget(SIGNAL)
     return _ThreadTarget()
+
+
+def refusal() -> str:
+    """Say why what the caller runs in cannot be stopped; empty where it can."""
+    greenlets: Any = sys.modules.get("greenlet")
+    here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
+    if here is not None and here.parent is not None and not patched_by():
+        return "a greenlet can be stopped only where gevent or eventlet has patched the process"
+    if not hasattr(ctypes, "pythonapi"):
+        return "this Python cannot raise an exception in another thread"
+    return ""
+
+
+def patched_by() -> str:
+    """Return what has patched the threads of this process: gevent, eventlet, or nothing."""
+    if _patched("gevent.monkey", "is_module_patched", "threading"):
+        return "gevent"
+    return "eventlet" if _patched("eventlet.patcher", "is_monkey_patched", "thread") else ""
 
 
 def _patched(module: str, question: str, what: str) -> bool:

@@ -20,6 +20,7 @@ lost          this process can no longer trust it
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from celery_dislock import signals
@@ -28,7 +29,9 @@ from celery_dislock.exceptions import LockLostError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from weakref import ref
 
+    from celery_dislock.callers import Caller
     from celery_dislock.claims import Claim
     from celery_dislock.locks import Lock
 
@@ -48,6 +51,9 @@ class Lease:
     """
     One owner's hold on a lock, with a deadline.  Made by :meth:`Lock.try_acquire`.
 
+    It belongs to the process that took it: a copy in a forked child is not held there, and its
+    release does nothing.
+
     Attributes:
         key: The key of the lock; of several locks, all keys in one text.
         owner: The string that identifies this acquisition.
@@ -56,19 +62,24 @@ class Lease:
             overtaken.
         renewals: How often the lease has been renewed.
         capped: True once the cap stopped the renewals.
+        finished: True once its owner is done with it, and the server was told.
+        lost: True once this process can no longer trust the lease, though it had not released it.
     """
 
     __slots__ = (
         "_ended",
-        "_finished",
-        "_lost",
+        "_pid",
+        "_released",
         "_reserved",
         "acquired_at",
+        "caller",
         "capped",
         "due",
+        "finished",
         "holder",
         "key",
         "lock",
+        "lost",
         "on_end",
         "owner",
         "renewals",
@@ -88,6 +99,7 @@ class Lease:
         self.owner = claim.owner
         self.holder = claim.holder
         self.sender = claim.sender
+        self.caller: ref[Caller] | None = claim.caller  # whose end ends the renewals
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.ticket = ""  # of the task that is done with it; see Claim
         self.settles = 0.0
@@ -100,9 +112,11 @@ class Lease:
         # When it is to be renewed; None: never.
         self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self._reserved = ttl < lock.timeout  # until the renewal that gives it its full length
+        self.lost = False
         self._ended = ""  # how, in words
-        self._lost = False
-        self._finished = False
+        self._released = False  # a release was sent, and may have been carried out
+        self.finished = False
+        self._pid = os.getpid()
 
     @property
     def token(self) -> int:
@@ -112,23 +126,38 @@ class Lease:
     @property
     def held(self) -> bool:
         """Whether this process may still trust the lease; asks the local clock, not the server."""
-        return not self._ended and self.lock.clock() < self.trusted_until
+        return not self._over and self.lock.clock() < self.trusted_until
 
     @property
     def remaining(self) -> float:
         """Seconds for which the lease is trusted if it is not renewed; 0 where it is not held."""
-        if self._ended:
+        if self._over:
             return 0.0
         return max(0.0, self.trusted_until - self.lock.clock())
 
     @property
     def why_ended(self) -> str:
         """Why the lease is held no more, or soon will be, in words; empty where it is held."""
-        if self._ended:
-            return self._ended
+        if self._over:
+            return self._over
         if self.capped:
             return f"it was renewed {self.renewals} times, its cap"
         return "" if self.held else "its time ran out"
+
+    @property
+    def _over(self) -> str:
+        """How it met its end, in words; empty where it has met none."""
+        if self._pid != os.getpid():
+            return "it belongs to the process that this one was forked from"
+        return self._ended
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the thread or greenlet that took it has ended without releasing it."""
+        if self.caller is None:
+            return False
+        caller = self.caller()
+        return caller is None or caller.dead
 
     def ensure_held(self) -> None:
         """
@@ -175,7 +204,7 @@ class Lease:
 
     def lose(self, reason: str) -> None:
         """Trust the lease no more; called by its keeper, under the mutex that unwatch waits for."""
-        self._lost = True
+        self.lost = True
         self._ended = reason
 
     def report_lost(self) -> None:
@@ -212,29 +241,40 @@ class Lease:
         finally:
             signals.lock_capped.send(sender=self.sender, lease=self)
 
+    def report_abandoned(self) -> None:
+        """Say that whoever took the lease has ended without releasing it."""
+        self._ended = "the thread or greenlet that took it has ended"
+        logger.warning(
+            "Lock %r of %s is renewed no more and ends in %.1f s: whoever took it has ended "
+            "without releasing it.",
+            self.key,
+            in_words(self.holder),
+            max(0.0, self.trusted_until - self.lock.clock()),
+        )
+
     def release(self) -> None:
         """
         End the lease; one round trip, and none where that was done before.
 
-        A server that is away does not raise: the lease then ends with its expiry, and the log
-        says when.
+        A lease that the server no longer has is reported as lost.  A server that is away does not
+        raise: the lease then ends with its expiry, and the log says when.
         """
-        if self._finished:
+        if self.finished or self._pid != os.getpid():
             return
         self._stop("released")
-        was_trusted = self.lock.clock() < self.trusted_until
-        found = self._finish(self.lock.options.lock_at_least_for)
-        # Gone though trusted: the release was sent twice, and the first reply was lost.
-        if not (found or was_trusted or self.capped or self._lost):
-            self.lose("it had ended before its task did")
-            self.report_lost()
-        self._finished = True
-        if not self._lost:
+        if not self._finish(self.lock.options.lock_at_least_for) and not self.lost:
+            if self.capped:  # that was told
+                self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
+            else:
+                self.lose("it was gone when it was released: expired, taken or deleted")
+                self.report_lost()
+        self.finished = True
+        if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
 
     def leave(self) -> None:
         """Stop renewing the lease and let it run out; ``lock_at_least_for`` may prolong it."""
-        if self._finished:
+        if self.finished or self._pid != os.getpid():
             return
         self._stop("left to expire")
         at_least = self.lock.options.lock_at_least_for
@@ -243,8 +283,8 @@ class Lease:
         elif at_least or self.ticket:
             expiry = self.trusted_until - self.lock.trust + self.lock.timeout
             self._finish(max(at_least, expiry - self.acquired_at))
-        self._finished = True
-        if not self._lost:
+        self.finished = True
+        if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
 
     def _stop(self, end: str) -> None:
@@ -252,9 +292,12 @@ class Lease:
         self._ended = self._ended or end
 
     def _finish(self, at_least: float) -> bool:
+        """Send the release; return False where the lease was gone before it was first sent."""
+        lock = self.lock
+        trusted = lock.clock() < self.trusted_until
+        sent_before, self._released = self._released, True  # and then cut short by an exception
         try:
-            lock = self.lock
-            return lock.store.release(lock.names, self.owner, at_least, self.ticket, self.settles)
+            ended = lock.store.release(lock.names, self.owner, at_least, self.ticket, self.settles)
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",
@@ -263,8 +306,9 @@ class Lease:
                 self.lock.timeout,
                 exc,
             )
-            return True
+            return trusted
+        return ended or sent_before
 
     def __repr__(self) -> str:
-        state = self._ended or ("held" if self.held else "ended")
+        state = self._over or ("held" if self.held else "ended")
         return f"<Lease of {self.key!r} by {self.owner}: {state}, token {self.token}>"

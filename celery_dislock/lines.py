@@ -20,10 +20,11 @@ from celery_dislock.answers import (
     messages,
     milliseconds,
     refused,
+    text,
     turns,
 )
 from celery_dislock.connections import SOCKET_TIMEOUT
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.scripts import (
     DELIST,
     ENLIST,
@@ -243,10 +244,10 @@ class Lines:
             StoreError: The server did not answer.
         """
         total, cursor, found = self._server.run(LINES, [self._names], cursor, count)
-        names = {lock.decode(): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
+        names = {text(lock): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
         return total, cursor, names
 
-    def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept]:
+    def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
         """
         Hand on locks that nobody has released, in one pipelined round trip.
 
@@ -256,7 +257,8 @@ class Lines:
             locks: Names of the locks in Redis.
 
         Returns:
-            What was found, by lock; those that could not be looked at are missing.
+            What was found, by lock, or that the lock is damaged; those that could not be looked at
+            for another reason are missing.
 
         Raises:
             StoreError: The server did not answer.
@@ -265,8 +267,10 @@ class Lines:
             return {}
         calls: list[tuple[Any, ...]] = [(lock, self._home) for lock in locks]
         replies = self._server.run_many(SWEEP, calls, within=SOCKET_TIMEOUT)
-        found = {}
+        found: dict[str, Swept | DamagedLockError] = {}
         for lock, reply in zip(locks, replies, strict=True):
+            if isinstance(reply, DamagedLockError):
+                found[lock] = reply
             if isinstance(reply, StoreError):
                 continue
             parked, given, replaced, unclaimed = reply

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from celery_dislock import signals
 from celery_dislock.answers import Granted, Refused
+from celery_dislock.callers import current_caller
 from celery_dislock.claims import Claim, Conflict
 from celery_dislock.exceptions import StoreError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
@@ -76,6 +77,12 @@ class Keeper(Protocol):
 
     def unwatch(self, lease: Lease) -> None:
         """Leave the lease alone from now on."""
+
+    def clear(self, names: Sequence[str], owner: str) -> None:
+        """Release soon what an owner may hold or wait for that is over; does not block."""
+
+    def cleared(self, owner: str) -> None:
+        """Note that it neither holds nor waits for anything any more."""
 
 
 class Lock:
@@ -149,11 +156,17 @@ class Lock:
             StoreError: The server did not answer.  The lock may have been taken; if so it frees
                 itself after its timeout, or at once by :meth:`abandon`.
         """
-        asked_at = self.clock()
-        answer = self._ask(claim, place=0.0, fair=fair)
-        if isinstance(answer, Granted):
-            return self._keep(claim, answer.tokens, asked_at, self.timeout)
-        return self._conflict(answer)
+        try:
+            asked_at = self.clock()
+            answer = self._ask(claim, place=0.0, fair=fair)
+            if isinstance(answer, Granted):
+                return self._keep(claim, answer.tokens, asked_at, self.timeout)
+            return self._conflict(answer)
+        except StoreError:
+            raise
+        except BaseException:
+            self.interrupted(claim)
+            raise
 
     def acquire(
         self, claim: Claim, *, timeout: float | None, fair: bool = True
@@ -177,8 +190,10 @@ class Lock:
             The lease, or the conflict that still stood after *timeout*; nothing waits any more.
 
         Raises:
+            LockHeldError: The caller itself has it, and would wait for itself.
             StoreError: As for :meth:`try_acquire`; the place in line is given up, or runs out.
         """
+        current_caller().refuse_to_wait(self)
         give_up_at = math.inf if timeout is None else self.clock() + timeout
         try:
             while True:
@@ -198,8 +213,7 @@ class Lock:
                 if self.clock() < granted_at + trust_in(handed.ttl):
                     return self._keep(claim, (handed.token,), granted_at, handed.ttl)
         except BaseException:  # a signal handler's, at whichever instruction
-            if claim.lease is None:
-                self.abandon(claim)
+            self.interrupted(claim)
             raise
 
     def park(
@@ -272,11 +286,32 @@ class Lock:
         signals.lock_acquired.send(sender=claim.sender, lease=lease)
         return lease
 
-    def abandon(self, claim: Claim) -> None:
-        """Give up a claim that was interrupted, or came too late: its place, and what it got."""
+    def interrupted(self, claim: Claim) -> None:
+        """
+        Give up a claim that an exception has cut short, where it has no lease.
+
+        The keeper does it where a second exception cuts this short, too.
+        """
+        if claim.lease is None:
+            self.keeper.clear(self.names, claim.owner)
+            if self.abandon(claim):
+                self.keeper.cleared(claim.owner)
+
+    def abandon(self, claim: Claim) -> bool:
+        """
+        Give up a claim that was not granted in time: its place, and what it got.
+
+        Returns:
+            Whether the server has answered.
+        """
         try:
             self.store.release(self.names, claim.owner)
         except StoreError as exc:
             logger.warning(
-                "Lock %r may be held for %.1f s by nobody: %s", self.key, self.timeout, exc
+                "Lock %r may stay taken for up to %.1f s with no live holder: %s",
+                self.key,
+                self.timeout,
+                exc,
             )
+            return False
+        return True

@@ -6,7 +6,10 @@ byte.  Nothing of the body is ever decoded here.
 
 from __future__ import annotations
 
+import math
+import reprlib
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
@@ -92,7 +95,7 @@ class Message:
             properties={
                 name: value
                 for name in (*PROPERTIES, "priority", "delivery_mode", "expiration")
-                if (value := (request.properties or {}).get(name)) is not None
+                if _can_be_sent(name, value := (request.properties or {}).get(name))
             },
             alone=not (request.chord or request.chain),
             body=bytes(body),
@@ -125,11 +128,16 @@ class Message:
             (message.exchange, message.routing_key),
             (message.headers, message.properties),
         )
-        if all(isinstance(one, str) for one in texts) and all(
+        if not all(isinstance(one, str) for one in texts) or not all(
             isinstance(one, dict) for one in tables
         ):
-            return message
-        raise ValueError("where it is to be sent, its headers or properties are none")
+            raise ValueError("where it is to be sent, its headers or properties are none")
+        if not all(isinstance(message.headers.get(name, ""), str) for name in ("id", "task")):
+            raise ValueError("its id or its task is no text")
+        wrong = [one for one in message.properties.items() if not _can_be_sent(*one)]
+        if wrong:
+            raise ValueError(f"it cannot be sent with {reprlib.repr(wrong[0])}")
+        return message
 
     def publish(
         self, producer: Producer, notes: dict[str, Any], declare: Sequence[Queue] = ()
@@ -164,6 +172,20 @@ class Message:
             retry_policy=RETRY,
             **about,
         )
+
+
+def _can_be_sent(name: str, value: Any) -> bool:
+    """Tell whether a broker takes a property; who sends to Redis can make it anything."""
+    if name == "expiration":
+        try:
+            return 0 <= float(value) < math.inf
+        except (TypeError, ValueError):
+            return False
+    if name in {"priority", "delivery_mode"}:
+        return isinstance(value, int)
+    if name == "timestamp":
+        return isinstance(value, (int, float, datetime))
+    return name not in PROPERTIES or isinstance(value, str)
 
 
 def keep_message(request: Request) -> None:

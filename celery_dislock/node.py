@@ -7,22 +7,26 @@ it is a replica: it was the master once, and a fresh connection may lead to the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import Batch
-from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.scripts import ACQUIRE, GRANTED, KINDS, PARK, PARKED, RELEASE
 from celery_dislock.urls import without_password
 from celery_dislock.wire import (
     AWAY,
-    SOCKET_TIMEOUT,
     Answered,
+    Silence,
     Wire,
     close,
     connect_within,
     connection_maker,
+    locks_of,
+    pack,
     store_error,
 )
 
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
     import redis
 
     from celery_dislock.batches import Call
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.scripts import Script
     from celery_dislock.wire import Command, Connect
 
@@ -93,6 +96,20 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the script may have run.
         """
+        return self.exchange(script, keys, *arguments, asking=asking)[0]
+
+    def exchange(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        *arguments: str | bytes | int,
+        asking: bool = False,
+    ) -> tuple[Any, bool]:
+        """
+        Run a script, see :meth:`run`; return its reply, and whether a reply before it was lost.
+
+        In that case the script may have run before, and its reply tell what it found then.
+        """
         named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
@@ -101,6 +118,10 @@ class Node:
                 return self._exchange((b"EVALSHA", script.sha, *named), before, then)
             except NoScriptError:
                 return self._exchange((b"EVAL", script.text, *named), before, then)
+        except DamagedLockError as exc:
+            exc.reason = self._wrong_kind(keys) or exc.reason
+            exc.args = (exc.server, exc.reason, exc.lock)
+            raise
         except _TooFewReplicas as exc:
             self.run(RELEASE, keys, arguments[0], 0, asking=asking)
             raise self._error(exc) from exc
@@ -116,7 +137,7 @@ class Node:
         Raises:
             StoreError: No reply came, or an error; the command may have been carried out.
         """
-        return self._exchange(command)
+        return self._exchange(command)[0]
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return what sends a command to each server that has locks: here one."""
@@ -127,10 +148,10 @@ class Node:
         command: Command,
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
-    ) -> Any:
+    ) -> tuple[Any, bool]:
         for attempt in range(1 + self._resends):
             try:
-                return self._wire.finish(self._wire.start(command, before), then)
+                return self._wire.finish(self._wire.start(command, before), then), attempt > 0
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:
@@ -139,15 +160,25 @@ class Node:
                     raise self._error(exc) from exc
                 self._pause(attempt * RESEND_PAUSE)
             except RedisError as exc:
-                raise self._error(exc) from exc
+                raise store_error(self.name, exc, locks_of(command)) from exc
         raise AssertionError("unreachable")  # pragma: no cover
+
+    def _wrong_kind(self, locks: Sequence[str]) -> str:
+        """Say which key of a lock is of a wrong type; empty where none is, or nobody tells."""
+        with contextlib.suppress(StoreError):
+            for key, kind in ((lock + end, kind) for lock in locks for end, kind in KINDS.items()):
+                found = self.send(b"TYPE", key).decode()
+                if found not in {kind, "none"}:
+                    return f"{key!r} is a {found}, not a {kind}"
+        return ""
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
         """See that replicas have what was granted or parked; WAIT is asked where it was written."""
         if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        connection.send_command(b"WAIT", self._min_replicas, int(patience * 1000))
+        wait = pack(connection, b"WAIT", self._min_replicas, int(patience * 1000))
+        connection.send_packed_command(wait, check_health=False)
         have = connection.read_response()
         if have < self._min_replicas:
             raise _TooFewReplicas(
@@ -160,6 +191,8 @@ class Node:
         Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
 
         Nothing is resent: what was taken may be lost with its reply, so ask the server what is.
+        The time is measured here: a server that has nothing else to do ends a BLPOP up to a tenth
+        of a second late.  The connection on which it had not answered by then is closed.
 
         Args:
             key: Name of the list.
@@ -175,7 +208,9 @@ class Node:
         before = (b"ASKING",) if asking else None
         try:
             connection = self._wire.start((b"BLPOP", key, seconds), before)
-            reply = self._wire.finish(connection, within=seconds + SOCKET_TIMEOUT)
+            reply = self._wire.finish(connection, within=seconds)
+        except Silence:
+            return None
         except (RedisError, OSError) as exc:
             raise self._error(exc) from exc
         return None if reply is None else reply[1]
@@ -210,7 +245,7 @@ class Node:
         connection: redis.Connection | None = None
         try:
             connection = connect_within(self._connect, within)
-            connection.send_command(*command)
+            connection.send_packed_command(pack(connection, *command), check_health=False)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
             raise self._error(exc) from exc

@@ -21,12 +21,9 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
-from celery_dislock.sending import (
-    TICKET_HEADER,
-    own_turn,
-    result_is_ignored,
-    ticket_of,
-)
+from celery_dislock.names import owners_start, ticket_name
+from celery_dislock.notes import notes_of
+from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +65,7 @@ class Parking:
         self._claim = claim
         self._process = process
         self._lines = process.lines
-        self._ticket = ticket_of(request)
+        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
         claim.ticket = self._ticket
         claim.settles = lock.timeout if task.acks_late else 0.0
 
@@ -131,7 +128,7 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request
-        ticket = Ticket(self._ticket, f"{request.id}@", self._is_marked(), message)
+        ticket = Ticket(self._ticket, owners_start(request.id), self._is_marked(), message)
         answer = lock.park(self._claim, self._lines, ticket, bounds)
         if isinstance(answer, Done):
             acknowledge_unrun(task, request, lock.key)
@@ -144,8 +141,8 @@ class Parking:
 
     def _is_marked(self) -> bool:
         """Tell whether the message says that its task was parked in this line."""
-        turn = own_turn(self._request)
-        if turn is None:
+        turn = notes_of(self._request).parked
+        if turn is None or turn[1] != self._ticket:
             return False
         if turn[0] == self._lock.names[0]:
             return True
@@ -193,7 +190,7 @@ def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> boo
     again = (request.delivery_info or {}).get("redelivered")
     if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
         return False
-    request.headers.pop(TICKET_HEADER)
+    notes_of(request).parked = None
     return True
 
 

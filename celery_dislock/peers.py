@@ -18,9 +18,9 @@ import redis
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.batches import LEAST, Batch, ask_all
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.urls import without_password
-from celery_dislock.wire import Silence, Wire, connection_maker, store_error
+from celery_dislock.wire import Silence, Wire, connection_maker, locks_of, store_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +101,7 @@ class Peer:
 
     def note(self, reply: Any) -> None:
         """Remember whether it answered."""
-        if isinstance(reply, StoreError):
+        if isinstance(reply, StoreError) and not isinstance(reply, DamagedLockError):
             self._error = reply
             if not self._failures:
                 self._failures = 1
@@ -151,7 +151,7 @@ class Peer:
             connection = self._wire.start(asked.again, within=left)
             return self._wire.finish(connection, within=left, undo=asked.undo)
         except redis.ResponseError as exc:
-            raise store_error(self.name, exc) from exc
+            raise store_error(self.name, exc, locks_of(asked.again)) from exc
         except Silence as exc:
             raise NoReplyError(self.name, "no reply in time") from exc
         except (RedisError, OSError) as exc:

@@ -6,8 +6,11 @@ else reads it from there.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from celery import bootsteps, current_app
 from celery._state import connect_on_app_finalize
@@ -16,21 +19,29 @@ from celery.signals import worker_process_init
 
 from celery_dislock import startup
 from celery_dislock.arrivals import ArrivalStep
+from celery_dislock.checks import optional, seconds
 from celery_dislock.comeback import release_left_behind
-from celery_dislock.exceptions import DislockError
+from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys import in_order
 from celery_dislock.reentrant import ReentrantLock
 from celery_dislock.runtime import Runtime
-from celery_dislock.settings import app_settings, check_servers, task_options
+from celery_dislock.settings import (
+    app_settings,
+    check_servers,
+    refuse_unknown,
+    task_options,
+)
 from celery_dislock.sweep import Sweep, interval
 from celery_dislock.task import SingletonTask, install, runtime_of
 from celery_dislock.values import check_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import timedelta
 
     from celery import Celery
     from celery.worker import WorkController
+    from typing_extensions import Self
 
 POOL_CHECK_EVERY = 0.25  # seconds
 
@@ -98,7 +109,20 @@ class Dislock:
         dislock.runtime = Runtime(lambda: conf)
         return dislock
 
-    def lock(self, key: str | Sequence[str], *, fair: bool = True, **options: Any) -> ReentrantLock:
+    def lock(  # noqa: PLR0913 -- each option is a parameter of its own
+        self,
+        key: str | Sequence[str],
+        *,
+        mode: Literal["exclusive", "shared"] | None = None,
+        limit: int | None = None,
+        watchdog_timeout: float | timedelta | None = None,
+        max_renew_times: int | None = None,
+        expire: float | timedelta | None = None,
+        on_lost: Literal["warn", "raise"] | None = None,
+        timeout: float | timedelta | None = None,
+        fair: bool = True,
+        **unknown: NoReturn,
+    ) -> ReentrantLock:
         """
         Make the lock of a key, for plain Python; the very one that tasks of that key take.
 
@@ -108,21 +132,75 @@ class Dislock:
         Args:
             key: What the lock is about: ``export:7``; or a list of keys, of which all are taken or
                 none.
+            mode: "exclusive" or "shared"; as the task option ``lock_mode``, and so for the others.
+                None, for each of them: the app's setting, else the default.
+            limit: Leases at a time, > 0.
+            watchdog_timeout: Expiry of the lease in seconds, > 0, renewed every third of it.
+            max_renew_times: Renewals until the lease is left to expire; 0 or less: no cap.
+            expire: A fixed expiry in seconds, > 0, instead of the watchdog.
+            on_lost: "warn" logs the loss; "raise" also raises LockLostError in the body of the
+                ``with`` block, where that can be interrupted.
+            timeout: Seconds, >= 0, for which ``with`` waits for the lock, then LockHeldError;
+                None: for as long as it takes.
             fair: False: pass those who wait, where the lock admits one more.
-            options: ``mode``, ``limit``, ``watchdog_timeout``, ``max_renew_times`` and
-                ``expire``: as the task options of these names, with or without their ``lock_``.
+            unknown: None is known beside these.
 
         Raises:
-            SettingsError: An option cannot be used.
+            SettingsError: An option is unknown, or cannot be used.
             LockKeyError: The key cannot, or there is none.
         """
-        declared = {_PYTHON_OPTIONS.get(name, name): value for name, value in options.items()}
-        resolved = task_options(f"lock {key!r}", declared, self.runtime.conf)
-        keys = in_order([check_key(one) for one in ([key] if isinstance(key, str) else key)])
-        return ReentrantLock(keys, resolved, self.runtime, fair=fair)
+        given = {
+            "lock_mode": mode,
+            "lock_limit": limit,
+            "lock_watchdog_timeout": watchdog_timeout,
+            "max_renew_times": max_renew_times,
+            "lock_expire": expire,
+            "lock_on_lost": on_lost,
+        }
+        owner = f"lock {key!r}"
+        refuse_unknown(owner, unknown, LOCK_OPTIONS)
+        try:
+            resolved = task_options(
+                owner, {n: v for n, v in given.items() if v is not None}, self.runtime.conf
+            )
+        except SettingsError as exc:
+            option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
+            raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
+        if resolved.lock_on_lost == "terminate" and on_lost is not None:
+            remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
+            raise SettingsError(owner, "on_lost", on_lost, remedy)
+        if on_lost is None:  # the app's setting is about its tasks
+            resolved = replace(resolved, lock_on_lost="warn")
+        try:
+            wait_for = optional(seconds(at_least=0))(timeout)
+        except ValueError as exc:
+            raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
+        given_keys: Any = key
+        several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
+        keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])
+        return ReentrantLock(keys, resolved, self.runtime, timeout=wait_for, fair=fair)
+
+    def close(self) -> None:
+        """
+        End the watchdog of this process and close its connections; blocks for a round trip at most.
+
+        Locks that are still held are renewed no more, and the log says so.  What is used afterwards
+        is made anew.
+        """
+        self.runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.close()
 
 
-_PYTHON_OPTIONS = {name: f"lock_{name}" for name in ("mode", "limit", "watchdog_timeout", "expire")}
+LOCK_OPTIONS = [
+    name
+    for name, parameter in inspect.signature(Dislock.lock).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+]
 
 
 class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]

@@ -21,8 +21,10 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import Message
+from celery_dislock.names import task_id_of
+from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.parking import withdraw
-from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER, result_is_ignored
+from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -124,7 +126,9 @@ class Postman:
         for ticket in tickets:
             try:
                 # Results that come by messages are not for us to take.
-                state = backend.get_state(_id_of(ticket)) if backend.persistent else states.PENDING
+                state = (
+                    backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
+                )
             except NotImplementedError:  # there are no results
                 return
             except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
@@ -156,10 +160,6 @@ class Postman:
             call_errbacks=False,
             state=states.REVOKED,
         )
-
-
-def _id_of(ticket: str) -> str:
-    return ticket.rsplit(":", 2)[0]
 
 
 def _not_sent(turns: Iterable[Turn], error: Exception) -> None:

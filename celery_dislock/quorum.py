@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.peers import NoReplyError, Peer, Peers
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
@@ -107,6 +107,12 @@ class Quorum:
         return self._decide(
             script, self._peers.ask(script, keys, *arguments, within=self._patience)
         )
+
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """See :meth:`celery_dislock.node.Node.exchange`; lost replies are counted as they come."""
+        return self.run(script, keys, *arguments), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
@@ -226,6 +232,10 @@ class Quorum:
 
     def _too_few(self, replies: Sequence[Any]) -> StoreError:
         errors = [reply for reply in replies if isinstance(reply, StoreError)]
+        damaged = [error for error in errors if isinstance(error, DamagedLockError)]
+        if damaged and len(replies) - len(errors) + len(damaged) >= self._peers.majority:
+            first = damaged[0]
+            return DamagedLockError(self.name, f"{first.server}: {first.reason}", first.lock)
         told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
         error = StoreError(self.name, f"{told}; {errors[0]}")
         error.__cause__ = errors[0]

@@ -26,7 +26,8 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import TaskParked, keep_message
-from celery_dislock.sending import TICKET_HEADER
+from celery_dislock.names import execution_start
+from celery_dislock.notes import TICKET_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +37,6 @@ CHECK_EVERY = 0.05  # seconds between two looks at a process that is about to en
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
-
-
-def execution_start(task_id: str, hostname: str, pid: int) -> str:
-    """The part of an owner's name that the main process knows as well as the child."""
-    return f"{task_id}@{hostname}:{pid}/"
 
 
 @cache

@@ -16,6 +16,7 @@ from celery_dislock.interrupt import running_here
 if TYPE_CHECKING:
     from celery_dislock.leases import Lease
 
+STOPPING = {"raise", "terminate"}  # actions that stop a body
 KILL_AFTER = 1.0  # seconds that a body is given to stop before its pool process is killed
 
 logger = logging.getLogger("celery_dislock")
@@ -33,10 +34,24 @@ class Running:
     """A body that is stopped when its lease ends under it, where its task asks for that."""
 
     def __init__(self, lease: Lease) -> None:
+        self._lease = lease
         self._target = running_here()
         self._mutex = threading.Lock()
         self._ended = False
         lease.on_end = self._stop
+
+    def begin(self) -> None:
+        """
+        Begin, unless the lease has ended already and the task asks to be stopped for that.
+
+        Raises:
+            LockLostError: It has; the body must not run.
+        """
+        lease = self._lease
+        options = lease.lock.options
+        action = options.lock_on_lost if lease.lost else options.lock_on_cap
+        if (lease.lost or lease.capped) and action in STOPPING:
+            raise LockLostError(lease.key, lease.why_ended)
 
     def end(self) -> None:
         """The body has ended; from here on nothing is thrown into it."""
@@ -45,7 +60,7 @@ class Running:
         self._target.disarm()
 
     def _stop(self, lease: Lease, action: str) -> None:
-        if action not in {"raise", "terminate"}:
+        if action not in STOPPING:
             return
         error = LockLostError(lease.key, lease.why_ended)
         if action == "raise":

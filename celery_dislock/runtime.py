@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import threading
 from functools import cached_property
 from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.interrupt import patched_by
 from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
 from celery_dislock.settings import app_settings
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.answers import Turn
-    from celery_dislock.claims import Claim
     from celery_dislock.exceptions import StoreError
     from celery_dislock.options import TaskOptions
     from celery_dislock.settings import AppSettings
@@ -44,6 +43,7 @@ _CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transpor
 # How the server is found, but not for how long it is waited for: locks have times of their own.
 _TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
 _CREDENTIALS = "credential_provider"
+DAMAGED_MOST = 1000  # locks that a process remembers to have reported
 
 
 logger = logging.getLogger("celery_dislock")
@@ -172,6 +172,12 @@ class Runtime:
         home = self._publisher.home if self._publisher else ""
         return f"{self.settings.dislock_prefix}:sweep:{{{home}}}"
 
+    def close(self) -> None:
+        """End what this process has of it; made anew when it is needed again."""
+        process = self._by_pid.pop(os.getpid(), None)
+        if process is not None:
+            process.close()
+
     def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
         """Make the lock of these keys; asks nobody."""
         process = self.process
@@ -181,16 +187,6 @@ class Runtime:
         """Names in Redis; the braces keep all that belongs to one lock in one slot of a cluster."""
         prefix = self.settings.dislock_prefix
         return tuple([f"{prefix}:{{{key}}}" for key in keys])
-
-
-class Held:
-    """What one thread holds of one lock, in plain Python, and how often it has taken it."""
-
-    __slots__ = ("claim", "depth")
-
-    def __init__(self, claim: Claim) -> None:
-        self.claim = claim
-        self.depth = 1
 
 
 class Process:
@@ -216,8 +212,10 @@ class Process:
         )
         self.lines = Lines(self.store.lock_server, settings.dislock_prefix, home, self._hand_over)
         self.watchdog = Watchdog(self.store)
-        self._held = threading.local()
+        self._patched = patched_by()
+        self._warned = False
         self._away = False
+        self._damaged: set[str] = set()
         self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
         self._counter = count(1)
 
@@ -240,20 +238,44 @@ class Process:
         if tickets and self._publisher is not None:
             self._publisher.end_unclaimed(self.lines, lock, tickets)
 
-    @property
-    def held_here(self) -> dict[tuple[str, ...], Held]:
-        """What this thread, or greenlet, holds in plain Python, by the keys of the lock."""
-        try:
-            held: dict[tuple[str, ...], Held] = self._held.by_keys
-        except AttributeError:
-            held = self._held.by_keys = {}
-        return held
+    def close(self) -> None:
+        """End the watchdog, and close the connections that are not in use."""
+        watched = len(self.watchdog)
+        self.watchdog.stop()
+        self.store.close()
+        if watched:
+            logger.warning(
+                "Closed while %d lock(s) of this process were held: they are renewed no more, and "
+                "end with their expiry unless they are released before.",
+                watched,
+            )
+
+    def check_patching(self) -> None:
+        """Warn, once, where gevent or eventlet patched this process after its first lock."""
+        if not self._warned and patched_by() != self._patched:
+            self._warned = True
+            logger.warning(
+                "%s patched this process after its first lock was used: the watchdog and the "
+                "connections made before are not patched, and block all greenlets. Patch first, "
+                "before anything else is imported.",
+                patched_by() or "Something",
+            )
 
     def lock_server_failed(self, error: StoreError) -> None:
-        """Say that the lock server is away; once, until it has answered."""
-        if not self._away:
+        """Say that the lock server is away, once until it answers; or that a lock is damaged."""
+        if isinstance(error, DamagedLockError):
+            self._report_damage(error)
+        elif not self._away:
             self._away = True
             logger.warning("While this lasts no task can take a lock: %s", error)
+
+    def _report_damage(self, error: DamagedLockError) -> None:
+        if error.lock in self._damaged:
+            return
+        if len(self._damaged) >= DAMAGED_MOST:
+            self._damaged.clear()
+        self._damaged.add(error.lock)
+        logger.error("Tasks of one lock cannot run, and all others go on: %s.", error)
 
     def lock_server_answered(self) -> None:
         """Say that it is back, where it was away."""

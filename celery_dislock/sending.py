@@ -1,8 +1,6 @@
 """What a task sends under its own id: again for later, or once its lock is free.
 
-A message that is sent again carries notes in its headers.  They are about the wait for one lock,
-so they are taken off as soon as that lock is had: Celery copies the headers of a task into its
-retries and replacements, and what those meet is a wait of its own.
+A message that is sent again carries notes in its headers; see :mod:`celery_dislock.notes`.
 """
 
 from __future__ import annotations
@@ -16,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore, Reject
 from kombu.exceptions import OperationalError
 
+from celery_dislock.notes import HELD_HEADER, PUT_OFF_MOST_TIMES, READERS, notes_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -24,21 +24,6 @@ if TYPE_CHECKING:
 
 PUT_OFF_FIRST = 1.0  # seconds; doubled each time
 PUT_OFF_MOST = 60.0  # seconds
-PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
-RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
-HELD_HEADER = "dislock_held"  # owner that has left its lease to this delivery
-GIVEN_UP_HEADER = "dislock_given_up"  # owners that asked in vain, and may be granted the lock
-TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task whose turn it is
-REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
-NOTES = (
-    PUT_OFF_HEADER,
-    RETRY_UNTIL_HEADER,
-    HELD_HEADER,
-    GIVEN_UP_HEADER,
-    TICKET_HEADER,
-    REPLACED_HEADER,
-)
-
 logger = logging.getLogger("celery_dislock")
 
 
@@ -48,7 +33,6 @@ def put_off(
     reason: str,
     *,
     at_most: float = PUT_OFF_MOST,
-    notes: Mapping[str, Any] | None = None,
     level: int = logging.WARNING,
 ) -> float:
     """
@@ -62,7 +46,6 @@ def put_off(
         request: Its delivery.
         reason: Why, for the log.
         at_most: Seconds after which the reason is gone at the latest.
-        notes: Headers for the next delivery.
         level: Of the log line.
 
     Returns:
@@ -71,13 +54,14 @@ def put_off(
     Raises:
         Reject: The broker is away, and has the message still: it is to be delivered again.
     """
-    headers = dict(request.as_execution_options()["headers"] or {})
-    times = int(headers.get(PUT_OFF_HEADER, 0))
-    backoff = PUT_OFF_FIRST * 2.0 ** min(times, 10)
+    notes = notes_of(request)
+    backoff = PUT_OFF_FIRST * 2.0 ** min(notes.put_off, 10)
     jitter = random.uniform(0.75, 1.25)  # noqa: S311 -- no secret
     countdown = max(min(backoff, at_most, PUT_OFF_MOST), PUT_OFF_FIRST) * jitter
-    headers.update(notes or {})
-    headers[PUT_OFF_HEADER] = times + 1
+    notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
+    given = request.as_execution_options()["headers"] or {}
+    headers = {name: value for name, value in given.items() if name not in READERS}
+    headers.update(notes.to_headers())
     # Celery before 5.7 forgets this one.
     kept = {name: value for name, value in vars(request).items() if name == "ignore_result"}
     signature = task.signature_from_request(
@@ -103,37 +87,6 @@ def put_off(
         level, "Task %s[%s] put off for %.1f s: %s", task.name, request.id, countdown, reason
     )
     return countdown
-
-
-def take_note(request: Context, header: str) -> Any:
-    """Return what a note says; None where there is none."""
-    return (request.headers or {}).get(header)
-
-
-def ticket_note(request: Context) -> tuple[str, str] | None:
-    """Return the lock and the ticket of a parked task; None where the message was not parked."""
-    note = take_note(request, TICKET_HEADER)
-    if isinstance(note, (list, tuple)) and len(note) == 2:  # noqa: PLR2004 -- a pair
-        return str(note[0]), str(note[1])
-    return None
-
-
-def ticket_of(request: Context) -> str:
-    """Name the ticket of this delivery of work: task id, retries, and how often it was replaced."""
-    return f"{request.id}:{request.retries or 0}:{request.replaced_task_nesting or 0}"
-
-
-def own_turn(request: Context) -> tuple[str, str] | None:
-    """Return lock and ticket where the message says that it is its own task's turn there."""
-    note = ticket_note(request)
-    return note if note is not None and note[1] == ticket_of(request) else None
-
-
-def forget_notes(request: Context) -> None:
-    """Take the notes off the delivery: its lock is had."""
-    if request.headers:
-        for header in NOTES:
-            request.headers.pop(header, None)
 
 
 def result_is_ignored(task: Task, request: Context) -> bool:

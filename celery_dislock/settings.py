@@ -31,7 +31,7 @@ from celery_dislock.options import ALONE, BELONG_TO, TaskOptions, declare
 from celery_dislock.urls import NO_REPLICAS, ONLY_EXCLUSIVE, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,12 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
         SettingsError: An option cannot be used, or looks like one that is misspelt.
     """
     known = [f.name for f in fields(TaskOptions)]
-    for name, value in declared.items():
-        near = get_close_matches(name, known, 1, NEAR_MISS)
-        if name not in known and (near or name.startswith("lock_")):
-            raise SettingsError(owner, name, value, f"no such option{did_you_mean(name, known)}")
+    suspicious = {
+        name: value
+        for name, value in declared.items()
+        if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS)
+    }
+    refuse_unknown(owner, suspicious, known)
     check_settings(conf)
 
     values: dict[str, Any] = {}
@@ -145,6 +147,19 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             remedy = f"it belongs to {other}={value!r}: give that too, or leave it out"
             raise SettingsError(owner, name, declared[name], remedy)
     return options
+
+
+def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+    """
+    Refuse an option that does not exist.
+
+    Raises:
+        SettingsError: Names the option, and the one that was probably meant.
+    """
+    for name, value in given.items():
+        if name not in known:
+            near = did_you_mean(name.removeprefix("lock_"), known) or did_you_mean(name, known)
+            raise SettingsError(owner, name, value, f"no such option{near}")
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:

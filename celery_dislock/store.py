@@ -17,6 +17,7 @@ from celery_dislock.answers import (
     milliseconds,
     refused,
     renewed,
+    text,
     turns,
 )
 from celery_dislock.connections import SOCKET_TIMEOUT, locks_pattern, scan, server_for
@@ -237,8 +238,9 @@ class Store:
                 may run.  0: it is done, and no copy is to run.
 
         Returns:
-            True where the owner still held all of them; False where one was gone, which is also the
-            answer to a release that is sent again.
+            True where the owner held all of them until now.  That is assumed where a reply was
+            lost on the way: the command was sent again, and may have found its own work.  False
+            where one was gone before.
 
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
@@ -280,14 +282,16 @@ class Store:
         given: list[Turn] = []
         for together in self.lock_server.together(locks):
             try:
-                reply = self.lock_server.run(script, together, owner, at_least_ms, *publisher)
+                reply, resent = self.lock_server.exchange(
+                    script, together, owner, at_least_ms, *publisher
+                )
             except StoreError as exc:  # of one node; the others are not to wait for it
                 error = exc
                 continue
             if isinstance(reply, list):
                 reply, told = reply
                 given += turns(told)
-            ended += reply
+            ended += len(together) if resent and script is RELEASE else reply
         if given and self._hand_over is not None:
             self._hand_over(given)
         if error is not None:
@@ -317,6 +321,23 @@ class Store:
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
         replies = iter(self.lock_server.run_many(RENEW, calls, within=within))
         return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
+
+    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
+        """
+        End what many owners hold or wait for that are over, in one pipelined round trip.
+
+        For one thread only, as :meth:`renew`, on the same connection.  Parked tasks have their turn
+        when the next sweep comes by.
+
+        Args:
+            owners: Names of the locks in Redis and the owner, each.
+            within: Seconds for the connection, where there is none yet, and for the first reply.
+
+        Raises:
+            StoreError: The server did not answer; any of them may have been ended.
+        """
+        calls = [(lock, owner, 0) for locks, owner in owners for lock in locks]
+        self.lock_server.run_many(RELEASE, calls, within=within)
 
     def ping(self) -> dict[str, Any]:
         """
@@ -369,7 +390,7 @@ class Store:
             StoreError: The server did not answer.
         """
         mark: bytes | None = self.lock_server.run(RECALL, [lock], task_id)
-        return None if mark is None else mark.decode()
+        return None if mark is None else text(mark)
 
     def close(self) -> None:
         """Close the connections that are not in use."""

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from celery_dislock.answers import Granted
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT
 
 if TYPE_CHECKING:
@@ -108,6 +108,9 @@ class Sweep:
             return 1
         total, self._cursor, found = process.lines.page(self._cursor, PAGE)
         for lock, swept in process.lines.sweep(list(found)).items():
+            if isinstance(swept, DamagedLockError):
+                process.lock_server_failed(swept)
+                continue
             process.tell_replaced(lock, swept.replaced)
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:

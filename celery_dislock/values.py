@@ -20,9 +20,9 @@ DIGEST_MARK = "%#"
 _HEAD_BYTES = MAX_KEY_BYTES - len(DIGEST_MARK) - DIGEST_CHARS
 
 # C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot carry.
-_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
-ENCODED = r":%{}<>" + _CONTROL
-FORBIDDEN = re.compile(rf"[{{}}{_CONTROL}]")  # braces delimit the hash tag of the Redis name
+CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
+ENCODED = r":%{}<>" + CONTROL
+FORBIDDEN = re.compile(rf"[{{}}{CONTROL}]")  # braces delimit the hash tag of the Redis name
 ALLOWED = "str, int, bool, UUID, Enum, date, datetime or Decimal"
 
 

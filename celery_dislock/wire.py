@@ -10,6 +10,7 @@ reply on it might belong to the command before.
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -26,11 +27,11 @@ from redis.exceptions import (
 )
 from redis.retry import Retry
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.urls import redis_options, redis_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     Command = tuple[str | bytes | float, ...]
     # Given the seconds it may take to find the server, or None for the options' own.
@@ -44,6 +45,14 @@ CLUSTER_ERRORS = {  # those that redis-py 5 does not tell from others
     "MOVED": MovedError,
     "TRYAGAIN": TryAgainError,
 }
+
+# What a script answers where a key of its lock, or a record in it, is not as the scripts write it.
+DAMAGE = re.compile(r"WRONGTYPE|dislock: |is not an integer|(?<!@)user_script:\d+: ")
+# What Redis puts around that: before 7.0 in front of it, and from then on behind it.
+AROUND = re.compile(
+    r"^Error running script \(.*?\): (@?user_script:\d+: )*|dislock: "
+    r"| script: \w+, on @user_script.*$"
+)
 
 # What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
@@ -91,9 +100,9 @@ class Wire:
             connection = connect_within(self._connect, within)
         try:
             if before:
-                connection.send_command(*before)
+                connection.send_packed_command(pack(connection, *before), check_health=False)
                 connection.read_response()
-            connection.send_packed_command(connection.pack_command(*command), check_health=False)
+            connection.send_packed_command(pack(connection, *command), check_health=False)
         except BaseException:
             close(connection)
             raise
@@ -130,8 +139,7 @@ class Wire:
         except BaseException as exc:
             if undo and isinstance(exc, Silence):
                 with contextlib.suppress(RedisError, OSError):
-                    packed = connection.pack_command(*undo)
-                    connection.send_packed_command(packed, check_health=False)
+                    connection.send_packed_command(pack(connection, *undo), check_health=False)
             close(connection)
             raise
         self._idle.append(connection)
@@ -186,6 +194,8 @@ def connection_maker(
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
+    if arguments.get("db"):
+        arguments["db"] = str(arguments["db"])  # see pack(): redis-py sends it as it is
     return lambda **more: kind(**{**arguments, **more})
 
 
@@ -202,6 +212,17 @@ def _use_provider(arguments: dict[str, Any]) -> None:
     for name in ("username", "password"):
         arguments.pop(name, None)
     arguments["credential_provider"] = provider
+
+
+def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
+    """
+    Pack a command for its way, numbers as text.
+
+    hiredis 3.5 can crash the process where a signal handler raises while it packs an int.
+    """
+    return connection.pack_command(
+        *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
+    )
 
 
 def connect_within(connect: Connect, within: float | None) -> redis.Connection:
@@ -250,8 +271,26 @@ def close(connection: redis.Connection | None) -> None:
         connection.disconnect()
 
 
-def store_error(name: str, exc: BaseException) -> StoreError:
-    """Make the error of the server of this name, with its cause."""
-    error = StoreError(name, str(exc) or type(exc).__name__)
+def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> StoreError:
+    """
+    Make the error of a server, with its cause.
+
+    Args:
+        name: The server's.
+        exc: What went wrong.
+        locks: Names of the locks that it was asked about by a script; empty: none.
+    """
+    reason = str(exc) or type(exc).__name__
+    error = StoreError(name, reason)
+    if locks and isinstance(exc, ResponseError) and DAMAGE.search(reason):
+        error = DamagedLockError(name, AROUND.sub("", reason), ", ".join(locks))
     error.__cause__ = exc
     return error
+
+
+def locks_of(command: Command) -> list[str]:
+    """Name the locks that a command is about, where it runs a script."""
+    if command[0] not in {b"EVAL", b"EVALSHA"}:
+        return []
+    number = int(command[2])
+    return [str(key) for key in command[3 : 3 + number]]

@@ -50,4 +50,16 @@ ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")
 
+# What the keys of a lock are, by what follows its name.
+KINDS = {
+    "": "hash",
+    ":line": "zset",
+    ":places": "hash",
+    ":tickets": "hash",
+    ":handed": "zset",
+    ":running": "hash",
+    ":replaced": "hash",
+    ":aside": "hash",
+}
+
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # how park.lua's answers begin, and acquire.lua's

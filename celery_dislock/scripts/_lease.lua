@@ -36,12 +36,22 @@ local now = math.floor(now_us / 1000)
 
 local lock, line, places  -- all that follows is about this lock
 
+local newest  -- highest token known of its leases, also of those that this script has ended
+
 local function use(key)
   lock, line, places = key, key .. ':line', key .. ':places'
+  newest = 0
+end
+
+-- The lock cannot be used: what is there was written by hand, or by a later version.
+local function damaged(what, record)
+  local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
+  error('dislock: ' .. what .. ' cannot be read: ' .. shown, 0)
 end
 
 local function parse(lease)
-  local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) (.*)$')
+  local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) ([xs] .*)$')
+  if not expires then damaged('a lease in it', lease) end
   return tonumber(expires), tonumber(token), tonumber(acquired), rest
 end
 
@@ -69,14 +79,14 @@ local function finish(owner, lease, at_least_ms)
   end
 end
 
--- The live leases: how many of each mode, the newest token, and which of them ends first.
+-- The live leases: how many of each mode, and which of them ends first.
 -- Returns the lease of *owner*, where it is among them.
 local counted = {x = 0, s = 0}
-local newest, first, first_expires, first_rest = 0, nil, nil, nil
+local first, first_expires, first_rest = nil, nil, nil
 
 local function count_leases(owner)
   local mine = nil
-  counted.x, counted.s, newest, first = 0, 0, 0, nil
+  counted.x, counted.s, first = 0, 0, nil
   local leases = redis.call('HGETALL', lock)
   for i = 1, #leases, 2 do
     local expires, token, _, rest = parse(leases[i + 1])

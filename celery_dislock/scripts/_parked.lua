@@ -68,9 +68,23 @@ local function parse_claim(record)
   return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or 0
 end
 
+-- Claims end by themselves: one whose process died, and one whose last release never came.  A
+-- copy that is to find one comes before that.  The hash lives as long as the longest of them.
+local function tidy_claims()
+  local last = 0
+  local claims = redis.call('HGETALL', running)
+  for i = 1, #claims, 2 do
+    local _, claimed, settles = parse_claim(claims[i + 1])
+    local ends = settles > 0 and settles + DONE_MS or claimed + CLAIMED_MS
+    if ends <= now then redis.call('HDEL', running, claims[i]) end
+    last = math.max(last, ends)
+  end
+  if last > now then redis.call('PEXPIRE', running, last - now) end
+end
+
 local function write_claim(ticket, joined, claimed, settles)
   redis.call('HSET', running, ticket, string.format('1 %.0f %.0f %.0f', joined, claimed, settles))
-  redis.call('PEXPIRE', running, CLAIMED_MS)
+  tidy_claims()
 end
 
 local function drop_ticket(ticket)
@@ -93,6 +107,7 @@ local function forget(ticket)
   redis.call('ZREM', line, ticket .. '#')
   redis.call('ZREM', handed, ticket)
   local was_running = redis.call('HDEL', running, ticket) == 1
+  if was_running then tidy_claims() end
   return drop_ticket(ticket) or was_running
 end
 

@@ -15,6 +15,7 @@
 
 home = ARGV[1]
 use_parked(KEYS[1])
+count_leases()  -- before a reservation goes: the next token is to be higher than its
 local left = forget(ARGV[2])
 left = redis.call('HDEL', lock .. ':replaced', ARGV[2]) == 1 or left
 if ARGV[3] ~= '' then set_aside(ARGV[2], ARGV[3]) end

@@ -9,4 +9,4 @@
 
 -- include: _lease
 
-return redis.call('GET', KEYS[1] .. ':done:' .. ARGV[1])
+return redis.call('GET', KEYS[1] .. ':mark:' .. ARGV[1])

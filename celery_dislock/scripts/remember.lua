@@ -7,8 +7,9 @@
 --
 -- Returns   nothing
 --
--- The mark is the string <lock>:done:<task id>.  Sent twice, it is there all the same.
+-- The mark is the string <lock>:mark:<task id>, apart from those of parked tasks: an id may look like
+-- another task's ticket.  Sent twice, it is there all the same.
 
 -- include: _lease
 
-redis.call('SET', KEYS[1] .. ':done:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])
+redis.call('SET', KEYS[1] .. ':mark:' .. ARGV[1], ARGV[2], 'PX', ARGV[3])

@@ -16,10 +16,7 @@ local lease = redis.call('HGET', lock, ARGV[1])
 if not lease then return 0 end
 
 local expires, token, acquired, rest = parse(lease)
-if expires <= now then
-  redis.call('HDEL', lock, ARGV[1])
-  return 0
-end
+if expires <= now then return 0 end  -- left there: the next token is to be higher than its
 
 write(ARGV[1], now + ARGV[2], token, acquired, rest)
 live_at_least(lock, tonumber(ARGV[2]))

@@ -26,13 +26,7 @@ if anyone_waits() then
     if redis.call('EXISTS', key) == 1 then keep(key) end
   end
 end
-if redis.call('HLEN', running) > counted.x + counted.s then  -- some of them died
-  local claims = redis.call('HGETALL', running)
-  for i = 1, #claims, 2 do
-    local _, claimed = parse_claim(claims[i + 1])
-    if claimed + CLAIMED_MS < now then redis.call('HDEL', running, claims[i]) end
-  end
-end
+if redis.call('HLEN', running) > counted.x + counted.s then tidy_claims() end  -- some of them died
 local unclaimed = {}
 for _, ticket in ipairs(redis.call('ZRANGE', handed, 0, TURNS_MOST - 1)) do
   local joined, times = parse_ticket(redis.call('HGET', tickets, ticket) or '')

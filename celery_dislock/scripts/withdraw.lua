@@ -23,6 +23,7 @@ local record = ticket ~= 'bytes' and redis.call('HGET', tickets, ticket)
 if not record then
   return {delivery ~= '' and redis.call('GET', mark) == delivery and 1 or 0, turns}
 end
+count_leases()  -- before a reservation goes: the next token is to be higher than its
 if delivery == '' then
   set_aside(ticket, record)
 else

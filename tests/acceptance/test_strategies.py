@@ -349,7 +349,7 @@ def test_a_copy_of_a_task_that_has_succeeded_is_acknowledged_unrun(fleet, scene)
     another = fleet.send(scenarios.hold_once, scene.key)
     assert another.get(timeout=LIMIT)["held"] is True
     for one in (task_id, another.id):
-        mark = f"{scene.lock}:done:{one}"
+        mark = f"{scene.lock}:mark:{one}"
         wait_for("the mark says done", lambda mark=mark: scene.redis.get(mark)[:4] == "done")
         assert 0 < scene.redis.pttl(mark) <= LONG * 1000
         scene.redis.delete(mark)

@@ -110,6 +110,12 @@ def _turn_was_given(_postman, _lines, turns):
         place("turn", task_id)
 
 
+@before(Lines, "park")
+def _is_about_to_be_parked(_lines, _lock, _owner, _ttl, _holder, ticket):
+    if ticket.message:
+        place("parking", ticket.name.rsplit(":", 2)[0])
+
+
 @after(Parking, "park", TaskParked)
 def _was_parked(parking, *_):
     record("parked", parking._request.id)

@@ -131,6 +131,52 @@ class TestCrashes:
         assert len(shared.events("end", doomed)) == crash.ends
         assert len(shared.events("begin", following)) == 1
 
+    @pytest.mark.parametrize("victim", ["child", "worker"])
+    def test_what_was_not_in_line_yet_comes_back_if_it_is_acknowledged_late(
+        self, shared, key, victim
+    ):
+        """Its process dies with the message in hand: the broker still has it, and it runs once."""
+        shared.start_pair()
+        holder, doomed = hold(shared, key), f"{key}-doomed"
+        shared.arm("parking", doomed, victim)
+        shared.send("late", key, doomed)
+        shared.wait_for_event("dies", doomed)
+        shared.start_pair()
+        shared.wait_until_in_line(key, doomed)
+        shared.open_gate(holder)
+        wait_for(lambda: shared.state(doomed) == "SUCCESS", "its result", LIMIT)
+        assert len(shared.events("begin", doomed)) == 1
+
+    @pytest.mark.parametrize(("victim", "state"), [("child", "FAILURE"), ("worker", "PARKED")])
+    def test_what_was_not_in_line_yet_is_lost_if_it_was_acknowledged_early(
+        self, shared, key, victim, state
+    ):
+        """As any task of Celery's whose process dies; the line goes on without it."""
+        shared.start_pair()
+        holder, doomed = hold(shared, key), f"{key}-doomed"
+        shared.arm("parking", doomed, victim)
+        shared.send("early", key, doomed)
+        shared.wait_for_event("dies", doomed)
+        shared.start_pair()
+        line_up(shared, key, "early", "next")
+        shared.open_gate(holder)
+        shared.wait_for_event("released", f"{key}-next")
+        shared.wait_until_free(key)
+        wait_for(lambda: shared.state(doomed) == state, f"the result is {state}", LIMIT)
+        assert shared.events("begin", doomed) == []
+
+    def test_what_is_in_line_fails_with_its_child_until_it_runs(self, shared, key):
+        """The main process cannot tell that it was parked: it says FAILURE, and the run SUCCESS."""
+        shared.start_pair()
+        holder, doomed = hold(shared, key), f"{key}-doomed"
+        shared.arm("parked", doomed, "child")
+        shared.send("early", key, doomed)
+        shared.wait_for_event("dies", doomed)
+        wait_for(lambda: shared.state(doomed) == "FAILURE", "the result is FAILURE", LIMIT)
+        shared.open_gate(holder)
+        wait_for(lambda: shared.state(doomed) == "SUCCESS", "the result is SUCCESS", LIMIT)
+        assert len(shared.events("begin", doomed)) == 1
+
     def test_nothing_comes_later(self, shared):
         """After all of that no message is left, and no task has run more often than it was to."""
         before = shared.runs()

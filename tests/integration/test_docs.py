@@ -83,10 +83,11 @@ def test_the_tasks_of_a_page_can_be_bound(page):
     assert len(bound.stdout.split()) == tasks
 
 
-def test_every_promise_about_parked_tasks_has_its_test():
+@pytest.mark.parametrize("heading", ["Parked tasks", "Somebody who can publish messages"])
+def test_every_promise_of_a_table_has_its_test(heading):
     """The last column of that table in docs/guarantees.md names tests that exist."""
     text = (DOCS / "guarantees.md").read_text("utf-8")
-    table = text.partition("\n## Parked tasks\n")[2].partition("\n## ")[0]
+    table = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     names = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
     assert len(names) == len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without its heading
     tests = "".join(

@@ -16,7 +16,10 @@ from redis.crc import key_slot
 from celery_dislock import lines as lines_module
 from celery_dislock import store as store_module
 from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
+from celery_dislock.claims import in_words
+from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.lines import Bounds, Lines, Ticket
+from celery_dislock.names import execution_start, owners_start, ticket_name
 from celery_dislock.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
@@ -32,6 +35,7 @@ INDEX = "dislock:lines:here"
 LONG = 1_000_000.0  # seconds: no such lease runs out by itself
 TURN = 5  # seconds that leases of parked tasks last, and their first turn
 LAST_TURN = 300
+HOUR = 3600
 SHARED = {"mode": "shared"}
 AWKWARD = [
     b"\0",
@@ -525,6 +529,24 @@ class TestTurns:
         broker.store.release_dead([LOCK], "a@w:1/")
         assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
 
+    def test_its_token_is_newer_though_the_clock_was_set_back(self, broker, held, driven):
+        """A claimed turn has a greater token than the holder before it, whatever the clock says."""
+        broker.park("second")
+        newest = broker.store.holders(LOCK)[0].token
+        driven(-60)
+        broker.end("first")
+        assert broker.ask("second", marked=True).tokens[0] > newest
+
+    def test_the_next_token_is_newer_though_a_turn_was_given_up(self, broker, held, driven):
+        """Who has the turn after one that left has a greater token than the one before that."""
+        broker.park("second")
+        broker.park("third")
+        newest = broker.store.holders(LOCK)[0].token
+        broker.end("first")
+        driven(-60)
+        broker.leave("second")
+        assert broker.ask("third", marked=True).tokens[0] > newest
+
 
 class TestWaitersAndParked:
     def wait(self, broker, owner, place=LONG):
@@ -743,10 +765,12 @@ class TestSweep:
         """An empty page costs nothing."""
         assert broker.lines.sweep([]) == {}
 
-    def test_what_cannot_be_looked_at_is_missing(self, broker, redis_client):
+    def test_a_line_whose_lock_is_damaged_is_told(self, broker, redis_client):
         """A key of another kind spoils its own line only."""
         redis_client.set(name_of("odd"), "no lock", ex=60)
-        assert broker.lines.sweep([name_of("odd"), LOCK]) == {LOCK: Swept(0, {})}
+        found = broker.lines.sweep([name_of("odd"), LOCK])
+        assert isinstance(found.pop(name_of("odd")), DamagedLockError)
+        assert found == {LOCK: Swept(0, {})}
 
 
 class TestBounds:
@@ -899,6 +923,193 @@ class TestLeaving:
         assert [h.owner for h in broker.store.holders(LOCK)] == [owner_of("a", 2)]
         assert broker.end("a", copy=2) is True
         assert not left(redis_client)
+
+
+class TestSettling:
+    """Claims of tasks that have ended, and whose last release may never come."""
+
+    def settle(self, broker, task, copy=2, seconds=TURN, **terms):
+        """The body ends, and its result is on its way."""
+        ticket = f"{task}:0:0"
+        broker.store.release([LOCK], owner_of(task, copy), ticket=ticket, settles=seconds, **terms)
+
+    def test_a_claim_whose_last_release_was_lost_ends_by_itself(
+        self, broker, held, driven, redis_client
+    ):
+        """No sweep comes by any more: it is kept for the two hours in which a copy may come."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        self.settle(broker, "a")
+        driven(TURN)
+        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)  # its process died
+        self.settle(broker, "a", copy=3)
+        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
+        driven(TURN + 2 * HOUR)
+        assert left(redis_client) == set()
+
+    def test_claims_of_bodies_that_run_are_kept_beside_it(self, broker, driven, redis_client):
+        """Of several that share the lock, what has settled ends; what may come again stays."""
+        broker.ask("first")
+        for task in "ab":
+            broker.park(task, **SHARED)
+        broker.end("first")
+        for task in "ab":
+            broker.ask(task, copy=2, marked=True, ttl=TURN, **SHARED)
+        self.settle(broker, "a")
+        driven(TURN + 2 * HOUR)
+        broker.sweep()
+        assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
+        driven(7 * 24 * HOUR)
+        assert left(redis_client) == set()
+
+    def test_the_last_of_several_takes_the_time_of_the_others_with_it(
+        self, broker, driven, redis_client
+    ):
+        """A body that is done leaves only what has settled, which ends as if it were alone."""
+        broker.ask("first")
+        for task in "ab":
+            broker.park(task, **SHARED)
+        broker.end("first")
+        for task in "ab":
+            broker.ask(task, copy=2, marked=True, **SHARED)
+        self.settle(broker, "a")
+        broker.end("b", copy=2)
+        driven(TURN + 2 * HOUR)
+        assert left(redis_client) == set()
+
+
+AWKWARD_IDS = [
+    "bytes",
+    "x#",
+    "order:7",
+    "a%40b",
+    "~a",
+    "a@w:1/",
+    "two\nlines",
+    "Ünï",
+    "\ud800",
+    "x" * 100_000,
+]
+
+
+class TestAwkwardIds:
+    """Task ids come from users, and from whoever can publish a message."""
+
+    def ask(self, broker, task_id, copy=1, *, message=b"", marked=False, pid=1):
+        name = ticket_name(task_id, 0, 0)
+        shown = Ticket(name, owners_start(task_id), marked, message)
+        owner = f"{execution_start(task_id, 'w', pid)}nonce.{copy}"
+        return self.park(broker, owner, json.dumps({"id": task_id}), shown), owner, name
+
+    def park(self, broker, owner, holder, shown):
+        return broker.lines.park(LOCK, owner, LONG, holder, shown)
+
+    @pytest.mark.parametrize("task_id", AWKWARD_IDS, ids=lambda one: ascii(one)[:12])
+    def test_a_task_of_any_id_is_parked_and_runs(self, broker, held, task_id, redis_client):
+        """It waits with another, has its turn and ends; the other and the count of bytes stay."""
+        broker.park("other")
+        parked, *_ = self.ask(broker, task_id, message=b"m")
+        assert (type(parked), parked.place) == (Parked, 2)
+        broker.end("first")
+        broker.ask("other", copy=2, marked=True)
+        assert broker.given() == ["other"]
+        broker.end("other", copy=2)
+        (turn,) = broker.published
+        granted, owner, name = self.ask(broker, task_id, 2, marked=True)
+        assert (turn.ticket, turn.message) == (name, b"m")
+        assert isinstance(granted, Granted)
+        assert broker.store.holders(LOCK)[0].holder == {"id": task_id}
+        assert broker.store.release([LOCK], owner, ticket=name)
+        assert isinstance(self.ask(broker, task_id, 3, marked=True)[0], Done)
+        assert left(redis_client) == set()
+
+    @pytest.mark.parametrize("task_id", ["a@w:1/", "a@w:1/x", "~a", "a", "a:0"])
+    def test_a_task_is_not_taken_for_another_of_which_it_has_the_beginning(
+        self, broker, redis_client, task_id
+    ):
+        """The death of a task's process ends no other's lease, and no other's turn."""
+        self.ask(broker, task_id)
+        other = "b" if task_id == "a" else "a"
+        answer, *_ = self.ask(broker, other)
+        assert answer.place == 1  # not as a copy of what runs, which has no place
+        assert broker.store.release_dead([LOCK], execution_start(other, "w", 1)) == 0
+        assert len(broker.store.holders(LOCK)) == 1
+        assert broker.store.release_dead([LOCK], execution_start(task_id, "w", 1)) == 1
+
+    def test_a_mark_of_a_success_is_no_mark_of_a_ticket(self, broker, redis_client):
+        """A task whose id looks like another's ticket cannot say that the other has run."""
+        broker.store.remember(LOCK, "a:0:0", "done 0", 60)
+        assert isinstance(broker.ask("a"), Granted)
+
+
+class TestDamage:
+    """Somebody has written under one of a lock's names."""
+
+    @pytest.fixture
+    def broker(self, redis_url, driven):
+        broker = Broker(redis_url)
+        yield broker
+        broker.close()
+
+    @pytest.mark.parametrize(
+        ("end", "kind"),
+        [
+            ("", "hash"),
+            (":line", "zset"),
+            (":tickets", "hash"),
+            (":handed", "zset"),
+            (":running", "hash"),
+        ],
+    )
+    def test_a_key_of_another_type_is_named(self, broker, redis_client, end, kind):
+        """The error says which key, what it is and what to do; other locks are as before."""
+        broker.ask("first")
+        redis_client.delete(LOCK + end)
+        redis_client.set(LOCK + end, "by hand", ex=60)
+        with pytest.raises(DamagedLockError) as caught:
+            broker.park("a")
+        assert caught.value.lock == LOCK
+        assert f"{LOCK + end!r} is a string, not a {kind}" in str(caught.value)
+        assert "delete" in str(caught.value)
+        assert isinstance(broker.ask("a", lock=name_of("other")), Granted)
+
+    @pytest.mark.parametrize(
+        "record",
+        ["2 1 1 1 x {}", "by hand", "", "1 1 1 1 z {}", "1 9 9 x", "\0\n\xff" * 100],
+        ids=["a later version", "by hand", "empty", "mode", "short", "bytes"],
+    )
+    def test_a_lease_that_cannot_be_read_is_told(self, broker, redis_client, record):
+        """Nobody takes a lock of which nobody can tell whether it is held; the record is shown."""
+        redis_client.hset(LOCK, "somebody", record)
+        for ask in (broker.ask, broker.park):
+            with pytest.raises(DamagedLockError, match="a lease in it cannot be read") as caught:
+                ask("a")
+        assert record.partition("\0")[0] in str(caught.value)
+        assert len(str(caught.value)) < 500
+        for call in (broker.store.acquire, broker.store.release_dead):
+            with pytest.raises(DamagedLockError):
+                call([LOCK], "b", *((LONG, "{}") if call == broker.store.acquire else ()))
+        assert redis_client.hget(LOCK, "somebody") == record
+
+    @pytest.mark.parametrize("holder", ["x", "[1]", "7", "null", "{", "[" * 100_000, '"text"', ""])
+    def test_a_holder_that_is_no_object_is_shown_as_it_is(self, broker, redis_client, holder):
+        """The lock is held, by whom cannot be told: who asks is refused, and fails for nothing."""
+        broker.ask("first")
+        owner, lease = redis_client.hgetall(LOCK).popitem()
+        redis_client.hset(LOCK, owner, lease.partition("{")[0] + holder)
+        for answer in (broker.ask("a"), broker.store.acquire([LOCK], "b", LONG, "{}")):
+            assert "record cannot be read" in in_words(answer.holder)
+            assert len(in_words(answer.holder)) < 100
+        assert "unreadable" in broker.store.holders(LOCK)[0].holder
+
+    def test_a_counter_of_bytes_that_is_no_number_is_told(self, broker, redis_client):
+        """Whatever a script stumbles over is about its lock, not about the server."""
+        broker.ask("first")
+        broker.park("a")
+        redis_client.hset(f"{LOCK}:tickets", "bytes", "many")
+        with pytest.raises(DamagedLockError):
+            broker.park("b")
 
 
 class TestSetAside:

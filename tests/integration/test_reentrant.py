@@ -167,7 +167,8 @@ class TestReentry:
         with pytest.raises(LockLostError) as lost:
             lock.acquire()
         assert lost.value.key == KEY
-        lock.release()
+        with pytest.raises(LockLostError):
+            lock.release()
         assert isinstance(lock.try_acquire(), Conflict)
         store.release([NAME], "thief")
         assert lock.acquire(blocking=False)

@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 from celery_dislock import Dislock
 from celery_dislock.answers import Granted, Refused
 from celery_dislock.claims import Conflict
-from celery_dislock.exceptions import LockHeldError, LockKeyError, StoreError
+from celery_dislock.exceptions import (
+    LockHeldError,
+    LockKeyError,
+    LockLostError,
+    StoreError,
+)
 from celery_dislock.leases import Lease
 from celery_dislock.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
@@ -346,5 +351,6 @@ def test_the_lease_is_one(redis_url, redis_client):
     redis_client.delete(B)
     wait_for(lambda: not lease.held, "the loss")
     assert "no longer has it" in lease.why_ended
-    lock.release()
+    with pytest.raises(LockLostError):
+        lock.release()
     assert not redis_client.exists(A)

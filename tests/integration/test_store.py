@@ -8,9 +8,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
+import redis
 
 from celery_dislock.answers import Granted, Holding, Refused
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.lines import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.store import Store
 from example_project.redis_server import RedisServer
@@ -19,7 +21,6 @@ from tests.holding import wait_for
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import redis
 
 LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -446,6 +447,25 @@ class TestFencingToken:
         redis_client.expire(LOCK, int(LONG))
         assert take(store, "b/1") == future + 1
 
+    def test_it_grows_though_the_line_was_looked_at_first(self, store, redis_client):
+        """What a script has learnt from an ended lease it still knows when it counts again."""
+        future = (int(time.time()) + 10**6) * 10**6
+        redis_client.hset(LOCK, "dead/1", f"1 1000 {future} 500 x {{}}")
+        redis_client.zadd(f"{LOCK}:line", {"ghost/1": 1})
+        redis_client.hset(f"{LOCK}:places", "ghost/1", "1 1000 1000 x 1 {}")
+        for part in ("", ":line", ":places"):
+            redis_client.expire(LOCK + part, int(LONG))
+        assert take(store, "b/1") == future + 1
+
+    def test_it_grows_though_a_dead_lease_was_ended_in_between(self, store, redis_client):
+        """Ending a dead process's lease hands the lock on with a greater token than its."""
+        future = (int(time.time()) + 10**6) * 10**6
+        redis_client.hset(LOCK, "dead/1", f"1 {future // 1000} {future} 500 x {{}}")
+        redis_client.expire(LOCK, int(LONG))
+        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
+        store.release_dead([LOCK], "dead/")
+        assert take(store, "b/1") == future + 1
+
     def test_it_grows_for_an_owner_that_comes_back_too_late(self, store, redis_client):
         """An owner that asks again after its lease ended gets a new lease, with a new token."""
         first = take(store, "a/1", ttl=SHORT)
@@ -463,6 +483,36 @@ class TestFencingToken:
         ]
         assert tokens == written
         assert len({token % 1000 for token in tokens}) > 20
+
+
+class TestPacking:
+    def test_commands_are_packed_as_text_alone(self, redis_url, monkeypatch):
+        """Hiredis can crash where a signal handler raises while it packs a number."""
+        packed = []
+        pack_command = redis.connection.AbstractConnection.pack_command
+
+        def recording(connection, *command):
+            packed.append(command)
+            return pack_command(connection, *command)
+
+        monkeypatch.setattr(redis.connection.AbstractConnection, "pack_command", recording)
+        store = Store(f"{redis_url}/3", {"min_replicas": 0})
+        lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
+        store.acquire([LOCK], "a/1", LONG, HOLDER)
+        store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
+        store.wait(LOCK, "b/1", 0.01)
+        store.renew([([LOCK], "a/1", LONG)], within=5)
+        store.clear([([LOCK], "b/1")], within=5)
+        lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
+        lines.sweep([LOCK])
+        list(store.all_holders("dislock"))
+        store.release([LOCK], "a/1")
+        store.ping()
+        store.close()
+        ours = [command for command in packed if command[0] not in {"HELLO", "CLIENT"}]
+        assert len(ours) > 10
+        for command in ours:
+            assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
 class TestSentTwice:
@@ -561,7 +611,7 @@ class TestErrors:
             "release": ("a/1",),
             "release_dead": ("a/",),
         }[operation]
-        with pytest.raises(StoreError, match="WRONGTYPE"):
+        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
             getattr(store, operation)([LOCK], *arguments)
         assert redis_client.get(LOCK) == "somebody else's"
 
@@ -574,8 +624,8 @@ class TestErrors:
             within=WITHIN,
         )
         assert [answers[0], answers[2]] == [True, True]
-        assert isinstance(answers[1], StoreError)
-        assert "WRONGTYPE" in answers[1].reason
+        assert isinstance(answers[1], DamagedLockError)
+        assert (answers[1].lock, "WRONGTYPE" in answers[1].reason) == ("dislock:{bad}", True)
 
     def test_the_store_goes_on_after_an_error(self, store, redis_client):
         """An error that the server answered is the end of that command, not of the store."""
@@ -745,7 +795,7 @@ class TestConnections:
         redis_client.script_flush()
         assert take(store, "ü/1") == token
         redis_client.set("dislock:{bad}", "somebody else's")
-        with pytest.raises(StoreError, match="WRONGTYPE"):
+        with pytest.raises(DamagedLockError, match="is a string, not a hash"):
             store.release(["dislock:{bad}"], "a/1")
         assert isinstance(renew(store, "a/1", lock="dislock:{bad}"), StoreError)
         assert store.release([LOCK], "ü/1") is True

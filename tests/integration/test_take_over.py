@@ -91,5 +91,5 @@ def test_a_mark_is_kept_for_its_time_beside_its_lock(store, redis_client):
     assert store.recall(LOCK, "1") == "done 0"
     assert store.recall(LOCK, "2") is None
     assert store.recall(LOCKS[1], "1") is None
-    assert redis_client.keys() == [f"{LOCK}:done:1"]
-    assert 30_000 < redis_client.pttl(f"{LOCK}:done:1") <= 600_000
+    assert redis_client.keys() == [f"{LOCK}:mark:1"]
+    assert 30_000 < redis_client.pttl(f"{LOCK}:mark:1") <= 600_000

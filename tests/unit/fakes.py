@@ -125,6 +125,13 @@ class FakeStore:
             self.answers.get(owner, self._renew(lock, owner, ttl)) for (lock,), owner, ttl in leases
         ]
 
+    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
+        assert within > 0
+        self._round_trip("clear", [owner for _, owner in owners])
+        for locks, owner in owners:
+            for lock in locks:
+                self._release(lock, owner, 0.0)
+
     def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """Let the time pass: nobody is woken here, who waits asks again."""
         self._round_trip("wait", lock, owner)

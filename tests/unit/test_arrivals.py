@@ -12,7 +12,7 @@ from kombu.message import Message
 
 from celery_dislock import SingletonTask
 from celery_dislock.arrivals import Arrivals, ArrivalStep
-from celery_dislock.sending import TICKET_HEADER
+from celery_dislock.notes import TICKET_HEADER
 from celery_dislock.task import runtime_of
 from tests.unit.fakes import FakeLines
 from tests.unit.test_parking import Postman

@@ -8,7 +8,8 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError, conflicts
 from celery_dislock.claims import Claim
-from celery_dislock.sending import PUT_OFF_HEADER, PUT_OFF_MOST, RETRY_UNTIL_HEADER
+from celery_dislock.notes import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
+from celery_dislock.sending import PUT_OFF_MOST
 from tests.unit.worker import Broker, deliver
 
 HELD = "lock 'k' is held by t[1] on w (pid 7)"

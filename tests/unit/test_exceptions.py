@@ -18,6 +18,7 @@ ERRORS = [
     exceptions.NotOwnerError("export:7", "thread MainThread on host (pid 5)"),
     exceptions.LockLostError("export:7", "expired"),
     exceptions.StoreError("redis://x", "refused"),
+    exceptions.DamagedLockError("redis://x", "it is a string", "dislock:{k}"),
 ]
 
 
@@ -61,5 +62,6 @@ def test_the_public_names_are_pinned():
         "LockLostError",
         "NotOwnerError",
         "StoreError",
+        "DamagedLockError",
     ]
     assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)

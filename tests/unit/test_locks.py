@@ -28,6 +28,12 @@ def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
     assert error.holder == "shop.export[1] on w1 (pid 7)"
 
 
+def test_a_conflict_is_false_and_a_lease_is_true(world):
+    """``if lock.try_acquire():`` enters only where the lock was got."""
+    assert world.lock().try_acquire(Claim("a", HOLDER))
+    assert not world.lock().try_acquire(Claim("b", HOLDER))
+
+
 def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
     """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
     claim = Claim("a", HOLDER)
@@ -73,12 +79,30 @@ def test_a_release_that_was_interrupted_is_done_when_asked_again(world):
     assert len(world.watchdog) == 0
 
 
-def test_a_release_whose_first_reply_was_lost_is_a_release(world, heard):
-    """A lease found gone while it was trusted was released by the command sent before."""
+def test_a_release_that_was_cut_short_after_it_was_sent_is_a_release(world, heard):
+    """A lease that the second try finds gone was released by the first."""
+    lease = world.lease()
+    release = world.store.release
+
+    def cut_short(*args):
+        release(*args)
+        raise SystemExit
+
+    world.store.release = cut_short
+    with pytest.raises(SystemExit):
+        lease.release()
+    world.store.release = release
+    lease.release()
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_a_lease_that_is_gone_at_its_release_was_lost(world, heard):
+    """Trusted or not: where no reply of this release was lost, somebody else has ended it."""
     lease = world.lease()
     world.store.leases.clear()
     lease.release()
-    assert names(heard) == ["lock_acquired", "lock_released"]
+    assert lease.lost
+    assert names(heard) == ["lock_acquired", "lock_lost"]
 
 
 def test_a_release_that_comes_too_late_reports_the_loss(world, heard):

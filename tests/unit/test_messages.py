@@ -16,7 +16,7 @@ from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
-from celery_dislock.sending import NOTES, TICKET_HEADER
+from celery_dislock.notes import READERS, TICKET_HEADER
 from tests.unit.worker import Producer, arrived
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
@@ -83,7 +83,7 @@ def test_a_body_is_kept_byte_for_byte(body, encoding, kept):
 def test_our_notes_and_the_brokers_are_left_behind():
     """Notes were about this delivery, and RabbitMQ drops what seems to go round in circles."""
     seen = {name: [{"queue": "q"}] for name in ("x-death", "x-first-death-queue", "x-last-death-x")}
-    headers = {**HEADERS, **dict.fromkeys(NOTES, "note"), **seen, "x-tenant": 7}
+    headers = {**HEADERS, **dict.fromkeys(READERS, "note"), **seen, "x-tenant": 7}
     assert Message.of(delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
 
 
@@ -275,6 +275,10 @@ def test_a_field_that_is_not_known_is_an_error(more):
         ("properties", "x"),
         ("exchange", None),
         ("routing_key", 7),
+        *(("headers", {**HEADERS, "id": wrong}) for wrong in (None, 7, [])),
+        *(("headers", {**HEADERS, "task": wrong}) for wrong in (None, ["t"], {})),
+        *(("properties", {"expiration": wrong}) for wrong in ("soon", [], "nan", "-5", "inf")),
+        *(("properties", {name: []}) for name in ("priority", "reply_to", "timestamp")),
     ],
 )
 def test_a_field_of_the_wrong_type_is_an_error(name, value):
@@ -430,3 +434,13 @@ def test_a_parked_task_says_where_it_stands():
     assert (parked.key, parked.place, parked.holder) == ("export:7", 3, "t[1] on w (pid 7)")
     words = "parked: place 3 in line for lock 'export:7', held by t[1] on w (pid 7)"
     assert str(parked) == words
+
+
+def test_a_property_that_no_broker_takes_is_left_out(app):
+    """Who sends a message can make it anything: it would never be published again."""
+    odd = {"expiration": "soon", "priority": "high", "correlation_id": {}, "reply_to": "caller"}
+    request = Context(
+        {"id": "1", "properties": odd, "delivery_info": {AS_IT_CAME: ({}, None, None, b"")}}
+    )
+    kept = Message.of(request)
+    assert kept.properties == {"reply_to": "caller"}

@@ -14,8 +14,8 @@ from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreErr
 from celery_dislock.answers import Done, Full, Granted, Parked, Refused
 from celery_dislock.lines import Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
+from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.running import StopTask
-from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.task import runtime_of
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Broker, arrived, deliver, run

@@ -14,8 +14,8 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.answers import Turn
 from celery_dislock.messages import Message
+from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.postman import Postman
-from celery_dislock.sending import REPLACED_HEADER, TICKET_HEADER
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Producer
 

@@ -14,7 +14,7 @@ from celery.worker.request import Request
 from celery_dislock import SingletonTask, recovery
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import TaskParked
-from celery_dislock.sending import TICKET_HEADER
+from celery_dislock.notes import TICKET_HEADER
 
 CHILD = os.getpid() + 1
 

@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from celery_dislock.answers import Swept
+from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.options import TaskOptions
 from celery_dislock.sweep import FIRST, PAGE, Sweep, interval
 from tests.unit.fakes import FakeLines
@@ -224,3 +225,13 @@ def test_who_does_not_claim_its_turns_is_looked_into(process, sweep):
     sweep.step()
     assert ("a", ("1:0:0",)) in process.told
     assert ("b", ()) not in process.told
+
+
+def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):
+    """The line of a lock that cannot be used is left as it is, and stays listed."""
+    damaged = DamagedLockError("redis://fake", "why", "dislock:{a}")
+    process.lines.pages = [(2, FIRST, {"dislock:{a}": b"1", "dislock:{b}": b"1"})]
+    process.lines.swept = {"dislock:{a}": damaged, "dislock:{b}": Swept(0, {})}
+    sweep.step()
+    assert process.answered == [False, True]
+    assert process.store.asked("delist") == [("dislock:{b}", b"1")]

@@ -13,13 +13,15 @@ from celery.signals import task_postrun
 from celery_dislock import (
     LockHeldError,
     LockKeyError,
+    LockLostError,
     SettingsError,
     SingletonTask,
     StoreError,
     current_lease,
+    signals,
 )
 from celery_dislock.claims import Claim
-from celery_dislock.sending import GIVEN_UP_HEADER, PUT_OFF_HEADER
+from celery_dislock.notes import GIVEN_UP_HEADER, PUT_OFF_HEADER
 from celery_dislock.task import install, lease_of, runtime_of
 from tests.unit.worker import Broker, deliver
 
@@ -411,13 +413,18 @@ def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
 
     broker = Broker()
     monkeypatch.setattr(app, "send_task", broker)
-    world.store.away = True
-    deliver(task)
-    deliver(task, headers=broker.sent[-1]["headers"])
+    with monkeypatch.context() as patched:
+
+        def acquire(*args, **terms):
+            raise StoreError("redis://fake", "no reply")
+
+        patched.setattr(world.store, "acquire", acquire)
+        deliver(task)
+        deliver(task, headers=broker.sent[-1]["headers"])
     owners = broker.sent[-1]["headers"][GIVEN_UP_HEADER]
     assert len(set(owners)) == 2
 
-    world.store.away = False  # and it has carried out late what it was sent
+    # It has carried out late what it was sent.
     world.store.leases["dislock:{k}"] = (owners[0], world.clock() + 30, {"id": "1"})
     (owner,) = deliver(task, headers=broker.sent[-1]["headers"]).retval
     assert owner not in owners
@@ -545,3 +552,56 @@ def test_the_lease_of_one_thread_is_not_that_of_another(app, world):
     assert task.apply().get() == "k"
     assert seen == [None]
     assert lease_of(task) is None
+
+
+@pytest.mark.parametrize("action", ["raise", "terminate"])
+def test_a_lease_lost_before_the_body_begins_stops_it(app, world, receiving, action):
+    """A receiver runs between grant and body: what is lost meanwhile is acted on, not forgotten."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_lost=action)
+    def task():
+        ran.append(1)
+
+    def slow_receiver(**_):
+        world.clock.advance(60)
+        world.watchdog.tick()
+
+    with receiving(signals.lock_acquired, slow_receiver):
+        result = task.apply()
+    assert isinstance(result.result, LockLostError)
+    assert ran == []
+
+
+def test_a_cap_reached_before_the_body_begins_stops_it(app, world, receiving):
+    """The same for lock_on_cap."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_cap="raise", max_renew_times=1)
+    def task():
+        ran.append(1)
+
+    def slow_receiver(**_):
+        world.run(25)
+
+    with receiving(signals.lock_acquired, slow_receiver):
+        result = task.apply()
+    assert isinstance(result.result, LockLostError)
+    assert ran == []
+
+
+def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
+    """An eager task in the body of another that holds its lock is told at once."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="wait", lock_wait_timeout=3600)
+    def inner():
+        """Never run."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def outer():
+        return inner.apply().result
+
+    error = outer.apply().get()
+    assert isinstance(error, LockHeldError)
+    assert "the task that is running here" in error.holder
+    assert world.store.asked("wait") == []

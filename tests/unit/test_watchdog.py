@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 
 from celery_dislock import signals
+from celery_dislock.callers import Caller
+from celery_dislock.claims import Claim
 from celery_dislock.exceptions import StoreError
-from celery_dislock.watchdog import BATCH, DEAD_ENTRIES
+from celery_dislock.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES
 
 
 def names(events):
@@ -260,3 +263,62 @@ def test_it_sleeps_until_the_nearest_renewal(world):
     world.lease("a", "a", lock_watchdog_timeout=300)
     world.lease("b", "b", lock_watchdog_timeout=30)
     assert world.watchdog.tick() == pytest.approx(10)
+
+
+def test_an_owner_that_was_cut_short_is_released(world):
+    """What an owner holds or waits for that asks no more is ended, once the server answers."""
+    world.store.leases["dislock:{k}"] = ("gone", world.clock.now + 1000, {})
+    world.store.away = True
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.run(5)
+    assert "dislock:{k}" in world.store.leases
+    world.store.away = False
+    world.run(2)
+    assert world.store.leases == {}
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
+    """The watchdog does only what its caller could not do."""
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.watchdog.cleared("gone")
+    world.run(100)
+    assert world.store.calls == []
+
+
+def test_what_cannot_be_released_is_not_tried_for_ever(world):
+    """After the time of a place in line all of it has run out by itself."""
+    world.store.away = True
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.run(CLEAR_FOR + 5)
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_a_lease_whose_caller_has_ended_is_renewed_no_more(world, caplog, heard):
+    """Nobody is left to release it: it runs out, and the log says why."""
+    caller = Caller()
+    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(caller))
+    lease = world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    world.run(11)
+    assert len(world.store.asked("renew")) == 1
+    del caller
+    world.run(100)
+    assert len(world.store.asked("renew")) == 1
+    assert len(world.watchdog) == 0
+    assert not lease.held
+    assert "thread short on w (pid 7) is renewed no more" in caplog.text
+    assert [name for name in names(heard) if name != "lock_renewed"] == []
+
+
+def test_a_watch_that_is_taken_back_twice_counts_once(world):
+    """An exception may cut a release short: what is repeated changes nothing."""
+    first, second = world.lease("a", "a"), world.lease("b", "b")
+    world.watchdog.unwatch(first)
+    world.watchdog.unwatch(first)
+    assert len(world.watchdog) == 1
+    second.release()
+    assert len(world.watchdog) == 0

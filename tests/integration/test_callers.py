@@ -1,0 +1,524 @@
+"""What a thread has of a lock already: taking it once more, losing it, and ending with it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask, current_lease, signals
+from celery_dislock.exceptions import (
+    EventLoopError,
+    LockHeldError,
+    LockKeyError,
+    LockLostError,
+    LockTermsError,
+    NotOwnerError,
+    SettingsError,
+)
+from tests.holding import PATIENCE, name_of, wait_for
+
+ROOT = Path(__file__).parents[2]
+KEY = "export:7"
+NAME = name_of(KEY)
+SHORT = 1.5  # seconds: renewed every half second
+LONG = 60.0
+
+
+@pytest.fixture
+def dislock(redis_url):
+    with Dislock.from_url(redis_url, watchdog_timeout=LONG) as dislock:
+        yield dislock
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("callers", broker=redis_url, backend=redis_url, set_as_current=False)
+    app.conf.dislock_url = redis_url
+    app.conf.dislock_watchdog_timeout = LONG
+    app.conf.task_store_eager_result = False
+    app.dislock = Dislock(app)
+    yield app
+    app.dislock.close()
+
+
+def elsewhere(call):
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(call).result(PATIENCE)
+
+
+def steal(redis_client):
+    """Delete the lock, and let another owner have it."""
+    redis_client.delete(NAME)
+    redis_client.hset(NAME, "thief", "1 9999999999999 1 1 x {}")
+    redis_client.pexpire(NAME, 60_000)
+
+
+class TestTerms:
+    @pytest.mark.parametrize(
+        ("has", "asks", "named"),
+        [
+            ({"mode": "shared"}, {}, "mode='exclusive'"),
+            ({"limit": 5}, {}, "limit=1"),
+            ({"limit": 5}, {"mode": "shared"}, "mode='shared'"),
+            ({}, {"limit": 5}, "limit=5"),
+            ({"expire": 1}, {"expire": 60}, "expire=60.0"),
+            ({"expire": 1}, {}, "expire=None"),
+            ({}, {"expire": 60}, "expire=60.0"),
+            ({"watchdog_timeout": 20}, {}, "watchdog_timeout=60.0"),
+            ({}, {"max_renew_times": 1}, "max_renew_times=1"),
+            ({}, {"on_lost": "raise"}, "on_lost='raise'"),
+        ],
+    )
+    def test_other_terms_are_refused(self, dislock, redis_client, has, asks, named):
+        """A lock that is held is not given once more on terms that it does not have."""
+        with dislock.lock(KEY, **has) as lease:
+            with pytest.raises(LockTermsError, match=named) as refused, dislock.lock(KEY, **asks):
+                pass
+            assert refused.value.key == KEY
+            assert "thread" in str(refused.value)
+            assert lease.held
+        assert not redis_client.exists(NAME)
+
+    def test_an_upgrade_is_refused_without_a_question(self, dislock):
+        """Neither a wait nor a try: the reader would wait for itself, or seem to have the lock."""
+        reader, writer = dislock.lock(KEY, mode="shared"), dislock.lock(KEY)
+        with reader:
+            for ask in (writer.acquire, writer.try_acquire, lambda: writer.acquire(timeout=5)):
+                with pytest.raises(LockTermsError, match="shared"):
+                    ask()
+
+    def test_a_downgrade_is_granted(self, dislock, redis_client):
+        """Who is alone may read as well; the lock is free when both have ended."""
+        with dislock.lock(KEY) as alone:
+            with dislock.lock(KEY, mode="shared") as also:
+                assert also is alone
+            assert redis_client.exists(NAME)
+        assert not redis_client.exists(NAME)
+
+    def test_the_same_terms_are_granted_again(self, dislock):
+        """From any object for the key, and written in any way."""
+        with dislock.lock(KEY, limit=3, max_renew_times=7) as lease:
+            assert dislock.lock([KEY], limit=3, max_renew_times=7).try_acquire() is lease
+            dislock.lock(KEY, limit=3, max_renew_times=7).release()
+
+
+class TestOwnExecution:
+    """The lock of the task that runs here is the caller's: nobody waits for it."""
+
+    def run(self, app, body, **options):
+        @app.task(base=SingletonTask, lock_key=KEY, shared=False, **options)
+        def task():
+            return body()
+
+        return task.apply()
+
+    def test_its_body_may_take_it(self, app, dislock, redis_client):
+        """It is the same lease, and the block's end leaves it alone."""
+
+        def body():
+            with app.dislock.lock(KEY) as lease:
+                assert lease is current_lease()
+            assert app.dislock.lock(KEY).lease is lease
+            return redis_client.exists(NAME)
+
+        assert self.run(app, body).get() == 1
+        assert not redis_client.exists(NAME)
+
+    def test_its_body_cannot_release_it(self, app):
+        """What the body did not take it cannot give away."""
+
+        def body():
+            with pytest.raises(NotOwnerError):
+                app.dislock.lock(KEY).release()
+            return current_lease().held
+
+        assert self.run(app, body).get() is True
+
+    def test_other_terms_are_refused(self, app):
+        """The error names the task, and what differs."""
+
+        def body():
+            with app.dislock.lock(KEY, watchdog_timeout=5):
+                pass
+
+        result = self.run(app, body)
+        assert isinstance(result.result, LockTermsError)
+        assert "watchdog_timeout=60.0" in str(result.result)
+
+    def test_an_eager_task_that_would_wait_for_it_fails_at_once(self, app):
+        """Wait, inside the very task that holds the lock is an error, not a wait."""
+
+        @app.task(
+            base=SingletonTask,
+            lock_key=KEY,
+            lock_on_conflict="wait",
+            lock_wait_timeout=3600,
+            shared=False,
+        )
+        def inner():
+            """Never run."""
+
+        result = self.run(app, lambda: inner.apply().result)
+        assert isinstance(result.get(), LockHeldError)
+
+    def test_an_eager_task_in_a_block_of_its_lock_fails_at_once(self, app):
+        """The other way round: the block has the lock that the task would wait for."""
+
+        @app.task(
+            base=SingletonTask,
+            lock_key=KEY,
+            lock_on_conflict="wait",
+            lock_wait_timeout=3600,
+            shared=False,
+        )
+        def task():
+            """Never run."""
+
+        with app.dislock.lock(KEY):
+            assert isinstance(task.apply().result, LockHeldError)
+        assert task.apply().successful()
+
+    def test_another_dislock_of_the_server_does_not_wait_either(self, app, dislock):
+        """Two Dislock objects share nothing but the server: still nobody waits for itself."""
+
+        def body():
+            with pytest.raises(LockHeldError), dislock.lock(KEY):
+                pass
+            return True
+
+        assert self.run(app, body).get() is True
+
+
+class TestLoss:
+    def test_a_block_whose_lock_was_taken_ends_with_an_error(self, dislock, redis_client):
+        """Deleted and taken by another, unnoticed until the end."""
+        released = []
+
+        def receiver(lease, **_):
+            released.append(lease)
+
+        signals.lock_released.connect(receiver)
+        with pytest.raises(LockLostError) as lost, dislock.lock(KEY):
+            steal(redis_client)
+        assert lost.value.key == KEY
+        assert released == []
+        assert redis_client.hkeys(NAME) == ["thief"]
+
+    def test_a_block_whose_lock_ran_out_ends_with_an_error(self, dislock, redis_client):
+        """A fixed expiry that is over before the block is."""
+        with pytest.raises(LockLostError), dislock.lock(KEY, expire=0.2):
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    def test_a_block_that_outlived_its_cap_ends_with_an_error(self, redis_url, redis_client):
+        """The cap was told when it was reached; that the lock ran out then is told at the end."""
+        with (
+            Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock,
+            pytest.raises(LockLostError, match="its cap"),
+            dislock.lock(KEY, max_renew_times=1),
+        ):
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    def test_release_says_so_too(self, dislock, redis_client, caplog):
+        """As the block does; and the thread is not barred from the lock."""
+        lock = dislock.lock(KEY)
+        lock.acquire()
+        redis_client.delete(NAME)
+        with pytest.raises(LockLostError):
+            lock.release()
+        assert "is lost" in caplog.text
+        assert lock.acquire(blocking=False)
+        lock.release()
+
+    def test_an_exception_on_its_way_is_not_replaced(self, dislock, redis_client):
+        """The loss is noted on it."""
+        with pytest.raises(ZeroDivisionError) as raised, dislock.lock(KEY):
+            steal(redis_client)
+            raise ZeroDivisionError
+        assert "is lost" in raised.value.__notes__[0]
+
+    def test_the_outermost_block_tells(self, dislock, redis_client):
+        """An inner block has nothing to release."""
+        done = []
+        with pytest.raises(LockLostError), dislock.lock(KEY):
+            with dislock.lock(KEY):
+                redis_client.delete(NAME)
+            done.append("inner")
+        assert done == ["inner"]
+
+    @pytest.mark.parametrize("thread", ["main", "other"])
+    def test_a_block_can_be_stopped(self, redis_url, redis_client, thread):
+        """With on_lost="raise" the body does not go on without its lock."""
+
+        def hold():
+            with dislock.lock(KEY, on_lost="raise"):
+                steal(redis_client)
+                wait_for(lambda: False, "the interruption")
+
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            call = hold if thread == "main" else lambda: elsewhere(hold)
+            with pytest.raises(LockLostError):
+                call()
+        assert redis_client.hkeys(NAME) == ["thief"]
+
+    @pytest.mark.parametrize("way", ["acquire", "try_acquire"])
+    def test_only_a_block_can_be_stopped(self, dislock, redis_client, way):
+        """What has no end that we know of is not interrupted: refused, and nothing is taken."""
+        with pytest.raises(SettingsError, match="with"):
+            getattr(dislock.lock(KEY, on_lost="raise"), way)()
+        assert not redis_client.exists(NAME)
+
+
+class TestEventLoop:
+    def test_a_running_loop_is_refused(self, dislock, redis_client):
+        """Its coroutines would all be inside; the error says what to do."""
+
+        async def coroutine():
+            lock = dislock.lock(KEY)
+            for take in (lock.acquire, lock.try_acquire, lock.__enter__):
+                with pytest.raises(EventLoopError, match="to_thread") as refused:
+                    take()
+                assert isinstance(refused.value, RuntimeError)
+
+        asyncio.run(coroutine())
+        assert not redis_client.exists(NAME)
+
+    def test_a_thread_of_the_loop_may(self, dislock):
+        """As the error says: a function of its own, in a thread."""
+
+        def whole_block():
+            with dislock.lock(KEY) as lease:
+                return lease.held
+
+        async def coroutine():
+            return await asyncio.to_thread(whole_block)
+
+        assert asyncio.run(coroutine()) is True
+
+
+class TestEnds:
+    def test_a_lock_whose_thread_has_ended_is_renewed_no_more(
+        self, redis_url, redis_client, caplog
+    ):
+        """Nobody is left to release it: the log says so, and it ends with its expiry."""
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            thread = threading.Thread(target=dislock.lock(KEY).acquire, name="short-lived")
+            thread.start()
+            thread.join()
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+            wait_for(lambda: len(dislock.runtime.process.watchdog) == 0, "the watchdog")
+        (line,) = [r.getMessage() for r in caplog.records if "renewed no more" in r.getMessage()]
+        assert "short-lived" in line
+        assert KEY in line
+
+    def test_closing_ends_thread_and_connections(self, redis_url, redis_client):
+        """Fifty that were used and closed leave nothing in this process, or on the server."""
+        connections = len(redis_client.client_list())
+        threads = threading.active_count()
+        for _ in range(50):
+            with Dislock.from_url(redis_url) as dislock, dislock.lock(KEY):
+                pass
+        gc.collect()
+        assert threading.active_count() == threads
+        wait_for(lambda: len(redis_client.client_list()) <= connections, "their disconnection")
+
+    def test_what_is_closed_can_be_used_again(self, redis_url):
+        """It is made anew, its watchdog included."""
+        dislock = Dislock.from_url(redis_url, watchdog_timeout=SHORT)
+        for _ in range(2):
+            with dislock.lock(KEY) as lease:
+                wait_for(lambda lease=lease: lease.renewals, "a renewal")
+            dislock.close()
+
+    def test_closing_with_a_lock_says_so(self, dislock, redis_client, caplog):
+        """The lock is renewed no more, and the log says it; it can be released all the same."""
+        lock = dislock.lock(KEY)
+        lock.acquire()
+        lease = lock.lease
+        dislock.close()
+        assert "Closed while 1 lock(s)" in caplog.text
+        lease.release()
+        assert not redis_client.exists(NAME)
+
+    def test_an_exit_stack_may_hold_it(self, dislock, redis_client):
+        """Blocks of other kinds than a with statement enter and leave as it does."""
+        with ExitStack() as stack:
+            stack.enter_context(dislock.lock(KEY))
+            stack.enter_context(dislock.lock(KEY))
+            assert redis_client.exists(NAME)
+        assert not redis_client.exists(NAME)
+
+    def test_a_block_that_is_left_by_another_way_is_released(self, dislock, redis_client):
+        """A generator that is dropped in the middle of its block holds nothing afterwards."""
+
+        def generator():
+            with dislock.lock(KEY):
+                yield
+
+        running = generator()
+        next(running)
+        del running
+        gc.collect()
+        assert not redis_client.exists(NAME)
+
+
+class TestForks:
+    def test_a_copy_of_a_lease_is_not_held(self, dislock, redis_client):
+        """In the child it says so, and its release leaves the parent's lease alone."""
+        with dislock.lock(KEY) as lease:
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    lease.release()
+                    os.write(write, f"{lease.held} {lease.remaining}".encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            assert os.read(read, 100) == b"False 0.0"
+            os.close(read)
+            os.close(write)
+            assert redis_client.exists(NAME)
+            assert lease.held
+
+    def test_the_childs_own_exception_is_not_hidden(self, dislock, redis_client):
+        """A child that leaves the block by an exception leaves it by that one."""
+        read, write = os.pipe()
+        pid = -1
+        try:
+            with dislock.lock(KEY):
+                pid = os.fork()
+                if pid == 0:
+                    raise ZeroDivisionError  # noqa: TRY301 -- in the child
+        except BaseException as exc:
+            if pid == 0:
+                os.write(write, type(exc).__name__.encode())
+                os._exit(0)
+            raise
+        os.waitpid(pid, 0)
+        assert os.read(read, 100) == b"ZeroDivisionError"
+        os.close(read)
+        os.close(write)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("limi", "limit"),
+            ("lock_mode", "mode"),
+            ("time_out", "timeout"),
+            ("max_renew_time", "max_renew_times"),
+        ],
+    )
+    def test_a_near_miss_is_suggested(self, dislock, given, meant):
+        """An unknown option is an error that says what was meant."""
+        with pytest.raises(SettingsError, match=f"did you mean '{meant}'") as refused:
+            dislock.lock(KEY, **{given: 1})
+        assert refused.value.option == given
+
+    @pytest.mark.parametrize("given", ["ttl", "shared", "blocking"])
+    def test_an_unknown_one_is_refused(self, dislock, given):
+        """Nothing is accepted in silence."""
+        with pytest.raises(SettingsError, match="no such option"):
+            dislock.lock(KEY, **{given: 1})
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("timeout", float("nan")),
+            ("timeout", -1),
+            ("timeout", "5"),
+            ("limit", 0),
+            ("mode", "sharde"),
+            ("expire", float("inf")),
+            ("on_lost", "terminate"),
+        ],
+    )
+    def test_a_bad_value_is_named(self, dislock, option, value):
+        """As it was written: the lock, the option, the value."""
+        with pytest.raises(SettingsError) as refused:
+            dislock.lock(KEY, **{option: value})
+        assert refused.value.option == option
+
+    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1])
+    def test_senseless_waits_are_refused(self, dislock, timeout):
+        """No number, endless or negative: endless is None."""
+        with pytest.raises(ValueError, match="timeout"):
+            dislock.lock(KEY).acquire(timeout=timeout)
+
+    @pytest.mark.parametrize("key", [5, b"export:7", None, ["a", 5], "", []])
+    def test_what_is_no_key_is_refused(self, dislock, key):
+        """With an error of ours."""
+        with pytest.raises(LockKeyError):
+            dislock.lock(key)
+
+    def test_a_block_waits_for_its_timeout(self, dislock):
+        """Then it is not entered, and the error names the holder."""
+        lock = dislock.lock(KEY)
+        lock.acquire()
+
+        def enter():
+            with pytest.raises(LockHeldError) as refused, dislock.lock(KEY, timeout=0.05):
+                pass
+            return refused.value
+
+        assert "thread" in elsewhere(enter).holder
+        lock.release()
+
+
+PATCHED_LATE = """
+import sys
+from celery_dislock import Dislock
+dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=60)
+with dislock.lock("before"):
+    pass
+if sys.argv[2] == "gevent":
+    import warnings
+    warnings.simplefilter("ignore")
+    from gevent import monkey, spawn, joinall, sleep
+    monkey.patch_all()
+    start = lambda call: spawn(call)
+    wait = joinall
+else:
+    import eventlet
+    eventlet.monkey_patch()
+    from eventlet import spawn, sleep
+    start, wait = spawn, lambda all: [one.wait() for one in all]
+inside, most = 0, 0
+def body():
+    global inside, most
+    if dislock.lock("k").try_acquire():
+        inside += 1
+        most = max(most, inside)
+        sleep(0.05)
+        inside -= 1
+        dislock.lock("k").release()
+wait([start(body) for _ in range(50)])
+print(most)
+"""
+
+
+class TestGreenlets:
+    @pytest.mark.parametrize("library", ["gevent", "eventlet"])
+    def test_the_owner_is_the_greenlet_though_it_was_patched_late(self, redis_url, library):
+        """Of fifty greenlets one is inside, and the log says that the patch came too late."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PATCHED_LATE, redis_url, library],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.stdout.strip() == "1", done.stderr
+        assert "patched this process after its first lock" in done.stderr

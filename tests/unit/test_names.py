@@ -1,0 +1,55 @@
+"""What a delivery of a task is called on the lock server."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.names import execution_start, owners_start, task_name, ticket_name
+
+PLAIN = [
+    "f8c3de3d-1fea-4d7c-a8b0-29f63c4c3454",
+    "order:7",
+    "bytes",
+    "x#",
+    "a b",
+    "Ünï",
+    "x" * 10**5,
+]
+HOSTILE = ["a@w:1/", "a@", "~a", "a%40", "@", "", "a\nb", "\ud800", 7, None]
+
+
+@pytest.mark.parametrize("task_id", PLAIN)
+def test_a_plain_id_is_its_own_name(task_id):
+    """What an operator reads on the lock server is the id that the log shows."""
+    assert task_name(task_id) == task_id
+
+
+def test_no_tasks_owners_begin_as_anothers():
+    """Whatever two ids are, neither's prefix takes an owner of the other for its own."""
+    ids = [str(one) for one in [*PLAIN, *HOSTILE, "a", "a@w", "a@w:1/x@w:1/", "order"]]
+    for one in ids:
+        for other in set(ids) - {one}:
+            owner = f"{execution_start(other, 'w', 1)}nonce.1"
+            assert not owner.startswith(owners_start(one))
+            assert not owner.startswith(execution_start(one, "w", 1))
+            assert not ticket_name(other, 0, 0).startswith(owners_start(one))
+
+
+@pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE])
+def test_a_name_can_be_sent(task_id):
+    """It is UTF-8, whatever the id holds, and no owner looks like a lease that runs out."""
+    name = execution_start(task_id, "w", 1)
+    name.encode()
+    assert not name.startswith("~")
+
+
+@pytest.mark.parametrize("given", ["7:0", "1", None, -1, 10**10, 1.5, [1], {}])
+def test_a_ticket_has_numbers_whatever_a_message_says(given):
+    """A number of retries that is text would name another task's ticket: "order" and "order:7"."""
+    assert ticket_name("order", given, 0) == "order:0:0"
+    assert ticket_name("order", 2, given) == "order:2:0"
+
+
+def test_no_ticket_is_called_as_the_counter_of_bytes():
+    """Both are fields of one hash: each ticket has a colon, and the counter has none."""
+    assert ticket_name("bytes", 0, 0) == "bytes:0:0"
