@@ -212,9 +212,11 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; its turn will come, and be revoked again.
         """
-        turn = self._turn_of(request) if self._can_park else None
-        if turn is not None:
-            self.runtime.process.lines.leave(*turn)
+        if not self._can_park:
+            return
+        noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked  # warns of forged ones
+        if noted is not None and noted == self._turn_of(request):
+            self.runtime.process.lines.leave(*noted)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
