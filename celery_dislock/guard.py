@@ -214,7 +214,8 @@ class Guard:
         """
         if not self._can_park:
             return
-        noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked  # warns of forged ones
+        # Which warns of forged ones.
+        noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked
         if noted is not None and noted == self._turn_of(request):
             self.runtime.process.lines.leave(*noted)
 
