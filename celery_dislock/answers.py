@@ -72,6 +72,7 @@ class Swept(NamedTuple):
 
     parked: int  # tasks in line, or with their turn
     replaced: Mapping[str, bytes]  # as above
+    unclaimed: tuple[str, ...] = ()  # tickets that have not claimed many turns in a row
 
 
 class Holding(NamedTuple):

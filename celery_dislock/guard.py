@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import conflicts
@@ -20,8 +22,14 @@ from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys import InvalidTemplate, in_order, key_builder
 from celery_dislock.names import execution_start
-from celery_dislock.notes import Notes, forget_notes, notes_of
-from celery_dislock.parking import Parking
+from celery_dislock.notes import Notes, forget_notes, notes_of, own_turn
+from celery_dislock.parking import (
+    STAYS_IN_LINE,
+    Parking,
+    acknowledge_unrun,
+    leave_old_line,
+    withdraw,
+)
 from celery_dislock.running import Running, StopTask
 from celery_dislock.sending import Outbox
 
@@ -35,6 +43,12 @@ if TYPE_CHECKING:
     from celery_dislock.locks import Lock
     from celery_dislock.options import TaskOptions
     from celery_dislock.runtime import Runtime
+
+
+# States in which a delivery is over; a body that the worker's end has stopped comes again.
+ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
+
+logger = logging.getLogger("celery_dislock")
 
 
 class Guard:
@@ -164,6 +178,34 @@ class Guard:
         """Whether a delivery of this task may be parked, and so is to bring its message."""
         return self._parks and not self.runtime.off
 
+    def ended(self, request: Context, state: str, retval: Any) -> None:
+        """
+        Take a parked task out of line that has ended before this guard could claim its turn.
+
+        Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
+        is set aside.  Never raises; blocks for a round trip.
+        """
+        if state not in ENDS or hasattr(request, "dislock_claim") or not self._can_park:
+            return
+        turn = self._turn_of(request)
+        if turn is None:
+            return
+        if isinstance(retval, Reject) and retval.requeue:  # the message comes back
+            return
+        lines = self.runtime.process.lines
+        what = f"{request.task}[{turn[1]}]"
+        if state == states.FAILURE:
+            withdraw(lines, turn, what, retval)
+            return
+        try:
+            lines.leave(*turn)
+        except StoreError as exc:
+            logger.warning(STAYS_IN_LINE, what, turn[0], exc)
+
+    @property
+    def _can_park(self) -> bool:
+        return not self.runtime.off and self.runtime.process.can_park
+
     def revoked(self, request: Context) -> None:
         """
         Take a parked task that was revoked, or has expired, out of line; blocks for a round trip.
@@ -171,10 +213,12 @@ class Guard:
         Raises:
             StoreError: The lock server did not answer; its turn will come, and be revoked again.
         """
-        if self.parks and self.runtime.process.can_park:
-            parked = Notes.of(request, self.runtime.settings.dislock_prefix).parked
-            if parked is not None:
-                self.runtime.process.lines.leave(*parked)
+        if not self._can_park:
+            return
+        # Which warns of forged ones.
+        noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked
+        if noted is not None and noted == self._turn_of(request):
+            self.runtime.process.lines.leave(*noted)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
@@ -207,10 +251,15 @@ class Guard:
         if reason is not None:
             conflicts.end_unrun(task, request, reason)
         parking = None
-        if self._parks and not request.is_eager and self.runtime.process.can_park:
+        ask: Callable[[], Any] = partial(lock.try_acquire, claim)
+        turn = self._turn_of(request) if request.headers else None
+        can_park = not request.is_eager and self.runtime.process.can_park
+        if (self._parks or turn) and can_park and len(lock.names) == 1:
             parking = Parking(task, request, lock, claim, self.runtime.process)
             request.dislock_parking = parking
-        ask = parking.ask if parking else partial(lock.try_acquire, claim)
+            ask = parking.ask
+        elif turn and can_park:
+            ask = partial(self._ask_for_several, task, request, lock, claim, turn)
         lease: Lease | Conflict | None = self._asking(
             task, request, lock, claim, ask, first=bool(request.headers)
         )
@@ -219,7 +268,7 @@ class Guard:
             second = conflicts.Second(
                 task,
                 request,
-                self.options,
+                self._options_of(request, lock, turn),
                 lease,
                 wait_in_line=lambda seconds: asking(partial(lock.acquire, claim, timeout=seconds)),
                 park=(lambda *told: asking(partial(parking.park, *told))) if parking else None,
@@ -234,6 +283,29 @@ class Guard:
             self._unavailable(task, request, claim.owner, exc)
             return None
         return lease
+
+    def _options_of(
+        self, request: Context, lock: Lock, turn: tuple[str, str] | None
+    ) -> TaskOptions:
+        """Return the options of a delivery: what was parked is not dropped for another strategy."""
+        options = self.options
+        if turn is None and notes_of(request).retry_until is None:
+            return options
+        if len(lock.names) > 1:  # no line can be had for several keys: it comes again, and again
+            drops = options.lock_on_conflict in {"skip", "raise", "reject"}
+            return replace(options, lock_on_conflict="retry") if drops else options
+        return replace(options, lock_on_conflict="queue") if turn and not self._parks else options
+
+    def _ask_for_several(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, turn: tuple[str, str]
+    ) -> Lease | Conflict:
+        """Ask for a task that was parked when it had one key."""
+        if not leave_old_line(self.runtime.process.lines, request, turn):
+            acknowledge_unrun(task, request, lock.key)
+        return lock.try_acquire(claim)
+
+    def _turn_of(self, request: Context) -> tuple[str, str] | None:
+        return own_turn(request, self.runtime.settings.dislock_prefix)
 
     def _unavailable(
         self, task: Task, request: Context, owner: str | None, error: StoreError

@@ -37,6 +37,7 @@ from celery_dislock.scripts import (
     PARKED,
     REFUSED,
     SWEEP,
+    WITHDRAW,
 )
 
 if TYPE_CHECKING:
@@ -180,6 +181,26 @@ class Lines:
         self._publish(given)
         return bool(left == DONE_THERE)
 
+    def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
+        """
+        Take a parked task out of line that cannot claim its turn, and give its turn on.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The task's.
+            delivery: Names the delivery that is to run it without a lock; empty: it is set aside.
+
+        Returns:
+            True where it was in line, or had its turn; and again to the same delivery.  False where
+            it was not, or has claimed its turn: nothing was changed.
+
+        Raises:
+            StoreError: The server did not answer; it may have left.
+        """
+        withdrawn, given = self._server.run(WITHDRAW, [lock], self._home, ticket, delivery)
+        self._publish(given)
+        return bool(withdrawn)
+
     def give_back(self, lock: str, ticket: str) -> None:
         """
         Put a parked task back in line whose message could not be published.
@@ -269,9 +290,10 @@ class Lines:
                 found[lock] = reply
             if isinstance(reply, StoreError):
                 continue
-            parked, given, replaced = reply
+            parked, given, replaced, unclaimed = reply
             self._publish(given)
-            found[lock] = Swept(parked, messages(replaced))
+            told = tuple(ticket.decode() for ticket in unclaimed)
+            found[lock] = Swept(parked, messages(replaced), told)
         return found
 
     def _publish(self, given: Sequence[bytes]) -> None:

@@ -10,6 +10,7 @@ percent-encoded in them, and the numbers in a ticket are numbers, whatever the m
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote
 
 from celery_dislock.values import CONTROL, percent_encoded
 
@@ -36,6 +37,11 @@ def execution_start(task_id: object, hostname: str, pid: int) -> str:
 def ticket_name(task_id: object, retries: object, nesting: object) -> str:
     """Name a ticket: its task, the number of its retry, and how often the task was replaced."""
     return f"{task_name(task_id)}:{_number(retries)}:{_number(nesting)}"
+
+
+def task_id_of(ticket: str) -> str:
+    """Return the id of a ticket's task."""
+    return unquote(ticket.rsplit(":", 2)[0])
 
 
 def _number(given: object) -> int:

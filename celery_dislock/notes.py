@@ -17,7 +17,7 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.names import owners_start, task_name
+from celery_dislock.names import owners_start, task_name, ticket_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +112,23 @@ def notes_of(request: Context) -> Notes:
     if notes is None:
         notes = request.dislock_notes = Notes()
     return notes
+
+
+def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
+    """
+    Return lock and ticket of a delivery whose message says that it is its turn there.
+
+    None, too, where its turn was another one's of the same task: what that has retried is new work.
+
+    Args:
+        request: The delivery.
+        prefix: Of the locks' names in Redis: ``dislock_prefix``.
+    """
+    headers = request.headers
+    given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
+    turn = None if given is None else _ticket(given, str(request.id), prefix)
+    own = ticket_name(request.id, request.retries, request.replaced_task_nesting)
+    return turn if turn is not None and turn[1] == own else None
 
 
 def forget_notes(request: Context) -> None:

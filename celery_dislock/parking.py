@@ -11,7 +11,8 @@ replaced.  What a body retries or replaces is new work, whatever headers Celery 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
 
 from celery.exceptions import Ignore
 
@@ -26,15 +27,20 @@ from celery_dislock.reasons import reason_of
 from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from celery import Task
     from celery.app.task import Context
 
     from celery_dislock.claims import Claim
     from celery_dislock.leases import Lease
+    from celery_dislock.lines import Lines
     from celery_dislock.locks import Lock
     from celery_dislock.runtime import Process
 
 PARKED = "PARKED"  # state of the result while a task is in line
+SET_ASIDE = "Parked task %s cannot be run, and is set aside in %s:aside: %s"
+STAYS_IN_LINE = "Parked task %s cannot be run, and stays in line for lock %s: %s"
 
 logger = logging.getLogger("celery_dislock")
 
@@ -130,9 +136,7 @@ class Parking:
         else:
             answer = lock.park(self._claim, self._lines, ticket, bounds)
         if isinstance(answer, Done):
-            reason = f"it has run under lock {lock.key!r} before"
-            logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
-            raise Ignore(reason)
+            acknowledge_unrun(task, request, lock.key)
         if isinstance(answer, Parked):
             self._process.tell_replaced(lock.names[0], answer.replaced)
             parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
@@ -173,3 +177,55 @@ class Parking:
                 request.id,
                 reason_of(exc),
             )
+
+
+def acknowledge_unrun(task: Task, request: Context, key: str) -> NoReturn:
+    """End a copy of a parked task whose work is done; raises Ignore."""
+    reason = f"it has run under lock {key!r} before"
+    logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
+    raise Ignore(reason)
+
+
+def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> bool:
+    """
+    Take a task out of the line that it was parked in before its key was declared in another way.
+
+    It has its turn there, and asks for its lock as one that comes for the first time.
+
+    Returns:
+        False where another delivery of it has left that line: this one is a copy.
+
+    Raises:
+        StoreError: The lock server did not answer; it may have left.
+    """
+    again = (request.delivery_info or {}).get("redelivered")
+    if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
+        return False
+    notes_of(request).parked = None
+    return True
+
+
+def delivery_of(properties: Mapping[str, Any] | None) -> str:
+    """Name a delivery; as before, where the broker's client keeps the name when it comes again."""
+    tag = (properties or {}).get("delivery_tag")
+    return tag if isinstance(tag, str) and tag else uuid4().hex
+
+
+def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:
+    """
+    Set a parked task aside that cannot claim its turn, and give its turn on; never raises.
+
+    Does nothing where it has claimed its turn, or left the line.
+
+    Args:
+        lines: Of the broker that it came from.
+        turn: Lock and ticket.
+        task: For the log.
+        why: It cannot; for the log.
+    """
+    lock, ticket = turn
+    try:
+        if lines.withdraw(lock, ticket):
+            logger.error(SET_ASIDE, task, lock, why)
+    except StoreError as exc:
+        logger.warning(STAYS_IN_LINE, task, lock, exc)

@@ -19,6 +19,7 @@ from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
 from celery_dislock import startup
+from celery_dislock.arrivals import ArrivalStep
 from celery_dislock.checks import optional, seconds
 from celery_dislock.comeback import release_left_behind
 from celery_dislock.exceptions import DislockError, SettingsError
@@ -287,7 +288,11 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Part of a worker that has tasks which may be parked: looks after lines nobody looks after."""
+    """Part of a worker that locks: hands on the lines of parked tasks that nobody hands on.
+
+    Its own tasks need not park.  A task that did, before it was declared in another way, may be in
+    line, and the lock is reserved for it.
+    """
 
     label = "Dislock sweep"
     requires = ("celery.worker.components:Timer",)
@@ -297,7 +302,7 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._entry: Any = None
 
     def include_if(self, worker: WorkController) -> bool:
-        """Tell whether a task of this worker's may be parked."""
+        """Tell whether this worker has tasks that lock, and a lock server that keeps lines."""
         runtime = runtime_of(worker.app)
         guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
         every = interval(guard.options for guard in guards if guard is not None)
@@ -380,6 +385,7 @@ def _lock_server(app: Celery) -> tuple[str, list[str]]:
 
 def _follow(app: Celery) -> None:
     app.steps["worker"].update((LockStep, SweepStep))
+    app.steps["consumer"].add(ArrivalStep)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
 
 

@@ -21,7 +21,9 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import Message
+from celery_dislock.names import task_id_of
 from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.parking import withdraw
 from celery_dislock.reasons import reason_of
 from celery_dislock.sending import result_is_ignored
 
@@ -121,6 +123,29 @@ class Postman:
                     ticket,
                     reason_of(exc),
                 )
+
+    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks aside that do not claim their turns, and whose results say that they ended.
+
+        Their queue is served, by a worker that knows nothing of their line: it drops them, fails
+        them, or runs them at each turn.  Others are left alone: their queue may be slow, or be
+        without a worker.
+        """
+        backend = self._app.backend
+        for ticket in tickets:
+            try:
+                # Results that come by messages are not for us to take.
+                state = (
+                    backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
+                )
+            except NotImplementedError:  # there are no results
+                return
+            except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+                logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
+                return
+            if state in states.READY_STATES:
+                why = f"its result is {state}, and it does not claim its turns"
+                withdraw(lines, (lock, ticket), ticket, why)
 
     def _publish(self, message: Message, notes: dict[str, Any]) -> None:
         with self._app.producer_or_acquire() as producer:

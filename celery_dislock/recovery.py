@@ -27,6 +27,7 @@ from kombu.utils.imports import symbol_by_name
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import TaskParked, keep_message
 from celery_dislock.names import execution_start
+from celery_dislock.notes import TICKET_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +48,8 @@ def recovering(base: type | str) -> type:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            if self.task.dislock_guard.parks:
+            # What was parked once may be so again, whatever its strategy is now.
+            if self.task.dislock_guard.parks or TICKET_HEADER in (self.message.headers or ()):
                 keep_message(self)
 
         def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:

@@ -110,6 +110,9 @@ class Publisher(Protocol):
     def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
         """End tasks that had to make room in their line; as above."""
 
+    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks aside that have ended and do not claim their turns; as above."""
+
 
 class Runtime:
     """The locks of one app.
@@ -226,6 +229,11 @@ class Process:
         """End tasks that had to make room in the line of this lock."""
         if replaced and self._publisher is not None:
             self._publisher.tell_replaced(self.lines, lock, replaced)
+
+    def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks of this lock aside that have ended and do not claim their turns."""
+        if tickets and self._publisher is not None:
+            self._publisher.end_unclaimed(self.lines, lock, tickets)
 
     def close(self) -> None:
         """End the watchdog, and close the connections that are not in use."""

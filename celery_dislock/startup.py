@@ -5,6 +5,7 @@ Each warning says what is set, what will come of it, and what to set instead.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from celery_dislock.options import TaskOptions
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
+PLACEHOLDER = re.compile(r"<[^<>]*>")  # of a key template: an argument
 NAMED = 5  # tasks that a warning names before it says "and others"
 
 
@@ -59,6 +61,7 @@ def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
             f"{_names(rejecting)}. Give them acks_late=True."
         )
     yield from _about_visibility(app, guarded)
+    yield from _about_waiting_and_parking(guarded)
 
 
 def _asks_for_a_lock(task: Task) -> bool:
@@ -95,6 +98,31 @@ def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
             f"delivery runs: {_names(names)}. Raise broker_transport_options="
             "{'visibility_timeout': ...} above that, or set a lower time_limit."
         )
+
+
+def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
+    """Warn of keys for which some tasks wait in a slot and others are parked."""
+    strategies: dict[object, dict[str, set[str]]] = {}
+    for task in guarded:
+        options = task.dislock_guard.options
+        if options.lock_on_conflict not in {"wait", "queue"}:
+            continue
+        keys = options.lock_key if isinstance(options.lock_key, tuple) else (options.lock_key,)
+        for key in keys:
+            if key is not None:  # no other task has that key
+                shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
+                names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
+                names.add(task.name)
+    for by_strategy in strategies.values():
+        if len(by_strategy) > 1:
+            waiting, parked = _names(by_strategy["wait"]), _names(by_strategy["queue"])
+            yield (
+                f'These tasks wait in their slots (lock_on_conflict="wait"): {waiting}; and these, '
+                f'of the same lock_key, are parked ("queue"): {parked}. Those that wait can fill '
+                "all slots while the lock is reserved for one that is parked, and its message "
+                "finds none: the key stands still until one of them gives up. Give all of them "
+                "the same lock_on_conflict, or send them to queues with workers of their own."
+            )
 
 
 def _cap(options: TaskOptions) -> tuple[float | None, str]:

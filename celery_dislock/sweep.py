@@ -31,9 +31,15 @@ logger = logging.getLogger("celery_dislock")
 
 
 def interval(tasks: Iterable[TaskOptions]) -> float | None:
-    """Return in how many seconds all lines are to be looked at; None where none of these parks."""
+    """
+    Return in how many seconds all lines are to be looked at; None where there are no tasks.
+
+    The tasks that park decide.  Where none does, a line may have been left by those that did.
+    """
+    known = list(tasks)
     timeouts = [
-        options.lock_expire or options.lock_watchdog_timeout for options in tasks if options.parks
+        options.lock_expire or options.lock_watchdog_timeout
+        for options in [one for one in known if one.parks] or known
     ]
     return min(timeouts) / RENEWALS_PER_TIMEOUT if timeouts else None
 
@@ -106,6 +112,7 @@ class Sweep:
                 process.lock_server_failed(swept)
                 continue
             process.tell_replaced(lock, swept.replaced)
+            process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
         return 1 if total < PAGE else 2 + total // PAGE  # one more: pages are uneven

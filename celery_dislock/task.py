@@ -128,9 +128,9 @@ def install(task: type[Task], app: Celery) -> None:
     request_class = task.Request
     if not isinstance(request_class, property):  # that of a guarded class which this one extends
         task.Request = property(lambda _self: recovering(request_class))
-    if guard.options.parks:
-        task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
-        task_postrun.connect(_settle, dispatch_uid="dislock_settle")
+    # Of all of them: a task may have been parked before it was declared in another way.
+    task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
+    task_postrun.connect(_settle, dispatch_uid="dislock_settle")
     if guard.options.lock_dedupe_redelivered:
         task_postrun.connect(_remember, dispatch_uid="dislock_remember")
 
@@ -182,10 +182,15 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
     return __call__
 
 
-def _settle(task: Task, **_kwargs: Any) -> None:
-    parking: Parking | None = getattr(task.request, "dislock_parking", None)
+def _settle(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
+    request = task.request
+    parking: Parking | None = getattr(request, "dislock_parking", None)
     if parking is not None:
         parking.settled()
+    elif request.headers:
+        guard: Guard | None = getattr(task, "dislock_guard", None)
+        if guard is not None:
+            guard.ended(request, state, retval)
 
 
 def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:

@@ -10,10 +10,12 @@
 --                            "bytes" -> length of all these records together
 --   <lock>:handed      sorted set: ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     hash: ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
---   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run.  Nothing else
---                      says that a ticket is done: one of which nothing is known may have been lost
+--   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later is not to run.  "1", or the
+--                      delivery that ran without a lock.  Nothing else says that a ticket is done: one
+--                      of which nothing is known may have been lost
 --   <lock>:replaced    hash: ticket -> message; another has taken its place, and its end is to be told
---   <lock>:aside       hash: ticket -> a record or message that nobody could read, for people to see
+--   <lock>:aside       hash: ticket -> a record or message that nobody could read or run, for people
+--                      to see
 --
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn

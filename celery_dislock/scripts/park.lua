@@ -79,7 +79,10 @@ end
 
 local parked = redis.call('HGET', tickets, ticket)
 local ran = redis.call('HGET', running, ticket)
-if not (parked or ran) and is_done(ticket) then return {3, turns} end
+if not (parked or ran)
+  and (is_done(ticket) or ARGV[9] == '1' and redis.call('HEXISTS', lock .. ':aside', ticket) == 1) then
+  return {3, turns}
+end
 
 if counted.x + counted.s > 0 then  -- another delivery of this task?
   local leases = redis.call('HGETALL', lock)

@@ -3,15 +3,19 @@
 -- KEYS[1]   lock
 -- ARGV[1]   home    the caller's broker
 --
--- Returns   {parked, turns, replaced}   parked: how many are in line or have their turn
---                                       turns: {lock, ticket, message, ...}, to be published
---                                       replaced: {ticket, message, ...}, whose end is to be told
+-- Returns   {parked, turns, replaced, unclaimed}
+--                           parked: how many are in line or have their turn
+--                           turns: {lock, ticket, message, ...}, to be published
+--                           replaced: {ticket, message, ...}, whose end is to be told
+--                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
 --
 -- Changes nothing where the lock is held and no turn has run out.  Sent twice, what the first gave
 -- its turn comes again when that has run out.
 
 -- include: _lease
 -- include: _parked
+
+local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one
 
 home = ARGV[1]
 use_parked(KEYS[1])
@@ -24,6 +28,11 @@ if anyone_waits() then
   end
 end
 if redis.call('HLEN', running) > counted.x + counted.s then tidy_claims() end  -- some of them died
+local unclaimed = {}
+for _, ticket in ipairs(redis.call('ZRANGE', handed, 0, TURNS_MOST - 1)) do
+  local joined, times = parse_ticket(redis.call('HGET', tickets, ticket) or '')
+  if joined and tonumber(times) > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
+end
 local replaced = redis.call('HGETALL', lock .. ':replaced')
 local bytes = redis.call('HEXISTS', tickets, 'bytes')
-return {redis.call('HLEN', tickets) - bytes, turns, replaced}
+return {redis.call('HLEN', tickets) - bytes, turns, replaced, unclaimed}

@@ -165,8 +165,9 @@ class Life:
     def parking(self) -> None:
         assert isinstance(self.acquire("a/1"), Granted)
         self.lines.enlist(LOCK)
-        assert [self.park(task).place for task in ("p", "q", "r")] == [1, 2, 3]
+        assert [self.park(task).place for task in ("p", "q", "r", "t")] == [1, 2, 3, 4]
         assert self.lines.leave(LOCK, "r:0:0")
+        assert self.lines.withdraw(LOCK, "t:0:0")
         self.store.release([LOCK], "a/1")
         assert [turn.ticket for turn in self.given] == ["p:0:0"]
         self.lines.give_back(LOCK, "p:0:0")

@@ -78,6 +78,9 @@ class Broker:
     def leave(self, task):
         return self.lines.leave(LOCK, f"{task}:0:0")
 
+    def withdraw(self, task, delivery=""):
+        return self.lines.withdraw(LOCK, f"{task}:0:0", delivery)
+
     def given(self):
         """Tell, once, which tasks were given to be published."""
         tasks = [turn.ticket.partition(":")[0] for turn in self.published]
@@ -105,7 +108,7 @@ def driven(redis_client, monkeypatch):
     """Time that passes when it is told to, for the scripts and the keys."""
     for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "LEAVE", "GIVE_BACK", "SWEEP", "ENLIST", "LINES"):
+    for name in ("PARK", "LEAVE", "WITHDRAW", "GIVE_BACK", "SWEEP", "ENLIST", "LINES"):
         monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
@@ -1410,3 +1413,78 @@ def cluster_node(cluster, lock):
 
 def _text(name):
     return name.decode() if isinstance(name, bytes) else name
+
+
+class TestWithdraw:
+    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
+        """Its caller was told FAILURE; what people put back is not marked, and runs."""
+        broker.park("second")
+        broker.lines.withdraw(LOCK, "second:0:0")
+        broker.end("first")
+        assert isinstance(broker.ask("second", marked=True), Done)
+        assert isinstance(broker.ask("second"), Granted)
+
+    """A parked task that cannot claim its turn leaves the line."""
+
+    @pytest.fixture
+    def raw(self, redis_url):
+        with redis.Redis.from_url(redis_url) as raw:  # speaks bytes: messages are no text
+            yield raw
+
+    @pytest.mark.parametrize("has_its_turn", [False, True])
+    def test_it_is_set_aside_with_its_record(self, broker, held, raw, redis_client, has_its_turn):
+        """In line or with its turn: what is kept is all that there was; the next has its turn."""
+        for task in ("head", "next"):
+            broker.park(task)
+        if has_its_turn:
+            broker.end("first")
+            assert broker.given() == ["head"]
+        record = raw.hget(f"{LOCK}:tickets", "head:0:0")
+        assert broker.withdraw("head") is True
+        assert raw.hgetall(f"{LOCK}:aside") == {b"head:0:0": record}
+        assert broker.given() == ["next"] * has_its_turn
+        assert line(redis_client) == ["next"] * (not has_its_turn)
+        assert broker.withdraw("head") is False
+        if has_its_turn:
+            assert isinstance(broker.ask("next", marked=True), Granted)
+
+    def test_one_that_runs_is_left_alone(self, broker, held, redis_client, redis_url):
+        """A copy that cannot be run takes neither its lease nor its ticket away."""
+        broker.park("head")
+        broker.end("first")
+        assert isinstance(broker.ask("head", marked=True), Granted)
+        before = snapshot(redis_url)
+        for delivery in ("", "a copy"):
+            assert broker.withdraw("head", delivery) is False
+        assert snapshot(redis_url) == before
+        assert broker.end("head") is True
+
+    def test_one_delivery_runs_it_without_a_lock(self, broker, held, redis_client):
+        """It is told so again when it comes again; any other is told no, and is done."""
+        broker.park("head")
+        assert broker.withdraw("head", "first") is True
+        assert broker.withdraw("head", "first") is True
+        assert broker.withdraw("head", "second") is False
+        assert isinstance(broker.ask("head"), Done)
+        assert left(redis_client) == {LOCK}
+
+    def test_who_is_not_there_is_not_set_aside(self, broker, held, redis_url):
+        """An unknown ticket, and the name of the byte counter, change nothing."""
+        broker.park("head")
+        before = snapshot(redis_url)
+        for ticket in ("other:0:0", "bytes", ""):
+            for delivery in ("", "delivery"):
+                assert broker.lines.withdraw(LOCK, ticket, delivery) is False
+        assert snapshot(redis_url) == before
+
+
+def test_a_sweep_tells_who_has_not_claimed_many_turns(broker, held, driven):
+    """From the fourth turn on, until one is claimed: somebody finds out whether it still can be."""
+    broker.park("head")
+    broker.end("first")
+    for turn in range(6):
+        assert broker.sweep().unclaimed == (("head:0:0",) if turn >= 3 else ())
+        driven(TURN * 2**turn)
+    assert broker.sweep().unclaimed == ("head:0:0",)
+    assert isinstance(broker.ask("head", marked=True), Granted)
+    assert broker.sweep().unclaimed == ()

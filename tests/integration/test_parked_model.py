@@ -21,7 +21,8 @@ again, and turns that it was given are lost.  The record of a parked task may be
 while a marked copy of it is on its way.  Each command may be sent twice because its reply was
 lost, and with it the turns in it.  Renewals may fail, so that a body goes on without its lease and
 releases too late, or is stopped and comes again.  Tasks are revoked: their copies are discarded
-wherever they turn up.  Who lost its place is told so by a sweep or by who parks.
+wherever they turn up.  A marked copy may come to a worker that cannot run it, and sets it aside, or
+that runs it without a lock.  Who lost its place is told so by a sweep or by who parks.
 
 After each step the server must have what the model has, byte counts included, and further:
 
@@ -31,8 +32,9 @@ After each step the server must have what the model has, byte counts included, a
   gets in while anybody waits.  (Who ran in a process that died is before all of these.)
 
 At the end of a run nothing crashes any more, time passes, and all copies are delivered: then each
-task that was parked has completed, or was revoked or replaced, and each other has run or was
-refused for want of room; and nothing is left but marks of what is done.
+task that was parked has completed, or was revoked, replaced, set aside or run without a lock, and
+each other has run or was refused for want of room; and nothing is left but marks of what is done,
+and what was set aside.
 
 Not modelled: those who wait in their slot, bounds in bytes, damage, several locks, marks that end.
 """
@@ -78,7 +80,7 @@ KINDS = {  # mode and limit of tasks of even and of odd numbers
     "mixed": [("shared", 1), ("exclusive", 1)],
 }
 BOUNDS = [Bounds(), Bounds(1, overflow="replace"), Bounds(2, overflow="replace"), Bounds(2)]
-LEFT_BY_NONE = ["line", "tickets", "handed", "running", "replaced", "aside"]
+LEFT_BY_NONE = ["line", "tickets", "handed", "running", "replaced"]
 ANSWERS = {Granted: "granted", Refused: "refused", Parked: "parked", Full: "full", Done: "done"}
 
 
@@ -104,6 +106,7 @@ class Model:
     settling: dict[str, int] = field(default_factory=dict)  # running ones that ended: until when
     done: set[str] = field(default_factory=set)
     replaced: set[str] = field(default_factory=set)
+    aside: set[str] = field(default_factory=set)
     completed: list[str] = field(default_factory=list)  # of those that were parked
 
     def terms_of(self, task):
@@ -249,6 +252,17 @@ class Model:
         self.replaced.discard(task)
         return self.pass_on_if_any(home)
 
+    def withdraw(self, task, home, *, runs):
+        """Return whether it was there, and who is to be published."""
+        if not (self.waits(task) or task in self.handed):
+            return False, []
+        self.forget(task)
+        if runs:
+            self.done.add(task)
+        else:
+            self.aside.add(task)
+        return True, self.pass_on(home)
+
 
 def number_of(name):
     """Return the number of the task that a ticket or an owner is of."""
@@ -290,6 +304,7 @@ class ParkedMachine(RuleBasedStateMachine):
         self.revoked, self.skipped, self.ran = set(), set(), set()
         self.ended = set()  # owners whose body has
         self.told = set()  # that they were replaced
+        self.withdrawn = set()  # set aside, or run without a lock
         self.ended_in_time = Counter()  # of those that were parked
 
     @initialize(
@@ -591,6 +606,38 @@ class ParkedMachine(RuleBasedStateMachine):
             self.leave(task)
         self.look()
 
+    @precondition(lambda self: any(marked for _, marked in self.copies))
+    @rule(index=indexes, runs=st.booleans(), twice=often, lost=often)
+    def withdraw(self, index, runs, twice, lost):
+        """A marked copy comes to a worker where no guard sees it; it may come again to another."""
+        marked = [copy for copy in self.copies if copy[1]]
+        copy = marked[index % len(marked)]
+        if not lost:
+            self.copies.remove(copy)
+        self.withdraw_task(copy[0], runs=runs, twice=twice)
+
+    @precondition(lambda self: any(e.was_parked and e.at == "body" for e in self.executions))
+    @rule(runs=st.booleans(), twice=often)
+    def withdraw_what_runs(self, runs, twice):
+        """A copy of what has claimed its turn comes to such a worker: nothing changes."""
+        (task, *_) = (e.task for e in self.executions if e.was_parked and e.at == "body")
+        self.withdraw_task(task, runs=runs, twice=twice)
+
+    def withdraw_task(self, task, *, runs, twice):
+        self.owners += 1
+        delivery = f"delivery {self.owners}" if runs else ""
+        home = self.home_of(task)
+        first = None
+        for _ in range(1 + twice):
+            there = self.lines[home].withdraw(LOCK, f"{task}:0:0", delivery)
+            was, given = self.model.withdraw(task, home, runs=runs)
+            first = was if first is None else first
+            assert there is (was or (first and runs))
+            self.publish(self.check_given(given))
+        if first:
+            self.withdrawn.add(task)
+        self.look()
+
     def leave(self, task):
         home = self.home_of(task)
         was = self.model.waits(task) or task in self.model.handed or task in self.model.running
@@ -643,8 +690,8 @@ class ParkedMachine(RuleBasedStateMachine):
         with self.raw.pipeline(transaction=False) as ask:
             ask.get(driven_clock.CLOCK).zrange(f"{LOCK}:line", 0, -1)
             ask.hgetall(f"{LOCK}:tickets").zrange(f"{LOCK}:handed", 0, -1, withscores=True)
-            ask.hkeys(f"{LOCK}:running").hkeys(f"{LOCK}:replaced").keys("*")
-            clock, line, records, handed, running, replaced, keys = ask.execute()
+            ask.hkeys(f"{LOCK}:running").hkeys(f"{LOCK}:replaced").hkeys(f"{LOCK}:aside").keys("*")
+            clock, line, records, handed, running, replaced, aside, keys = ask.execute()
         assert int(records.pop(b"bytes", 0)) == sum(map(len, records.values()))
         assert shorts(line) == [place.task for place in model.line]
         until = {task: until for task, (until, _) in model.handed.items()}
@@ -657,6 +704,7 @@ class ParkedMachine(RuleBasedStateMachine):
         assert {short(name): int(record.split()[2]) for name, record in records.items()} == times
         assert sorted(shorts(running)) == sorted(model.running)
         assert set(shorts(replaced)) == model.replaced
+        assert set(shorts(aside)) == model.aside
         done = {short(key.split(b":")[3]) for key in keys if b":done:" in key}
         assert done == model.done
         states = Counter([*shorts(line), *until, *shorts(running), *(done | model.replaced)])
@@ -686,7 +734,9 @@ class ParkedMachine(RuleBasedStateMachine):
         assert not self.copies
         assert not self.tickets()
         for task in set(self.tasks) - self.revoked:
-            if task in self.parked_order:
+            if task in self.withdrawn:
+                assert self.model.completed.count(task) <= 1
+            elif task in self.parked_order:
                 assert (task in self.model.completed) != (task in replaced), f"{task} is lost"
             else:
                 assert task in self.ran | self.skipped, f"{task} is lost"
@@ -725,7 +775,7 @@ def message_of(task):
 def machine(redis_url, monkeypatch):
     for name in ("RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "LEAVE", "SWEEP", "ENLIST"):
+    for name in ("PARK", "LEAVE", "WITHDRAW", "SWEEP", "ENLIST"):
         monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
     return lambda: ParkedMachine(redis_url)
 

@@ -198,6 +198,7 @@ class FakeLines:
         pages: What page is to answer, in order.
         swept: What sweep finds, by lock; nothing is known of the others.
         next_turns: Whose turn it is after each that was set aside.
+        ran_without: The deliveries that ran without a lock, by lock and ticket; empty: set aside.
     """
 
     def __init__(self, store: FakeStore) -> None:
@@ -208,6 +209,7 @@ class FakeLines:
         self.pages: list[tuple[int, bytes, dict[str, bytes]]] = []
         self.swept: dict[str, Swept] = {}
         self.next_turns: list[list[Turn]] = []
+        self.ran_without: dict[tuple[str, str], str] = {}
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket, **terms: Any
@@ -236,6 +238,13 @@ class FakeLines:
         self.store._round_trip("move_out", lock, ticket)
         self.parked.pop((lock, ticket), None)
         return (lock, ticket) in self.done
+
+    def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
+        self.store._round_trip("withdraw", lock, ticket, delivery)
+        if self.parked.pop((lock, ticket), None) is None:
+            return delivery != "" and self.ran_without.get((lock, ticket)) == delivery
+        self.ran_without[lock, ticket] = delivery
+        return True
 
     def give_back(self, lock: str, ticket: str) -> None:
         self.store._round_trip("give_back", lock, ticket)

@@ -7,7 +7,7 @@ import pytest
 from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import Bounds, Lines, Ticket
-from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP
+from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP, WITHDRAW
 
 LOCK = "dislock:{k}"
 TICKET = Ticket("1:0:0", "1@", marked=True, message=b"m")
@@ -117,6 +117,17 @@ def test_who_moves_out_is_told_whether_its_work_was_done(lines, server, publishe
     assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0))]
 
 
+@pytest.mark.parametrize("delivery", ["", "a delivery"])
+def test_who_cannot_claim_gives_its_turn_on(lines, server, published, delivery):
+    """What comes next is published, and the caller is told whether the task was there."""
+    server.reply = [1, GIVEN]
+    assert lines.withdraw(LOCK, "1:0:0", delivery) is True
+    assert published == [TURNS]
+    server.reply = [0, []]
+    assert lines.withdraw(LOCK, "1:0:0", delivery) is False
+    assert server.asked == [(WITHDRAW, [LOCK], ("home", "1:0:0", delivery))] * 2
+
+
 def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
     """It is in the middle of publishing: the turns are the caller's."""
     server.reply = [1, GIVEN]
@@ -142,8 +153,11 @@ def test_the_lines_of_each_broker_are_noted_apart(lines, server):
 def test_a_sweep_publishes_and_tells_what_it_found(lines, server, published):
     """One pipeline; a line that could not be looked at is missing from what was found."""
     away = StoreError("redis://fake", "away")
-    server.reply = [[2, GIVEN, [b"2:0:0", b"old"]], away, [0, [], []]]
-    assert lines.sweep(["a", "b", "c"]) == {"a": Swept(2, {"2:0:0": b"old"}), "c": Swept(0, {})}
+    server.reply = [[2, GIVEN, [b"2:0:0", b"old"], [b"3:0:0"]], away, [0, [], [], []]]
+    assert lines.sweep(["a", "b", "c"]) == {
+        "a": Swept(2, {"2:0:0": b"old"}, ("3:0:0",)),
+        "c": Swept(0, {}),
+    }
     assert published == [TURNS]
     assert server.asked == [(SWEEP, [("a", "home"), ("b", "home"), ("c", "home")])]
 

@@ -70,15 +70,9 @@ def backend(app, world, monkeypatch):
 
 def declare(app, body=None, lock_on_conflict="queue", **options):
     """Make a task that may be parked; without a body it must not run."""
+    declared = {"base": SingletonTask, "lock_key": "k", **options}
 
-    @app.task(
-        base=SingletonTask,
-        name="shop.export",
-        lock_key="k",
-        lock_on_conflict=lock_on_conflict,
-        bind=True,
-        **options,
-    )
+    @app.task(name="shop.export", lock_on_conflict=lock_on_conflict, bind=True, **declared)
     def export(self, *args):
         if body is None:
             raise AssertionError
@@ -640,18 +634,33 @@ def test_a_lock_server_that_is_away_does_not_disturb_a_revocation(app, world, pa
     assert record.message.startswith("Task 2 is revoked and stays in line: ")
 
 
-def test_only_tasks_that_may_be_parked_leave_lines(app, world, parking_task):
-    """Every task's revocation is heard: a task without a guard, or of another strategy, is not."""
-
-    @app.task(name="plain")
-    def plain(): ...
+def test_a_revoked_task_that_does_not_park_any_more_leaves_its_line(app, world, parking_task):
+    """It was parked before its strategy was another one."""
 
     @app.task(name="skips", base=SingletonTask, lock_key="k")
     def skips(): ...
 
     app.finalize()
-    for name in ("plain", "skips"):
-        revoke(app.tasks[name], **marked())
+    revoke(app.tasks["skips"], **marked())
+    assert world.store.asked("leave") == [(LOCK, "2:0:0")]
+
+
+@pytest.mark.parametrize("ticket", ["1:0:0", "2:1:0", "2:0:1", "bytes", ""])
+def test_a_revoked_task_leaves_the_line_for_itself_alone(app, world, parking_task, ticket):
+    """A header that names another task, or other work of this one, takes nobody out of line."""
+    app.finalize()
+    revoke(app.tasks["shop.export"], **{TICKET_HEADER: [LOCK, ticket]})
+    assert world.store.calls == []
+
+
+def test_a_task_without_a_guard_leaves_no_line(app, world, parking_task):
+    """Every task's revocation is heard; nor is there a line where nothing can be parked."""
+
+    @app.task(name="plain")
+    def plain(): ...
+
+    app.finalize()
+    revoke(app.tasks["plain"], **marked())
     runtime_of(app).process._publisher = None
     revoke(app.tasks["shop.export"], **marked())
     assert world.store.calls == []
@@ -720,3 +729,134 @@ def test_a_turn_is_trusted_as_any_lease(app, world, lines):
     lines.answers = [Granted((7,))]
     task = declare(app, lambda self: (self.lease.token, self.lease.remaining, self.lease.held))
     assert come(task, **marked()).retval == (7, pytest.approx(29.5), True)
+
+
+# Parked when the task was declared in another way
+
+
+def test_a_turn_is_claimed_whatever_the_strategy_is_now(app, world, lines):
+    """It asks with its ticket, and what it is granted is its turn."""
+    lines.answers = [Granted((1,), claimed=True)]
+    task = declare(app, lambda _self: "ran", lock_on_conflict="skip")
+    assert come(task, **marked()).retval == "ran"
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+    assert world.store.done == ["2:0:0"]
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "reject"])
+def test_what_was_parked_is_parked_again_whatever_the_strategy_is_now(app, world, lines, strategy):
+    """Its process has died, and others have the lock: it is not dropped, and keeps its message."""
+    lines.answers = [OTHERS]
+    world.lease("k", "other")
+    task = declare(app, lock_on_conflict=strategy)
+    assert isinstance(ended(come(task, **marked())), TaskParked)
+    assert Message.from_bytes(lines.parked[LOCK, "2:0:0"]).body == b"[[], {}, {}]"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ticket"), [("skip", "1:0:0"), ("skip", "2:1:0"), ("skip", None)]
+)
+def test_what_was_not_parked_does_as_the_strategy_says(app, world, lines, strategy, ticket):
+    """A header that names another task says nothing about this one."""
+    world.lease("k", "other")
+    headers = {} if ticket is None else {TICKET_HEADER: [LOCK, ticket]}
+    come(declare(app, lock_on_conflict=strategy), **headers)
+    assert stored(app)[0] == "REVOKED"
+    assert asked(world) == []
+
+
+def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, world, lines, broker):
+    """It leaves its line, and is not dropped: not at its turn, nor when it comes again."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    world.lease("b", "other")
+    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Retry)
+    assert lines.parked == {}
+    [sent] = broker.sent
+    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    assert TICKET_HEADER not in again
+    app.tasks.pop("shop.export")
+    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **again)), Retry)
+
+
+def test_a_copy_of_what_has_left_its_line_for_several_keys_is_dropped(app, world, lines):
+    """But not the delivery that has left it, where the broker says that it comes again."""
+    task = declare(app, lambda _self: "ran", lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Ignore)
+    request = arrived(task, "2", **marked())
+    request.request_dict["delivery_info"] = {**request.delivery_info, "redelivered": True}
+    assert run(task, request).retval == "ran"
+
+
+# What cannot claim its turn
+
+
+class Fails(SingletonTask):
+    abstract = True
+    error = None
+
+    def before_start(self, task_id, args, kwargs):
+        raise type(self).error
+
+
+def ends_early(app, error):
+    base = type("Base", (Fails,), {"error": error, "abstract": True})
+    return declare(app, base=base)
+
+
+def test_a_key_that_cannot_be_built_sets_the_task_aside(app, world, lines, caplog):
+    """At once, after its FAILURE: an argument was renamed while it was in line."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    declare(app, lock_key=lambda: "never called")
+    app.finalize()
+    come(app.tasks["shop.export"], "2", "an argument too many", **marked())
+    assert stored(app)[0] == "FAILURE"
+    assert world.store.asked("withdraw") == [(LOCK, "2:0:0", "")]
+    assert f"Parked task shop.export[2:0:0] cannot be run, and is set aside in {LOCK}:aside: " in (
+        caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (ValueError("no"), "withdraw"),
+        (Ignore(), "leave"),
+        (Reject("no", requeue=False), "leave"),
+        (Reject("no", requeue=True), None),
+        (Retry("later"), "leave"),
+    ],
+)
+def test_what_ends_before_its_guard_leaves_its_line(app, world, lines, error, call):
+    """Its before_start has raised; a message that the broker gets back keeps its turn."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    task = ends_early(app, error)
+    app.finalize()
+    come(app.tasks[task.name], **marked())
+    calls = [name for name, *_ in world.store.calls if name in {"withdraw", "leave"}]
+    assert calls == ([call] if call else [])
+
+
+def test_what_ends_before_its_guard_and_was_not_parked_asks_nobody(app, world, lines):
+    """Nor does one whose header names another task."""
+    task = ends_early(app, ValueError("no"))
+    app.finalize()
+    for headers in ({}, {TICKET_HEADER: [LOCK, "1:0:0"]}):
+        come(app.tasks[task.name], **headers)
+    assert world.store.calls == []
+
+
+def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, caplog):
+    """It has its turn again, and ends so again; the log says so."""
+    world.store.away = True
+    for error in (ValueError("no"), Ignore()):
+        task = ends_early(app, error)
+        app.finalize()
+        come(app.tasks[task.name], **marked())
+        app.tasks.pop("shop.export")
+    expected = f"Parked task shop.export[2:0:0] cannot be run, and stays in line for lock {LOCK}: "
+    assert [record.levelno for record in caplog.records if expected in record.message] == [
+        logging.WARNING,
+        logging.WARNING,
+    ]

@@ -401,3 +401,54 @@ def test_a_broker_may_come_without_a_url():
     """An app that names none has a home all the same."""
     assert Postman(Celery("shop", set_as_current=False)).home
     assert home("")
+
+
+# Who does not claim
+
+
+@pytest.mark.parametrize("state", ["SUCCESS", "FAILURE", "REVOKED"])
+def test_who_has_ended_without_its_turn_is_set_aside(app, postman, lines, caplog, state):
+    """A worker that knows nothing of lines has run or dropped it: its queue is served."""
+    lines.parked[LOCK, "1:0:0"] = b"message"
+    app.backend.store_result("1", None, state)
+    postman.end_unclaimed(lines, LOCK, ["1:0:0"])
+    assert lines.store.asked("withdraw") == [(LOCK, "1:0:0", "")]
+    [record] = caplog.records
+    assert record.levelno == logging.ERROR
+    assert f"1:0:0 cannot be run, and is set aside in {LOCK}:aside: its result is {state}" in (
+        record.message
+    )
+
+
+@pytest.mark.parametrize("state", ["PENDING", "PARKED", "STARTED", "RETRY"])
+def test_who_has_not_ended_is_left_in_line(app, postman, lines, state):
+    """Its queue may be slow, or be without a worker: it is not to be lost for that."""
+    lines.parked[LOCK, "1:0:0"] = b"message"
+    app.backend.store_result("1", None, state)
+    postman.end_unclaimed(lines, LOCK, ["1:0:0"])
+    assert lines.store.calls == []
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no results"), ConnectionError("away")])
+def test_a_backend_that_tells_nothing_leaves_all_in_line(
+    app, postman, lines, caplog, monkeypatch, error
+):
+    """None, or one that is away; only that is logged."""
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(app.backend, "get_state", fails)
+    postman.end_unclaimed(lines, LOCK, ["1:0:0", "2:0:0"])
+    assert lines.store.calls == []
+    assert [record.levelno for record in caplog.records] == (
+        [logging.WARNING] if isinstance(error, ConnectionError) else []
+    )
+
+
+def test_results_that_come_by_messages_are_not_taken(app, postman, lines, monkeypatch):
+    """They are their callers': the rpc backend."""
+    monkeypatch.setattr(app.backend, "persistent", False)
+    app.backend.store_result("1", None, "FAILURE")
+    postman.end_unclaimed(lines, LOCK, ["1:0:0"])
+    assert lines.store.calls == []

@@ -14,6 +14,7 @@ from celery.worker.request import Request
 from celery_dislock import SingletonTask, recovery
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages import TaskParked
+from celery_dislock.notes import TICKET_HEADER
 
 CHILD = os.getpid() + 1
 
@@ -25,6 +26,7 @@ class Base:
         self.id, self.hostname, self.worker_pid = "1", "w1", pid
         self.args, self.kwargs = (7,), {}
         self.task = SimpleNamespace(name="t", dislock_guard=guard)
+        self.message = SimpleNamespace(headers=guard.headers)
         self.events = guard.events
 
     def send_event(self, *event, **about):
@@ -40,6 +42,7 @@ class Base:
 class Guard:
     timeout = 30.0
     parks = False
+    headers = None
 
     def __init__(self):
         self.events = []
@@ -103,6 +106,16 @@ def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks):
     guard.parks = parks
     request = recovery.recovering(Base)(guard)
     assert kept == [request] * parks
+
+
+def test_the_message_of_what_was_parked_is_kept(monkeypatch):
+    """It may be parked again, whatever its strategy is now."""
+    kept = []
+    monkeypatch.setattr(recovery, "keep_message", kept.append)
+    guard = Guard()
+    guard.headers = {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}
+    recovery.recovering(Base)(guard)
+    assert len(kept) == 1
 
 
 def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):

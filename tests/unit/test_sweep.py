@@ -38,6 +38,10 @@ class Process:
     def owner_name(self, start):
         return f"{start}{next(self._numbers)}"
 
+    def end_unclaimed(self, lock, tickets):
+        if tickets:
+            self.told.append((lock, tickets))
+
     def tell_replaced(self, lock, replaced):
         self.told.append((lock, replaced))
         if self.error is not None:
@@ -72,7 +76,8 @@ def cursors(process):
     ("tasks", "seconds"),
     [
         ([], None),
-        ([{}, {"lock_on_conflict": "wait"}], None),
+        ([{}, {"lock_on_conflict": "wait"}], 10.0),
+        ([{}, {"lock_watchdog_timeout": 3.0}], 1.0),
         ([{"lock_on_conflict": "queue"}, {"lock_watchdog_timeout": 3.0}], 10.0),
         (
             [
@@ -82,11 +87,11 @@ def cursors(process):
             ],
             2.0,
         ),
-        ([{"lock_on_conflict": lambda *_: "queue", "lock_key": ("a", "b")}], None),
+        ([{"lock_on_conflict": lambda *_: "queue", "lock_key": ("a", "b")}], 10.0),
     ],
 )
 def test_lines_are_looked_at_within_a_third_of_the_shortest_timeout(tasks, seconds):
-    """Of the tasks that may be parked; where there is none, nobody looks."""
+    """Of the tasks that may be parked, or else of all; where there is none, nobody looks."""
     assert interval(TaskOptions(**options) for options in tasks) == seconds
 
 
@@ -211,6 +216,15 @@ def test_at_its_end_another_worker_can_sweep(process, sweep, away):
     sweep.end()
     assert (NAME in process.store.leases) is away
     assert process.store.calls[-1] == ("close",)
+
+
+def test_who_does_not_claim_its_turns_is_looked_into(process, sweep):
+    """Beside those that were replaced; where there is none, nobody is asked."""
+    process.lines.pages = [(2, FIRST, empty("a", "b"))]
+    process.lines.swept = {"a": Swept(1, {}, ("1:0:0",)), "b": Swept(1, {})}
+    sweep.step()
+    assert ("a", ("1:0:0",)) in process.told
+    assert ("b", ()) not in process.told
 
 
 def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):

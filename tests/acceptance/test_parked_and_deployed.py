@@ -1,0 +1,251 @@
+"""Tasks that were parked by one version of an app, and have their turn in another.
+
+A turn that nobody claims lasts a minute here: what goes on sooner did not wait for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+
+import pytest
+from celery.exceptions import NotRegistered
+from celery.result import AsyncResult
+
+from example_project import scenarios
+from example_project.redis_server import RedisServer
+from tests.acceptance import deployed_app
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
+]
+
+QUEUE = scenarios.hold_or_queue
+APP = deployed_app.__name__
+
+
+@pytest.fixture
+def deploy(fleet, start_fleet, scene):
+    """
+    Park two tasks behind a holder, and let another version have the first.
+
+    ``deploy(change, ...)`` returns the new fleet, the first and the second; the lock is free then.
+    """
+
+    def deploy(change=None, *options, pool="prefork", between=None, by_name=False):
+        old = start_fleet("prefork", broker_url=fleet.broker_url)
+        holder = fleet.send(scenarios.hold_by_itself, scene.key)
+        scene.wait_for_report("begin", id=holder.id)
+        args, named = ((), {"key": scene.key}) if by_name else ((scene.key,), {})
+        first = old.send(QUEUE, *args, kwargs=named)
+        scene.wait_for_line(1)
+        second = fleet.send(QUEUE, scene.key)
+        scene.wait_for_line(2)
+        old.workers[0].terminate()
+        old.workers[0].wait_until_it_ends()
+        if between is not None:
+            between(f"{first.id}:0:0")
+        env = {} if change is None else {"DEPLOYED": change}
+        about = {"queue": old.queue, "app": APP, "env": env, "broker_url": fleet.broker_url}
+        new = start_fleet(pool, *options, **about)
+        scene.open_gate()
+        scene.open_gate(holder.id)
+        return new, first, second
+
+    return deploy
+
+
+@pytest.fixture
+def aside(scene):
+    """Give the tickets that were set aside, and forget them at the end."""
+    name = f"{scene.lock}:aside"
+    yield lambda: scene.redis.hgetall(name)
+    scene.redis.delete(name)
+
+
+def began(scene):
+    return [event["id"] for event in scene.reported("begin")]
+
+
+def assert_set_aside(scene, aside, new, first, second):
+    """Check that the first was set aside and says why, and that the line goes on."""
+    assert second.get(timeout=LIMIT)["held"] is True
+    ticket = f"{first.id}:0:0"
+    wait_for("it is set aside", lambda: list(aside()) == [ticket])
+    assert b'1 {"' in aside()[ticket].encode()  # with all that is needed to put it back
+    wait_for("it failed", lambda: first.state == "FAILURE")
+    wait_for("it is logged", lambda: new.says("ERROR", first.id, "is set aside", scene.lock))
+    assert first.id not in began(scene)
+    assert new.send(scenarios.step, scene.key).get(timeout=LIMIT)["held"]
+
+
+@BROKERS
+@pytest.mark.parametrize("change", ["gone", "another argument", "before_start fails"])
+def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, change):
+    """It leaves the line at its turn, with a FAILURE that says why; the next has its turn."""
+    new, first, second = deploy(change, by_name=True)
+    assert_set_aside(scene, aside, new, first, second)
+    errors = {
+        "gone": NotRegistered,
+        "another argument": "account",
+        "before_start fails": "not today",
+    }
+    error = first.result
+    expected = errors[change]
+    assert isinstance(error, expected) if isinstance(expected, type) else expected in str(error)
+
+
+@PREFORK
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize(
+    "body", ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
+)
+def test_a_damaged_body_is_set_aside(scene, aside, deploy, pool, body):
+    """Its envelope is intact: no worker ends with it, its task fails, and the next has its turn."""
+    tickets = f"{scene.lock}:tickets"
+
+    def damage(ticket):
+        record = scene.redis.hget(tickets, ticket)
+        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
+
+    new, first, second = deploy(pool=pool, between=damage)
+    assert_set_aside(scene, aside, new, first, second)
+    assert new.workers[0].running
+
+
+@PREFORK
+@pytest.mark.parametrize("change", ["skip", "two keys"])
+def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, change):
+    """What was parked runs under its lock, though its task does not park any more."""
+    _, first, second = deploy(change)
+    for result in (first, second):
+        assert result.get(timeout=LIMIT)["held"] is True
+    assert sorted(began(scene)[1:]) == sorted([first.id, second.id])
+    if change == "skip":
+        assert began(scene)[1:] == [first.id, second.id]
+        scene.assert_exclusive()
+    assert aside() == {}
+
+
+@BROKERS
+@pytest.mark.parametrize("change", ["no key", "no SingletonTask", "--no-dislock"])
+def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
+    """It runs once and without a lock, a copy of it does not run, and the next has its turn."""
+    if change == "--no-dislock":
+        new, first, second = deploy(None, change)
+    else:
+        new, first, second = deploy(change)
+    assert second.get(timeout=LIMIT)["held"] is True
+    wait_for("it has run", lambda: first.state == "SUCCESS")
+    assert began(scene).count(first.id) == 1
+    headers = {"dislock_ticket": [scene.lock, f"{first.id}:0:0"]}
+    new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
+    wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
+    assert began(scene).count(first.id) == 1
+    assert aside() == {}
+
+
+@PREFORK
+def test_a_task_that_ends_itself_before_its_turn_leaves_its_line(scene, aside, deploy):
+    """Its before_start has raised Ignore: nothing is set aside, and the next has its turn."""
+    _, first, second = deploy("before_start ignores")
+    assert second.get(timeout=LIMIT)["held"] is True
+    assert first.id not in began(scene)
+    assert aside() == {}
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A server of this test alone, where no worker of others sweeps; give its scene and its env."""
+    with (
+        RedisServer(tmp_path / "redis") as server,
+        server.client(decode_responses=True) as client,
+    ):
+        yield (
+            Scene(uuid.uuid4().hex, client),
+            {
+                "broker_url": server.url,
+                "conf": {"dislock_watchdog_timeout": scenarios.BRIEF},
+                "env": {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": server.url},
+            },
+        )
+
+
+def state_of(scene, result):
+    """What the result backend of a server alone says of a task."""
+    meta = scene.redis.get(f"celery-task-meta-{result.id}")
+    return json.loads(meta)["status"] if meta else None
+
+
+def test_a_line_is_looked_after_by_workers_whose_tasks_do_not_park(start_fleet, alone):
+    """All tasks that parked have another strategy now: what is in line runs all the same."""
+    scene, options = alone
+    old = start_fleet("prefork", **options)
+    old.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+    first = old.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    old.workers[0].kill()
+    scene.open_gate()
+    env = {**options.pop("env"), "DEPLOYED": "only skip"}
+    new = start_fleet("prefork", queue=old.queue, app=APP, env=env, **options)
+    scene.wait_for_report("end", id=first.id)
+    wait_for("it has ended", lambda: state_of(scene, first) == "SUCCESS")
+    new.workers[0].stop()  # while there is a broker
+
+
+def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
+    """They know nothing of lines and fail it each time: after some turns the next has its turn."""
+    scene, options = alone
+    ours = start_fleet("prefork", **options)
+    others = start_fleet("prefork", app="tests.acceptance.foreign_app", **options)
+    holder = ours.send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin", id=holder.id)
+    first = park_for(others, ours, scene)
+    second = ours.send(QUEUE, scene.key)
+    scene.wait_for_line(2)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    scene.wait_for_report("end", id=second.id)
+    assert scene.redis.hkeys(f"{scene.lock}:aside") == [f"{first.id}:0:0"]
+    assert ours.says("ERROR", first.id, "is set aside", "its result is FAILURE")
+    assert state_of(scene, first) == "FAILURE"
+    for fleet in (ours, others):
+        fleet.workers[0].stop()  # while there is a broker
+
+
+def park_for(others, ours, scene):
+    """Park a task whose turn is sent to the queue of others."""
+    result = ours.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    tickets = f"{scene.lock}:tickets"
+    record = scene.redis.hget(tickets, f"{result.id}:0:0")
+    changed = record.replace(ours.queue, others.queue)
+    assert len(changed) == len(record)  # as many bytes are counted
+    scene.redis.hset(tickets, f"{result.id}:0:0", changed)
+    return result
+
+
+@PREFORK
+def test_a_task_that_was_set_aside_can_be_put_back(scene, aside, deploy, start_fleet):
+    """What is kept of it is published again, by the recipe of the operations page, and runs."""
+    from celery_dislock.messages import Message
+
+    new, first, second = deploy("gone")
+    assert second.get(timeout=LIMIT)["held"] is True
+    wait_for("it is set aside", aside)
+    new.workers[0].terminate()
+    new.workers[0].wait_until_it_ends()
+    start_fleet("prefork", queue=new.queue)
+    for ticket, text in aside().items():
+        kept = text.encode()
+        message = Message.from_bytes(kept[kept.index(b'1 {"') :])
+        with scenarios.app.producer_or_acquire() as producer:
+            message.publish(producer, {})
+        scene.redis.hdel(f"{scene.lock}:aside", ticket)
+    wait_for("it has run", lambda: AsyncResult(first.id, app=first.app).state == "SUCCESS")
+    with contextlib.suppress(Exception):
+        first.forget()
