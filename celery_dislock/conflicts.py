@@ -20,6 +20,7 @@ from celery_dislock.answers import Full
 from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.lines import Bounds
+from celery_dislock.reporting import told
 from celery_dislock.sending import (
     GIVEN_UP_HEADER,
     RETRY_UNTIL_HEADER,
@@ -92,10 +93,9 @@ def skip(second: Second) -> NoReturn:
 
 def end_unrun(task: Task, request: Context, reason: str) -> NoReturn:
     """Do not run; the result is REVOKED, and says why; raises Ignore."""
-    logger.info("Task %s[%s] skipped: %s.", task.name, request.id, reason)
     if not request.is_eager:
         _end(task, request, TaskRevokedError(reason), states.REVOKED)
-    raise Ignore(reason)
+    raise told(Ignore(reason), task.name, request.id, f"skipped: {reason}. It does not run.")
 
 
 def fail(second: Second) -> NoReturn:
@@ -112,15 +112,8 @@ def retry(second: Second) -> NoReturn:
     if request.is_eager or now >= until:
         raise error
     at_most = min(conflict.remaining, until - now)
-    delay = put_off(
-        task,
-        request,
-        str(error),
-        at_most=at_most,
-        notes={RETRY_UNTIL_HEADER: until},
-        level=logging.INFO,  # the normal conflict
-    )
-    raise Retry(str(error), exc=error, when=delay)
+    delay = put_off(task, request, str(error), at_most=at_most, notes={RETRY_UNTIL_HEADER: until})
+    _retried(task, request, error, delay)
 
 
 def wait(second: Second) -> Lease | None:
@@ -157,10 +150,10 @@ def reject(second: Second) -> NoReturn:
     """Give the message back for good: to the dead-letter exchange, where its queue has one."""
     task, request, conflict = second.task, second.request, second.conflict
     rejection = Reject(str(conflict.error()), requeue=False)
-    logger.info("Task %s[%s] rejected: %s.", task.name, request.id, conflict.error())
     if not request.is_eager and not CELERY_FAILS_REJECTED:
         _end(task, request, rejection, states.FAILURE, call_errbacks=True)
-    raise rejection
+    what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
+    raise told(rejection, task.name, request.id, what)
 
 
 STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
@@ -205,11 +198,14 @@ def put_off_copy(second: Second) -> NoReturn:
     )
     # A parked task's turn that came late was given twice: nothing to worry about.
     level = logging.WARNING if take_note(request, TICKET_HEADER) is None else logging.INFO
-    put_off(task, request, reason, at_most=conflict.remaining, level=level)
-    raise Ignore(reason)
+    delay = put_off(task, request, reason, at_most=conflict.remaining)
+    what = f"put off for {delay:.1f} s: {reason}"
+    raise told(Ignore(reason), task.name, request.id, what, level=level)
 
 
-def unavailable(task: Task, request: Context, error: StoreError, choice: str, owner: str) -> None:
+def unavailable(
+    task: Task, request: Context, key: str, error: StoreError, choice: str, owner: str
+) -> None:
     """
     Do as ``dislock_on_unavailable`` says where the lock server does not answer.
 
@@ -224,14 +220,24 @@ def unavailable(task: Task, request: Context, error: StoreError, choice: str, ow
         StoreError: The task fails; so does an eager one, which has nowhere to be put.
     """
     if choice == "run":
-        logger.warning("Task %s[%s] runs without its lock: %s", task.name, request.id, error)
+        logger.warning(
+            "Task %s[%s] runs without its lock %r: %s", task.name, request.id, key, error
+        )
         return
     if choice == "raise" or request.is_eager:
         raise error
     notes = {GIVEN_UP_HEADER: [*(take_note(request, GIVEN_UP_HEADER) or ()), owner]}
-    # The outage is logged once, by itself.
-    delay = put_off(task, request, str(error), notes=notes, level=logging.INFO)
-    raise Retry(str(error), exc=error, when=delay)
+    delay = put_off(task, request, f"lock {key!r} cannot be had: {error}", notes=notes)
+    _retried(task, request, error, delay, f"lock {key!r} cannot be had: {error}")
+
+
+def _retried(
+    task: Task, request: Context, error: Exception, delay: float, reason: str = ""
+) -> NoReturn:
+    """End a delivery that comes again later."""
+    retry = Retry(str(error), exc=error, when=delay)
+    what = f"put off for {delay:.1f} s: {reason or error}"
+    raise told(retry, task.name, request.id, what)
 
 
 def _end(

@@ -193,6 +193,13 @@ class Guard:
         at_least = self.options.lock_at_least_for if self.releases_on_failure else None
         return store.release_dead(names, owner_start, at_least)
 
+    def keys_in_words(self, args: Any, kwargs: Any) -> str:
+        """Name the keys of an execution for the log."""
+        try:
+            return ", ".join(map(repr, self._keys_of(args, kwargs)))
+        except Exception as exc:  # noqa: BLE001 -- whatever a user's callable raises
+            return f"unknown: {exc!r}"
+
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
@@ -228,14 +235,16 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, lock, claim, exc)
             return None
         return lease
 
-    def _unavailable(self, task: Task, request: Context, claim: Claim, error: StoreError) -> None:
+    def _unavailable(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, error: StoreError
+    ) -> None:
         self.runtime.process.lock_server_failed(error)
         choice = self.runtime.settings.dislock_on_unavailable
-        conflicts.unavailable(task, request, error, choice, claim.owner)
+        conflicts.unavailable(task, request, lock.key, error, choice, claim.owner)
 
     def _asking(
         self,
@@ -253,7 +262,7 @@ class Guard:
                 self._settle_what_was_left(request, lock, claim)
             answer = ask()
         except StoreError as exc:
-            self._unavailable(task, request, claim, exc)
+            self._unavailable(task, request, lock, claim, exc)
             return None
         except Ignore:  # parked, or a copy: it asked, and got nothing
             self.runtime.process.lock_server_answered()

@@ -20,6 +20,7 @@ from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
+from celery_dislock.reporting import told
 from celery_dislock.sending import TICKET_HEADER, result_is_ignored, ticket_note
 
 if TYPE_CHECKING:
@@ -122,16 +123,17 @@ class Parking:
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request
         ticket = Ticket(self._ticket, f"{request.id}@", self._is_marked(), message)
-        answer = lock.park(self._claim, self._lines, ticket, bounds)
-        if isinstance(answer, Done):
-            reason = f"it has run under lock {lock.key!r} before"
-            logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
-            raise Ignore(reason)
+        with self._process.log_order.parking(self._ticket):
+            answer = lock.park(self._claim, self._lines, ticket, bounds)
+            if isinstance(answer, Parked):
+                parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
+                told(parked, task.name, request.id, f"{parked}.")
         if isinstance(answer, Parked):
             self._process.tell_replaced(lock.names[0], answer.replaced)
-            parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
-            logger.info("Task %s[%s] %s.", task.name, request.id, parked)
             raise parked
+        if isinstance(answer, Done):
+            reason = f"it has run under lock {lock.key!r} before"
+            raise told(Ignore(reason), task.name, request.id, f"acknowledged unrun: {reason}.")
         return answer
 
     def _is_marked(self) -> bool:
