@@ -23,6 +23,7 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.lines import Bounds
 from celery_dislock.names import task_name
 from celery_dislock.notes import OWNERS_MOST, notes_of
+from celery_dislock.reporting import told
 from celery_dislock.sending import put_off, result_is_ignored
 
 if TYPE_CHECKING:
@@ -91,10 +92,9 @@ def skip(second: Second) -> NoReturn:
 
 def end_unrun(task: Task, request: Context, reason: str) -> NoReturn:
     """Do not run; the result is REVOKED, and says why; raises Ignore."""
-    logger.info("Task %s[%s] skipped: %s.", task.name, request.id, reason)
     if not request.is_eager:
         _end(task, request, TaskRevokedError(reason), states.REVOKED)
-    raise Ignore(reason)
+    raise told(Ignore(reason), task.name, request.id, f"skipped: {reason}. It does not run.")
 
 
 def fail(second: Second) -> NoReturn:
@@ -112,14 +112,8 @@ def retry(second: Second) -> NoReturn:
     if request.is_eager or now >= until:
         raise error
     at_most = min(conflict.remaining, until - now)
-    delay = put_off(
-        task,
-        request,
-        str(error),
-        at_most=at_most,
-        level=logging.INFO,  # the normal conflict
-    )
-    raise Retry(str(error), exc=error, when=delay)
+    delay = put_off(task, request, str(error), at_most=at_most)
+    _retried(task, request, error, delay)
 
 
 def wait(second: Second) -> Lease | None:
@@ -156,10 +150,10 @@ def reject(second: Second) -> NoReturn:
     """Give the message back for good: to the dead-letter exchange, where its queue has one."""
     task, request, conflict = second.task, second.request, second.conflict
     rejection = Reject(str(conflict.error()), requeue=False)
-    logger.info("Task %s[%s] rejected: %s.", task.name, request.id, conflict.error())
     if not request.is_eager and not CELERY_FAILS_REJECTED:
         _end(task, request, rejection, states.FAILURE, call_errbacks=True)
-    raise rejection
+    what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
+    raise told(rejection, task.name, request.id, what)
 
 
 STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
@@ -204,12 +198,13 @@ def put_off_copy(second: Second) -> NoReturn:
     )
     # A parked task's turn that came late was given twice: nothing to worry about.
     level = logging.WARNING if notes_of(request).parked is None else logging.INFO
-    put_off(task, request, reason, at_most=conflict.remaining, level=level)
-    raise Ignore(reason)
+    delay = put_off(task, request, reason, at_most=conflict.remaining)
+    what = f"put off for {delay:.1f} s: {reason}"
+    raise told(Ignore(reason), task.name, request.id, what, level=level)
 
 
 def unavailable(
-    task: Task, request: Context, error: StoreError, choice: str, owner: str | None
+    task: Task, request: Context, key: str, error: StoreError, choice: str, owner: str | None
 ) -> None:
     """
     Do as ``dislock_on_unavailable`` says where the lock server does not answer.
@@ -226,7 +221,9 @@ def unavailable(
             lock is damaged, after some tries.
     """
     if choice == "run":
-        logger.warning("Task %s[%s] runs without its lock: %s", task.name, request.id, error)
+        logger.warning(
+            "Task %s[%s] runs without its lock %r: %s", task.name, request.id, key, error
+        )
         return
     damaged = isinstance(error, DamagedLockError) and notes_of(request).put_off >= DAMAGED_TRIES
     if choice == "raise" or damaged or request.is_eager:
@@ -234,9 +231,18 @@ def unavailable(
     if owner is not None:
         notes = notes_of(request)
         notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
-    # The outage is logged once, by itself.
-    delay = put_off(task, request, str(error), level=logging.INFO)
-    raise Retry(str(error), exc=error, when=delay)
+    reason = f"lock {key!r} cannot be had: {error}"
+    delay = put_off(task, request, reason)
+    _retried(task, request, error, delay, reason)
+
+
+def _retried(
+    task: Task, request: Context, error: Exception, delay: float, reason: str = ""
+) -> NoReturn:
+    """End a delivery that comes again later."""
+    retry = Retry(str(error), exc=error, when=delay)
+    what = f"put off for {delay:.1f} s: {reason or error}"
+    raise told(retry, task.name, request.id, what)
 
 
 def _end(

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.reporting import told
 from celery_dislock.sending import put_off
 
 if TYPE_CHECKING:
@@ -93,16 +94,15 @@ class Copies:
         if state == DONE:
             self._claim.settle()
             reason = f"it has succeeded under lock {self._lock.key!r} before"
-            logger.info(
-                "Task %s[%s] acknowledged unrun: %s.", self._task.name, self._request.id, reason
-            )
-            raise Ignore(reason)
+            what = f"acknowledged unrun: {reason}."
+            raise told(Ignore(reason), self._task.name, self._request.id, what)
 
     def _put_off(self, why: str, at_most: float) -> None:
         self._claim.settle()
         reason = f"{why} lock {self._lock.key!r}"
-        put_off(self._task, self._request, reason, at_most=at_most)
-        raise Ignore(reason)
+        delay = put_off(self._task, self._request, reason, at_most=at_most)
+        what = f"put off for {delay:.1f} s: {reason}"
+        raise told(Ignore(reason), self._task.name, self._request.id, what, level=logging.WARNING)
 
     def body_succeeded(self) -> None:
         """Set the first mark, where the task asks for marks; before the lock is released."""

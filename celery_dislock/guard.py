@@ -20,7 +20,7 @@ from celery_dislock.callers import Held, current_caller
 from celery_dislock.claims import Claim, Conflict, current
 from celery_dislock.copies import Copies
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys import InvalidTemplate, in_order, key_builder
+from celery_dislock.keys import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.names import execution_start
 from celery_dislock.notes import Notes, forget_notes, notes_of, own_turn
 from celery_dislock.parking import (
@@ -200,7 +200,9 @@ class Guard:
         try:
             lines.leave(*turn)
         except StoreError as exc:
-            logger.warning(STAYS_IN_LINE, what, turn[0], exc)
+            logger.error(  # noqa: TRY400 -- the reason says it all
+                STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
+            )
 
     @property
     def _can_park(self) -> bool:
@@ -239,6 +241,13 @@ class Guard:
         store = self.runtime.process.store
         at_least = self.options.lock_at_least_for if self.releases_on_failure else None
         return store.release_dead(names, owner_start, at_least)
+
+    def keys_in_words(self, args: Any, kwargs: Any) -> str:
+        """Name the keys of an execution for the log."""
+        try:
+            return ", ".join(map(repr, self._keys_of(args, kwargs)))
+        except Exception as exc:  # noqa: BLE001 -- whatever a user's callable raises
+            return f"unknown: {exc!r}"
 
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
@@ -280,7 +289,7 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
-            self._unavailable(task, request, claim.owner, exc)
+            self._unavailable(task, request, lock, claim.owner, exc)
             return None
         return lease
 
@@ -308,11 +317,11 @@ class Guard:
         return own_turn(request, self.runtime.settings.dislock_prefix)
 
     def _unavailable(
-        self, task: Task, request: Context, owner: str | None, error: StoreError
+        self, task: Task, request: Context, lock: Lock, owner: str | None, error: StoreError
     ) -> None:
         self.runtime.process.lock_server_failed(error)
         choice = self.runtime.settings.dislock_on_unavailable
-        conflicts.unavailable(task, request, error, choice, owner)
+        conflicts.unavailable(task, request, lock.key, error, choice, owner)
 
     def _asking(
         self,
@@ -334,7 +343,7 @@ class Guard:
                 self._take_over(request, lock, claim)
             answer = ask()
         except StoreError as exc:
-            self._unavailable(task, request, asker, exc)
+            self._unavailable(task, request, lock, asker, exc)
             return None
         except Ignore:  # parked, or a copy: it asked, and got nothing
             self.runtime.process.lock_server_answered()

@@ -94,6 +94,11 @@ def key_builder(
     raise InvalidTemplate(f"{kind_of(declared)} is not allowed; use a template, a callable or None")
 
 
+def key_of(lock: str) -> str:
+    """Return the key of a lock, given the lock's name in Redis."""
+    return lock.partition("{")[2][:-1]
+
+
 def in_order(keys: Sequence[str]) -> Sequence[str]:
     """Return the keys of one lock in the order in which everybody takes them, each once."""
     if not keys:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from celery_dislock import signals
 from celery_dislock.answers import Granted, Refused
 from celery_dislock.callers import current_caller
-from celery_dislock.claims import Claim, Conflict
+from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.leases import RENEWALS_PER_TIMEOUT, Lease, trust_in
 
@@ -336,10 +336,9 @@ class Lock:
             self.store.release(self.names, claim.owner)
         except StoreError as exc:
             logger.warning(
-                "Lock %r may stay taken for up to %.1f s with no live holder: %s",
-                self.key,
-                self.timeout,
-                exc,
+                "Lock %r may stay taken for up to %.1f s with no live holder, since %s gave it up "
+                "and could not release it: %s",
+                *(self.key, self.timeout, in_words(claim.holder), exc),
             )
             return False
         return True

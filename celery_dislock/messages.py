@@ -73,6 +73,10 @@ class Message:
     alone: bool
     body: bytes = field(repr=False)
 
+    def __str__(self) -> str:
+        """Name the task as Celery's log does."""
+        return f"{self.headers.get('task')}[{self.headers.get('id')}]"
+
     @classmethod
     def of(cls, request: Context) -> Message | None:
         """Return the message of a delivery; None where nobody kept it, as for an eager one."""

@@ -19,11 +19,13 @@ from celery.exceptions import Ignore
 from celery_dislock.answers import Done, Full, Parked
 from celery_dislock.claims import Conflict, in_words
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys import key_of
 from celery_dislock.lines import UNBOUNDED, Bounds, Ticket
 from celery_dislock.messages import Message, TaskParked
 from celery_dislock.names import owners_start, ticket_name
 from celery_dislock.notes import notes_of
 from celery_dislock.reasons import reason_of
+from celery_dislock.reporting import told
 from celery_dislock.sending import result_is_ignored
 
 if TYPE_CHECKING:
@@ -39,8 +41,11 @@ if TYPE_CHECKING:
     from celery_dislock.runtime import Process
 
 PARKED = "PARKED"  # state of the result while a task is in line
-SET_ASIDE = "Parked task %s cannot be run, and is set aside in %s:aside: %s"
-STAYS_IN_LINE = "Parked task %s cannot be run, and stays in line for lock %s: %s"
+SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s:aside: %s"
+STAYS_IN_LINE = (
+    "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
+    "(%s): %s"
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -130,18 +135,19 @@ class Parking:
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         lock, task, request = self._lock, self._task, self._request
         came_from = self._came_from()
-        ticket = Ticket(self._ticket, owners_start(request.id), bool(came_from), message)
         if self._is_done_in(came_from):
-            answer: Lease | Conflict | Parked | Full | Done = Done()
-        else:
-            answer = lock.park(self._claim, self._lines, ticket, bounds)
-        if isinstance(answer, Done):
             acknowledge_unrun(task, request, lock.key)
+        ticket = Ticket(self._ticket, owners_start(request.id), bool(came_from), message)
+        with self._process.log_order.parking(self._ticket):
+            answer = lock.park(self._claim, self._lines, ticket, bounds)
+            if isinstance(answer, Parked):
+                parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
+                told(parked, task.name, request.id, f"{parked}.")
         if isinstance(answer, Parked):
             self._process.tell_replaced(lock.names[0], answer.replaced)
-            parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
-            logger.info("Task %s[%s] %s.", task.name, request.id, parked)
             raise parked
+        if isinstance(answer, Done):
+            acknowledge_unrun(task, request, lock.key)
         return answer
 
     def _came_from(self) -> str:
@@ -182,8 +188,7 @@ class Parking:
 def acknowledge_unrun(task: Task, request: Context, key: str) -> NoReturn:
     """End a copy of a parked task whose work is done; raises Ignore."""
     reason = f"it has run under lock {key!r} before"
-    logger.info("Task %s[%s] acknowledged unrun: %s.", task.name, request.id, reason)
-    raise Ignore(reason)
+    raise told(Ignore(reason), task.name, request.id, f"acknowledged unrun: {reason}.")
 
 
 def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> bool:
@@ -226,6 +231,6 @@ def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> Non
     lock, ticket = turn
     try:
         if lines.withdraw(lock, ticket):
-            logger.error(SET_ASIDE, task, lock, why)
+            logger.error(SET_ASIDE, task, key_of(lock), lock, why)
     except StoreError as exc:
-        logger.warning(STAYS_IN_LINE, task, lock, exc)
+        logger.error(STAYS_IN_LINE, task, key_of(lock), exc, why)  # noqa: TRY400

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -20,6 +21,7 @@ from kombu.utils.url import url_to_parts
 
 from celery_dislock.answers import Turn
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys import key_of
 from celery_dislock.messages import Message
 from celery_dislock.names import task_id_of
 from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kombu.entity import Queue
 
     from celery_dislock.lines import Lines
+    from celery_dislock.reporting import Order
 
 # Transport options that name a place: two apps that differ in one have different brokers.
 PLACES = (
@@ -91,19 +94,24 @@ class Postman:
         for nth, (turn, message) in enumerate(readable):
             try:
                 self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
-                logger.debug("Parked task %s has its turn.", turn.ticket)
+                logger.debug("Task %s has its turn for lock %r.", message, key_of(turn.lock))
             except (OperationalError, OSError) as exc:  # the broker is away
-                unsent = [other for other, _ in readable[nth:]]
-                _not_sent(unsent, exc)
-                _give_back(lines, unsent)
+                _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
                 return
             except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
-                _not_sent([turn], exc)  # and the others are not to wait for this one
+                # The others are not to wait for this one.
+                _not_sent([(turn, message)], exc, "when their turn has run out")
 
-    def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
-        """End tasks that had to make room in their line: REVOKED, as if they had been skipped."""
+    def tell_replaced(
+        self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
+    ) -> None:
+        """
+        End tasks that had to make room in their line: REVOKED, as if they had been skipped.
+
+        Others may end the same tasks at the same moment.  Whoever takes one off the list logs it.
+        """
+        key = key_of(lock)
         for ticket, written in replaced.items():
-            key = lock.partition("{")[2][:-1]
             reason = f"a newer task took its place in line for lock {key!r}"
             try:
                 message = Message.from_bytes(written)
@@ -111,17 +119,19 @@ class Postman:
                 self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
                 continue
             try:
-                if message.alone and message.headers.get("task") in self._app.tasks:
+                known = message.alone and message.headers.get("task") in self._app.tasks
+                if known:
                     self._revoke(message, reason)
                 else:  # only a worker that knows the task can read who else is to be told
                     self._publish(message, {REPLACED_HEADER: reason})
-                lines.leave(lock, ticket)
-                logger.info("Parked task %s skipped: %s.", ticket, reason)
+                if lines.leave(lock, ticket) and known:  # else that worker logs it
+                    line = f"Task {message} skipped: {reason}. It does not run."
+                    order.write(ticket, partial(logger.info, "%s", line))
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(
-                    "Parked task %s made room in its line; its result will say so soon: %s",
-                    ticket,
-                    reason_of(exc),
+                    "Task %s lost its place in line for lock %r; its result will say so when the "
+                    "sweep has tried again: %s",
+                    *(message, key, reason_of(exc)),
                 )
 
     def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
@@ -171,39 +181,40 @@ class Postman:
         )
 
 
-def _not_sent(turns: Iterable[Turn], error: Exception) -> None:
+def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:
     logger.warning(
-        "Parked tasks have their turn, but could not be sent to their queue, and will be soon: "
-        "%s: %s",
-        ", ".join(turn.ticket for turn in turns),
+        "Parked tasks have their turn, but could not be sent to their queue, and will be sent "
+        "again %s: %s: %s",
+        again,
+        ", ".join(f"{message} for lock {key_of(turn.lock)!r}" for turn, message in turns),
         reason_of(error),
     )
 
 
-def _give_back(lines: Lines, turns: Iterable[Turn]) -> None:
-    """Let the next sweep try again, which need not wait until the turns run out."""
+def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
+    """Let the next sweep try again, before the turns run out; return when they are sent again."""
     try:
-        for turn in turns:
+        for turn, _ in turns:
             lines.give_back(turn.lock, turn.ticket)
     except StoreError as exc:
-        logger.warning("Their turns run out by themselves: %s", exc)
+        return f"when their turns have run out, as the lock server is away, too ({exc})"
+    return "by the next sweep"
 
 
 def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
     """Report a task that cannot be run; return whose turn it is instead."""
+    next_turns: list[Turn] = []
+    where = f"is set aside in {turn.lock}:aside"
+    if turn.message:  # else it is there already
+        try:
+            next_turns = lines.set_aside(turn.lock, turn.ticket, turn.message)
+        except StoreError as exc:
+            where = f"stays in line until the lock server answers ({exc})"
     logger.error(
-        "Parked task %s cannot be run, and is set aside in %s:aside: %s",
-        turn.ticket,
-        turn.lock,
-        error,
+        "Parked task %s for lock %r cannot be run, and %s: %s",
+        *(turn.ticket, key_of(turn.lock), where, error),
     )
-    if not turn.message:  # already there
-        return []
-    try:
-        return lines.set_aside(turn.lock, turn.ticket, turn.message)
-    except StoreError as exc:
-        logger.warning("It stays in line until the lock server answers: %s", exc)
-        return []
+    return next_turns
 
 
 def _without_login(url: str) -> str:

@@ -76,7 +76,8 @@ def _release_after_death(request: Any) -> None:
     guard = request.task.dislock_guard
     if not _is_child(pid):
         return
-    what = f"the lock of {request.task.name}[{request.id}], whose process {pid} died"
+    key = guard.keys_in_words(request.args, request.kwargs)
+    what = f"the lock of {request.task.name}[{request.id}] (key {key}), whose process {pid} died"
     start = execution_start(request.id, request.hostname, pid)
     deadline = time.monotonic() + guard.timeout
 

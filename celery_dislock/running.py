@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from billiard import current_process
 
+from celery_dislock.claims import in_words
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.interrupt import running_here
 
@@ -75,5 +76,8 @@ class Running:
     def _kill(self, lease: Lease) -> None:
         with self._mutex:
             if not self._ended:
-                logger.error("Killing process %d: %r does not stop.", os.getpid(), lease)
+                logger.error(
+                    "Killing process %d: %s does not stop, and its lease of lock %r has ended: %s.",
+                    *(os.getpid(), in_words(lease.holder), lease.key, lease.why_ended),
+                )
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -18,6 +18,7 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.interrupt import patched_by
 from celery_dislock.lines import Lines
 from celery_dislock.locks import Lock
+from celery_dislock.reporting import Order
 from celery_dislock.settings import app_settings
 from celery_dislock.store import Store
 from celery_dislock.urls import SCHEMES, SENTINEL, URL_WANTED, WITHOUT_TLS, shown
@@ -107,7 +108,9 @@ class Publisher(Protocol):
     def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
         """Publish the messages of parked tasks whose turn it is; never raises a broker's error."""
 
-    def tell_replaced(self, lines: Lines, lock: str, replaced: Mapping[str, bytes]) -> None:
+    def tell_replaced(
+        self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
+    ) -> None:
         """End tasks that had to make room in their line; as above."""
 
     def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
@@ -209,6 +212,7 @@ class Process:
         )
         self.lines = Lines(self.store.lock_server, settings.dislock_prefix, home, self._hand_over)
         self.watchdog = Watchdog(self.store)
+        self.log_order = Order()
         self._patched = patched_by()
         self._warned = False
         self._away = False
@@ -228,7 +232,7 @@ class Process:
     def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> None:
         """End tasks that had to make room in the line of this lock."""
         if replaced and self._publisher is not None:
-            self._publisher.tell_replaced(self.lines, lock, replaced)
+            self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order)
 
     def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
         """Set tasks of this lock aside that have ended and do not claim their turns."""

@@ -16,6 +16,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.notes import HELD_HEADER, PUT_OFF_MOST_TIMES, READERS, notes_of
 from celery_dislock.reasons import reason_of
+from celery_dislock.reporting import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,20 +35,19 @@ def put_off(
     reason: str,
     *,
     at_most: float = PUT_OFF_MOST,
-    level: int = logging.WARNING,
 ) -> float:
     """
     Send the task again for later, with all that belongs to it and its own retries unspent.
 
+    The caller ends this delivery, and logs that.
     With the broker away too, a task that was acknowledged early exists nowhere but here: it waits
     in its slot until it can be sent.
 
     Args:
         task: The task.
         request: Its delivery.
-        reason: Why, for the log.
+        reason: Why, for the log of a broker that is away.
         at_most: Seconds after which the reason is gone at the latest.
-        level: Of the log line.
 
     Returns:
         Seconds from now until its new time.
@@ -75,18 +75,17 @@ def put_off(
             break
         except OperationalError as exc:
             if task.acks_late:  # the broker has the message still
-                raise Reject(reason_of(exc), requeue=True) from None
+                rejected = Reject(reason_of(exc), requeue=True)
+                why = f"its broker, which is away: {reason_of(exc)}; {reason}"
+                what = f"is to be delivered again by {why}"
+                told(rejected, task.name, request.id, what, level=logging.WARNING)
+                raise rejected from None
             logger.error(  # noqa: TRY400 -- the reason says it all, many times over
-                "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s",
-                task.name,
-                request.id,
-                reason_of(exc),
+                "Task %s[%s] cannot be put off, and waits in its slot: the broker is away: %s; %s",
+                *(task.name, request.id, reason_of(exc), reason),
             )
         time.sleep(pause)
         pause = min(pause * 2, PUT_OFF_MOST)
-    logger.log(
-        level, "Task %s[%s] put off for %.1f s: %s", task.name, request.id, countdown, reason
-    )
     return countdown
 
 

@@ -21,9 +21,12 @@ from celery.signals import task_postrun, task_revoked
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.guard import Guard
+from celery_dislock.keys import key_of
+from celery_dislock.notes import own_turn
 from celery_dislock.options import TaskOptions
 from celery_dislock.postman import Postman
 from celery_dislock.recovery import recovering
+from celery_dislock.reporting import leave_out_what_is_told
 from celery_dislock.runtime import Runtime
 from celery_dislock.settings import app_settings, nearer, task_options
 
@@ -125,6 +128,7 @@ def install(task: type[Task], app: Celery) -> None:
     task.on_replace = _replacing_after_release(task.on_replace)
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
+    leave_out_what_is_told()
     request_class = task.Request
     if not isinstance(request_class, property):  # that of a guarded class which this one extends
         task.Request = property(lambda _self: recovering(request_class))
@@ -199,7 +203,11 @@ def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
         try:
             guard.revoked(request)
         except StoreError as exc:
-            logger.warning("Task %s is revoked and stays in line: %s", request.id, exc)
+            lock, _ = own_turn(request, guard.runtime.settings.dislock_prefix) or ("", "")
+            logger.warning(
+                "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
+                *(sender.name, request.id, key_of(lock), exc),
+            )
 
 
 def _outbox_of(task: Task) -> Outbox | None:

@@ -372,6 +372,20 @@ def linger(key: str) -> None:
         pass
 
 
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_at_least_for=LONG,
+    lock_on_conflict="queue",
+    lock_queue_limit=1,
+    lock_queue_overflow="replace",
+)
+def linger_newest(key: str) -> None:
+    """As linger; of those that come meanwhile the newest has its turn."""
+    with reported(key):
+        pass
+
+
 # The lease ends before the body does.
 
 

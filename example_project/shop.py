@@ -114,7 +114,7 @@ def buy_without_lock(self: Task, item_id: str, customer: str) -> str:
     return sell(self, item_id, customer)
 
 
-# One place in line, and the oldest makes room: a burst becomes one run now, and one after it.
+# One place in line, and the oldest makes room: all that come while one runs share one run after it.
 @app.task(
     base=SingletonTask,
     bind=True,

@@ -126,7 +126,7 @@ def test_what_is_dropped_leaves_its_line(app, world, lines, consumer, caplog, wa
     [record] = caplog.records
     assert record.levelno == logging.ERROR
     assert record.message.startswith(
-        f"Parked task locks[2:0:0] cannot be run, and is set aside in {LOCK}:aside: "
+        f"Parked task locks[2:0:0] for lock 'k' cannot be run, and is set aside in {LOCK}:aside: "
     )
 
 
@@ -176,7 +176,7 @@ def test_a_server_that_is_away_does_not_disturb_the_consumer(world, lines, consu
     """The task has its turn again, and the log says so."""
     world.store.away = True
     drop(consumer, "on_invalid_task", message(), InvalidTaskError("damaged"))
-    assert "Parked task locks[2:0:0] cannot be run, and stays in line" in caplog.text
+    assert "Parked task locks[2:0:0] for lock 'k' cannot be run, and stays in line" in caplog.text
 
 
 def test_a_backend_that_is_away_does_not_disturb_the_consumer(

@@ -378,10 +378,19 @@ class TestUnavailable:
         return export
 
     def test_run_runs_without_the_lock_and_says_so(self, app, export, caplog):
-        """The body has no lease, and the log names the task."""
+        """The body has no lease, and the log names the task and the key."""
         app.conf.dislock_on_unavailable = "run"
         assert export.apply(task_id="id-1").get() is None
-        assert "id-1] runs without its lock" in caplog.text
+        assert "id-1] runs without its lock 'k': lock server " in caplog.text
+
+    def test_retry_says_when_the_task_comes_again(self, export, broker, caplog):
+        """The line names task and key, and how the server was away; Celery's own is left out."""
+        caplog.set_level("INFO")
+        deliver(export, "id-1")
+        [said] = [message for message in caplog.messages if f"{export.name}[id-1]" in message]
+        put_off, _, why = said.partition(" s: ")
+        assert put_off.startswith(f"Task {export.name}[id-1] put off for ")
+        assert why.startswith("lock 'k' cannot be had: lock server ")
 
     def test_raise_fails_the_task(self, app, export):
         """The StoreError is the task's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,7 @@ class Postman:
     def hand_over(self, lines, turns):
         raise AssertionError  # the scripts' answers are the lines' affair
 
-    def tell_replaced(self, lines, lock, replaced):
+    def tell_replaced(self, lines, lock, replaced, order):
         self.told.append((lock, replaced))
 
 
@@ -128,6 +129,23 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
     ]
     assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
     assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
+
+
+def test_that_it_was_parked_is_logged_before_what_follows(app, world, lines, caplog, monkeypatch):
+    """Another thread may take its place before this one has read the script's answer."""
+    caplog.set_level("INFO", "celery_dislock")
+    world.lease("k", "other")
+    park = lines.park
+
+    def replaced_at_once(lock, owner, ttl, holder, ticket, **terms):
+        answer = park(lock, owner, ttl, holder, ticket, **terms)
+        skipped = partial(logging.getLogger("celery_dislock").info, "skipped")
+        runtime_of(app).process.log_order.write("2:0:0" if ticket.message else "9:0:0", skipped)
+        return answer
+
+    monkeypatch.setattr(lines, "park", replaced_at_once)
+    come(declare(app))
+    assert [" parked: " in message for message in caplog.messages] == [False, True, False]
 
 
 def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
@@ -631,7 +649,9 @@ def test_a_lock_server_that_is_away_does_not_disturb_a_revocation(app, world, pa
     assert answer is None
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message.startswith("Task 2 is revoked and stays in line: ")
+    assert record.message.startswith(
+        "Task shop.export[2] is revoked and stays in line for lock 'k' until its next turn: "
+    )
 
 
 def test_a_revoked_task_that_does_not_park_any_more_leaves_its_line(app, world, parking_task):
@@ -813,9 +833,8 @@ def test_a_key_that_cannot_be_built_sets_the_task_aside(app, world, lines, caplo
     come(app.tasks["shop.export"], "2", "an argument too many", **marked())
     assert stored(app)[0] == "FAILURE"
     assert world.store.asked("withdraw") == [(LOCK, "2:0:0", "")]
-    assert f"Parked task shop.export[2:0:0] cannot be run, and is set aside in {LOCK}:aside: " in (
-        caplog.text
-    )
+    expected = "Parked task shop.export[2:0:0] for lock 'k' cannot be run, and is set aside in "
+    assert f"{expected}{LOCK}:aside: " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -855,7 +874,7 @@ def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, 
         app.finalize()
         come(app.tasks[task.name], **marked())
         app.tasks.pop("shop.export")
-    expected = f"Parked task shop.export[2:0:0] cannot be run, and stays in line for lock {LOCK}: "
+    expected = "Parked task shop.export[2:0:0] for lock 'k' cannot be run, and stays in line until "
     assert [record.levelno for record in caplog.records if expected in record.message] == [
         logging.WARNING,
         logging.WARNING,

@@ -16,6 +16,7 @@ from celery_dislock.answers import Turn
 from celery_dislock.messages import Message
 from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.postman import Postman
+from celery_dislock.reporting import Order
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Producer
 
@@ -68,12 +69,13 @@ def test_each_is_published_with_its_ticket(postman, producer, lines):
 def test_a_broker_that_is_away_does_not_disturb_who_releases(
     postman, producer, lines, caplog, error
 ):
-    """It is asked once, and the log names all tickets, which have their turn again soon."""
+    """It is asked once, and the log names all tasks, which have their turn again soon."""
     producer.away = error
     postman.hand_over(lines, [turn("1"), turn("2")])
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert "sent to their queue, and will be soon: 1:0:0, 2:0:0: refused" in record.message
+    named = "t[1] for lock 'k', t[2] for lock 'k'"
+    assert f"will be sent again by the next sweep: {named}: refused" in record.message
 
 
 def test_turns_that_cannot_be_sent_are_given_back(postman, producer, lines):
@@ -88,7 +90,8 @@ def test_a_lock_server_that_is_away_too_lets_the_turns_run_out(postman, producer
     producer.away = OperationalError("refused")
     lines.store.away = True
     postman.hand_over(lines, [turn("1"), turn("2")])
-    assert "Their turns run out by themselves: " in caplog.text
+    [record] = caplog.records
+    assert "again when their turns have run out, as the lock server is away" in record.message
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_what_went_through_before_the_broker_went_away_is_not_reported(
     monkeypatch.setattr(producer, "publish", once)
     postman.hand_over(lines, [turn("1"), turn("2"), turn("3")])
     assert [body for body, _ in producer.sent] == [b"1"]
-    assert "soon: 2:0:0, 3:0:0: refused" in caplog.text
+    assert "sweep: t[2] for lock 'k', t[3] for lock 'k': refused" in caplog.text
 
 
 def test_a_message_that_the_broker_refuses_holds_up_nobody(
@@ -145,7 +148,7 @@ def test_a_message_that_the_broker_refuses_holds_up_nobody(
     postman.hand_over(lines, [turn("1"), turn("2")])
     assert [body for body, _ in producer.sent] == [b"2"]
     [record] = caplog.records
-    assert "soon: 1:0:0: no such header" in record.message
+    assert "their turn has run out: t[1] for lock 'k': no such header" in record.message
 
 
 def test_no_connection_to_the_broker_is_no_error_either(app, postman, lines, monkeypatch, caplog):
@@ -156,7 +159,7 @@ def test_no_connection_to_the_broker_is_no_error_either(app, postman, lines, mon
 
     monkeypatch.setattr(app, "producer_or_acquire", exhausted)
     postman.hand_over(lines, [turn("1")])
-    assert "1:0:0: no more connections" in caplog.text
+    assert "t[1] for lock 'k': no more connections" in caplog.text
 
 
 def test_a_stop_of_the_worker_is_not_swallowed(postman, producer, lines):
@@ -175,7 +178,7 @@ def test_a_damaged_message_is_set_aside_and_the_others_are_published(
     assert lines.store.asked("set_aside") == [(LOCK, "2:0:0", b"rubbish")]
     [record] = caplog.records
     assert record.levelno == logging.ERROR
-    assert f"2:0:0 cannot be run, and is set aside in {LOCK}:aside: it begins" in record.message
+    assert f"cannot be run, and is set aside in {LOCK}:aside: it begins" in record.message
 
 
 def test_whose_turn_it_is_after_a_damaged_one_is_published_too(postman, producer, lines):
@@ -197,7 +200,7 @@ def test_nothing_but_damaged_ones_asks_for_no_broker(app, postman, lines, monkey
 def test_a_record_that_the_script_has_set_aside_is_only_reported(postman, lines, caplog):
     """Its message is empty: the record that nobody could read is in its place already."""
     postman.hand_over(lines, [turn("1", b"")])
-    assert "1:0:0 cannot be run, and is set aside" in caplog.text
+    assert "Parked task 1:0:0 for lock 'k' cannot be run, and is set aside" in caplog.text
     assert "the record of its ticket cannot be read" in caplog.text
     assert lines.store.calls == []
 
@@ -217,7 +220,8 @@ def test_a_lock_server_that_is_away_keeps_a_damaged_message_in_line(
     """Nothing is lost, and the others are published all the same."""
     lines.store.away = True
     postman.hand_over(lines, [turn("1", b"rubbish"), turn("2")])
-    assert "stays in line until the lock server answers" in caplog.text
+    [record] = caplog.records
+    assert "stays in line until the lock server answers" in record.message
     assert [body for body, _ in producer.sent] == [b"2"]
 
 
@@ -236,6 +240,10 @@ def task(app):
     return task
 
 
+def tell_replaced(postman, lines, replaced, order=None):
+    postman.tell_replaced(lines, LOCK, replaced, order or Order())
+
+
 def result(app, task_id="1"):
     found = app.AsyncResult(task_id)
     return found.state, found.result
@@ -245,13 +253,30 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     """Its result says why, as if it had been skipped; it leaves the line after that."""
     caplog.set_level("INFO", "celery_dislock")
     left = []
-    lines.leave = lambda *told: left.append((*told, result(app)[0]))
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1")})
+    lines.leave = lambda *told: left.append((*told, result(app)[0])) or True
+    tell_replaced(postman, lines, {"1:0:0": parked("1")})
     state, error = result(app)
     assert (state, type(error), str(error)) == ("REVOKED", TaskRevokedError, REASON)
     assert left == [(LOCK, "1:0:0", "REVOKED")]
     assert producer.sent == []
-    assert f"1:0:0 skipped: {REASON}" in caplog.text
+    assert f"Task t[1] skipped: {REASON}. It does not run." in caplog.text
+
+
+def test_a_task_that_several_end_at_once_is_logged_by_one(app, task, postman, lines, caplog):
+    """By the one that has taken it off the list of those that are to be ended."""
+    caplog.set_level("INFO", "celery_dislock")
+    lines.parked[LOCK, "1:0:0"] = b""
+    for _ in range(3):
+        tell_replaced(postman, lines, {"1:0:0": parked("1")})
+    assert caplog.text.count("skipped") == 1
+
+
+def test_one_that_a_worker_ends_is_logged_there(app, task, postman, lines, caplog):
+    """Not here, too: one line for one event."""
+    caplog.set_level("INFO", "celery_dislock")
+    lines.parked[LOCK, "1:0:0"] = b""
+    tell_replaced(postman, lines, {"1:0:0": parked("1", alone=False)})
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -264,7 +289,7 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
 )
 def test_no_result_is_stored_where_it_is_ignored(app, task, postman, lines, name, asked, state):
     """The message says whether its result is wanted; where it does not, the task's option does."""
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1", name, **asked)})
+    tell_replaced(postman, lines, {"1:0:0": parked("1", name, **asked)})
     assert result(app)[0] == state
     assert lines.store.asked("leave") == [(LOCK, "1:0:0")]
 
@@ -274,7 +299,7 @@ def test_one_that_others_wait_for_is_ended_by_a_worker(
     app, task, postman, producer, lines, name, alone
 ):
     """Only who knows the task can read its body, and with it the chord and the chain to be told."""
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1", name, alone)})
+    tell_replaced(postman, lines, {"1:0:0": parked("1", name, alone)})
     [(body, options)] = producer.sent
     assert body == b"1"
     assert options["headers"] == {"id": "1", "task": name, REPLACED_HEADER: REASON}
@@ -285,10 +310,12 @@ def test_one_that_others_wait_for_is_ended_by_a_worker(
 def test_one_that_could_not_be_told_is_told_again(app, task, postman, producer, lines, caplog):
     """It leaves only after it was told, and does not keep the others from being told."""
     producer.away = OperationalError("refused")
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1", alone=False), "2:0:0": parked("2")})
+    tell_replaced(postman, lines, {"1:0:0": parked("1", alone=False), "2:0:0": parked("2")})
     assert lines.store.asked("leave") == [(LOCK, "2:0:0")]
     assert result(app, "2")[0] == "REVOKED"
-    assert "1:0:0 made room in its line; its result will say so soon: refused" in caplog.text
+    assert (
+        "Task t[1] lost its place in line for lock 'k'; its result will say so when" in caplog.text
+    )
 
 
 def test_a_result_that_cannot_be_stored_is_stored_later(app, task, postman, lines, monkeypatch):
@@ -298,22 +325,22 @@ def test_a_result_that_cannot_be_stored_is_stored_later(app, task, postman, line
         raise ConnectionError("backend")
 
     monkeypatch.setattr(app.backend, "store_result", store_result)
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1")})
+    tell_replaced(postman, lines, {"1:0:0": parked("1")})
     assert lines.store.calls == []
 
 
 def test_a_lock_server_that_is_away_has_it_told_twice(app, task, postman, lines, caplog):
     """Better told again than never: the result is there, and the next sweep tells it once more."""
     lines.store.away = True
-    postman.tell_replaced(lines, LOCK, {"1:0:0": parked("1"), "2:0:0": parked("2")})
+    tell_replaced(postman, lines, {"1:0:0": parked("1"), "2:0:0": parked("2")})
     assert (result(app)[0], result(app, "2")[0]) == ("REVOKED", "REVOKED")
-    assert caplog.text.count("will say so soon") == 2
+    assert caplog.text.count("will say so when") == 2
 
 
 def test_one_that_nobody_can_read_is_set_aside(app, task, postman, producer, lines):
     """Whose turn it is now, is published."""
     lines.next_turns = [[turn("3")]]
-    postman.tell_replaced(lines, LOCK, {"1:0:0": b"rubbish", "2:0:0": parked("2")})
+    tell_replaced(postman, lines, {"1:0:0": b"rubbish", "2:0:0": parked("2")})
     assert lines.store.asked("set_aside") == [(LOCK, "1:0:0", b"rubbish")]
     assert [body for body, _ in producer.sent] == [b"3"]
     assert result(app, "2")[0] == "REVOKED"
@@ -415,8 +442,9 @@ def test_who_has_ended_without_its_turn_is_set_aside(app, postman, lines, caplog
     assert lines.store.asked("withdraw") == [(LOCK, "1:0:0", "")]
     [record] = caplog.records
     assert record.levelno == logging.ERROR
-    assert f"1:0:0 cannot be run, and is set aside in {LOCK}:aside: its result is {state}" in (
-        record.message
+    assert (
+        f"1:0:0 for lock 'k' cannot be run, and is set aside in {LOCK}:aside: its result is {state}"
+        in (record.message)
     )
 
 

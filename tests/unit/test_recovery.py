@@ -48,6 +48,9 @@ class Guard:
         self.events = []
         self.error = None
 
+    def keys_in_words(self, args, kwargs):
+        return "'k'"
+
     def release_dead(self, args, kwargs, start):
         if self.error:
             raise self.error
@@ -192,7 +195,26 @@ def test_a_crash_is_a_failure(  # noqa: PLR0917
     [asked] = world.store.asked("release_dead")
     assert asked == ("dislock:{k}", f"1@w1:{CHILD}/", at_least)
     assert len(world.store.leases) == held
-    assert caplog.text.count("Released") == said
+    line = f"Released the lock of {export.name}[1] (key 'k'), whose process {CHILD} died."
+    assert caplog.messages == [line] * said
+
+
+def test_the_line_about_a_death_needs_no_key(app, world, alive, caplog):
+    """A key that cannot be built keeps no line from being written, and the worker from nothing."""
+
+    def key(number):
+        raise ValueError(number)
+
+    @app.task(base=SingletonTask, lock_key=key)
+    def export(number): ...
+
+    request = recovery.recovering(Base)(Guard())
+    request.task = export
+    request.on_failure(failure(WorkerLostError("x")))
+    [line] = caplog.messages
+    assert line.startswith(
+        f"Could not release the lock of {export.name}[1] (key unknown: ValueError"
+    )
 
 
 def test_the_users_request_class_is_kept_and_extended():

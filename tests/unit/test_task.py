@@ -537,8 +537,10 @@ def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, worl
     assert [options["task_id"] for options in sent] == ["1"]
 
 
-def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(app, world, monkeypatch):
-    """The broker has the message still, and delivers it again."""
+def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(
+    app, world, monkeypatch, caplog
+):
+    """The broker has the message still, and delivers it again; one line says so."""
 
     @app.task(base=SingletonTask, lock_key="k", acks_late=True)
     def task():
@@ -549,6 +551,9 @@ def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(app, 
     rejection = deliver(task).retval.exception.exc
     assert isinstance(rejection, Reject)
     assert rejection.requeue is True
+    [said] = [message for message in caplog.messages if f"{task.name}[" in message]
+    assert "is to be delivered again by its broker, which is away: " in said
+    assert "lock 'k'" in said
 
 
 def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, world, monkeypatch):

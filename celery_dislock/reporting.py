@@ -1,0 +1,89 @@
+"""One log line for each thing that happens to a task.
+
+Celery logs every Ignore, Retry and Reject by itself: ``Task … ignored`` gives no reason, ``Task …
+retry: …`` says the same again, and a Reject comes with a traceback.  If a line of ours has said
+what happens and why, Celery's line about that same exception is left out.  All other lines of
+Celery's stay, and this one stays if the level of our logger hides ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CELERYS = "celery.app.trace"  # the logger of Celery's lines about the end of a task
+
+logger = logging.getLogger("celery_dislock")
+
+E = TypeVar("E", bound=BaseException)
+
+
+def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.INFO) -> E:
+    """
+    Log how a delivery ends, in place of Celery's own line about *error*.
+
+    Args:
+        error: The exception that ends the delivery; to be raised by the caller.
+        name: The task's.
+        task_id: Its id.
+        what: What happens to it, and why.
+        level: Of the line.
+
+    Returns:
+        The error.
+    """
+    if logger.isEnabledFor(level):
+        error.dislock_told = True  # type: ignore[attr-defined]
+        logger.log(level, "Task %s[%s] %s", name, task_id, what)
+    return error
+
+
+def leave_out_what_is_told() -> None:
+    """Leave out Celery's lines about exceptions of which we have told; once is enough."""
+    logging.getLogger(CELERYS).addFilter(_is_news)
+
+
+def _is_news(_record: logging.LogRecord) -> bool:
+    # Celery logs while it handles the exception that its line is about.
+    return not getattr(sys.exc_info()[1], "dislock_told", False)
+
+
+class Order:
+    """
+    Keeps the lines about one parked task in order.
+
+    A task is in line as soon as the script has run.  Another thread of this process may take its
+    place, and have that logged, before the first has logged that the task was parked.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._late: dict[str, list[Callable[[], None]]] = {}
+
+    @contextmanager
+    def parking(self, ticket: str) -> Iterator[None]:
+        """Hold back other lines about this ticket until the end of the block."""
+        with self._mutex:
+            self._late[ticket] = []
+        try:
+            yield
+        finally:
+            with self._mutex:
+                late = self._late.pop(ticket, [])
+            for write in late:
+                write()
+
+    def write(self, ticket: str, write: Callable[[], None]) -> None:
+        """Write a line about a ticket, now or when its parking is logged."""
+        with self._mutex:
+            late = self._late.get(ticket)
+            if late is not None:
+                late.append(write)
+        if late is None:
+            write()

@@ -1,0 +1,160 @@
+"""What an operator reads: one line for each thing that happens to a task."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+import pytest
+from celery import states
+
+from example_project import scenarios
+from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+
+pytestmark = pytest.mark.acceptance
+
+CROWD = 12  # tasks that are parked in a place for one
+RECORD = re.compile(r"^\[\S+ \S+: (?P<level>[A-Z]+)/\S+\] (?P<text>.*)$")
+POOLS = pytest.mark.parametrize("fleet", ["prefork", "threads", "gevent", "solo"], indirect=True)
+SKIPPED = r"INFO .* skipped: lock '{key}' is held by {holder}, for \S+ s more unless renewed\. It "
+PUT_OFF = r"INFO .* put off for \S+ s: lock '{key}' is held by {holder}, for "
+PARKED = r"INFO .* parked: place 1 in line for lock '{key}', held by {holder}\."
+REJECTED = r"INFO .* rejected: lock '{key}' is held by {holder}, .* dead-letter exchange"
+FAILED = r"ERROR .* raised unexpected: LockHeldError\('{key}', '{holder}'"
+COPY = r"WARNING .* put off for \S+ s: another delivery of this task holds lock '{key}': {holder}"
+
+
+def lines_about(fleet, task, task_id):
+    """Level and text of what the workers have logged about a task, but for its coming and going."""
+    about = f"{task.name}[{task_id}] "
+    found = [
+        (match["level"], match["text"])
+        for worker in fleet.workers
+        for match in map(RECORD.match, worker.log.splitlines())
+        if match and match["text"].removeprefix("Task ").startswith(about)
+    ]
+    return [
+        f"{level} {text}"
+        for level, text in found
+        if not text.endswith(" received") and " succeeded in " not in text
+    ]
+
+
+def settled(fleet, task_id):
+    """Run a task on each worker after what it does now: its lines are all written then."""
+    wait_for(f"{task_id} is seen", lambda: fleet.says(task_id))
+    for _ in range(2 * len(fleet.workers)):
+        fleet.send(scenarios.step, f"after-{uuid.uuid4().hex}").get(timeout=LIMIT)
+
+
+@POOLS
+@pytest.mark.parametrize(
+    ("name", "state", "line"),
+    [
+        ("hold", states.REVOKED, SKIPPED),
+        ("hold_or_raise", states.FAILURE, FAILED),
+        ("hold_or_retry", states.RETRY, PUT_OFF),
+        ("hold_or_reject", states.FAILURE, REJECTED),
+        ("hold_or_queue", "PARKED", PARKED),
+    ],
+    ids=["skip", "raise", "retry", "reject", "queue"],
+)
+def test_a_conflict_is_one_line(fleet, scene, name, state, line):
+    """Task name, id, key, holder and what becomes of the task are in one line."""
+    if fleet.pool == "solo":
+        holder = "thread MainThread on"
+        lock = scenarios.dislock.lock(scene.key)
+        lock.acquire()
+    else:
+        holding = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        holder = rf"example_project.scenarios.hold\[{holding.id}\] on"
+        lock = None
+    try:
+        task = getattr(scenarios, name)
+        second = fleet.send(task, scene.key)
+        wait_for(f"it is {state}", lambda: second.state == state)
+        wait_for("the line", lambda: lines_about(fleet, task, second.id))
+        settled(fleet, second.id)
+        [said] = lines_about(fleet, task, second.id)[:2]
+    finally:
+        scene.open_gate()
+        if lock is not None:
+            lock.release()
+    assert re.match(line.format(key=scene.key, holder=f"{holder}.*"), said), said
+    if state in {states.RETRY, "PARKED"}:
+        assert second.get(timeout=LIMIT)["held"] is True
+
+
+@PREFORK
+def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
+    """The line names the delivery that runs, and when the copy comes again."""
+    first = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    fleet.send(scenarios.hold, scene.key, task_id=first.id)
+    wait_for("the copy is put off", lambda: lines_about(fleet, scenarios.hold, first.id))
+    settled(fleet, first.id)
+    said = lines_about(fleet, scenarios.hold, first.id)
+    scene.open_gate()
+    scene.wait_for_report("end", times=2)
+    assert len(said) == 1
+    assert re.match(COPY.format(key=scene.key, holder=".*"), said[0])
+
+
+@PREFORK
+def test_a_copy_that_is_acknowledged_unrun_is_one_line(fleet, scene):
+    """With lock_dedupe_redelivered, the line says under which lock the task has succeeded."""
+    scene.open_gate()
+    first = fleet.send(scenarios.hold_once, scene.key)
+    first.get(timeout=LIMIT)
+    mark = f"{scene.lock}:done:{first.id}"
+    wait_for("it is marked", lambda: (scene.redis.get(mark) or "").startswith("done"))
+    fleet.send(scenarios.hold_once, scene.key, task_id=first.id)
+    wait_for("the copy is seen", lambda: lines_about(fleet, scenarios.hold_once, first.id))
+    settled(fleet, first.id)
+    scene.redis.delete(mark)
+    [said] = lines_about(fleet, scenarios.hold_once, first.id)
+    assert said.endswith(f"acknowledged unrun: it has succeeded under lock {scene.key!r} before.")
+
+
+def newest_of_many(fleet, scene):
+    """Park tasks of which each takes the place of the one before; return the lines about each."""
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    parked = [fleet.send(scenarios.hold_newest, scene.key) for _ in range(CROWD)]
+    revoked = CROWD - 1
+    wait_for(
+        "one is left in line",
+        lambda: sum(one.state == states.REVOKED for one in parked) == revoked,
+    )
+    settled(fleet, holder.id)
+    told = [lines_about(fleet, scenarios.hold_newest, one.id) for one in parked]
+    scene.open_gate()
+    return told
+
+
+@PREFORK
+def test_making_room_in_line_is_one_line(fleet, scene):
+    """All but one that were parked have a second line, however many processes end them."""
+    told = newest_of_many(fleet, scene)
+    assert sorted(map(len, told)) == [1, *[2] * (CROWD - 1)]
+    reason = f"a newer task took its place in line for lock {scene.key!r}. It does not run."
+    for lines in told:
+        parked, *skipped = sorted(lines)
+        assert f" parked: place 1 in line for lock {scene.key!r}, held by " in parked
+        assert all(line.endswith(f" skipped: {reason}") for line in skipped)
+
+
+def test_within_a_process_a_task_is_parked_before_it_makes_room(start_fleet, scene):
+    """However its threads take turns; the lines of two processes may come in any order."""
+    for lines in newest_of_many(start_fleet("threads", "--concurrency", "8"), scene):
+        assert " parked: " in lines[0]
+
+
+@PREFORK
+def test_a_task_that_retries_itself_keeps_celerys_line(fleet, scene):
+    """Celery's lines are left out only about what ours have told."""
+    result = fleet.send(scenarios.retry_once, scene.key)
+    assert result.get(timeout=LIMIT) == 1
+    [said] = lines_about(fleet, scenarios.retry_once, result.id)
+    assert " retry: Retry in 0s" in said

@@ -1,0 +1,84 @@
+"""One log line for each thing that happens to a task."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from celery.exceptions import Ignore, Reject, Retry
+
+from celery_dislock import SingletonTask
+from celery_dislock.reporting import CELERYS, Order, told
+
+
+@pytest.fixture
+def both(caplog):
+    """The lines of both loggers at INFO and above."""
+    caplog.set_level(logging.INFO, "celery_dislock")
+    caplog.set_level(logging.INFO, CELERYS)
+    return caplog
+
+
+def run(app, error):
+    """Run a guarded task whose body ends so."""
+
+    @app.task(base=SingletonTask, name="shop.export", lock_key="k")
+    def export():
+        raise error
+
+    export.apply(task_id="1")
+
+
+@pytest.mark.parametrize("error", [Ignore("why"), Reject("why"), Retry("why", when=2)])
+def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error):
+    """Whatever the exception; ours has the task's name and id."""
+    run(app, told(error, "shop.export", "1", "does not run"))
+    assert both.messages == ["Task shop.export[1] does not run"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (Ignore("why"), "Task shop.export[1] ignored"),
+        (Retry("why", when=2), "Task shop.export[1] retry: why"),
+        (ValueError("why"), "Task shop.export[1] raised unexpected: ValueError('why')"),
+    ],
+)
+def test_celerys_line_stays_about_a_bodys_own_exceptions(app, both, error, line):
+    """Only we know what ours have told."""
+    run(app, error)
+    assert both.messages == [line]
+
+
+def test_celerys_line_stays_where_ours_is_hidden(app, both):
+    """A logger that shows no INFO of ours shows that of Celery."""
+    logging.getLogger("celery_dislock").setLevel(logging.WARNING)
+    run(app, told(Ignore(), "shop.export", "1", "does not run"))
+    assert both.messages == ["Task shop.export[1] ignored"]
+
+
+def test_lines_about_a_task_that_is_being_parked_come_after_that():
+    """They wait for the end of the block; those about other tasks do not."""
+    lines = []
+    order = Order()
+    with order.parking("1:0:0"):
+        order.write("1:0:0", lambda: lines.append("skipped"))
+        order.write("2:0:0", lambda: lines.append("another"))
+        lines.append("parked")
+    assert lines == ["another", "parked", "skipped"]
+
+
+def test_what_waits_is_written_where_parking_fails_too():
+    """A line is never lost; from then on they are written at once."""
+    lines = []
+    order = Order()
+
+    def park():
+        with order.parking("1:0:0"):
+            order.write("1:0:0", lambda: lines.append("skipped"))
+            raise OSError("refused")
+
+    with pytest.raises(OSError, match="refused"):
+        park()
+    order.write("1:0:0", lambda: lines.append("at once"))
+    assert lines == ["skipped", "at once"]
