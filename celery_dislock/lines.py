@@ -245,6 +245,16 @@ class Lines:
         """
         self._server.run(DELIST, [self._names], lock, number)
 
+    def any(self) -> bool:
+        """
+        Tell whether any lock has, or has just had, parked tasks.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        total, *_ = self._server.run(LINES, [self._names], b"0", 1)
+        return bool(total)
+
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
         """
         Read some names of locks that have parked tasks.

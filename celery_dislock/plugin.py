@@ -305,8 +305,10 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Tell whether this worker has tasks that lock, and a lock server that keeps lines."""
         runtime = runtime_of(worker.app)
         guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
-        every = interval(guard.options for guard in guards if guard is not None)
+        options = [guard.options for guard in guards if guard is not None]
+        every = interval(options)
         self._every = every or 0.0
+        self._parks = any(one.parks for one in options)
         return every is not None and not runtime.off and runtime.process.can_park
 
     def start(self, worker: WorkController) -> None:
@@ -314,7 +316,9 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         runtime = runtime_of(worker.app)
         process = runtime.new_process()
         name = runtime.sweep_name
-        self._sweep = Sweep(process, name, worker.hostname, self._every)
+        self._sweep = Sweep(
+            process, name, worker.hostname, self._every, looks_first=not self._parks
+        )
         self._again(worker, 0.0)
 
     def _again(self, worker: WorkController, after: float) -> None:

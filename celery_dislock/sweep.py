@@ -55,6 +55,8 @@ class Sweep:
         name: The lease under which one worker at a time sweeps: its name in Redis.
         worker: Who sweeps, for messages.
         every: Seconds in which all lines are to be looked at.
+        looks_first: Look whether there are lines before the lease is taken: in a worker whose tasks
+            do not park there most often are none.
         clock: Monotonic seconds.
     """
 
@@ -64,6 +66,8 @@ class Sweep:
         name: str,
         worker: str,
         every: float,
+        *,
+        looks_first: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._process = process
@@ -72,6 +76,7 @@ class Sweep:
         self._owner = process.owner_name(f"{worker}:{process.pid}/")
         self._holder = json.dumps({"task": "sweep", "worker": worker, "pid": process.pid})
         self._every = every
+        self._looks_first = looks_first
         self._cursor = FIRST
 
     def step(self) -> float:
@@ -100,6 +105,8 @@ class Sweep:
     def _look(self) -> int:
         """Look at a page; return how many there are."""
         process = self._process
+        if self._looks_first and self._cursor == FIRST and not process.lines.any():
+            return 1
         ttl = 2 * self._every  # over before the lease of a task that died with this worker
         if not isinstance(
             process.store.acquire([self._name], self._owner, ttl, self._holder), Granted

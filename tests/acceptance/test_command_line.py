@@ -135,7 +135,7 @@ def test_a_worker_whose_user_may_not_do_all_refuses_to_start(start_fleet, server
     redis_client.execute_command("ACL", "DELUSER", "limited")
     assert "Cannot start with locks: lock server redis://limited:***@" in worker.log
     assert "may not run BLPOP; " in worker.log
-    assert "+blpop. " in worker.log
+    assert "+blpop\n" in worker.log
     assert "Traceback" not in worker.log
     assert SECRET not in worker.log
 

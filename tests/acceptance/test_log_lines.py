@@ -107,7 +107,7 @@ def test_a_copy_that_is_acknowledged_unrun_is_one_line(fleet, scene):
     scene.open_gate()
     first = fleet.send(scenarios.hold_once, scene.key)
     first.get(timeout=LIMIT)
-    mark = f"{scene.lock}:done:{first.id}"
+    mark = f"{scene.lock}:mark:{first.id}"
     wait_for("it is marked", lambda: (scene.redis.get(mark) or "").startswith("done"))
     fleet.send(scenarios.hold_once, scene.key, task_id=first.id)
     wait_for("the copy is seen", lambda: lines_about(fleet, scenarios.hold_once, first.id))

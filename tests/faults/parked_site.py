@@ -224,10 +224,11 @@ class Site:
     def events(self, what: str | None = None, task_id: str | None = None) -> list[dict[str, Any]]:
         """What was recorded, in its order."""
         try:
-            lines = (self.folder / "events").read_text().splitlines()
+            written = (self.folder / "events").read_text()
         except FileNotFoundError:
             return []
-        found = map(json.loads, lines)
+        whole = written[: written.rfind("\n") + 1]  # the last line may be half written
+        found = map(json.loads, whole.splitlines())
         return [
             event
             for event in found

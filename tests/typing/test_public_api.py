@@ -9,6 +9,8 @@ itself, so what must be refused is pinned as well.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, shared_task
@@ -88,6 +90,22 @@ def use(lease: Lease) -> None:
     lease.held = True  # type: ignore[misc]
     lease.remaining = 5.0  # type: ignore[misc]
     lease.expiry  # type: ignore[attr-defined]  # noqa: B018
+
+
+# Locks in plain Python: each option is a parameter.
+
+
+def hold() -> None:
+    """A lock's lease is typed, and what is unknown is an error to the checker, too."""
+    with Dislock.from_url("redis://localhost") as dislock:
+        with dislock.lock("k", mode="shared", timeout=5, expire=timedelta(minutes=1)) as lease:
+            assert_type(lease, Lease)
+        with ExitStack() as stack:
+            assert_type(stack.enter_context(dislock.lock(["a", "b"], limit=2)), Lease)
+        assert_type(dislock.lock("k", on_lost="raise").try_acquire(), "Lease | Conflict")
+        dislock.lock("k", ttl=5)  # type: ignore[arg-type]
+        dislock.lock("k", mode="sharde")  # type: ignore[arg-type]
+        dislock.lock("k", timeout="5")  # type: ignore[arg-type]
 
 
 # Signals.

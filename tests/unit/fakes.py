@@ -198,6 +198,7 @@ class FakeLines:
         pages: What page is to answer, in order.
         swept: What sweep finds, by lock; nothing is known of the others.
         next_turns: Whose turn it is after each that was set aside.
+        has_lines: Whether there are any.
         ran_without: The deliveries that ran without a lock, by lock and ticket; empty: set aside.
     """
 
@@ -209,6 +210,7 @@ class FakeLines:
         self.pages: list[tuple[int, bytes, dict[str, bytes]]] = []
         self.swept: dict[str, Swept] = {}
         self.next_turns: list[list[Turn]] = []
+        self.has_lines = True
         self.ran_without: dict[tuple[str, str], str] = {}
 
     def park(
@@ -258,6 +260,10 @@ class FakeLines:
 
     def delist(self, lock: str, number: bytes) -> None:
         self.store._round_trip("delist", lock, number)
+
+    def any(self) -> bool:
+        self.store._round_trip("any")
+        return self.has_lines
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, dict[str, bytes]]:
         self.store._round_trip("page", cursor, count)

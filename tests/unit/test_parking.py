@@ -876,6 +876,6 @@ def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, 
         app.tasks.pop("shop.export")
     expected = "Parked task shop.export[2:0:0] for lock 'k' cannot be run, and stays in line until "
     assert [record.levelno for record in caplog.records if expected in record.message] == [
-        logging.WARNING,
-        logging.WARNING,
+        logging.ERROR,
+        logging.ERROR,
     ]

@@ -61,7 +61,7 @@ def process(world):
 
 @pytest.fixture
 def sweep(process, world):
-    return Sweep(process, NAME, "w1@here", EVERY, world.clock)
+    return Sweep(process, NAME, "w1@here", EVERY, clock=world.clock)
 
 
 def empty(*locks):
@@ -235,3 +235,11 @@ def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):
     sweep.step()
     assert process.answered == [False, True]
     assert process.store.asked("delist") == [("dislock:{b}", b"1")]
+
+
+def test_a_worker_that_parks_nothing_writes_nothing_where_there_are_no_lines(process, world):
+    """One question for each interval, and no lease that stays on the server."""
+    process.lines.has_lines = False
+    sweep = Sweep(process, NAME, "w1@here", EVERY, looks_first=True, clock=world.clock)
+    assert sweep.step() > 0
+    assert [call[0] for call in process.store.calls] == ["any"]
