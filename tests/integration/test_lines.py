@@ -157,7 +157,7 @@ def snapshot(url):
     """Return all that is there, but the clock, as the server would write it to disk."""
     with redis.Redis.from_url(url) as raw:
         names = sorted(key for key in raw.keys("*") if key.decode() != driven_clock.CLOCK)
-        return {key: (raw.dump(key), raw.pttl(key) // 60_000) for key in names}
+        return {key: (raw.dump(key), round(raw.pttl(key) / 60_000)) for key in names}
 
 
 def left(client):
