@@ -18,12 +18,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.claims import Claim
-from celery_dislock.leases import Lease
-from celery_dislock.locks import Lock
-from celery_dislock.options import TaskOptions
-from celery_dislock.store import Store
-from celery_dislock.watchdog import Watchdog
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.reentrant import ReentrantLock
+    from celery_dislock.locks.reentrant import ReentrantLock
 
 KINDS: dict[str, dict[str, Any]] = {
     "exclusive": {},

@@ -27,14 +27,14 @@ import redis
 import redis_lock
 
 from benchmarks.report import Row
-from celery_dislock.answers import Granted, milliseconds
-from celery_dislock.claims import Claim
-from celery_dislock.leases import Lease
-from celery_dislock.locks import Lock
-from celery_dislock.options import TaskOptions
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.watchdog import BATCH, Watchdog
 from celery_dislock.scripts import RENEW
-from celery_dislock.store import Store
-from celery_dislock.watchdog import BATCH, Watchdog
+from celery_dislock.servers.replies import Granted, milliseconds
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Recording:
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
-        """See `celery_dislock.store.Store.renew`."""
+        """See `celery_dislock.servers.store.Store.renew`."""
         sent_at = time.monotonic()
         answers = self._store.renew(leases, within=within)
         self.batches.append((sent_at, time.monotonic(), leases))

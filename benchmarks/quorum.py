@@ -20,7 +20,7 @@ from pottery import Redlock
 
 from benchmarks.acquire_release import ours
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.store import Store
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.answers import Granted, Parked
-from celery_dislock.lines import Ticket
-from celery_dislock.options import TaskOptions
-from celery_dislock.runtime import Runtime
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.parking.store import Ticket
+from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.scripts import SWEEP
-from celery_dislock.sweep import PAGE, Sweep, interval
+from celery_dislock.servers.replies import Granted, Parked
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.answers import Turn
-    from celery_dislock.lines import Lines
-    from celery_dislock.runtime import Process
+    from celery_dislock.locks.runtime import Process
+    from celery_dislock.parking.store import Lines
+    from celery_dislock.servers.replies import Turn
 
 LINES = 10_000
 DYING = 100  # holders
@@ -112,7 +112,7 @@ class Watched:
         self.first_pages: list[float] = []  # monotonic time of each
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
-        """See `celery_dislock.lines.Lines.page`, as for the others."""
+        """See `celery_dislock.parking.store.Lines.page`, as for the others."""
         if cursor == b"0":
             self.first_pages.append(time.monotonic())
         total, cursor, found = self._lines.page(cursor, count)

@@ -1,6 +1,5 @@
 """Distributed locks for Celery tasks, held for exactly as long as the task runs."""
 
-from celery_dislock.claims import current_lease
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,
@@ -11,10 +10,11 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.leases import Lease
+from celery_dislock.locks.claim import current_lease
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.plugin import Dislock
-from celery_dislock.reentrant import ReentrantLock
-from celery_dislock.task import SingletonTask
+from celery_dislock.tasks.task import SingletonTask
 
 __all__ = [
     "Dislock",

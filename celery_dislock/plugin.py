@@ -18,25 +18,25 @@ from celery.bin.base import CeleryOption
 from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
-from celery_dislock import startup
-from celery_dislock.arrivals import ArrivalStep
-from celery_dislock.checks import optional, seconds
-from celery_dislock.comeback import release_left_behind
-from celery_dislock.exceptions import DislockError, SettingsError
-from celery_dislock.keys import in_order
-from celery_dislock.reentrant import ReentrantLock
-from celery_dislock.rights import check_rights
-from celery_dislock.runtime import Runtime
-from celery_dislock.settings import (
+from celery_dislock.config.checks import optional, seconds
+from celery_dislock.config.settings import (
     app_settings,
     check_servers,
     refuse_unknown,
     task_options,
 )
-from celery_dislock.sweep import Sweep, interval
-from celery_dislock.task import SingletonTask, install, runtime_of
-from celery_dislock.urls import shown
-from celery_dislock.values import check_key
+from celery_dislock.config.urls import shown
+from celery_dislock.exceptions import DislockError, SettingsError
+from celery_dislock.keys.templates import in_order
+from celery_dislock.keys.values import check_key
+from celery_dislock.locks.reentrant import ReentrantLock
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.parking.sweep import Sweep, interval
+from celery_dislock.servers.permissions import check_rights
+from celery_dislock.tasks.task import SingletonTask, install, runtime_of
+from celery_dislock.worker import startup
+from celery_dislock.worker.arrivals import ArrivalStep
+from celery_dislock.worker.predecessor import release_left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -315,9 +315,8 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Look at the lines from now on, a page at a time."""
         runtime = runtime_of(worker.app)
         process = runtime.new_process()
-        name = runtime.sweep_name
         self._sweep = Sweep(
-            process, name, worker.hostname, self._every, looks_first=not self._parks
+            process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
         )
         self._again(worker, 0.0)
 

@@ -8,12 +8,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import signals
-from celery_dislock.claims import Claim, Conflict
-from celery_dislock.leases import Lease
-from celery_dislock.locks import Lock
-from celery_dislock.options import TaskOptions
-from celery_dislock.store import Store
-from celery_dislock.watchdog import Watchdog
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

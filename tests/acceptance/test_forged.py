@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock.notes import GIVEN_UP_HEADER, HELD_HEADER, REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import (
+    GIVEN_UP_HEADER,
+    HELD_HEADER,
+    REPLACED_HEADER,
+    TICKET_HEADER,
+)
 from example_project import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 

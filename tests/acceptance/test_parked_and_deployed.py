@@ -232,7 +232,7 @@ def park_for(others, ours, scene):
 @PREFORK
 def test_a_task_that_was_set_aside_can_be_put_back(scene, aside, deploy, start_fleet):
     """What is kept of it is published again, by the recipe of the operations page, and runs."""
-    from celery_dislock.messages import Message
+    from celery_dislock.messages.message import Message
 
     new, first, second = deploy("gone")
     assert second.get(timeout=LIMIT)["held"] is True

@@ -21,7 +21,7 @@ from billiard.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded, Worker
 from celery import states
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock.recovery import is_alive
+from celery_dislock.tasks.request import is_alive
 from example_project import scenarios
 from example_project.redis_server import RedisServer
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for

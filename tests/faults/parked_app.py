@@ -22,13 +22,13 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Lease
-from celery_dislock.lines import Lines
-from celery_dislock.messages import TaskParked
-from celery_dislock.parking import Parking
-from celery_dislock.postman import Postman
+from celery_dislock.locks.lease import Lease
+from celery_dislock.messages.message import TaskParked
+from celery_dislock.parking.park import Parking
+from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.store import Lines
+from celery_dislock.servers.store import Store
 from celery_dislock.signals import lock_acquired, lock_released
-from celery_dislock.store import Store
 from tests.faults.history import Journal
 
 STEP = 0.005  # seconds between two steps of a body

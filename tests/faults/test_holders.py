@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from celery_dislock.claims import Conflict
-from celery_dislock.leases import Lease
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.lease import Lease
 from tests.faults.history import read, violations
 from tests.holding import name_of, wait_for
 

@@ -12,13 +12,13 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, plugin, scripts
-from celery_dislock.answers import Done, Granted, Parked, Refused
 from celery_dislock.exceptions import ForbiddenError, StoreError
-from celery_dislock.leases import Lease
-from celery_dislock.lines import Lines, Ticket
-from celery_dislock.rights import check_rights
+from celery_dislock.locks.lease import Lease
+from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
-from celery_dislock.store import Store
+from celery_dislock.servers.permissions import check_rights
+from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.claims import Conflict
+    from celery_dislock.locks.claim import Conflict
 
 LOCK = name_of("acl")
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

@@ -513,8 +513,8 @@ from gevent import monkey
 monkey.patch_all()
 import sys, gevent
 from celery_dislock import Dislock
-from celery_dislock.reentrant import ReentrantLock
-from celery_dislock.store import Store
+from celery_dislock.locks.reentrant import ReentrantLock
+from celery_dislock.servers.store import Store
 dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=60)
 dislock.lock("export:7").acquire()
 waiters = [gevent.spawn(dislock.lock("export:7").acquire) for _ in range(20)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from celery_dislock.messages import Message
+from celery_dislock.messages.message import Message
 from example_project.redis_server import RedisServer
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import redis
 
-from celery_dislock.claims import Claim, Conflict
-from celery_dislock.leases import Lease
-from celery_dislock.options import TaskOptions
-from celery_dislock.runtime import Runtime
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.runtime import Runtime
 from tests.holding import PATIENCE, wait_for
 
 if TYPE_CHECKING:

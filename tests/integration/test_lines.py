@@ -13,14 +13,14 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from celery_dislock import lines as lines_module
-from celery_dislock import store as store_module
-from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
-from celery_dislock.claims import in_words
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.lines import Bounds, Lines, Ticket
-from celery_dislock.names import execution_start, owners_start, ticket_name
-from celery_dislock.store import Store
+from celery_dislock.keys.names import execution_start, owners_start, ticket_name
+from celery_dislock.locks.claim import in_words
+from celery_dislock.parking import store as lines_module
+from celery_dislock.parking.store import Bounds, Lines, Ticket
+from celery_dislock.servers import store as store_module
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
+from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked

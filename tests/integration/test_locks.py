@@ -7,9 +7,9 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
-from celery_dislock.leases import Lease
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.lease import Lease
 from tests.holding import Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

@@ -59,11 +59,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from celery_dislock import lines as lines_module
-from celery_dislock import store as store_module
-from celery_dislock.answers import Done, Full, Granted, Parked, Refused
-from celery_dislock.lines import Bounds, Lines, Ticket
-from celery_dislock.store import Store
+from celery_dislock.parking import store as lines_module
+from celery_dislock.parking.store import Bounds, Lines, Ticket
+from celery_dislock.servers import store as store_module
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked

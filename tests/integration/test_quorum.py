@@ -10,12 +10,12 @@ import time
 import pytest
 
 from celery_dislock import Dislock
-from celery_dislock.answers import Granted, Refused
-from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Lease
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
-from celery_dislock.store import Store
+from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply

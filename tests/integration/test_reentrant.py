@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask, locks
-from celery_dislock.answers import Granted
-from celery_dislock.claims import Conflict
+from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError, SettingsError
-from celery_dislock.leases import Lease
-from celery_dislock.store import Store
+from celery_dislock.locks import lock as locks
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 
 if TYPE_CHECKING:
@@ -530,7 +531,8 @@ time.sleep(600)
 
 WAIT = """
 import sys
-from celery_dislock import Dislock, locks
+from celery_dislock import Dislock
+from celery_dislock.locks import lock as locks
 locks.PLACE_TIMEOUT = 0.5
 print("ready", flush=True)
 Dislock.from_url(sys.argv[1]).lock(sys.argv[2]).acquire()

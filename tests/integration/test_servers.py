@@ -16,13 +16,13 @@ import redis
 from celery import Celery
 from redis.crc import key_slot
 
-from celery_dislock.answers import Done, Granted, Parked, Refused
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
-from celery_dislock.lines import Lines, Ticket
-from celery_dislock.rights import check_rights
-from celery_dislock.runtime import Runtime
-from celery_dislock.store import Store
-from celery_dislock.task import SingletonTask, runtime_of
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers.permissions import check_rights
+from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import SingletonTask, runtime_of
 from example_project.redis_server import RedisServer
 from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES

@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock import Dislock
-from celery_dislock.answers import Granted, Refused
-from celery_dislock.claims import Conflict
 from celery_dislock.exceptions import (
     LockHeldError,
     LockKeyError,
     LockLostError,
     StoreError,
 )
-from celery_dislock.leases import Lease
-from celery_dislock.store import Store
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from celery_dislock.reentrant import ReentrantLock
+    from celery_dislock.locks.reentrant import ReentrantLock
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 SHORT = 0.5

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 import redis
 
-from celery_dislock.answers import Granted, Holding, Refused
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.lines import Lines, Ticket
+from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
-from celery_dislock.store import Store
+from celery_dislock.servers.replies import Granted, Holding, Refused
+from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 from tests.holding import wait_for
 

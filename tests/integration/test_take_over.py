@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from celery_dislock.answers import Granted, Refused
-from celery_dislock.store import Store
+from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

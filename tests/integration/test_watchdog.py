@@ -7,8 +7,8 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.claims import Conflict
-from celery_dislock.watchdog import BATCH
+from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.watchdog import BATCH
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

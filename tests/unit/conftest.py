@@ -10,10 +10,12 @@ import pytest
 from celery import Celery
 from celery.backends import cache
 
-from celery_dislock import runtime, signals
-from celery_dislock.locks import Lock
-from celery_dislock.settings import AppSettings
-from celery_dislock.task import runtime_of
+from celery_dislock import signals
+from celery_dislock.config.settings import AppSettings
+from celery_dislock.locks import runtime
+from celery_dislock.locks.lock import Lock
+from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.fakes import World
 
 
@@ -29,7 +31,7 @@ def app(world, monkeypatch):
     cache._DUMMY_CLIENT_CACHE.clear()  # else results outlive their app
     app.task = partial(app.task, shared=False)  # other apps of this run have tasks of these names
 
-    process = runtime.Process({"dislock_url": "redis://"}, AppSettings())
+    process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
     process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
     numbers = count(1)
     process.owner_name = lambda start: f"{start}{next(numbers)}"

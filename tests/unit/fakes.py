@@ -6,20 +6,20 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.answers import Granted, Handed, Holding, Parked, Refused, Swept
-from celery_dislock.claims import Claim
+from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks import Lock
-from celery_dislock.options import TaskOptions
-from celery_dislock.watchdog import Watchdog
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.replies import Granted, Handed, Holding, Parked, Refused, Swept
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from celery import Celery
 
-    from celery_dislock.answers import Turn
-    from celery_dislock.lines import Bounds, Ticket
+    from celery_dislock.parking.store import Bounds, Ticket
+    from celery_dislock.servers.replies import Turn
 
 
 class FakeClock:

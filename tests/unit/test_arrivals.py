@@ -11,9 +11,9 @@ from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
 from celery_dislock import SingletonTask
-from celery_dislock.arrivals import Arrivals, ArrivalStep
-from celery_dislock.notes import TICKET_HEADER
-from celery_dislock.task import runtime_of
+from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.tasks.task import runtime_of
+from celery_dislock.worker.arrivals import Arrivals, ArrivalStep
 from tests.unit.fakes import FakeLines
 from tests.unit.test_parking import Postman
 

@@ -12,9 +12,10 @@ from celery.concurrency import solo
 from celery.concurrency.prefork import TaskPool
 from kombu.transport.memory import Transport
 
-from celery_dislock import SingletonTask, comeback
+from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
-from celery_dislock.task import runtime_of
+from celery_dislock.tasks.task import runtime_of
+from celery_dislock.worker import predecessor as comeback
 
 NAME = "w1@here"
 GONE = os.getpid() + 1

@@ -6,10 +6,11 @@ import pytest
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
-from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError, conflicts
-from celery_dislock.claims import Claim
-from celery_dislock.notes import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
-from celery_dislock.sending import PUT_OFF_MOST
+from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock.locks.claim import Claim
+from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
+from celery_dislock.messages.resend import PUT_OFF_MOST
+from celery_dislock.tasks import conflicts
 from tests.unit.worker import Broker, deliver
 
 HELD = "lock 'k' is held by t[1] on w (pid 7)"
@@ -28,7 +29,7 @@ def unix_time(monkeypatch):
     """Set what the machine's clock says: ``unix_time(seconds)``."""
 
     def say(seconds):
-        monkeypatch.setattr("celery_dislock.conflicts.time.time", lambda: seconds)
+        monkeypatch.setattr("celery_dislock.tasks.conflicts.time.time", lambda: seconds)
 
     say(NOW)
     return say

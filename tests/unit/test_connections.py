@@ -8,14 +8,15 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_dislock import urls
-from celery_dislock.cluster import Cluster
-from celery_dislock.connections import server_for
+from celery_dislock.config import urls
+from celery_dislock.config.server import lock_server
+from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.node import Node
-from celery_dislock.runtime import Runtime, lock_server
-from celery_dislock.settings import app_settings
-from celery_dislock.wire import demoted
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.servers.cluster import Cluster
+from celery_dislock.servers.connections import demoted
+from celery_dislock.servers.node import Node
+from celery_dislock.servers.server import server_for
 
 
 class TestServerFor:

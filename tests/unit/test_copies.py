@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.claims import Claim
+from celery_dislock.locks.claim import Claim
 from tests.unit.worker import Broker, deliver
 
 LOCK = "dislock:{k}"

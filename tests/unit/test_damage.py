@@ -6,13 +6,13 @@ import pytest
 import redis
 
 from celery_dislock import DamagedLockError, LockHeldError, SingletonTask, StoreError
-from celery_dislock.claims import in_words
-from celery_dislock.conflicts import DAMAGED_TRIES
-from celery_dislock.notes import PUT_OFF_HEADER
-from celery_dislock.quorum import Quorum
+from celery_dislock.locks.claim import in_words
+from celery_dislock.messages.headers import PUT_OFF_HEADER
 from celery_dislock.scripts import ACQUIRE
-from celery_dislock.task import runtime_of
-from celery_dislock.wire import locks_of, store_error
+from celery_dislock.servers.connections import locks_of, store_error
+from celery_dislock.servers.quorum.server import Quorum
+from celery_dislock.tasks.conflicts import DAMAGED_TRIES
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.worker import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -125,7 +125,7 @@ def test_it_is_told_once_and_no_outage_is(app, damaged, broker, caplog):
 
 def test_a_process_forgets_what_it_has_told_in_the_end(app, caplog, monkeypatch):
     """However many locks are damaged, what is remembered of them is bounded."""
-    monkeypatch.setattr("celery_dislock.runtime.DAMAGED_MOST", 2)
+    monkeypatch.setattr("celery_dislock.locks.runtime.DAMAGED_MOST", 2)
     process = runtime_of(app).process
     for number in (1, 2, 3, 1, 1):
         process.lock_server_failed(DamagedLockError("redis://x", "why", f"dislock:{{{number}}}"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.answers import Handed
-from celery_dislock.claims import Claim, Conflict
 from celery_dislock.exceptions import StoreError
-from celery_dislock.leases import Lease
-from celery_dislock.locks import ASK_AGAIN, LATE, PLACE_TIMEOUT
+from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
+from celery_dislock.servers.replies import Handed
 
 RESERVED = 5.0  # seconds, as the scripts reserve
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.interrupt import running_here
+from celery_dislock.locks.interruption import running_here
 
 LOST = LockLostError("k", "stolen")
 

@@ -17,14 +17,14 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
-from celery_dislock.keys import (
+from celery_dislock.keys.templates import (
     CallableKey,
     DigestKey,
     InvalidTemplate,
     KeyTemplate,
     key_builder,
 )
-from celery_dislock.values import MAX_KEY_BYTES, check_key
+from celery_dislock.keys.values import MAX_KEY_BYTES, check_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.answers import Done, Full, Granted, Parked, Refused, Swept, Turn
 from celery_dislock.exceptions import StoreError
-from celery_dislock.lines import Bounds, Lines, Ticket
+from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP, WITHDRAW
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
 TICKET = Ticket("1:0:0", "1@", marked=True, message=b"m")

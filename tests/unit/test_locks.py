@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.claims import Claim, Conflict, in_words
 from celery_dislock.exceptions import (
     ForbiddenError,
     LockLostError,
     StoreError,
     UnreachableError,
 )
-from celery_dislock.leases import Lease
+from celery_dislock.locks.claim import Claim, Conflict, in_words
+from celery_dislock.locks.lease import Lease
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 

@@ -15,8 +15,8 @@ from kombu import Connection, Queue
 from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
-from celery_dislock.notes import READERS, TICKET_HEADER
+from celery_dislock.messages.headers import READERS, TICKET_HEADER
+from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
 from tests.unit.worker import Producer, arrived
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.names import execution_start, owners_start, task_name, ticket_name
+from celery_dislock.keys.names import execution_start, owners_start, task_name, ticket_name
 
 PLAIN = [
     "f8c3de3d-1fea-4d7c-a8b0-29f63c4c3454",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import redis
 
-from celery_dislock import sentinel
 from celery_dislock.exceptions import StoreError, UnreachableError
-from celery_dislock.node import RESENDS, Node
+from celery_dislock.servers import sentinel
+from celery_dislock.servers.node import RESENDS, Node
 
 
 class Connection:

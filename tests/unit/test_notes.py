@@ -10,7 +10,7 @@ from celery.app.task import Context
 from celery.signals import task_revoked
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.notes import (
+from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
     HELD_HEADER,
     OWNERS_MOST,
@@ -23,7 +23,7 @@ from celery_dislock.notes import (
     forget_notes,
     notes_of,
 )
-from celery_dislock.task import runtime_of
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Broker, deliver
 

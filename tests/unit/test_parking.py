@@ -11,13 +11,16 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.signals import task_revoked
 
-from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError, runtime
-from celery_dislock.answers import Done, Full, Granted, Parked, Refused
-from celery_dislock.lines import Bounds, Ticket
-from celery_dislock.messages import Message, TaskParked
-from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
-from celery_dislock.running import StopTask
-from celery_dislock.task import runtime_of
+from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError
+from celery_dislock.config.settings import app_settings
+from celery_dislock.locks import runtime
+from celery_dislock.locks.running import StopTask
+from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.message import Message, TaskParked
+from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.parking.store import Bounds, Ticket
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Broker, arrived, deliver, run
 
@@ -481,7 +484,7 @@ def test_the_ticket_of_a_delivery_that_comes_again_stays(app, world, lines, erro
 
 def test_the_ticket_of_a_body_that_has_not_ended_stays(app, world, lines, monkeypatch):
     """A signal handler's exception before the body's end says nothing about its work."""
-    monkeypatch.setattr("celery_dislock.guard.forget_notes", lambda _: 1 / 0)
+    monkeypatch.setattr("celery_dislock.tasks.guard.forget_notes", lambda _: 1 / 0)
     come(declare(app))
     assert world.store.done == [""]
 
@@ -700,6 +703,11 @@ def test_without_locks_nothing_is_parked_and_no_message_kept(app, world, lines):
 # What the processes of an app share
 
 
+def process_of(conf, publisher):
+    """Make the process of an app that publishes so."""
+    return ParkingProcess(conf, app_settings(conf), publisher)
+
+
 def test_only_one_lock_server_and_an_app_can_park():
     """Several servers keep no line, and plain Python has no messages to publish."""
     one, several = (
@@ -707,7 +715,7 @@ def test_only_one_lock_server_and_an_app_can_park():
         {"dislock_url": ["redis://a", "redis://b", "redis://c"]},
     )
     parks = [
-        runtime.Runtime(lambda conf=conf: conf, publisher).process.can_park
+        process_of(conf, publisher).can_park
         for conf in (one, several)
         for publisher in (Postman(), None)
     ]
@@ -718,10 +726,10 @@ def test_a_lock_server_that_gives_turns_gives_them_to_the_postman():
     """Whatever script gives them; and a process without a postman has none to publish."""
     given = []
     postman = SimpleNamespace(home="home", hand_over=lambda *told: given.append(told))
-    process = runtime.Runtime(lambda: {"dislock_url": "redis://a"}, postman).process
+    process = process_of({"dislock_url": "redis://a"}, postman)
     process._hand_over(["turn"])
     assert given == [(process.lines, ["turn"])]
-    alone = runtime.Runtime(lambda: {"dislock_url": "redis://a"}).process
+    alone = process_of({"dislock_url": "redis://a"}, None)
     alone._hand_over(["turn"])
     alone.tell_replaced(LOCK, {"1:0:0": b"message"})
 
@@ -729,9 +737,9 @@ def test_a_lock_server_that_gives_turns_gives_them_to_the_postman():
 def test_the_sweep_of_each_broker_has_a_lease_of_its_own():
     """In a slot of its own, too; the prefix keeps installations apart."""
     conf = {"dislock_url": "redis://a", "dislock_prefix": "staging"}
-    assert runtime.Runtime(lambda: conf, Postman()).sweep_name == "staging:sweep:{home}"
-    assert runtime.Runtime(lambda: conf).sweep_name == "staging:sweep:{}"
-    made = runtime.Runtime(lambda: conf, Postman())
+    assert process_of(conf, Postman()).sweep_name == "staging:sweep:{home}"
+    assert process_of(conf, None).sweep_name == "staging:sweep:{}"
+    made = runtime.Runtime(lambda: conf, partial(ParkingProcess, publisher=Postman()))
     assert made.new_process().store is not made.process.store
 
 

@@ -11,10 +11,11 @@ from celery.bin.worker import worker as worker_command
 from celery.local import Proxy
 
 from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError, plugin
+from celery_dislock.config.server import lock_server
+from celery_dislock.locks.runtime import Runtime
 from celery_dislock.plugin import OPTIONS, LockStep, SweepStep, guard_tasks
-from celery_dislock.runtime import Runtime, lock_server
-from celery_dislock.store import Store
-from celery_dislock.task import runtime_of
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.fakes import without_strangers
 
 
@@ -265,7 +266,8 @@ def sweeps(monkeypatch):
     made = []
 
     class Sweep:
-        def __init__(self, *told):
+        def __init__(self, *told, looks_first):
+            self.looks_first = looks_first
             self.told, self.steps, self.ended = told, 0, 0
             made.append(self)
 
@@ -328,7 +330,7 @@ def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
     step.start(worker)
     [sweep] = sweeps
     process, *told = sweep.told
-    assert told == [runtime_of(app).sweep_name, "w1@here", 2.0]
+    assert told == [runtime_of(app).process.sweep_name, "w1@here", 2.0]
     assert process is not runtime_of(app).process
     for after in (0.0, 1.0, 2.0):
         entry = worker.timer.due.pop()
@@ -407,7 +409,7 @@ def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
     runtime = Runtime(lambda: {"broker_url": "redis://b"})
     first = runtime.process
     assert runtime.process is first
-    monkeypatch.setattr("celery_dislock.runtime.os.getpid", lambda: -5)
+    monkeypatch.setattr("celery_dislock.locks.runtime.os.getpid", lambda: -5)
     second = runtime.process
     assert second.store is not first.store
     assert second.watchdog is not first.watchdog

@@ -12,11 +12,11 @@ from celery.exceptions import TaskRevokedError
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
-from celery_dislock.answers import Turn
-from celery_dislock.messages import Message
-from celery_dislock.notes import REPLACED_HEADER, TICKET_HEADER
-from celery_dislock.postman import Postman
+from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.message import Message
+from celery_dislock.parking.publisher import Postman
 from celery_dislock.reporting import Order
+from celery_dislock.servers.replies import Turn
 from tests.unit.fakes import FakeLines
 from tests.unit.worker import Producer
 

@@ -9,15 +9,22 @@ import redis
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.answers import Granted, Refused
+from celery_dislock.config.settings import app_settings, task_options
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.peers import DOUBLED, GRACE, RETRY_AFTER, NoReplyError, Peer, Peers
 from celery_dislock.plugin import LockStep
-from celery_dislock.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
-from celery_dislock.settings import app_settings, task_options
-from celery_dislock.store import Store
-from celery_dislock.task import runtime_of
+from celery_dislock.servers.quorum.members import (
+    DOUBLED,
+    GRACE,
+    RETRY_AFTER,
+    NoReplyError,
+    Peer,
+    Peers,
+)
+from celery_dislock.servers.quorum.server import FORGET_AFTER, PAUSE, Names, Quorum, drift
+from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import runtime_of
 from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{export:7}"

@@ -12,8 +12,8 @@ import redis
 from kombu.exceptions import OperationalError
 
 from celery_dislock.exceptions import ForbiddenError, StoreError
-from celery_dislock.reasons import LONGEST, reason_of
-from celery_dislock.wire import Silence, store_error
+from celery_dislock.redaction import LONGEST, reason_of
+from celery_dislock.servers.connections import Silence, store_error
 from tests.leaks import SECRET
 
 

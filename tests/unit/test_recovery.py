@@ -11,10 +11,11 @@ import pytest
 from billiard.exceptions import Terminated, WorkerLostError
 from celery.worker.request import Request
 
-from celery_dislock import SingletonTask, recovery
+from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
-from celery_dislock.messages import TaskParked
-from celery_dislock.notes import TICKET_HEADER
+from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.messages.message import TaskParked
+from celery_dislock.tasks import request as recovery
 
 CHILD = os.getpid() + 1
 

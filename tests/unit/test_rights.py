@@ -6,8 +6,8 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import ForbiddenError
-from celery_dislock.rights import check_rights
-from celery_dislock.wire import store_error
+from celery_dislock.servers.connections import store_error
+from celery_dislock.servers.permissions import check_rights
 
 
 class Server:

@@ -8,8 +8,8 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
-from celery_dislock.notes import HELD_HEADER
-from celery_dislock.sending import Outbox
+from celery_dislock.messages.headers import HELD_HEADER
+from celery_dislock.messages.resend import Outbox
 from tests.unit.worker import Broker, deliver
 
 LOCK = "dislock:{k}"

@@ -5,7 +5,7 @@ import threading
 import pytest
 import redis
 
-from celery_dislock.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
+from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 from tests.unit.fakes import FakeClock
 
 OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)

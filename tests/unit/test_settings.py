@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from celery_dislock.exceptions import SettingsError
-from celery_dislock.options import TaskOptions
-from celery_dislock.settings import (
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.settings import (
     AppSettings,
     app_settings,
     reference,
     setting_name,
     task_options,
 )
+from celery_dislock.exceptions import SettingsError
 
 DOCS = Path(__file__).parents[2] / "docs"
 

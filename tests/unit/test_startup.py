@@ -10,8 +10,8 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.plugin import LockStep, guard_tasks
-from celery_dislock.startup import about_server, about_tasks
-from celery_dislock.store import Store
+from celery_dislock.servers.store import Store
+from celery_dislock.worker.startup import about_server, about_tasks
 from tests.unit.fakes import without_strangers
 
 

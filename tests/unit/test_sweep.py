@@ -7,10 +7,10 @@ from itertools import count
 
 import pytest
 
-from celery_dislock.answers import Swept
+from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.options import TaskOptions
-from celery_dislock.sweep import FIRST, PAGE, Sweep, interval
+from celery_dislock.parking.sweep import FIRST, PAGE, Sweep, interval
+from celery_dislock.servers.replies import Swept
 from tests.unit.fakes import FakeLines
 
 NAME = "dislock:sweep:{home}"

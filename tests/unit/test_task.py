@@ -20,9 +20,9 @@ from celery_dislock import (
     current_lease,
     signals,
 )
-from celery_dislock.claims import Claim
-from celery_dislock.notes import GIVEN_UP_HEADER, PUT_OFF_HEADER
-from celery_dislock.task import install, lease_of, runtime_of
+from celery_dislock.locks.claim import Claim
+from celery_dislock.messages.headers import GIVEN_UP_HEADER, PUT_OFF_HEADER
+from celery_dislock.tasks.task import install, lease_of, runtime_of
 from tests.unit.worker import Broker, deliver
 
 
@@ -566,7 +566,7 @@ def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, wor
     pauses = []
     broker = Broker(times_away=3)
     monkeypatch.setattr(app, "send_task", broker)
-    monkeypatch.setattr("celery_dislock.sending.time.sleep", pauses.append)
+    monkeypatch.setattr("celery_dislock.messages.resend.time.sleep", pauses.append)
     world.store.away = True
     assert deliver(task).info.state == "RETRY"
     assert len(broker.sent) == 1

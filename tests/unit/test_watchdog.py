@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.callers import Caller
-from celery_dislock.claims import Claim
 from celery_dislock.exceptions import StoreError
-from celery_dislock.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES
+from celery_dislock.locks.callers import Caller
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES
 
 
 def names(events):
@@ -312,6 +313,18 @@ def test_a_lease_whose_caller_has_ended_is_renewed_no_more(world, caplog, heard)
     assert not lease.held
     assert "thread short on w (pid 7) is renewed no more" in caplog.text
     assert [name for name in names(heard) if name != "lock_renewed"] == []
+
+
+def test_a_thread_that_has_ended_is_noticed_though_something_refers_to_it(world):
+    """A traceback, or a cycle that nobody has collected yet, may keep alive what the thread had."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Caller()))
+    thread.start()
+    thread.join()
+    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(made[0]))
+    world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    world.run(100)
+    assert world.store.asked("renew") == []
 
 
 def test_a_watch_that_is_taken_back_twice_counts_once(world):

@@ -1,0 +1,108 @@
+"""What a value must be: each check returns it as the code uses it, or raises with the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from difflib import get_close_matches
+from typing import Any
+
+from celery_dislock.config.urls import SCHEMES, URL_WANTED, check_several
+
+NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
+
+Check = Callable[[Any], Any]
+
+
+def seconds(*, above: float | None = None, at_least: float | None = None) -> Check:
+    """Check a duration: an int, float or timedelta, as seconds."""
+    wanted = f"above {above:g}" if above is not None else f"of {at_least:g} or more"
+
+    def check(value: object) -> float:
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
+        if (
+            not math.isfinite(value)
+            or (above is not None and value <= above)
+            or (at_least is not None and value < at_least)
+        ):
+            raise ValueError(f"give seconds {wanted}, and finite")
+        return float(value)
+
+    return check
+
+
+def whole_number(value: object) -> int:
+    """Check an integer; a boolean is none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("give a whole number")
+    return value
+
+
+def natural_number(value: object) -> int:
+    """Check a count: an integer of 0 or more."""
+    if whole_number(value) < 0:
+        raise ValueError("give 0 or more")
+    return whole_number(value)
+
+
+def yes_or_no(value: object) -> bool:
+    """Check a boolean; nothing else stands for one."""
+    if not isinstance(value, bool):
+        raise ValueError("give True or False")
+    return value
+
+
+def text(value: object) -> str:
+    """Check a string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("give a string that is not empty")
+    return value
+
+
+def one_or_several_urls(value: object) -> str | tuple[str, ...]:
+    """Check where locks are kept: a URL, or those of several independent servers."""
+    if isinstance(value, str) and value:
+        if not value.startswith(SCHEMES):
+            raise ValueError(URL_WANTED)
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(URL_WANTED)
+    if not all(isinstance(one, str) for one in value):
+        raise ValueError("give a URL, or a list of them")
+    check_several(value)
+    return tuple(value)
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """Check a mapping."""
+    if not isinstance(value, Mapping):
+        raise ValueError("give a dict")
+    return dict(value)
+
+
+def optional(check: Check) -> Check:
+    """Let None pass, else check."""
+    return lambda value: None if value is None else check(value)
+
+
+def one_of(*allowed: str) -> Check:
+    """Check a choice."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise ValueError(
+                f"use one of {', '.join(map(repr, allowed))}{did_you_mean(str(value), allowed)}"
+            )
+        return value
+
+    return check
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Suggest the name that was probably meant, as the end of a message; empty for none."""
+    near = get_close_matches(given, list(known), 1, NEAR_MISS)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,297 @@
+"""Every option of a task, each declared once; see :mod:`celery_dislock.config.settings`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from celery_dislock.config.checks import (
+    Check,
+    one_of,
+    optional,
+    seconds,
+    whole_number,
+    yes_or_no,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def lock_limit(value: object) -> int:
+    """Check the number of leases at a time."""
+    if whole_number(value) < 1:
+        raise ValueError("give 1 or more")
+    return whole_number(value)
+
+
+def lock_key(value: object) -> object:
+    """Check the kind of a key declaration; what it says is checked against the task's arguments."""
+    if isinstance(value, (list, tuple)):
+        if not value or not all(isinstance(one, str) or callable(one) for one in value):
+            raise ValueError("give one template or callable at least, and nothing else, in a list")
+        return tuple(value)
+    if value is None or value is False or isinstance(value, str) or callable(value):
+        return value
+    raise ValueError(
+        "give a template such as 'export:<corp_id>', a callable, a list of them, None or False"
+    )
+
+
+def lock_on_conflict(value: object) -> object:
+    """Check a strategy: its name, or a callable that is given the task and the conflict."""
+    if not callable(value):
+        return _strategy(value)
+    try:
+        inspect.signature(value).bind(None, None)
+    except TypeError as exc:
+        raise ValueError("give a callable that takes the task and the conflict") from exc
+    except ValueError:  # built in, without a signature
+        pass
+    return value
+
+
+_strategy = one_of("skip", "raise", "retry", "wait", "queue", "reject")
+
+
+def declare(
+    *, default: Any, check: Check, unit: str, description: str, secret: bool = False
+) -> Any:
+    """Declare an option or a setting, with all that is to be known of it."""
+    metadata = {"check": check, "unit": unit, "description": description}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """How a task takes its lock; see the reference page for each option's meaning."""
+
+    lock_key: (
+        str | Callable[..., str] | tuple[str | Callable[..., str], ...] | Literal[False] | None
+    ) = declare(
+        default=None,
+        check=lock_key,
+        unit="",
+        description=(
+            "What the lock is about: a template such as `export:<corp_id>`, a callable that is "
+            "given the task's arguments, or a list of them: all are taken, or none. None on a "
+            "SingletonTask: the task's name and a digest "
+            "of all its arguments. False: this task takes no lock."
+        ),
+    )
+    lock_watchdog_timeout: float = declare(
+        default=30.0,
+        check=seconds(above=0),
+        unit="s",
+        description=(
+            "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
+            "every third of it."
+        ),
+    )
+    max_renew_times: int = declare(
+        default=360,
+        check=whole_number,
+        unit="",
+        description=(
+            "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what "
+            "happens. 0 or less: no cap. With the default timeout, 360 is one hour."
+        ),
+    )
+    lock_expire: float | None = declare(
+        default=None,
+        check=optional(seconds(above=0)),
+        unit="s",
+        description="A fixed expiry instead of the watchdog: set once, never renewed.",
+    )
+    release_on_success: bool = declare(
+        default=True,
+        check=yes_or_no,
+        unit="",
+        description="False: after a body that succeeded the lock is left to expire.",
+    )
+    release_on_failure: bool = declare(
+        default=True,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject"
+            " are no failures: they release."
+        ),
+    )
+    lock_at_least_for: float = declare(
+        default=0.0,
+        check=seconds(at_least=0),
+        unit="s",
+        description=(
+            "Hold the lock at least so long, counted from its acquisition, however short the task."
+        ),
+    )
+    lock_on_conflict: str | Callable[[Any, Any], str | None] = declare(
+        default="skip",
+        check=lock_on_conflict,
+        unit="",
+        description=(
+            "What the task that comes second does: `skip` does not run and ends as REVOKED, "
+            "`raise` fails with LockHeldError, `retry` comes again later under its own id, `wait` "
+            "waits in line in its slot, `queue` waits in line without a slot, `reject` goes to the "
+            "broker's dead-letter exchange. Or a "
+            "callable, which is given the task and the conflict, and returns one of these."
+        ),
+    )
+    lock_wait_timeout: float = declare(
+        default=10.0,
+        check=seconds(at_least=0),
+        unit="s",
+        description="So long a task waits with `lock_on_conflict='wait'`; then as `raise`.",
+    )
+    lock_queue_limit: int | None = declare(
+        default=None,
+        check=optional(lock_limit),
+        unit="",
+        description=(
+            "So many tasks may wait in line with `lock_on_conflict='queue'`, for each key, beside "
+            "the one that runs. None: any number."
+        ),
+    )
+    lock_queue_bytes: int = declare(
+        default=2**26,
+        check=lock_limit,
+        unit="bytes",
+        description="The messages that wait in the line of one key may have so many bytes in all.",
+    )
+    lock_queue_overflow: str = declare(
+        default="skip",
+        check=one_of("skip", "replace"),
+        unit="",
+        description=(
+            "Who goes where the line is full: `skip` the newcomer, `replace` the oldest in line. "
+            "That one ends as REVOKED."
+        ),
+    )
+    lock_retry_for: float = declare(
+        default=3600.0,
+        check=seconds(above=0),
+        unit="s",
+        description=(
+            "So long after its first conflict a task comes again with `lock_on_conflict='retry'`; "
+            "then as `raise`."
+        ),
+    )
+    lock_hold_on_retry: bool = declare(
+        default=False,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "True: when the task retries, its lease is kept for the retry, which takes it over: "
+            "until a timeout after the countdown. False: released before the retry is sent."
+        ),
+    )
+    lock_dedupe_redelivered: bool = declare(
+        default=False,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "True: a second delivery of the same task id that comes after the first has succeeded "
+            "is acknowledged without running."
+        ),
+    )
+    lock_dedupe_for: float = declare(
+        default=3600.0,
+        check=seconds(above=0),
+        unit="s",
+        description="So long after its success `lock_dedupe_redelivered` remembers a task.",
+    )
+    lock_on_lost: str = declare(
+        default="warn",
+        check=one_of("warn", "raise", "terminate"),
+        unit="",
+        description=(
+            "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
+            "raises LockLostError in it, `terminate` stops it even where it catches Exception."
+        ),
+    )
+    lock_on_cap: str = declare(
+        default="expire",
+        check=one_of("expire", "raise", "terminate"),
+        unit="",
+        description=(
+            "What happens to a body that still runs when the cap is reached: `expire` lets the "
+            "lease run out under it, `raise` and `terminate` as for `lock_on_lost`."
+        ),
+    )
+    lock_mode: str = declare(
+        default="exclusive",
+        check=one_of("exclusive", "shared"),
+        unit="",
+        description=(
+            "`exclusive` admits one lease, or `lock_limit` of them; `shared` any number, but none "
+            "beside an exclusive one. A task that waits for the one keeps later ones of the other "
+            "from passing it."
+        ),
+    )
+    lock_limit: int = declare(
+        default=1,
+        check=lock_limit,
+        unit="",
+        description=(
+            "How many exclusive leases at a time: a counting semaphore. It may change while the "
+            "lock is held: nobody is evicted, and the newest limit decides who is admitted."
+        ),
+    )
+
+    @property
+    def parks(self) -> bool:
+        """Whether the task may be parked: it says so, or asks a callable, which may say so."""
+        chosen = self.lock_on_conflict
+        several = isinstance(self.lock_key, tuple) and len(self.lock_key) > 1
+        return (chosen == "queue" or callable(chosen)) and not several
+
+
+# Options that say nothing unless another one has this value.
+BELONG_TO: dict[str, tuple[str, Any]] = {
+    "lock_wait_timeout": ("lock_on_conflict", "wait"),
+    "lock_retry_for": ("lock_on_conflict", "retry"),
+    "lock_queue_limit": ("lock_on_conflict", "queue"),
+    "lock_queue_bytes": ("lock_on_conflict", "queue"),
+    "lock_queue_overflow": ("lock_on_conflict", "queue"),
+    "lock_dedupe_for": ("lock_dedupe_redelivered", True),
+    "lock_watchdog_timeout": ("lock_expire", None),
+    "max_renew_times": ("lock_expire", None),
+    "lock_on_cap": ("lock_expire", None),
+    "lock_limit": ("lock_mode", "exclusive"),
+}
+
+# Options of other libraries, which have no effect here: whose each is, and what to give instead.
+OF_OTHERS = {
+    "unique_on": (
+        "celery-singleton's",
+        "name the arguments in lock_key: 'export:<user_id>' for unique_on=['user_id']",
+    ),
+    "raise_on_duplicate": ("celery-singleton's", "give lock_on_conflict='raise' or 'skip'"),
+    "lock_expiry": (
+        "celery-singleton's",
+        "leave it out, as the lock ends with the task or its process; or give lock_expire",
+    ),
+    "challenge_lock_on_startup": (
+        "celery-singleton's",
+        "leave it out, as the lock ends with the task or its process",
+    ),
+    "once": (
+        "celery-once's",
+        (
+            "give lock_key='export:<user_id>' for its keys, lock_on_conflict='skip' or 'raise' for "
+            "graceful, and nothing for timeout"
+        ),
+    ),
+    "heimdall": (
+        "celery-heimdall's",
+        (
+            "give lock_key='export:<user_id>' for its key, lock_on_conflict='skip' or 'raise' for "
+            "unique_raises, and nothing for unique_timeout"
+        ),
+    ),
+}
+
+# What several independent lock servers can do, and nothing else.
+ALONE = {"lock_mode": "exclusive", "lock_limit": 1}

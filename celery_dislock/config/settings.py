@@ -1,0 +1,298 @@
+"""Every option and setting, each declared once.
+
+An option belongs to a task: ``@app.task(lock_watchdog_timeout=60)``.  Its default for a whole app
+is the setting of the same name under ``dislock_``: ``app.conf.dislock_watchdog_timeout = 60``.
+Name, type, default, unit, check and description stand in one field of :class:`TaskOptions` or
+:class:`AppSettings`; the error messages, the near misses and the reference page come from there.
+
+A check takes what the user gave and returns what the code uses, or raises ``ValueError`` with the
+remedy.  All of them run when a task is bound or a worker starts, never later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from celery_dislock.config.checks import (
+    NEAR_MISS,
+    did_you_mean,
+    mapping,
+    natural_number,
+    one_of,
+    one_or_several_urls,
+    optional,
+    text,
+    yes_or_no,
+)
+from celery_dislock.config.options import ALONE, BELONG_TO, OF_OTHERS, TaskOptions, declare
+from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
+from celery_dislock.exceptions import SettingsError
+
+# Parts of names whose values are never shown.
+SECRETS = ("password", "credential", "transport_option", "kwargs")
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """What all locks of one app share."""
+
+    dislock_enabled: bool | None = declare(
+        default=None,
+        check=optional(yes_or_no),
+        unit="",
+        description=(
+            "True: every task with a `lock_key` locks, whatever its base class, and a worker "
+            "checks the lock server at start-up (`--dislock`). False: no task takes a lock "
+            "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
+        ),
+    )
+    dislock_url: str | tuple[str, ...] | None = declare(
+        default=None,
+        check=optional(one_or_several_urls),
+        unit="",
+        description=(
+            "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
+            "or rediss+cluster://; or a list of the URLs of three or more independent servers, of "
+            "which a majority decides. None: the broker, then the result backend, whichever is a "
+            "Redis."
+        ),
+        secret=True,
+    )
+    dislock_on_unavailable: str = declare(
+        default="retry",
+        check=one_of("retry", "raise", "run"),
+        unit="",
+        description=(
+            "What a task does whose lock server does not answer: `retry` comes again later, under "
+            "its own id and with its own retries unspent, `raise` fails with StoreError, `run` "
+            "runs without its lock."
+        ),
+    )
+    dislock_prefix: str = declare(
+        default="dislock",
+        check=text,
+        unit="",
+        description="First part of every name in Redis: `<prefix>:{<key>}`.",
+    )
+    dislock_transport_options: dict[str, Any] = field(
+        default_factory=dict,
+        repr=False,  # a password may be in it
+        metadata={
+            "check": mapping,
+            "unit": "",
+            "description": "Options of the connections to the lock server, as redis-py's "
+            "Connection takes them, e.g. `socket_timeout`; for sentinel:// also `master_name` and "
+            "`sentinel_kwargs`.",
+        },
+    )
+    dislock_min_replicas: int = declare(
+        default=0,
+        check=natural_number,
+        unit="",
+        description=(
+            "An acquisition counts only when so many replicas have it, within a second; else it "
+            "is given back, and the lock server counts as away."
+        ),
+    )
+
+
+def setting_name(option: str) -> str | None:
+    """Name of the setting that gives an option its default; None where there is none."""
+    if option == "lock_key":
+        return None
+    return "dislock_" + option.removeprefix("lock_")
+
+
+_SETTINGS = {f.name for f in fields(AppSettings)} | {
+    name for f in fields(TaskOptions) if (name := setting_name(f.name))
+}
+
+
+def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any]) -> TaskOptions:
+    """Resolve a task's options: its own, else the app's settings, else the defaults.
+
+    Args:
+        owner: The task's name, for messages.
+        declared: The task's attributes that may be options, by name.
+        conf: The app's configuration.
+
+    Raises:
+        SettingsError: An option cannot be used, or looks like one that is misspelt.
+    """
+    _check_names(owner, declared)
+    check_settings(conf)
+
+    values: dict[str, Any] = {}
+    for option in fields(TaskOptions):
+        setting = setting_name(option.name)
+        if option.name in declared:
+            values[option.name] = _checked(owner, option.name, option, declared[option.name])
+        elif setting and setting in conf:
+            default = _checked("app.conf", setting, option, conf[setting])
+            if not _overruled(option.name, default, declared):
+                values[option.name] = default
+    options = TaskOptions(**values)
+    check_servers(owner, options, conf)
+    _check_together(owner, declared, options)
+    return options
+
+
+def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(TaskOptions)]
+    for name, value in declared.items():
+        if name in OF_OTHERS:
+            whose, instead = OF_OTHERS[name]
+            remedy = f"an option of {whose}, without effect here: {instead}"
+            raise _refused(owner, name, value, remedy)
+        if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS):
+            refuse_unknown(owner, {name: value}, known)
+
+
+def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
+    keys = options.lock_key
+    if options.lock_on_conflict == "queue" and isinstance(keys, tuple) and len(keys) > 1:
+        remedy = "a task waits in one line: give one key, or use 'wait' or 'retry'"
+        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
+    for name, (other, value) in BELONG_TO.items():
+        actual = getattr(options, other)
+        if name in declared and actual != value and not callable(actual):
+            remedy = (
+                f"it has no effect with {other}={actual!r}: leave one of the two out"
+                if other in declared
+                else f"it belongs to {other}={value!r}: give that too, or leave it out"
+            )
+            raise _refused(owner, name, declared[name], remedy)
+
+
+def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the options of a base class and of a class: its own count, also where they conflict."""
+    kept = {name: value for name, value in inherited.items() if not _overruled(name, value, own)}
+    return {**kept, **own}
+
+
+def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
+    """Tell whether a default conflicts with what a task declares: it cannot take the default back.
+
+    A task with a `lock_expire` of its own has no use for the watchdog's defaults; one with a
+    `lock_watchdog_timeout` of its own is renewed, whatever the default of `lock_expire` is.
+    """
+    for option, (other, needed) in BELONG_TO.items():
+        if option == name and other in own:
+            if own[other] != needed and not callable(own[other]):
+                return True
+        elif other == name and option in own and value != needed == getattr(TaskOptions, other):
+            return True
+    return False
+
+
+def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+    """
+    Refuse an option that does not exist.
+
+    Raises:
+        SettingsError: Names the option, and the one that was probably meant.
+    """
+    for name, value in given.items():
+        if name not in known:
+            near = did_you_mean(name.removeprefix("lock_"), known) or did_you_mean(name, known)
+            raise _refused(owner, name, value, f"no such option{near}")
+
+
+def app_settings(conf: Mapping[str, Any]) -> AppSettings:
+    """Read an app's settings.
+
+    Raises:
+        SettingsError: A setting cannot be used, or looks like one that is misspelt.
+    """
+    check_settings(conf)
+    settings = AppSettings(
+        **{
+            f.name: _checked("app.conf", f.name, f, conf[f.name])
+            for f in fields(AppSettings)
+            if f.name in conf
+        }
+    )
+    if isinstance(settings.dislock_url, tuple) and settings.dislock_min_replicas:
+        replicas = settings.dislock_min_replicas
+        raise SettingsError("app.conf", "dislock_min_replicas", replicas, NO_REPLICAS)
+    return settings
+
+
+def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:
+    """Refuse what several lock servers cannot do.
+
+    Raises:
+        SettingsError: Names the option.
+    """
+    if not isinstance(conf.get("dislock_url"), (list, tuple)):
+        return
+    for name, value in ALONE.items():
+        if (given := getattr(options, name)) != value:
+            raise SettingsError(owner, name, given, ONLY_EXCLUSIVE)
+    if options.lock_on_conflict == "queue":
+        remedy = "several lock servers (dislock_url is a list) keep no line; use 'wait' or 'retry'"
+        raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
+
+
+def check_settings(conf: Mapping[str, Any]) -> None:
+    """Refuse a ``dislock_`` setting that does not exist.
+
+    Raises:
+        SettingsError: Names the setting, and the one that was probably meant.
+    """
+    for given in conf:
+        # Celery may keep a namespace in front, in capitals: CELERY_DISLOCK_URL.
+        _, found, rest = given.lower().rpartition("dislock_")
+        name = found + rest
+        if found and name not in _SETTINGS:
+            near = did_you_mean(name, _SETTINGS)
+            remedy = f"no such setting{near}"
+            raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
+
+
+def reference(kind: type[TaskOptions | AppSettings]) -> str:
+    """Write the table of options or settings for the documentation, in Markdown."""
+    rows = ["| name | default | unit | meaning |", "|---|---|---|---|"]
+    rows += [
+        f"| `{f.name}` | `{_default(f)!r}` | {f.metadata['unit']} "
+        f"| {f.metadata['description'].replace('|', '&#124;')} |"
+        for f in fields(kind)
+    ]
+    return "\n".join(rows)
+
+
+# What shows those that may hold a password.
+_HIDDEN_IN = {"dislock_url": shown, "dislock_transport_options": harmless}
+
+
+def _default(option: Field[Any]) -> Any:
+    if option.default_factory is not MISSING:
+        return option.default_factory()
+    return option.default
+
+
+def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
+    try:
+        return option.metadata["check"](value)
+    except ValueError as exc:
+        raise _refused(owner, name, value, str(exc)) from exc
+
+
+def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
+    """Make the error about an option, without a password that its value may hold."""
+    return SettingsError(owner, name, _told(name, value), remedy)
+
+
+def _told(name: str, value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _told(str(key), one) for key, one in value.items()}
+    if any(word in name.lower() for word in SECRETS):
+        return HIDDEN
+    if "url" in name.lower() or (isinstance(value, str) and "://" in value):
+        return shown(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_told(name, one) for one in value]
+    return value

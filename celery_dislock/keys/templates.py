@@ -1,0 +1,301 @@
+"""Turn a task's ``lock_key`` and the arguments of one call into the key of a lock.
+
+A key is about *text*: ``7`` and ``"7"``, a UUID and its ``str``, give the same key on purpose,
+because message serializers change such types on the way.  Values whose texts differ never give
+the same key of a template.  That holds by construction:
+
+- Each literal between two placeholders has a *marker*, its first character that is neither
+  alphanumeric nor ``%``.  What stands before the marker in the literal cannot contain it.
+- In values, every marker of the template is percent-encoded, and so are ``: % { } < >`` and
+  control characters.  Encoding writes only ``%``, digits and A-F, none of which can be a marker,
+  and it can be undone, since ``%`` itself is always encoded.
+- So, read from the left, the first marker found after the start of a value is the one of the
+  literal that follows it, and tells where the value ends and the next one begins: one key can be
+  taken apart in one way only.
+
+A key of more than 200 bytes keeps a readable head and ends in ``%#`` and a digest of the
+whole.  Encoding never writes ``%#``, and a template whose literals could is refused, so a short
+key never passes for a shortened one.  A callable returns finished keys: there it is the
+callable's part to keep different things apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import re
+import reprlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+from celery_dislock.exceptions import LockKeyError
+from celery_dislock.keys.values import (
+    ALLOWED,
+    DIGEST_CHARS,
+    DIGEST_MARK,
+    ENCODED,
+    FORBIDDEN,
+    NotPlainError,
+    canonical,
+    check_key,
+    kind_of,
+    percent_encoded,
+    text_of,
+)
+
+_TOKEN = re.compile(r"<<|>>|<([^<>]*)>|[<>]")
+_NOT_GIVEN = inspect.Parameter.empty
+
+
+class InvalidTemplate(ValueError):  # noqa: N818  # it becomes a SettingsError, never travels alone
+    """A ``lock_key`` cannot be used as declared; the message says what to write instead."""
+
+
+class KeyBuilder(Protocol):
+    """What a declared ``lock_key`` becomes: the key of each call, from its arguments."""
+
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """
+        Return the key of a call with these arguments, ``self`` left out.  Never blocks.
+
+        Raises:
+            LockKeyError: These arguments give no key.  No lock was taken.
+            TypeError: The arguments do not fit the task's signature.  No lock was taken.
+        """
+        ...
+
+
+def key_builder(
+    declared: str | Callable[..., str] | None, *, signature: inspect.Signature, task_name: str
+) -> KeyBuilder:
+    """
+    Check what a task declared as its ``lock_key``, and return what builds its keys.
+
+    Args:
+        declared: A template; a callable that takes the task's arguments and returns a whole key;
+            or None for the task's name and a digest of all its arguments.
+        signature: That of the task's function, without ``self``.
+        task_name: Name of the task, used where *declared* is None.
+
+    Raises:
+        InvalidTemplate: *declared* cannot be used.
+    """
+    if declared is None:
+        return DigestKey(task_name, signature)
+    if isinstance(declared, str):
+        return KeyTemplate(declared, signature)
+    if inspect.iscoroutinefunction(declared):
+        raise InvalidTemplate("an async function returns no key; use a plain one")
+    if callable(declared):
+        return CallableKey(declared)
+    raise InvalidTemplate(f"{kind_of(declared)} is not allowed; use a template, a callable or None")
+
+
+def key_of(lock: str) -> str:
+    """Return the key of a lock, given the lock's name in Redis."""
+    return lock.partition("{")[2][:-1]
+
+
+def in_order(keys: Sequence[str]) -> Sequence[str]:
+    """Return the keys of one lock in the order in which everybody takes them, each once."""
+    if not keys:
+        raise LockKeyError("[]", None, "a lock has one key at least")
+    return keys if len(keys) == 1 else sorted(set(keys))
+
+
+class KeyTemplate:
+    """A key with placeholders: ``export:<corp_id>``, ``<order.customer.id>``; ``<<`` is ``<``.
+
+    ``<corp_id>`` is the argument of that name, given by position, by keyword or by default.  Each
+    further name is looked up as a key of a mapping or else as an attribute, and never called.
+    In a signature with ``**kwargs``, names that are no parameters are looked up there.
+    """
+
+    def __init__(self, template: str, signature: inspect.Signature) -> None:
+        literals, paths = _parse(template)
+        names = [_split(path, signature) for path in paths]
+        markers = _markers(literals, paths)
+        self._template = template
+        self._signature = signature
+        self._extra, self._keywords = _calling(signature)
+        self._head = literals[0]
+        order = list(signature.parameters.values())
+        index = {p.name: i for i, p in enumerate(order) if p.kind is p.POSITIONAL_OR_KEYWORD}
+        default = {p.name: p.default for p in order}
+        self._slots = [
+            (path, name, walk, index.get(name, sys.maxsize), default.get(name, _NOT_GIVEN), literal)
+            for path, (name, *walk), literal in zip(paths, names, literals[1:], strict=True)
+        ]
+        encoded = re.compile(f"[{ENCODED}{re.escape(markers)}]")
+        self._needs_encoding, self._encode = encoded.search, encoded.sub
+
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """Return the key of a call; see `KeyBuilder.key`."""
+        given = len(args)
+        # Signature.bind costs more than all the rest: spare it where it could only say yes.
+        fits = self._keywords.get(given)
+        if fits is None or not fits[0] <= kwargs.keys() <= fits[1]:
+            bound = _bound(self._signature, args, kwargs)
+            kwargs = {**bound.get(self._extra, {}), **bound}
+        parts = [self._head]
+        for path, name, walk, index, default, literal in self._slots:
+            value = args[index] if index < given else kwargs.get(name, default)
+            if walk:
+                value = self._walked(value, path, walk)
+            text = value if type(value) is str else self._text(value, path)
+            if self._needs_encoding(text):
+                text = self._encode(percent_encoded, text)
+            parts += (text, literal)
+        return check_key("".join(parts), declared=self._template)
+
+    def _walked(self, value: object, path: str, walk: Sequence[str]) -> object:
+        for name in walk if value is not _NOT_GIVEN else ():
+            owner = value
+            if isinstance(owner, Mapping):
+                value = owner.get(name, _NOT_GIVEN)  # no []: a defaultdict would make up an entry
+            else:
+                value = getattr(owner, name, _NOT_GIVEN)
+            if value is _NOT_GIVEN:
+                raise LockKeyError(self._template, path, f"{kind_of(owner)} has no {name!r}")
+        return value
+
+    def _text(self, value: object, path: str) -> str:
+        if value is _NOT_GIVEN:
+            raise LockKeyError(self._template, path, "the call does not give it")
+        try:
+            text = text_of(value)
+        except ValueError as error:  # an int of thousands of digits
+            raise LockKeyError(self._template, path, str(error)) from error
+        if text is None:
+            reason = f"{kind_of(value)} is not allowed in a key; use {ALLOWED}"
+            raise LockKeyError(self._template, path, reason)
+        return text
+
+
+class CallableKey:
+    """A key that the user's callable returns; whatever it raises goes to the caller unchanged."""
+
+    def __init__(self, function: Callable[..., str]) -> None:
+        self._function = function
+        self._name = getattr(function, "__qualname__", None) or repr(function)
+
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """Return the key of a call; see `KeyBuilder.key`."""
+        key = self._function(*args, **kwargs)
+        if not isinstance(key, str):
+            reason = f"it returned {reprlib.repr(key)}; a key is a str, not {kind_of(key)}"
+            raise LockKeyError(self._name, None, reason)
+        return check_key(key, declared=self._name)
+
+
+class DigestKey:
+    """A key of the task's name and a digest of all its arguments, defaults applied.
+
+    Unlike in a template, ``1``, ``"1"``, ``1.0``, ``True`` and None differ: serializers keep them
+    apart.  A list and a tuple are equal, as are a UUID, Decimal, date or datetime and its text,
+    and an Enum and its value: serializers turn one into the other.
+    """
+
+    def __init__(self, task_name: str, signature: inspect.Signature) -> None:
+        self._name = re.sub(f"[{ENCODED}]", percent_encoded, task_name)
+        self._declared = f"{task_name}:<all arguments>"
+        self._signature = signature
+
+    def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+        """Return the key of a call; see `KeyBuilder.key`."""
+        digest = hashlib.sha256()
+        for name, value in _bound(self._signature, args, kwargs).items():
+            try:
+                digest.update(canonical(name) + canonical(value))
+            except (NotPlainError, RecursionError) as error:
+                what = "data nested this deep" if isinstance(error, RecursionError) else error
+                reason = f"{what} cannot be digested; declare an explicit lock_key"
+                raise LockKeyError(self._declared, name, reason) from error
+        key = f"{self._name}:{digest.hexdigest()[:DIGEST_CHARS]}"
+        return check_key(key, declared=self._declared)
+
+
+def _parse(template: str) -> tuple[list[str], list[str]]:
+    """Take a template apart: its literals, one more than there are placeholders, and these."""
+    if not template:
+        raise InvalidTemplate("the template is empty; name the lock, as in 'export:<corp_id>'")
+    literals, paths, end = [""], [], 0
+    for token in _TOKEN.finditer(template):
+        literals[-1] += template[end : token.start()]
+        end = token.end()
+        if token[0] in ("<", ">"):
+            what = f"{'unclosed' if token[0] == '<' else 'stray'} {token[0]!r}"
+            raise InvalidTemplate(f"{what} at position {token.start()}; double it to mean itself")
+        if token[1] is None:
+            literals[-1] += token[0][0]
+        else:
+            paths.append(token[1])
+            literals.append("")
+    literals[-1] += template[end:]
+    if wrong := FORBIDDEN.search("".join(literals)):
+        hint = "; write <name> for an argument" if wrong[0] in "{}" else ""
+        raise InvalidTemplate(f"{wrong[0]!r} cannot stand in a key{hint}")
+    # A value may be empty or begin with "#".
+    if any(DIGEST_MARK in part + "#" for part in literals[:-1]) or DIGEST_MARK in literals[-1]:
+        raise InvalidTemplate("'%' cannot stand before '#' or <name>: '%#' marks a shortened key")
+    return literals, paths
+
+
+def _markers(literals: list[str], paths: list[str]) -> str:
+    markers = ""
+    for (left, right), literal in zip(pairwise(paths), literals[1:-1], strict=True):
+        found = next((char for char in literal if char != "%" and not char.isalnum()), None)
+        if found is None:
+            raise InvalidTemplate(f"separate <{left}> and <{right}> with ':'")
+        markers += found
+    return markers
+
+
+def _split(path: str, signature: inspect.Signature) -> list[str]:
+    name, *walk = path.split(".")
+    if not path:
+        raise InvalidTemplate("'<>' is empty; write <name> for an argument, '<<>>' for brackets")
+    if not all(part.isidentifier() for part in (name, *walk)):
+        raise InvalidTemplate(f"<{path}> is not a name, nor names joined by dots")
+    if private := [part for part in walk if part.startswith("_")]:
+        raise InvalidTemplate(f"<{path}>: {private[0]!r} is private; name public attributes only")
+    names = list(signature.parameters)
+    if name not in names and not _calling(signature)[0]:
+        having = f"its arguments are {', '.join(names)}" if names else "it takes none"
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean <{'.'.join((*near, *walk))}>?" if near else ""
+        raise InvalidTemplate(f"<{name}> is no argument of the task; {having}{hint}")
+    return [name, *walk]
+
+
+def _calling(
+    signature: inspect.Signature,
+) -> tuple[str, dict[int, tuple[frozenset[str], frozenset[str]]]]:
+    """Return the name of ``**kwargs``, and what keywords a call needs and accepts.
+
+    The latter by how many arguments are given by position; empty for signatures that have
+    ``*args``, ``**kwargs`` or ``/``, which are left to `inspect.Signature.bind`.
+    """
+    parameters = list(signature.parameters.values())
+    extra = "".join(p.name for p in parameters if p.kind is p.VAR_KEYWORD)
+    if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
+        return extra, {}
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+    return extra, {
+        given: (
+            frozenset(p.name for p in parameters[given:] if p.default is p.empty),
+            frozenset(p.name for p in parameters[given:]),
+        )
+        for given in range(positional + 1)
+    }
+
+
+def _bound(
+    signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]
+) -> dict[str, Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments

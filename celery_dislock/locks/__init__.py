@@ -1,0 +1,1 @@
+"""A lock, its leases, and what keeps them alive; knows nothing of tasks or messages."""

@@ -1,0 +1,110 @@
+"""Who asks for a lock, who is in the way, and under which claim the running body stands."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock.exceptions import LockHeldError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from weakref import ref
+
+    from celery_dislock.locks.callers import Caller
+    from celery_dislock.locks.lease import Lease
+
+current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
+
+
+def current_lease() -> Lease | None:
+    """Return the lease under which the running task body runs; None where it runs under none."""
+    claim = current.get()
+    return claim.lease if claim is not None else None
+
+
+def in_words(holder: Mapping[str, Any]) -> str:
+    """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
+    if "unreadable" in holder:
+        return f"one whose record cannot be read: {holder['unreadable']}"
+    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
+    if "parked" in holder:
+        return f"task {task_id}, whose turn it is" if "id" in holder else "those who wait in line"
+    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+    return f"{who} on {worker} (pid {pid})"
+
+
+class Claim:
+    """
+    One attempt of one owner to take a lock, and what came of it.
+
+    The lease is noted here before anything keeps it alive, so that whoever made the claim can
+    settle it whatever exception came in between, and at whichever instruction.
+
+    Args:
+        owner: The string that identifies this acquisition.
+        holder: What others are told: task, id, worker, pid.
+        sender: Sender of the signals about this lock.
+        caller: The thread or greenlet without which nobody can release the lock; None: the lock
+            ends with an execution, whatever comes.
+    """
+
+    __slots__ = (
+        "began",
+        "caller",
+        "claimed",
+        "completed",
+        "holder",
+        "lease",
+        "leaves",
+        "owner",
+        "sender",
+        "settles",
+        "ticket",
+    )
+
+    def __init__(
+        self,
+        owner: str,
+        holder: Mapping[str, Any],
+        sender: object = None,
+        caller: ref[Caller] | None = None,
+    ) -> None:
+        self.owner = owner
+        self.holder = holder
+        self.sender = sender
+        self.caller = caller
+        self.lease: Lease | None = None
+        self.began = False  # the body: with its lease, or without where it is to run so
+        self.leaves = False  # the lease to expire, instead of releasing it
+        self.ticket = ""  # of a task that can be parked
+        self.claimed = False  # it was parked, and this was its turn
+        self.completed = False  # that task's work: this delivery of it is not to come again
+        self.settles = 0.0  # seconds for its result, in which its broker may deliver it again
+
+    def settle(self) -> None:
+        """End the lease, where there is one; does nothing the second time."""
+        if self.lease is not None:
+            if self.completed:
+                self.lease.ticket = self.ticket
+                self.lease.settles = self.settles
+            if self.leaves:
+                self.lease.leave()
+            else:
+                self.lease.release()
+
+
+class Conflict(NamedTuple):
+    """An acquisition that was refused because the lock is held; false, where a lease is true."""
+
+    key: str
+    holder: Mapping[str, Any]
+    remaining: float  # seconds until the holder's lease ends, unless it is renewed
+    place: int = 0  # in line, that a task would have which can be parked
+
+    def __bool__(self) -> bool:
+        return False
+
+    def error(self) -> LockHeldError:
+        """Make the error that stands for this conflict."""
+        return LockHeldError(self.key, in_words(self.holder), self.remaining)

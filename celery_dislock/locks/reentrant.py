@@ -1,0 +1,379 @@
+"""The locks of tasks, for plain Python: web views, scripts, and the inside of a task's body.
+
+The owner is a thread, or a greenlet where one runs, of one process.  It may take a lock that it has
+once more on the same terms, as with :class:`threading.RLock`, and releases it as often as it took
+it; this is counted here, without a round trip.  All objects for one key count together.  A lock
+that the running task holds counts as the caller's, too.
+
+A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  So
+every step that ends something can be repeated, and one that is cut short is repeated once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import (
+    EventLoopError,
+    LockLostError,
+    NotOwnerError,
+    SettingsError,
+)
+from celery_dislock.locks.callers import Held, check_terms, current_caller
+from celery_dislock.locks.claim import Claim, Conflict, in_words
+from celery_dislock.locks.interruption import refusal
+from celery_dislock.locks.running import Running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.servers.replies import Holding
+
+
+class ReentrantLock:
+    """
+    A lock that the thread which takes it owns.  Made by :meth:`celery_dislock.Dislock.lock`.
+
+    Use it in a ``with`` block, which waits for the lock and gives its lease::
+
+        with dislock.lock("export:7") as lease:
+            ...
+            lease.ensure_held()
+
+    A block whose lock was lost ends with :class:`LockLostError`; where another exception is on its
+    way, that one goes on, with a note.
+
+    Attributes:
+        keys: What the lock is about; several are taken all together.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        options: TaskOptions,
+        runtime: Runtime[Any],
+        *,
+        timeout: float | None,
+        fair: bool,
+    ) -> None:
+        self.keys = tuple(keys)
+        self._options = options
+        self._runtime = runtime
+        self._timeout = timeout
+        self._fair = fair
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:  # noqa: FBT001, FBT002 -- as threading's
+        """
+        Take the lock; blocks until it is free, for *timeout* seconds at most.
+
+        Args:
+            blocking: False: do not wait.
+            timeout: Seconds to wait, >= 0; None: for as long as it takes.
+
+        Returns:
+            Whether the lock is held now; once more, where this thread held it before.
+
+        Raises:
+            ValueError: A timeout that is negative or no number, or given though nothing waits.
+            SettingsError: The lock was made with ``on_lost="raise"``, which needs a ``with`` block.
+            LockLostError: This thread held the lock before, and has lost it.
+            LockTermsError: This thread holds the lock on other terms.
+            LockHeldError: This thread holds one of several keys by another lock, and would wait
+                for itself.
+            EventLoopError: An event loop runs in this thread.
+            StoreError: The lock server did not answer.  The lock may have been taken; if so it
+                frees itself after its timeout.
+        """
+        if timeout is not None and not (blocking and 0 <= timeout < math.inf):
+            raise ValueError(
+                f"timeout={timeout!r}: give seconds of 0 or more, and only where the call blocks; "
+                "leave it out to wait for as long as it takes"
+            )
+        self._refuse_interruption()
+        return isinstance(self._take(object(), blocking=blocking, timeout=timeout), Held)
+
+    def try_acquire(self) -> Lease | Conflict:
+        """
+        Take the lock if it is free.  Never waits; one round trip, none where it is held already.
+
+        Returns:
+            The lease; or the conflict, which is false: who holds the lock, and for how much longer.
+
+        Raises:
+            SettingsError, LockLostError, LockTermsError, EventLoopError, StoreError: As for
+                :meth:`acquire`.
+        """
+        self._refuse_interruption()
+        answer = self._take(object(), blocking=False, timeout=None)
+        return answer.lease if isinstance(answer, Held) else answer
+
+    def release(self) -> None:
+        """
+        Undo one acquisition of this thread; with the last one the lock is free.
+
+        Raises:
+            NotOwnerError: This thread does not hold the lock; nothing was changed.
+            LockLostError: The lock had been lost; another may hold it by now.
+            StoreError: This thread does not hold the lock, and the server did not say who does.
+        """
+        held = self._held
+        if held is None or not held.entries:
+            raise self._not_owner()
+        _twice(held.leave, next(reversed(held.entries)))
+        _tell_if_lost(held, None)
+
+    def extend(self) -> None:
+        """
+        Renew the lease now; one round trip.  The watchdog does so by itself.
+
+        Raises:
+            NotOwnerError: This thread does not hold the lock.
+            LockLostError: Nor does it any more on the lock server.
+            StoreError: The lock server did not answer; the lease is what it was before.
+        """
+        lease = self.lease
+        if lease is None:
+            raise self._not_owner()
+        lease.ensure_held()
+        if not lease.renew():
+            raise LockLostError(self.key, lease.why_ended)
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of this thread; None where it does not hold the lock."""
+        held = self._held
+        return held.lease if held is not None else None
+
+    def locked(self) -> bool:
+        """
+        Tell whether anybody holds the lock, or one of its keys; a round trip for each.
+
+        Raises:
+            StoreError: The lock server did not answer.
+        """
+        return bool(self.holders())
+
+    def holders(self) -> list[Holding]:
+        """
+        Tell who holds the lock: owner, remaining seconds, token, mode and holder of each lease.
+
+        Of several keys, those of the first come first.
+
+        Raises:
+            StoreError: The lock server did not answer.
+        """
+        store = self._runtime.process.store
+        return [
+            held for name in self._runtime.lock_names(self.keys) for held in store.holders(name)
+        ]
+
+    def __enter__(self) -> Lease:
+        caller = current_caller()
+        entering, caller.entering = caller.entering, None
+        leaving: Leaving | None = entering() if entering is not None else None
+        entry = object()
+        try:
+            answer = self._take(entry, blocking=True, timeout=self._timeout)
+            if isinstance(answer, Conflict):
+                raise answer.error()  # noqa: TRY301 -- nothing to undo
+            if self._options.lock_on_lost == "raise" and answer.running is None:
+                answer.running = Running(answer.lease)
+                answer.running.begin()
+            if leaving is not None and leaving.is_for(self):
+                leaving.entered(answer, entry)
+        except BaseException:
+            held = self._held
+            if held is not None and entry in held.entries:
+                held.leave(entry)
+            raise
+        return answer.lease
+
+    def _exit(
+        self,
+        kind: type[BaseException] | None,  # noqa: ARG002 -- as the protocol has it
+        exc: BaseException | None,
+        traceback: TracebackType | None,  # noqa: ARG002
+    ) -> None:
+        held = self._held
+        if held is not None and held.entries:
+            _twice(held.leave, next(reversed(held.entries)))
+            _tell_if_lost(held, exc)
+        elif exc is None:
+            raise self._not_owner()
+        else:
+            _note(exc, f"lock {self.key!r} is not held here any more")
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<ReentrantLock {self.key!r}: {self.lease or 'not held by this thread'}>"
+
+    @property
+    def key(self) -> str:
+        """The key, or all of them, as a message names them."""
+        return " + ".join(self.keys)
+
+    @property
+    def _held(self) -> Held | None:
+        lock = self._runtime.lock(self.keys, self._options)
+        held = current_caller().find(lock)
+        return held if held is not None and held.is_of(lock) else None
+
+    def _take(self, entry: object, *, blocking: bool, timeout: float | None) -> Held | Conflict:
+        """Take the lock, or take it once more; note that by *entry*, which releases it."""
+        if _an_event_loop_runs():
+            raise EventLoopError(self.key)
+        caller = current_caller()
+        process = self._runtime.process
+        if caller.is_greenlet:
+            process.check_patching()
+        if self._options.lock_on_lost != "warn" and (why := refusal()):
+            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why)
+        lock = self._runtime.lock(self.keys, self._options)
+        held = caller.find(lock)
+        if held is not None and held.is_of(lock):
+            if held.execution or held.entries:
+                check_terms(held, self._options, caller)
+                held.lease.ensure_held()
+                held.entries[entry] = None
+                return held
+            held.leave(entry)  # its last release was cut short
+        claim = Claim(
+            process.owner_name(f"{process.host}:{process.pid}:{threading.get_ident()}/"),
+            {
+                "thread": threading.current_thread().name,
+                "worker": process.host,
+                "pid": process.pid,
+            },
+            sender=self,
+            caller=weakref.ref(caller),
+        )
+        try:
+            if blocking:
+                answer = lock.acquire(claim, timeout=timeout, fair=self._fair)
+            else:
+                answer = lock.try_acquire(claim, fair=self._fair)
+            if isinstance(answer, Conflict):
+                return answer
+            held = Held(lock, claim, answer)
+            held.entries[entry] = None
+            caller.hold(held)
+        except BaseException:
+            claim.settle()
+            raise
+        return held
+
+    def _refuse_interruption(self) -> None:
+        if self._options.lock_on_lost != "warn":
+            remedy = "it interrupts the body of a `with` block, and nothing else: use one"
+            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, remedy)
+
+    def _not_owner(self) -> NotOwnerError:
+        holders = self.holders()
+        return NotOwnerError(self.key, ", ".join(in_words(h.holder) for h in holders))
+
+
+class Leaving:
+    """
+    What one ``with`` statement calls at its end.
+
+    The interpreter looks it up when the statement begins, and drops it when the statement is left.
+    A signal handler may raise just before the call.  Then nothing else is left that would release
+    the lock, so it is released when this object is dropped.
+    """
+
+    __slots__ = ("__weakref__", "_entry", "_held", "_lock")
+
+    def __init__(self, lock: ReentrantLock) -> None:
+        self._lock = lock
+        self._held: Held | None = None
+        self._entry: object = None
+
+    def is_for(self, lock: ReentrantLock) -> bool:
+        """Tell whether it ends a block of this lock."""
+        return self._lock is lock
+
+    def entered(self, held: Held, entry: object) -> None:
+        """Note what the statement has to undo."""
+        self._entry = entry
+        self._held = held
+        # Not __del__, which runs always, and would swallow what a signal handler raises in it.
+        held.entries[entry] = weakref.ref(self, lambda _dropped: held.leave(entry))
+
+    def __call__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the block; see :class:`ReentrantLock` for what it raises."""
+        held = self._held
+        if held is None:  # __enter__ was called by hand
+            self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half
+            return
+        _twice(held.leave, self._entry)
+        _tell_if_lost(held, exc)
+
+
+class _Exit:
+    """Makes a :class:`Leaving` for each ``with`` statement; ExitStack gets a plain function."""
+
+    def __get__(self, lock: ReentrantLock | None, kind: type[ReentrantLock]) -> Callable[..., None]:
+        if lock is None:
+            return kind._exit  # noqa: SLF001 -- its other half
+        leaving = Leaving(lock)
+        current_caller().entering = weakref.ref(leaving)
+        return leaving
+
+
+if not TYPE_CHECKING:
+    ReentrantLock.__exit__ = _Exit()
+
+
+def _twice(call: Callable[[object], None], entry: object) -> None:
+    try:
+        call(entry)
+    except BaseException:  # a signal handler's, at whichever instruction
+        call(entry)
+        raise
+
+
+def _tell_if_lost(held: Held, exc: BaseException | None) -> None:
+    """Raise LockLostError where the lease was lost; note it where an exception is on its way."""
+    lease = held.lease
+    if held.entries or not lease.lost:
+        return
+    error = LockLostError(lease.key, lease.why_ended)
+    if exc is None:
+        raise error
+    if not isinstance(exc, LockLostError):
+        _note(exc, str(error))
+
+
+def _note(exc: BaseException, note: str) -> None:
+    """Add a note, as Python 3.11 has it."""
+    notes: list[str] = getattr(exc, "__notes__", [])
+    exc.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+def _an_event_loop_runs() -> bool:
+    asyncio: Any = sys.modules.get("asyncio")
+    if asyncio is None:
+        return False
+    running = getattr(asyncio, "_get_running_loop", None)  # of an import that is under way: none
+    return running is not None and running() is not None

@@ -1,0 +1,83 @@
+"""Stop a body whose lease has ended under it, where its task asks for that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+from billiard import current_process
+
+from celery_dislock.exceptions import LockLostError
+from celery_dislock.locks.claim import in_words
+from celery_dislock.locks.interruption import running_here
+
+if TYPE_CHECKING:
+    from celery_dislock.locks.lease import Lease
+
+STOPPING = {"raise", "terminate"}  # actions that stop a body
+KILL_AFTER = 1.0  # seconds that a body is given to stop before its pool process is killed
+
+logger = logging.getLogger("celery_dislock")
+
+
+class StopTask(BaseException):
+    """Thrown into a body that is to be terminated; ``except Exception`` does not catch it."""
+
+    def __init__(self, error: LockLostError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Running:
+    """A body that is stopped when its lease ends under it, where its task asks for that."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._target = running_here()
+        self._mutex = threading.Lock()
+        self._ended = False
+        lease.on_end = self._stop
+
+    def begin(self) -> None:
+        """
+        Begin, unless the lease has ended already and the task asks to be stopped for that.
+
+        Raises:
+            LockLostError: It has; the body must not run.
+        """
+        lease = self._lease
+        options = lease.lock.options
+        action = options.lock_on_lost if lease.lost else options.lock_on_cap
+        if (lease.lost or lease.capped) and action in STOPPING:
+            raise LockLostError(lease.key, lease.why_ended)
+
+    def end(self) -> None:
+        """The body has ended; from here on nothing is thrown into it."""
+        with self._mutex:
+            self._ended = True
+        self._target.disarm()
+
+    def _stop(self, lease: Lease, action: str) -> None:
+        if action not in STOPPING:
+            return
+        error = LockLostError(lease.key, lease.why_ended)
+        if action == "raise":
+            self._target.throw(error)
+            return
+        self._target.throw(StopTask(error))
+        if current_process().name != "MainProcess":
+            killer = threading.Timer(KILL_AFTER, self._kill, (lease,))
+            killer.daemon = True
+            killer.start()
+
+    def _kill(self, lease: Lease) -> None:
+        with self._mutex:
+            if not self._ended:
+                logger.error(
+                    "Killing process %d: %s does not stop, and its lease of lock %r has ended: %s.",
+                    *(os.getpid(), in_words(lease.holder), lease.key, lease.why_ended),
+                )
+                os.kill(os.getpid(), signal.SIGKILL)

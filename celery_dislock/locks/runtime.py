@@ -1,0 +1,202 @@
+"""What all locks of one app share in one process: its settings, its store, its watchdog.
+
+Made lazily, at the first lock, and anew in a process that was forked meanwhile: a connection or a
+thread is never used on the other side of a fork.  What the parent had is kept there untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from functools import cached_property
+from itertools import count
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from celery_dislock.config.server import lock_server
+from celery_dislock.config.settings import app_settings
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.locks.interruption import patched_by
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from celery_dislock.config.options import TaskOptions
+    from celery_dislock.config.settings import AppSettings
+    from celery_dislock.exceptions import StoreError
+    from celery_dislock.servers.replies import Turn
+
+DAMAGED_MOST = 1000  # locks that a process remembers to have reported
+
+
+logger = logging.getLogger("celery_dislock")
+
+
+P = TypeVar("P", bound="Process")
+
+
+class Runtime(Generic[P]):
+    """The locks of one app.
+
+    Args:
+        conf: Gives the app's configuration; asked when the first lock is needed, not before.
+        make_process: Makes what belongs to one process, from configuration and settings; None: a
+            plain :class:`Process`.
+    """
+
+    def __init__(
+        self,
+        conf: Callable[[], Mapping[str, Any]],
+        make_process: Callable[[Mapping[str, Any], AppSettings], P] | None = None,
+    ) -> None:
+        self._conf = conf
+        self._make_process = make_process or cast("Callable[..., P]", Process)
+        self._by_pid: dict[int, P] = {}
+
+    @property
+    def conf(self) -> Mapping[str, Any]:
+        """The app's configuration as it is now."""
+        return self._conf()
+
+    @property
+    def enabled(self) -> bool | None:
+        """``dislock_enabled`` as it is now: a worker's command line may have set it."""
+        return self._conf().get("dislock_enabled")
+
+    @cached_property
+    def off(self) -> bool:
+        """Whether tasks take no locks at all; asked for each task, and settled with the first."""
+        return self.enabled is False
+
+    @cached_property
+    def settings(self) -> AppSettings:
+        """The app's settings, checked."""
+        return app_settings(self._conf())
+
+    @property
+    def process(self) -> P:
+        """This process's part."""
+        pid = os.getpid()
+        try:
+            return self._by_pid[pid]
+        except KeyError:
+            # No mutex, which a fork could find taken: what loses this race is not started yet.
+            return self._by_pid.setdefault(pid, self.new_process())
+
+    def new_process(self) -> P:
+        """Make a store, a watchdog and connections that share nothing with those there are."""
+        return self._make_process(self._conf(), self.settings)
+
+    def close(self) -> None:
+        """End what this process has of it; made anew when it is needed again."""
+        process = self._by_pid.pop(os.getpid(), None)
+        if process is not None:
+            process.close()
+
+    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+        """Make the lock of these keys; asks nobody."""
+        process = self.process
+        return Lock(keys, self.lock_names(keys), options, process.store, process.watchdog)
+
+    def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Names in Redis; the braces keep all that belongs to one lock in one slot of a cluster."""
+        prefix = self.settings.dislock_prefix
+        return tuple([f"{prefix}:{{{key}}}" for key in keys])
+
+
+class Process:
+    """
+    The store and the watchdog of one process; neither connects or starts before its use.
+
+    Args:
+        conf: The app's configuration.
+        settings: Its settings, checked.
+        home: See :class:`celery_dislock.servers.store.Store`.
+        hand_over: See there.
+    """
+
+    def __init__(
+        self,
+        conf: Mapping[str, Any],
+        settings: AppSettings,
+        *,
+        home: str = "",
+        hand_over: Callable[[Sequence[Turn]], None] | None = None,
+    ) -> None:
+        url, options = lock_server(conf)
+        self.pid = os.getpid()
+        self.host = socket.gethostname()
+        self.store = Store(
+            url,
+            {
+                **options,
+                **settings.dislock_transport_options,
+                "min_replicas": settings.dislock_min_replicas,
+            },
+            home=home,
+            hand_over=hand_over,
+        )
+        self.watchdog = Watchdog(self.store)
+        self._patched = patched_by()
+        self._warned = False
+        self._away = False
+        self._damaged: set[str] = set()
+        self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
+        self._counter = count(1)
+
+    def close(self) -> None:
+        """End the watchdog, and close the connections that are not in use."""
+        watched = len(self.watchdog)
+        self.watchdog.stop()
+        self.store.close()
+        if watched:
+            logger.warning(
+                "Closed while %d lock(s) of this process were held: they are renewed no more, and "
+                "end with their expiry unless they are released before.",
+                watched,
+            )
+
+    def check_patching(self) -> None:
+        """Warn, once, where gevent or eventlet patched this process after its first lock."""
+        if not self._warned and patched_by() != self._patched:
+            self._warned = True
+            logger.warning(
+                "%s patched this process after its first lock was used: the watchdog and the "
+                "connections made before are not patched, and block all greenlets. Patch first, "
+                "before anything else is imported.",
+                patched_by() or "Something",
+            )
+
+    def lock_server_failed(self, error: StoreError) -> None:
+        """Say that the lock server is away, once until it answers; or that a lock is damaged."""
+        if isinstance(error, DamagedLockError):
+            self._report_damage(error)
+        elif not self._away:
+            self._away = True
+            logger.warning("While this lasts no task can take a lock: %s", error)
+
+    def _report_damage(self, error: DamagedLockError) -> None:
+        if error.lock in self._damaged:
+            return
+        if len(self._damaged) >= DAMAGED_MOST:
+            self._damaged.clear()
+        self._damaged.add(error.lock)
+        logger.error("Tasks of one lock cannot run, and all others go on: %s.", error)
+
+    def lock_server_answered(self) -> None:
+        """Say that it is back, where it was away."""
+        if self._away:
+            self._away = False
+            logger.info("The lock server %s answers again.", self.store.server)
+
+    def is_own(self, owner: str) -> bool:
+        """Tell whether an owner is of this very process, and not of one that had its id before."""
+        return owner.rpartition("/")[2].startswith(f"{self._nonce}.")
+
+    def owner_name(self, start: str) -> str:
+        """Make the name of a new owner, like no other's on any machine: what it is, and a count."""
+        return f"{start}{self._nonce}.{next(self._counter)}"

@@ -1,0 +1,250 @@
+"""Park a task in line for its lock instead of in a worker slot, and claim its turn.
+
+Where a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  Whoever
+releases the lock publishes the message of the first in line again, with its ticket in a header, and
+the lock is reserved for it: the worker that gets it claims its turn and runs it.
+
+A ticket belongs to one delivery of work: task id, number of retries, and how often the task was
+replaced.  What a body retries or replaces is new work, whatever headers Celery copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+from uuid import uuid4
+
+from celery.exceptions import Ignore
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import owners_start, ticket_name
+from celery_dislock.keys.templates import key_of
+from celery_dislock.locks.claim import Conflict, in_words
+from celery_dislock.locks.lock import to_json
+from celery_dislock.messages.headers import notes_of
+from celery_dislock.messages.message import Message, TaskParked
+from celery_dislock.messages.resend import result_is_ignored
+from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
+from celery_dislock.redaction import reason_of
+from celery_dislock.reporting import told
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from celery import Task
+    from celery.app.task import Context
+
+    from celery_dislock.locks.claim import Claim
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lock import Lock
+    from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.parking.store import Lines
+
+PARKED = "PARKED"  # state of the result while a task is in line
+SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s:aside: %s"
+STAYS_IN_LINE = (
+    "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
+    "(%s): %s"
+)
+
+logger = logging.getLogger("celery_dislock")
+
+
+class Parking:
+    """
+    What one delivery has to do with the line for its lock.
+
+    Args:
+        task: The task.
+        request: The delivery.
+        lock: The lock, of one key.
+        claim: Who asks.
+        process: What the locks of this process share.
+    """
+
+    def __init__(
+        self, task: Task, request: Context, lock: Lock, claim: Claim, process: ParkingProcess
+    ) -> None:
+        self._task = task
+        self._request = request
+        self._lock = lock
+        self._claim = claim
+        self._process = process
+        self._lines = process.lines
+        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
+        claim.ticket = self._ticket
+        claim.settles = lock.timeout if task.acks_late else 0.0
+
+    def ask(self) -> Lease | Conflict:
+        """
+        Take the lock, or claim this task's turn; nothing is parked yet.
+
+        Raises:
+            Ignore: The task is in line already, or this is a copy of work that is done.
+            StoreError: The lock server did not answer.
+        """
+        answer = self._answer()
+        assert not isinstance(answer, Full)  # noqa: S101 -- nobody asked for room
+        return answer
+
+    def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict | Full | None:
+        """
+        Put the task in line, unless the lock can be had after all.
+
+        The state PARKED is stored first: once in line the task may have run and ended before
+        anything else is done here.
+
+        Args:
+            conflict: Why it cannot run now.
+            bounds: Of the line.
+
+        Returns:
+            The lease; or that there is no room; or the conflict with a copy of this task, which
+            runs; or None where the message was not kept, so that nothing can be parked.
+
+        Raises:
+            TaskParked: It is in line.
+            StoreError: The lock server did not answer; it may be in line all the same.
+        """
+        message = Message.of(self._request)
+        if message is None:
+            return None
+        place = min(conflict.place, bounds.most or conflict.place)
+        self._store_state(conflict, place)
+        self._lines.enlist(self._lock.names[0])
+        return self._answer(message.to_bytes(), bounds)
+
+    def settled(self) -> None:
+        """
+        Note that the work of a parked task is done: its result is stored, and what follows is sent.
+
+        A task that is acknowledged before it runs was done with its release.
+        """
+        claim = self._claim
+        if claim.claimed and claim.completed and claim.settles:
+            try:
+                self._process.store.release(self._lock.names, claim.owner, ticket=self._ticket)
+            except StoreError as exc:
+                logger.warning(
+                    "Task %s[%s] has ended, but a copy of it may run again: %s",
+                    self._task.name,
+                    self._request.id,
+                    exc,
+                )
+
+    def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
+        lock, task, request = self._lock, self._task, self._request
+        came_from = self._came_from()
+        if self._is_done_in(came_from):
+            acknowledge_unrun(task, request, lock.key)
+        ticket = Ticket(self._ticket, owners_start(request.id), bool(came_from), message)
+        with self._process.log_order.parking(self._ticket):
+            asked_at = lock.clock()
+            answer = self._lines.park(
+                lock.names[0],
+                self._claim.owner,
+                lock.timeout,
+                to_json(self._claim.holder),
+                ticket,
+                mode=lock.options.lock_mode,
+                limit=lock.options.lock_limit,
+                bounds=bounds,
+            )
+            if isinstance(answer, Parked):
+                parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
+                told(parked, task.name, request.id, f"{parked}.")
+        if isinstance(answer, Parked):
+            self._process.tell_replaced(lock.names[0], answer.replaced)
+            raise parked
+        if isinstance(answer, Done):
+            acknowledge_unrun(task, request, lock.key)
+        if isinstance(answer, Granted):
+            self._claim.claimed = answer.claimed
+            return lock.keep(self._claim, answer.tokens, asked_at, lock.timeout)
+        return lock.conflict(answer) if isinstance(answer, Refused) else answer
+
+    def _came_from(self) -> str:
+        """Return the lock in whose line it was parked, as its message says; empty: in none."""
+        lock, ticket = notes_of(self._request).parked or ("", "")
+        return lock if ticket == self._ticket else ""
+
+    def _is_done_in(self, lock: str) -> bool:
+        """
+        Leave the line of another lock, and tell whether this work was done there.
+
+        The task was parked before its key was declared in another way: it has its turn there, and
+        asks here.
+        """
+        elsewhere = lock and lock != self._lock.names[0]
+        return bool(elsewhere and self._lines.move_out(lock, self._ticket))
+
+    def _store_state(self, conflict: Conflict, place: int) -> None:
+        task, request = self._task, self._request
+        if result_is_ignored(task, request):
+            return
+        meta = {
+            "key": conflict.key,
+            "place": place,
+            "holder": in_words(conflict.holder),
+        }
+        try:
+            task.backend.store_result(request.id, meta, PARKED, request=request)
+        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+            logger.warning(
+                "Task %s[%s] is parked, and its result does not say so: %s",
+                task.name,
+                request.id,
+                reason_of(exc),
+            )
+
+
+def acknowledge_unrun(task: Task, request: Context, key: str) -> NoReturn:
+    """End a copy of a parked task whose work is done; raises Ignore."""
+    reason = f"it has run under lock {key!r} before"
+    raise told(Ignore(reason), task.name, request.id, f"acknowledged unrun: {reason}.")
+
+
+def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> bool:
+    """
+    Take a task out of the line that it was parked in before its key was declared in another way.
+
+    It has its turn there, and asks for its lock as one that comes for the first time.
+
+    Returns:
+        False where another delivery of it has left that line: this one is a copy.
+
+    Raises:
+        StoreError: The lock server did not answer; it may have left.
+    """
+    again = (request.delivery_info or {}).get("redelivered")
+    if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
+        return False
+    notes_of(request).parked = None
+    return True
+
+
+def delivery_of(properties: Mapping[str, Any] | None) -> str:
+    """Name a delivery; as before, where the broker's client keeps the name when it comes again."""
+    tag = (properties or {}).get("delivery_tag")
+    return tag if isinstance(tag, str) and tag else uuid4().hex
+
+
+def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:
+    """
+    Set a parked task aside that cannot claim its turn, and give its turn on; never raises.
+
+    Does nothing where it has claimed its turn, or left the line.
+
+    Args:
+        lines: Of the broker that it came from.
+        turn: Lock and ticket.
+        task: For the log.
+        why: It cannot; for the log.
+    """
+    lock, ticket = turn
+    try:
+        if lines.withdraw(lock, ticket):
+            logger.error(SET_ASIDE, task, key_of(lock), lock, why)
+    except StoreError as exc:
+        logger.error(STAYS_IN_LINE, task, key_of(lock), exc, why)  # noqa: TRY400

@@ -1,0 +1,87 @@
+"""What one process of an app has that can park tasks: the locks of any process, and their lines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from celery_dislock.locks.runtime import Process
+from celery_dislock.parking.store import Lines
+from celery_dislock.reporting import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from celery_dislock.config.settings import AppSettings
+    from celery_dislock.servers.replies import Turn
+
+
+class Publisher(Protocol):
+    """
+    What publishes parked tasks.
+
+    Attributes:
+        home: Names the broker.
+    """
+
+    @property
+    def home(self) -> str:
+        """See above."""
+
+    def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
+        """Publish the messages of parked tasks whose turn it is; never raises a broker's error."""
+
+    def tell_replaced(
+        self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
+    ) -> None:
+        """End tasks that had to make room in their line; as above."""
+
+    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks aside that have ended and do not claim their turns; as above."""
+
+
+class ParkingProcess(Process):
+    """
+    The locks of one process of an app, and the lines of its broker.
+
+    Args:
+        conf: The app's configuration.
+        settings: Its settings, checked.
+        publisher: Publishes parked tasks; None: nobody does, and no task can be parked.  Several
+            independent servers keep no lines for it either.
+
+    Attributes:
+        lines: The parked tasks of this broker.
+        log_order: Keeps the log lines about one parked task in order.
+        sweep_name: Name in Redis of the lease under which one worker at a time looks at the lines.
+    """
+
+    def __init__(
+        self, conf: Mapping[str, Any], settings: AppSettings, publisher: Publisher | None
+    ) -> None:
+        several = isinstance(conf.get("dislock_url"), (list, tuple))
+        self._publisher = None if several else publisher
+        home = self._publisher.home if self._publisher else ""
+        super().__init__(conf, settings, home=home, hand_over=self._hand_over)
+        prefix = settings.dislock_prefix
+        self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
+        self.log_order = Order()
+        self.sweep_name = f"{prefix}:sweep:{{{home}}}"
+
+    @property
+    def can_park(self) -> bool:
+        """Whether tasks can be parked: there is an app, and one lock server."""
+        return self._publisher is not None
+
+    def _hand_over(self, turns: Sequence[Turn]) -> None:
+        if self._publisher is not None:
+            self._publisher.hand_over(self.lines, turns)
+
+    def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> None:
+        """End tasks that had to make room in the line of this lock."""
+        if replaced and self._publisher is not None:
+            self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order)
+
+    def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
+        """Set tasks of this lock aside that have ended and do not claim their turns."""
+        if tickets and self._publisher is not None:
+            self._publisher.end_unclaimed(self.lines, lock, tickets)

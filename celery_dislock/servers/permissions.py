@@ -1,0 +1,91 @@
+"""What the lock server's user must be allowed to do, found out by trying it.
+
+A command that is forbidden is noticed when it is first needed: one that only a waiter sends, or a
+renewal after a restart, fails a task in the night.  So a worker tries each of them when it starts.
+Which commands the scripts run is read from the scripts themselves.  The server checks what a user
+may do before it looks at the arguments, so a command that ends in another error is allowed; nothing
+is tried on a key that is in use.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.scripts import TRY, commands
+from celery_dislock.servers.connections import is_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from celery_dislock.servers.connections import Command
+    from celery_dislock.servers.server import Server
+
+NO_SCRIPT = "0" * 40  # what no script's digest is
+
+_KEY = re.compile(r"(can't|permissions? to) access .*\bkeys?\b", re.IGNORECASE)
+_COMMAND = re.compile(
+    r"can't run this command|no permissions to run|unknown (redis )?command", re.IGNORECASE
+)
+
+
+def check_rights(server: Server, prefix: str) -> None:
+    """
+    Check that the server's user may do all that locks need; a few round trips to each server.
+
+    A server that does not answer is passed over.
+
+    Args:
+        server: The lock server.
+        prefix: Of all names: ``dislock_prefix``.
+
+    Raises:
+        ForbiddenError: Names the commands and keys that are forbidden, and how to allow them.
+        StoreError: It is not known which servers there are.
+    """
+    missing: set[str] = set()
+    keys = False
+    for send in server.senders():
+        for command, error in _errors(send, server, prefix):
+            keys = keys or bool(_KEY.search(error))
+            if _COMMAND.search(error):
+                missing.add(command)
+    if missing or keys:
+        raise ForbiddenError(server.name, _remedy(sorted(missing), prefix if keys else ""))
+
+
+def _errors(send: Callable[..., Any], server: Server, prefix: str) -> list[tuple[str, str]]:
+    """Return what was tried on one server and ended in an error, and the error's text."""
+    tried = f"{prefix}:{{startup-check}}:tried"
+    names = (tried, f"{prefix}:{{startup-check}}", f"{prefix}:lines:x", f"{prefix}:sweep:{{x}}")
+    errors: list[tuple[str, str]] = []
+    asked: list[Command] = [
+        *((b"EVALSHA", NO_SCRIPT, 1, name) for name in names),
+        (b"SCAN", 0, b"COUNT", 1),
+        *server.asks(tried),
+        (b"EVAL", TRY.text, 0, tried, *commands()),
+    ]
+    for command in asked:
+        try:
+            reply = send(*command)
+        except StoreError as exc:
+            if not is_answer(exc):
+                return errors
+            errors.append((str(command[0], "ascii"), exc.reason))  # type: ignore[arg-type]
+        else:
+            if command[0] == b"EVAL":
+                texts = [part.decode(errors="replace") for part in reply]
+                errors += zip(*[iter(texts)] * 2, strict=True)
+    return errors
+
+
+def _remedy(missing: list[str], prefix: str) -> str:
+    parts = []
+    if missing:
+        parts.append(f"may not run {', '.join(missing)}")
+    if prefix:
+        parts.append(f"may not touch all keys that begin with {prefix!r}")
+    rules = [f"+{command.lower()}" for command in missing] + ([f"~{prefix}:*"] if prefix else [])
+    remedy = f"allow it on every server: ACL SETUSER ... {' '.join(rules)}"
+    return f"its user {' and '.join(parts)}; {remedy}"

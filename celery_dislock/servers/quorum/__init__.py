@@ -1,0 +1,1 @@
+"""Several independent servers as one lock server, of which a majority decides."""

@@ -1,0 +1,314 @@
+"""Several independent servers as one lock server: what a majority of them says counts.
+
+A lease is held where a majority has granted it, for a time that counts from before the first was
+asked.  No two owners can both have a majority, and what a minority keeps or forgets changes
+nothing.  An acquisition that falls short is taken back everywhere before anything is answered.
+
+Servers are not asked to keep a line of waiters, since no one of them knows who is next: whoever
+waits asks again after a short random pause.
+
+Source: https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/ (Redlock).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.config.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.servers.quorum.members import NoReplyError, Peer, Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from celery_dislock.scripts import Script
+    from celery_dislock.servers.connections import Command
+    from celery_dislock.servers.pipeline import Call
+
+PATIENCE = 0.5  # seconds for the answers of all servers; `socket_timeout` says otherwise
+PATIENCE_RATIO = 1 / 4  # of a lease's length, where that is less
+PAUSE = (0.05, 0.2)  # seconds between two questions of a waiter
+ATTEMPTS = 4  # where nobody has a majority: the servers were asked by several at once
+ATTEMPT_PAUSE = 0.02  # seconds before the second attempt, at most; doubled each time
+FORGET_AFTER = 3600.0  # seconds without use, after which an owner's other name is forgotten
+
+
+def drift(ttl_ms: int) -> int:
+    """Return by how much clocks may run apart during a lease: 1 % of it, and 2 ms."""
+    return ttl_ms // 100 + 2
+
+
+class Quorum:
+    """
+    Three or more independent servers.
+
+    Safe to use from many threads or greenlets, but for :meth:`run_many`.
+
+    Args:
+        urls: Of single servers.  They are asked in an order of their own, the same for everybody,
+            so that of several that ask at once the first is first on most servers.
+        options: Keyword arguments of redis-py's Connection, on top of the URLs'.
+        pause: Called with seconds to wait between two attempts.
+        min_replicas: 0: a majority takes the place of replicas.
+        clock: Monotonic seconds.
+
+    Raises:
+        SettingsError: A URL or an option cannot be used.
+
+    Attributes:
+        name: The URLs as a message may show them.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        options: Mapping[str, Any],
+        *,
+        pause: Callable[[float], None] = time.sleep,
+        min_replicas: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        try:
+            check_several(urls)
+        except ValueError as exc:
+            raise SettingsError("app.conf", "dislock_url", shown(urls), str(exc)) from None
+        if min_replicas:
+            raise SettingsError("app.conf", "dislock_min_replicas", min_replicas, NO_REPLICAS)
+        self._patience = options.get("socket_timeout") or PATIENCE
+        limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
+        peers = [Peer(url, {**limits, **options}, clock) for url in sorted(urls, key=address)]
+        self.name = ", ".join(shown(urls))
+        self._peers = Peers(peers, clock)
+        self._pause = pause
+        self._clock = clock
+        self._names = Names(clock)
+
+    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Group keys, in their order, by what one script can be given: here all of them."""
+        return [keys]
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        """
+        Run a script on all servers.
+
+        Returns:
+            What a majority says, in the form of a single server's reply.
+
+        Raises:
+            StoreError: Too few answered; the script may have run on some, unless it was to take a
+                lock: that is taken back wherever a server can be reached.
+        """
+        if script is ACQUIRE:
+            return self._acquire(keys, *arguments)
+        arguments = self._as_sent(script, arguments)
+        return self._decide(
+            script, self._peers.ask(script, keys, *arguments, within=self._patience)
+        )
+
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """See :meth:`Node.exchange`; lost replies are counted as they come."""
+        return self.run(script, keys, *arguments), False
+
+    def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
+        """
+        Run a script many times, in one pipelined round trip to each server.
+
+        For one thread only; nothing is resent.
+
+        Returns:
+            For each run what a majority says, or a StoreError.
+
+        Raises:
+            StoreError: Too few servers answered; each may have run or not.
+        """
+        sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
+        replies = self._peers.ask_many(script, sent, within=within)
+        self._require_majority(replies)
+        decided: list[Any] = []
+        for number in range(len(calls)):
+            column = [r if isinstance(r, StoreError) else r[number] for r in replies]
+            try:
+                decided.append(self._decide(script, column))
+            except StoreError as exc:
+                decided.append(exc)
+        return decided
+
+    def send(self, *command: str | bytes | int) -> Any:
+        """Send a command that is about no lock to all; return one reply of a majority."""
+        replies = self._peers.send(*command, within=self._patience)
+        return self._require_majority(replies)[0]
+
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return what sends a command to each server."""
+        return self._peers.senders(self._patience)
+
+    def asks(self, key: str) -> list[Command]:  # noqa: ARG002 -- nobody waits on a key here
+        """See :meth:`celery_dislock.servers.node.Node.asks`."""
+        return []
+
+    def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
+        """Wait a little, *seconds* at most, and return nothing."""
+        self._pause(min(random.uniform(*PAUSE), seconds))  # noqa: S311 -- no secret
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        self._peers.close()
+
+    def _acquire(self, keys: Sequence[str], owner: Any, ttl_ms: Any, *terms: Any) -> list[Any]:
+        holder, mode, limit, place_ms, _fair = terms
+        if (mode, limit) != ("x", 1):
+            asked = f"mode {mode!r}, limit {limit}"
+            raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
+        pause = ATTEMPT_PAUSE
+        for _ in range(0 if place_ms else ATTEMPTS - 1):  # one that waits asks again anyway
+            answer, settled = self._attempt(keys, owner, ttl_ms, holder)
+            if settled:
+                return answer
+            self._pause(random.uniform(0, pause))  # noqa: S311 -- no secret
+            pause *= 2
+        return self._attempt(keys, owner, ttl_ms, holder)[0]
+
+    def _attempt(
+        self, keys: Sequence[str], owner: str, ttl_ms: int, holder: str
+    ) -> tuple[list[Any], bool]:
+        """Ask for the locks once; return the answer, and whether it is more than bad luck."""
+        name, majority = self._names.of(owner), self._peers.majority
+        ttl = ttl_ms / 1000
+        asked_at = self._clock()
+        replies = self._peers.ask(
+            ACQUIRE,
+            keys,
+            *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
+            within=min(self._patience, ttl * PATIENCE_RATIO),
+            undo=(b"EVAL", RELEASE.text, len(keys), *keys, name, 0),
+        )
+        answered = [reply for reply in replies if not isinstance(reply, StoreError)]
+        granted = [tokens for is_granted, *tokens in answered if is_granted]
+        refused = [reply for reply in answered if not reply[0]]
+        if len(granted) >= majority and self._clock() - asked_at < ttl:
+            return [1, *(max(map(int, tokens)) for tokens in zip(*granted, strict=True))], True
+
+        released = []
+        if granted or any(isinstance(reply, NoReplyError) for reply in replies):
+            released = self._peers.ask(RELEASE, keys, name, 0, within=self._patience)
+        if any(isinstance(reply, NoReplyError) for reply in replies + released):
+            self._names.change(owner)
+        if len(granted) >= majority:
+            raise StoreError(self.name, "granted, but too late")
+        self._require_majority(replies)
+        return choose_refusal(refused, majority - len(granted), majority)
+
+    def _as_sent(self, script: Script, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        if not arguments:
+            return ()
+        owner, *rest = arguments
+        if script is RENEW:
+            rest = [rest[0] + drift(rest[0])]
+        return (self._names.of(owner), *rest)
+
+    def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
+        answered, majority = self._require_majority(replies), self._peers.majority
+        if script is HOLDERS:
+            return merge_holders(answered, majority)
+        if not all(isinstance(reply, int) for reply in answered):
+            found = Counter(reply for reply in answered if reply is not None)
+            return found.most_common(1)[0][0] if found else None
+        best = sorted(answered, reverse=True)
+        if script is RELEASE_DEAD:
+            return best[0]
+        missing = len(replies) - len(answered)
+        at_most = best[majority - 1 - missing]  # if those that are missing had said the most
+        at_least = best[majority - 1]
+        if script is RENEW and at_least != at_most:
+            raise self._too_few(replies)
+        return at_most if script is RELEASE else at_least
+
+    def _require_majority(self, replies: Sequence[Any]) -> list[Any]:
+        answered = [reply for reply in replies if not isinstance(reply, StoreError)]
+        if len(answered) < self._peers.majority:
+            raise self._too_few(replies)
+        return answered
+
+    def _too_few(self, replies: Sequence[Any]) -> StoreError:
+        errors = [reply for reply in replies if isinstance(reply, StoreError)]
+        damaged = [error for error in errors if isinstance(error, DamagedLockError)]
+        if damaged and len(replies) - len(errors) + len(damaged) >= self._peers.majority:
+            first = damaged[0]
+            return DamagedLockError(self.name, f"{first.server}: {first.reason}", first.lock)
+        told = f"only {len(replies) - len(errors)} of {len(replies)} servers answered"
+        error = StoreError(self.name, f"{told}; {errors[0]}")
+        error.__cause__ = errors[0]
+        return error
+
+
+class Names:
+    """
+    By which name the servers know an owner.
+
+    A server that did not answer may carry out late what it was sent, the undoing of an attempt
+    included, and so end a lease of the same owner's next attempt.  So that one has another name: an
+    owner is its own name until then, and the beginning of the others.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed: dict[str, tuple[int, float]] = {}
+
+    def of(self, owner: str) -> str:
+        """Return the owner's name."""
+        if owner not in self._changed:
+            return owner
+        times, _ = self._changed[owner]
+        self._changed[owner] = times, self._clock()
+        return f"{owner}#{times}"
+
+    def change(self, owner: str) -> None:
+        """Give the owner another name; forget those of owners that are long gone."""
+        now = self._clock()
+        for other, (_, used) in list(self._changed.items()):
+            if used < now - FORGET_AFTER:
+                self._changed.pop(other, None)
+        times, _ = self._changed.get(owner, (0, now))
+        self._changed[owner] = times + 1, now
+
+
+def choose_refusal(
+    refused: Sequence[list[Any]], wanted: int, majority: int
+) -> tuple[list[Any], bool]:
+    """
+    Choose, of the refusals, the lease that is in the way.
+
+    Args:
+        refused: ``[0, remaining_ms, owner, holder, nth]`` of each server that refused.
+        wanted: How many of them would have to grant the lock for a majority.
+        majority: Servers that make a holder.
+
+    Returns:
+        The refusal of which the time is the one until a majority can be had, and whether its owner
+        is known to hold the lock; False: it may be that nobody does.
+    """
+    owner, times = Counter(reply[2] for reply in refused).most_common(1)[0]
+    held = times >= majority
+    in_the_way = [reply for reply in refused if reply[2] == owner or not held]
+    in_the_way.sort(key=lambda reply: reply[1])
+    return in_the_way[min(wanted, len(in_the_way)) - 1], held
+
+
+def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
+    """Tell who holds a lock: the owners that a majority names, as long as a majority does."""
+    leases: dict[bytes, list[tuple[Any, ...]]] = {}
+    for answer in answers:
+        for lease in zip(*[iter(answer)] * 5, strict=True):
+            leases.setdefault(lease[0], []).append(lease)
+    merged: list[Any] = []
+    for owner, found in leases.items():
+        if len(found) >= majority:
+            remaining = sorted((lease[1] for lease in found), reverse=True)[majority - 1]
+            merged += [owner, remaining, max(int(lease[2]) for lease in found), *found[0][3:]]
+    return merged

@@ -1,0 +1,131 @@
+"""Release the lock of an execution whose process died.
+
+In prefork the main process learns that a child is gone, and which task it was executing: it knows
+that execution's owner but for the counter, and computes the key from the message's own arguments.
+The release waits until the process has really ended: a hard time limit is reported before the
+child is killed, and so may be a child's own exit.
+
+The work is done in the worker's event loop, in steps that never wait for the child, and for the
+lock server no longer than the socket timeout: a thread here would be alive at the very moment at
+which the main process forks the child's replacement.  Pools without an event loop get a timer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from kombu.asynchronous import get_event_loop
+from kombu.utils.imports import symbol_by_name
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import execution_start
+from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.messages.message import TaskParked, keep_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PID_MAX = 2**22  # of Linux, the highest there is
+CHECK_EVERY = 0.05  # seconds between two looks at a process that is about to end
+DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
+
+logger = logging.getLogger("celery_dislock")
+
+
+@cache
+def recovering(base: type | str) -> type:
+    """Extend a task's Request class, or the one of that name, by the release after a death."""
+
+    class Request(symbol_by_name(base)):  # type: ignore[misc]
+        """A request whose execution's lock is released when its process dies."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # What was parked once may be so again, whatever its strategy is now.
+            if self.task.dislock_guard.parks or TICKET_HEADER in (self.message.headers or ()):
+                keep_message(self)
+
+        def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+            # First of all: what follows may send the message back to the queue.
+            exc = exc_info.exception
+            exc = getattr(exc, "exc", exc)
+            if isinstance(exc, DEATHS):
+                _release_after_death(self)
+            elif isinstance(exc, TaskParked):
+                about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
+                self.send_event("task-parked", **about)
+            return super().on_failure(exc_info, *args, **kwargs)
+
+        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
+            if not soft:
+                _release_after_death(self)
+            return super().on_timeout(soft, timeout)
+
+    return Request
+
+
+def _release_after_death(request: Any) -> None:
+    pid = request.worker_pid
+    guard = request.task.dislock_guard
+    if not _is_child(pid):
+        return
+    key = guard.keys_in_words(request.args, request.kwargs)
+    what = f"the lock of {request.task.name}[{request.id}] (key {key}), whose process {pid} died"
+    start = execution_start(request.id, request.hostname, pid)
+    deadline = time.monotonic() + guard.timeout
+
+    def release() -> None:
+        try:
+            if not is_alive(pid):
+                if guard.release_dead(request.args, request.kwargs, start):
+                    logger.info("Released %s.", what)
+            elif time.monotonic() < deadline:
+                _soon(release)
+        except StoreError as exc:
+            logger.warning("Could not release %s; it is left to expire: %s", what, exc)
+        except Exception:
+            logger.exception("Could not release %s; it is left to expire.", what)
+
+    release()
+
+
+def _soon(call: Callable[[], None]) -> None:
+    loop = get_event_loop()
+    if loop is not None:
+        loop.call_later(CHECK_EVERY, call)
+    else:
+        timer = threading.Timer(CHECK_EVERY, call)
+        timer.daemon = True
+        timer.start()
+
+
+def _is_child(pid: int | None) -> bool:
+    """Tell a pool process from this one (thread pools), and from a greenlet's ``id()``."""
+    return pid is not None and pid != os.getpid() and pid <= PID_MAX
+
+
+def is_alive(pid: int) -> bool:
+    """Tell whether there is such a process on this machine, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it belongs to another user
+        return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Tell whether it has ended, and nobody has taken notice; False where there is no /proc."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "Z"

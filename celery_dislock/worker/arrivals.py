@@ -1,0 +1,218 @@
+"""See to messages of parked tasks that come to a worker where no guard will claim their turn.
+
+Such a turn would run out, be given again, and so for ever.  So the worker's main process looks at
+each message that says that it is its own task's turn:
+
+- No task can be made of it: its name is not known here, or its body is damaged.  Celery drops it.
+  Its task leaves the line with FAILURE as its result, and is set aside.
+- Its task takes no lock in this worker.  It leaves the line and runs; a second copy of it does not.
+
+A message that was not parked costs one look at its headers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+from celery.app.task import Context
+from celery.exceptions import InvalidTaskError
+
+from celery_dislock.exceptions import DislockError
+from celery_dislock.messages.headers import TICKET_HEADER, own_turn
+from celery_dislock.messages.resend import result_is_ignored
+from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.tasks.task import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from celery.worker.consumer import Consumer
+    from kombu.message import Message
+
+# What a consumer calls about a message that it drops: which argument is the message, and whether a
+# result is stored.
+DROPS = {
+    "on_decode_error": (0, False),
+    "on_unknown_message": (1, False),
+    "on_invalid_task": (1, False),
+    "on_unknown_task": (1, True),
+}
+PARTS = 3  # of a body: arguments, keyword arguments, and what Celery embeds
+
+logger = logging.getLogger("celery_dislock")
+
+
+class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
+    """Part of a worker's consumer: looks at each message before Celery makes a task of it."""
+
+    label = "Dislock arrivals"
+
+    def __init__(self, consumer: Consumer, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
+        arrivals = Arrivals(consumer)
+        for name, (nth, tells) in DROPS.items():  # the other steps ask for these when they start
+            setattr(consumer, name, arrivals.dropping(getattr(consumer, name), nth, tells=tells))
+        consumer.update_strategies = arrivals.looking(consumer.update_strategies)
+
+
+class Arrivals:
+    """
+    What a consumer's messages say of their turns.
+
+    Args:
+        consumer: Of a worker, in its main process.
+    """
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._app = consumer.app
+        self._runtime = runtime_of(consumer.app)
+
+    def dropping(self, drop: Callable[..., Any], nth: int, *, tells: bool) -> Callable[..., Any]:
+        """Let the tasks of messages that are dropped leave their lines.
+
+        Args:
+            drop: The consumer's method.
+            nth: Of its arguments, the message.
+            tells: Whether it stores a result.
+        """
+
+        def dropped(*args: Any) -> Any:
+            try:
+                return drop(*args)
+            finally:
+                message = args[nth]
+                request = _request_of(message)
+                if request is not None:
+                    error = args[-1] if isinstance(args[-1], Exception) else None
+                    self._dropped(request, error or InvalidTaskError("it names no task"), tells)
+
+        return dropped
+
+    def _dropped(self, request: Context, error: Exception, told: bool) -> None:  # noqa: FBT001
+        turn = self._turn_of(request)
+        if turn is None:
+            return
+        if not told:
+            self._store_failure(request, error)
+        if isinstance(error, KeyError):  # of the registry
+            error = InvalidTaskError("this worker knows no task of that name")
+        try:
+            if not self._runtime.process.can_park:
+                return
+            lines = self._runtime.process.lines
+        except DislockError as exc:
+            logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
+            return
+        withdraw(lines, turn, f"{request.task}[{turn[1]}]", error)
+
+    def _turn_of(self, request: Context) -> tuple[str, str] | None:
+        return own_turn(request, self._runtime.settings.dislock_prefix)
+
+    def _store_failure(self, request: Context, error: Exception) -> None:
+        task = self._app.tasks.get(request.task)
+        backend = task.backend if task is not None else self._app.backend
+        wanted = not (result_is_ignored(task, request) if task is not None else False)
+        try:
+            backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
+        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+            logger.warning(
+                "Task %s[%s] cannot be run, and its result does not say so: %s",
+                *(request.task, request.id, exc),
+            )
+
+    def looking(self, update_strategies: Callable[[], Any]) -> Callable[[], Any]:
+        """Let all messages be looked at before they are made tasks."""
+
+        def update() -> None:
+            update_strategies()
+            strategies = self._consumer.strategies
+            for name, strategy in strategies.items():
+                strategies[name] = self._looking(name, strategy)
+
+        return update
+
+    def _looking(self, name: str, strategy: Callable[..., Any]) -> Callable[..., Any]:
+        def look(message: Message, body: Any, *args: Any) -> Any:
+            headers = message.headers
+            if headers and TICKET_HEADER in headers and not self._goes_on(name, message, body):
+                message.ack_log_error(logger, self._consumer.connection_errors)
+                return None
+            return strategy(message, body, *args)
+
+        return look
+
+    def _goes_on(self, name: str, message: Message, body: Any) -> bool:
+        """
+        Tell whether Celery is to make a task of the message; False: it is done.
+
+        Raises:
+            InvalidTaskError: No task can be made of it.
+        """
+        request = _request_of(message)
+        turn = self._turn_of(request) if request is not None else None
+        if request is None or turn is None:
+            return True
+        if body is None:
+            _check(message.payload)
+        guard = getattr(self._app.tasks[name], "dislock_guard", None)
+        if guard is not None and not self._runtime.off:
+            return True
+        lock, ticket = turn
+        try:
+            process = self._runtime.process
+            if not process.can_park or process.lines.withdraw(
+                lock, ticket, delivery_of(message.properties)
+            ):
+                logger.info(
+                    "Task %s[%s] runs without a lock: it was parked for lock %s, and takes none in "
+                    "this worker.",
+                    *(name, request.id, lock),
+                )
+                return True
+        except DislockError as exc:
+            logger.warning(
+                "Task %s[%s] runs without a lock, and stays in line for lock %s: it may run again: "
+                "%s",
+                *(name, request.id, lock, exc),
+            )
+            return True
+        if message.delivery_info.get("redelivered"):  # perhaps the one that was to run
+            return True
+        logger.info(
+            "Task %s[%s] acknowledged unrun: another copy of it has left the line for lock %s.",
+            *(name, request.id, lock),
+        )
+        return False
+
+
+def _request_of(message: Message) -> Context | None:
+    """Read a message's headers; None where they say nothing of a turn."""
+    headers = message.headers
+    if not isinstance(headers, dict) or TICKET_HEADER not in headers:
+        return None
+    # Of Celery's first protocol the body has the id.
+    about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
+    return Context(about)
+
+
+def _check(payload: Any) -> None:
+    """
+    Check the shape of a body; Celery's workers end with one that is damaged.
+
+    Raises:
+        InvalidTaskError: No task can be made of it.
+    """
+    if isinstance(payload, dict) and "args" in payload:
+        return
+    if not (isinstance(payload, (list, tuple)) and len(payload) == PARTS):
+        raise InvalidTaskError("its body is damaged: it does not have three parts")
+    args, kwargs, embedded = payload
+    if not (
+        isinstance(args, (list, tuple))
+        and isinstance(kwargs, dict)
+        and isinstance(embedded, (dict, type(None)))
+    ):
+        raise InvalidTaskError("its body is damaged: its arguments are none")

@@ -1,0 +1,161 @@
+"""What a worker warns of when it starts: settings that are legal, and will cost somebody a lock.
+
+Each warning says what is set, what will come of it, and what to set instead.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.config.options import OF_OTHERS
+from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
+from celery_dislock.tasks.task import declared_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from celery import Celery, Task
+
+    from celery_dislock.config.options import TaskOptions
+
+VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
+PLACEHOLDER = re.compile(r"<[^<>]*>")  # of a key template: an argument
+NAMED = 5  # tasks that a warning names before it says "and others"
+
+
+def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
+    """
+    Warn of tasks that are not locked here, or are delivered again while they hold their lock.
+
+    Args:
+        app: The app, with its tasks guarded as they are to be.
+        enabled: ``dislock_enabled``.
+    """
+    tasks = [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]
+    guarded = [task for task in tasks if hasattr(task, "dislock_guard")]
+    asking = [task.name for task in tasks if _asks_for_a_lock(task)]
+    if enabled is False:
+        if asking or guarded:
+            names = _names({*asking, *(task.name for task in guarded)})
+            yield (
+                f"These tasks ask for a lock and get none in this worker: {names}. "
+                "Start it without --no-dislock to lock them."
+            )
+        return
+    unlocked = set(asking).difference(task.name for task in guarded)
+    if unlocked:
+        yield (
+            f"These tasks have a lock_key, are no SingletonTask, and get no lock in this worker: "
+            f"{_names(unlocked)}. Start it with --dislock, or make SingletonTask their base."
+        )
+    rejecting = {
+        task.name
+        for task in guarded
+        if task.dislock_guard.options.lock_on_conflict == "reject" and not task.acks_late
+    }
+    if rejecting:
+        yield (
+            "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
+            f"acknowledged before they can be rejected, and never dead-lettered: "
+            f"{_names(rejecting)}. Give them acks_late=True."
+        )
+    yield from _about_visibility(app, guarded)
+    yield from _about_waiting_and_parking(guarded)
+
+
+def _asks_for_a_lock(task: Task) -> bool:
+    declared = declared_options(type(task))
+    return declared.get("lock_key") is not False and any(
+        name not in OF_OTHERS
+        and (name.startswith(("lock_", "release_on_")) or name == "max_renew_times")
+        for name in declared
+    )
+
+
+def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
+    """Warn of tasks that the broker delivers again before they can have ended."""
+    if not guarded:
+        return
+    if app.connection_for_read().transport_cls not in {"redis", "rediss", "sentinel"}:
+        return
+    visible_after = (app.conf.broker_transport_options or {}).get(
+        "visibility_timeout", VISIBILITY_TIMEOUT
+    )
+    late: dict[str, set[str]] = {}
+    for task in guarded:
+        if not task.acks_late:
+            continue
+        hard_limit = task.time_limit or app.conf.task_time_limit
+        lasts, why = (hard_limit, "time_limit") if hard_limit else _cap(task.dislock_guard.options)
+        if lasts is None or lasts > visible_after:
+            what = f"{why} of {lasts:g} s" if lasts is not None else why
+            late.setdefault(what, set()).add(task.name)
+    for what, names in sorted(late.items()):
+        yield (
+            f"These acks_late tasks may run longer than the broker's visibility_timeout of "
+            f"{visible_after:g} s ({what}), are delivered again then, and put off while the first "
+            f"delivery runs: {_names(names)}. Raise broker_transport_options="
+            "{'visibility_timeout': ...} above that, or set a lower time_limit."
+        )
+
+
+def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
+    """Warn of keys for which some tasks wait in a slot and others are parked."""
+    strategies: dict[object, dict[str, set[str]]] = {}
+    for task in guarded:
+        options = task.dislock_guard.options
+        if options.lock_on_conflict not in {"wait", "queue"}:
+            continue
+        keys = options.lock_key if isinstance(options.lock_key, tuple) else (options.lock_key,)
+        for key in keys:
+            if key is not None:  # no other task has that key
+                shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
+                names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
+                names.add(task.name)
+    for by_strategy in strategies.values():
+        if len(by_strategy) > 1:
+            waiting, parked = _names(by_strategy["wait"]), _names(by_strategy["queue"])
+            yield (
+                f'These tasks wait in their slots (lock_on_conflict="wait"): {waiting}; and these, '
+                f'of the same lock_key, are parked ("queue"): {parked}. Those that wait can fill '
+                "all slots while the lock is reserved for one that is parked, and its message "
+                "finds none: the key stands still until one of them gives up. Give all of them "
+                "the same lock_on_conflict, or send them to queues with workers of their own."
+            )
+
+
+def _cap(options: TaskOptions) -> tuple[float | None, str]:
+    if options.lock_expire is not None:
+        return options.lock_expire, "lock_expire"
+    if options.max_renew_times <= 0:
+        return None, "no time_limit and no max_renew_times"
+    interval = options.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
+    return options.max_renew_times * interval, "max_renew_times: a cap"
+
+
+def about_server(info: Mapping[str, Any]) -> Iterator[str]:
+    """
+    Warn of a lock server that may lose locks, or takes none.
+
+    Args:
+        info: The fields of its ``INFO``.
+    """
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and int(info.get("maxmemory", 0)) > 0:
+        yield (
+            f"The lock server may evict locks that are held when its memory is full "
+            f"(maxmemory-policy {policy}). Set it to noeviction, or keep the locks on a server of "
+            "their own (dislock_url)."
+        )
+    if info.get("role") == "slave":
+        yield (
+            "The lock server is a replica, which takes no locks: every task is put off. Give the "
+            "master's URL, or sentinel:// to follow it (dislock_url)."
+        )
+
+
+def _names(names: Iterable[str]) -> str:
+    known = sorted(names)
+    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more
