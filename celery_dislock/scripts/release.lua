@@ -2,10 +2,13 @@
 --
 -- KEYS      the locks
 -- ARGV[1]   owner
--- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
+-- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
 -- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
--- ARGV[5]   settles_ms    > 0: its result is on its way for so long   0: it is done
+-- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
+--
+-- Touches   beside each lock its line and the owner's wake list; where anyone waits, or with a ticket,
+--           all keys of the lock
 --
 -- Returns   how many of the locks the owner held
 --           {that, turns}   turns: {lock, ticket, message, ...}, to be published
@@ -18,49 +21,50 @@
 -- include: _lease
 
 local owner, ticket = ARGV[1], ARGV[4] or ''
-local waited_for = {}  -- locks, and the token that was released
+local locks, released = {}, 0
+local anyone_in_line = false
 
-local released = 0
-for _, key in ipairs(KEYS) do
-  use(key)
-  local lease = redis.call('HGET', lock, owner)
-  local expires, token = 0, 0
-  if lease then expires, token = parse(lease) end
-  local live = expires > now
-  local at_least_ms = live and tonumber(ARGV[2]) or 0  -- what has ended is not revived
+for nth, key in ipairs(KEYS) do
+  local lock = open(key)
+  local lease = lease_of(lock, owner)
+  local live = lease and lease.expires > now
 
-  if lease then finish(owner, lease, at_least_ms) end
-  if line_exists() then
-    if not lease then leave_line(owner) end
-    waited_for[key] = token
+  if lease then finish(lock, lease, live and tonumber(ARGV[2]) or 0) end  -- ended ones are not revived
+  lock.waited_for = line_exists(lock)
+  if lock.waited_for then
+    if not lease then leave_line(lock, owner) end
+    anyone_in_line = true
   end
-  if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
-    redis.call('DEL', lock .. ':wake:' .. owner)
+  if live then
+    if lease.expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
+      redis.call('DEL', lock.name .. WAKE .. owner)
+    end
+    released = released + 1
   end
-  if live then released = released + 1 end
+  locks[nth] = lock
 end
-if ticket == '' and not next(waited_for) then return released end
+if ticket == '' and not anyone_in_line then return released end
 
 -- include: _parked
 
+-- Its task has ended: it is done, or its result is on its way.
+local function end_ticket(lock)
+  local claim = redis.call('HGET', lock.running, ticket)
+  local settles_ms = tonumber(ARGV[5])
+  if claim and settles_ms > 0 then
+    local joined, claimed = parse_claim(claim)
+    write_claim(lock, ticket, joined, claimed, now + settles_ms)
+  elseif claim or redis.call('HEXISTS', lock.tickets, ticket) == 1 then
+    local _, was_reserved = forget(lock, ticket)
+    if was_reserved then lock.waited_for = true end  -- it was parked again, while it still ran
+    mark_done(lock, ticket, DONE_WITH_LOCK)
+  end
+end
+
 home = ARGV[3] or ''
-for _, key in ipairs(KEYS) do
-  use_parked(key)
-  local ran = ticket ~= '' and redis.call('HGET', running, ticket)
-  if ran and tonumber(ARGV[5]) > 0 then
-    local joined, claimed = parse_claim(ran)
-    write_claim(ticket, joined, claimed, now + ARGV[5])
-  elseif ran or ticket ~= '' and redis.call('HEXISTS', tickets, ticket) == 1 then
-    if redis.call('HEXISTS', lock, ticket .. '#') == 1 then  -- parked again, while it still ran
-      waited_for[key] = waited_for[key] or 0
-    end
-    forget(ticket)
-    mark_done(ticket)
-  end
-  if waited_for[key] then
-    count_leases()
-    newest = math.max(newest, waited_for[key])
-    pass_on()
-  end
+for _, lock in ipairs(locks) do
+  with_parked(lock)
+  if ticket ~= '' then end_ticket(lock) end
+  if lock.waited_for then recall_and_hand_off(lock) end
 end
 return turns[1] and {released, turns} or released
