@@ -5,7 +5,7 @@
 -- ending with ":" at its end is followed by an owner, a ticket or a task id.
 
 local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
-local PLACES = ':places'      -- hash    owner -> what it waits for; see _lease.lua
+local PLACES = ':places'      -- hash    owner -> what it waits for; see _line.lua
 local WAKE = ':wake:'         -- list    owner: what it is told while it waits
 local TICKETS = ':tickets'    -- hash    ticket -> what is parked; see _parked.lua
 local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn has run out

@@ -1,4 +1,4 @@
--- _parked.lua: how parked tasks are written.  Included after _lease.lua by the scripts that can give
+-- _parked.lua: how parked tasks are written.  Included after _line.lua by the scripts that can give
 -- them their turn, whose callers publish the messages that they are given.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."

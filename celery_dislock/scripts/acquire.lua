@@ -29,6 +29,8 @@
 -- cannot be seen; one that waits gets an error.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _states
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]

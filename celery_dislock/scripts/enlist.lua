@@ -6,7 +6,8 @@
 -- Returns   nothing
 --
 -- Touches that hash alone.  It is outside the slots of the locks, so it is written before the task is
--- parked: a line that nobody knows of would never be swept.  Sent twice, the number is raised twice, which does no harm.
+-- parked: a line that nobody knows of would never be swept.  Sent twice, the number is raised twice,
+-- which does no harm.
 
 -- include: _kept
 

@@ -10,6 +10,8 @@
 -- Gives nobody else the turn: the next sweep does.  Sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
 local ticket = ARGV[1]

@@ -15,6 +15,8 @@
 -- Sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 -- include: _states
 

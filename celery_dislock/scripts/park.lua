@@ -31,6 +31,8 @@
 -- send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 -- include: _states
 
@@ -40,6 +42,8 @@ local ticket, same_task, marked = ARGV[7], ARGV[8], ARGV[9] == '1'
 local message = ARGV[10]
 local most, most_bytes, replaces = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13] == 'replace'
 home = ARGV[6]
+
+local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 
 local lock = with_parked(open(KEYS[1]))
 
@@ -58,21 +62,11 @@ local function refused()
   return {REFUSED, turns, remaining, other, its_holder, waiting() + 1}
 end
 
--- By another delivery of the same task, so there is no place that it would have.
-local function refused_by(remaining, other, its_holder)
-  return {REFUSED, turns, remaining, other, its_holder, 0}
-end
-
 local function in_line()
   local place = redis.call('ZRANK', lock.line, member_of(ticket))
   local remaining, other, its_holder = in_the_way(lock)
   local replaced = message ~= '' and redis.call('HGETALL', lock.name .. REPLACED) or {}
   return {PARKED, turns, place and place + 1 or 0, remaining, other, its_holder, replaced}
-end
-
-local function full()
-  local remaining, other, its_holder = in_the_way(lock)
-  return {FULL, turns, waiting(), remaining, other, its_holder}
 end
 
 -- What is done.
@@ -155,7 +149,7 @@ end
 -- It has claimed its turn before.  Unless its result is on its way, that process has died.
 local function ran_before(record)
   local joined, _, settles = parse_claim(record)
-  if settles > now then return refused_by(settles - now, '', as_holder(ticket)) end
+  if settles > now then return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE} end
   if admits(lock, mode, limit) then return granted(claim(joined), 1) end
   if message == '' then return refused() end
   redis.call('HDEL', lock.running, ticket)
@@ -170,7 +164,10 @@ local function new()
     return granted(grant(lock, owner, ttl, mode, holder), 0)
   end
   if message == '' then return refused() end
-  if not make_room(#message + 80) then return full() end  -- with what is written before it
+  if not make_room(#message + 80) then  -- with what is written before it
+    local remaining, other, its_holder = in_the_way(lock)
+    return {FULL, turns, waiting(), remaining, other, its_holder}
+  end
   return put_in_line(joins_at(lock), home, message)
 end
 
@@ -187,7 +184,7 @@ if not (parked or ran) then
   end
 end
 local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
-if other then return refused_by(other.expires - now, other.owner, other.holder) end
+if other then return {REFUSED, turns, other.expires - now, other.owner, other.holder, NO_PLACE} end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end

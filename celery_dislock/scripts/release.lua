@@ -20,20 +20,22 @@
 
 -- include: _lease
 
-local owner, ticket = ARGV[1], ARGV[4] or ''
-local locks, released = {}, 0
-local anyone_in_line = false
+local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
-for nth, key in ipairs(KEYS) do
+local released, more = 0, {}  -- locks that somebody waits for, or where the ticket is
+for _, key in ipairs(KEYS) do
   local lock = open(key)
   local lease = lease_of(lock, owner)
   local live = lease and lease.expires > now
 
-  if lease then finish(lock, lease, live and tonumber(ARGV[2]) or 0) end  -- ended ones are not revived
-  lock.waited_for = line_exists(lock)
-  if lock.waited_for then
-    if not lease then leave_line(lock, owner) end
-    anyone_in_line = true
+  if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
+  local has_line = line_exists(lock)
+  local claim = ticket ~= '' and redis.call('HGET', lock.name .. RUNNING, ticket)
+  local parked = ticket ~= '' and redis.call('HEXISTS', lock.name .. TICKETS, ticket) == 1
+  if has_line or claim or parked then
+    more[#more + 1] = {
+      lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
+    }
   end
   if live then
     if lease.expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
@@ -41,30 +43,35 @@ for nth, key in ipairs(KEYS) do
     end
     released = released + 1
   end
-  locks[nth] = lock
 end
-if ticket == '' and not anyone_in_line then return released end
+if #more == 0 then return released end
 
+-- include: _grant
+-- include: _line
 -- include: _parked
 
--- Its task has ended: it is done, or its result is on its way.
-local function end_ticket(lock)
-  local claim = redis.call('HGET', lock.running, ticket)
-  local settles_ms = tonumber(ARGV[5])
+local settles_ms = tonumber(ARGV[5])
+home = ARGV[3] or ''
+
+-- The ticket's task has ended.  Returns whether the lock was reserved for it.
+local function end_ticket(lock, claim)
   if claim and settles_ms > 0 then
     local joined, claimed = parse_claim(claim)
     write_claim(lock, ticket, joined, claimed, now + settles_ms)
-  elseif claim or redis.call('HEXISTS', lock.tickets, ticket) == 1 then
-    local _, was_reserved = forget(lock, ticket)
-    if was_reserved then lock.waited_for = true end  -- it was parked again, while it still ran
-    mark_done(lock, ticket, DONE_WITH_LOCK)
+    return false
   end
+  local _, was_reserved = forget(lock, ticket)
+  mark_done(lock, ticket, DONE_WITH_LOCK)
+  return was_reserved
 end
 
-home = ARGV[3] or ''
-for _, lock in ipairs(locks) do
-  with_parked(lock)
-  if ticket ~= '' then end_ticket(lock) end
-  if lock.waited_for then recall_and_hand_off(lock) end
+for _, found in ipairs(more) do
+  local lock = with_parked(found.lock)
+  local hands_off = found.has_line
+  if hands_off and found.may_wait then leave_line(lock, owner) end
+  if found.claim or found.parked then
+    hands_off = end_ticket(lock, found.claim) or hands_off  -- parked again, while it still ran
+  end
+  if hands_off then recall_and_hand_off(lock) end
 end
 return turns[1] and {released, turns} or released

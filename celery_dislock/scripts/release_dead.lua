@@ -16,6 +16,8 @@
 -- release.lua.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
 local start, at_least_ms = ARGV[1], tonumber(ARGV[2])

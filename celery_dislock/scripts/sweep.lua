@@ -17,6 +17,8 @@
 -- twice, what the first gave its turn comes again when that has run out.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
 local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one

@@ -11,6 +11,7 @@
 -- try, one succeeds; sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
 
 local taken = 0
 for _, key in ipairs(KEYS) do

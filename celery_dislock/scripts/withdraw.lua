@@ -15,6 +15,8 @@
 -- aside; the delivery that runs it is answered 1 again, for two hours.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
 local ticket, delivery = ARGV[2], ARGV[3]
