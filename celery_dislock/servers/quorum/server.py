@@ -192,7 +192,8 @@ class Quorum:
         granted = [tokens for state, *tokens in answered if state == GRANTED]
         refused = [reply for reply in answered if reply[0] != GRANTED]
         if len(granted) >= majority and self._clock() - asked_at < ttl:
-            return [GRANTED, *(max(map(int, tokens)) for tokens in zip(*granted, strict=True))], True
+            newest = (max(map(int, tokens)) for tokens in zip(*granted, strict=True))
+            return [GRANTED, *newest], True
 
         released = []
         if granted or any(isinstance(reply, NoReplyError) for reply in replies):
