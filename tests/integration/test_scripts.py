@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.scripts import Script
@@ -16,7 +16,8 @@ LOCK = "dislock:{k}"
 OWNERS = "abc"
 
 # Carries out what it is told, and answers what it knows and what is there: newest token, leases of
-# each mode, and the one that ends first.
+# each mode, and the one that ends first; whether the next token is higher than all that were given,
+# and whether the hash lives as long as its leases.
 DRIVER = """
 local lock, kept = open(KEYS[1]), 0
 if ARGV[1] == 'counted' then count_leases(lock) end
@@ -36,7 +37,11 @@ local function known(of)
   local remaining = in_the_way(of)
   return {of.x, of.s, remaining, table.concat(owners, ' ')}
 end
-return {known(lock), known(open(KEYS[1])), new_token(lock) > kept and 1 or 0}
+local lives = 1
+for _, lease in ipairs(leases_of(lock, '')) do
+  if redis.call('PTTL', KEYS[1]) < lease.expires - now then lives = 0 end
+end
+return {known(lock), known(open(KEYS[1])), new_token(lock) > kept and 1 or 0, lives}
 """
 STEPS = st.lists(
     st.tuples(
@@ -55,6 +60,24 @@ def driver() -> Script:
     )
 
 
+@example(  # the first to end is gone
+    before=[("s", "a", 2000), ("s", "b", 9000)],
+    steps=[("drop", "a", 1000)],
+    counted=True,
+    seconds=0,
+)
+@example(  # one that only runs out outlives the others
+    before=[("s", "a", 2000), ("s", "b", 3000)],
+    steps=[("finish", "a", 9000)],
+    counted=False,
+    seconds=0,
+)
+@example(  # ended in this very millisecond
+    before=[("x", "a", 2000)],
+    steps=[],
+    counted=True,
+    seconds=2,
+)
 @settings(
     max_examples=150,
     deadline=None,
@@ -69,9 +92,10 @@ def test_the_leases_that_a_script_knows_are_those_that_there_are(
     script = driver()
     driven_clock.start(redis_client)
     for told, when in ((before, True), (steps, counted)):
-        known, there, newer = redis_client.eval(
+        known, there, newer, lives = redis_client.eval(
             script.text, 1, LOCK, "counted" if when else "", json.dumps(told)
         )
         assert known == there
         assert newer
+        assert lives
         driven_clock.advance(redis_client, seconds)
