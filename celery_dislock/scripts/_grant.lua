@@ -14,7 +14,9 @@ local function count_leases(lock)
     else
       lock.records[owner] = record
       lock[mode] = lock[mode] + 1
-      if not lock.first or expires < lock.first.expires then
+      local first = lock.first
+      if not first or expires < first.expires
+        or expires == first.expires and token < first.token then
         lock.first = {owner = owner, expires = expires, token = token, holder = holder}
       end
     end
@@ -55,7 +57,7 @@ local function grant(lock, owner, ttl_ms, mode, holder)
   return token
 end
 
--- Of the leases in the way, the one that ends first, as a refusal names it: remaining_ms, owner, holder.
+-- Of the leases in the way, the one that ends first, and of two such the older, as a refusal names it: remaining_ms, owner, holder.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.
 local function in_the_way(lock)
   local first = count_leases(lock).first
