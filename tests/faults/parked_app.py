@@ -142,10 +142,11 @@ def _has_released(lease, **_):
     record("released", lease.holder["id"], key=lease.key, token=lease.token)
 
 
-@before(Parking, "settled")
-def _is_settled(parking):
-    if parking._claim.claimed and parking._claim.completed:
-        record("settled", parking._request.id)
+@before(Parking, "result_stored")
+def _is_settled(parking, _state):
+    delivery = parking._delivery
+    if delivery.was_parked and delivery.completed:
+        record("settled", delivery.id)
 
 
 @before(Lines, "sweep")

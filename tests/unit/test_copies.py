@@ -183,8 +183,7 @@ def test_a_copy_meets_a_lease_that_is_left_to_expire(app, world, ran, broker):
 
     claim = Claim("other", {"task": task.name, "id": "1"})
     world.lock("k").try_acquire(claim)
-    claim.leaves = True
-    claim.settle()
+    claim.settle(leaves=True)
     deliver(task, "1")
     assert ran == []
     assert len(broker.sent) == 1

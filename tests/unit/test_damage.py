@@ -11,7 +11,7 @@ from celery_dislock.messages.headers import PUT_OFF_HEADER
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers.connections import locks_of, store_error
 from celery_dislock.servers.quorum.server import Quorum
-from celery_dislock.tasks.conflicts import DAMAGED_TRIES
+from celery_dislock.tasks.acquisition import DAMAGED_TRIES
 from celery_dislock.tasks.task import runtime_of
 from tests.unit.worker import Broker, deliver
 

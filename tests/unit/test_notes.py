@@ -10,6 +10,7 @@ from celery.app.task import Context
 from celery.signals import task_revoked
 
 from celery_dislock import SingletonTask, StoreError
+from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
     HELD_HEADER,
@@ -20,11 +21,9 @@ from celery_dislock.messages.headers import (
     RETRY_UNTIL_HEADER,
     TICKET_HEADER,
     Notes,
-    forget_notes,
-    notes_of,
 )
 from celery_dislock.tasks.task import runtime_of
-from tests.unit.fakes import FakeLines
+from tests.unit.fakes import FakeLines, World
 from tests.unit.worker import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -116,9 +115,10 @@ def test_a_task_knows_its_own_ticket_whatever_its_id(task_id, caplog):
 def test_notes_are_forgotten_with_their_headers():
     """The lock is had: neither this delivery nor what its body sends knows of the wait."""
     request = Context({"id": "1", "task": "t", "headers": {**GENUINE, "tenant": 7}})
-    request.dislock_notes = Notes.of(request, "dislock")
-    forget_notes(request)
-    assert notes_of(request) == Notes()
+    delivery = Delivery(None, request, World().lock(), None, Notes.of(request, "dislock"))
+    assert delivery.notes != Notes()
+    delivery.forget_notes()
+    assert delivery.notes == Notes()
     assert request.headers == {"tenant": 7}
 
 

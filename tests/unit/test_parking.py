@@ -484,7 +484,7 @@ def test_the_ticket_of_a_delivery_that_comes_again_stays(app, world, lines, erro
 
 def test_the_ticket_of_a_body_that_has_not_ended_stays(app, world, lines, monkeypatch):
     """A signal handler's exception before the body's end says nothing about its work."""
-    monkeypatch.setattr("celery_dislock.tasks.guard.forget_notes", lambda _: 1 / 0)
+    monkeypatch.setattr("celery_dislock.messages.delivery.forget_notes", lambda _: 1 / 0)
     come(declare(app))
     assert world.store.done == [""]
 
