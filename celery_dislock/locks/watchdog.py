@@ -24,7 +24,7 @@ import threading
 import time
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.store import Store
 
 BATCH = 500  # renewals in one round trip: some 5 ms of work for the server
 EARLY = 1 / 20  # of the time between two renewals: so much earlier a lease may be taken along
@@ -45,18 +46,6 @@ CLEAR_FOR = 90.0  # seconds; then an owner's place in line and its lease have ru
 DEAD_ENTRIES = 1000  # heap entries of ended leases that are worth a clean-up
 
 logger = logging.getLogger("celery_dislock")
-
-
-class Renewing(Protocol):
-    """What the watchdog asks of a store."""
-
-    def renew(
-        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
-    ) -> list[bool | StoreError]:
-        """See :meth:`celery_dislock.servers.store.Store.renew`."""
-
-    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
-        """See :meth:`celery_dislock.servers.store.Store.clear`."""
 
 
 class Entry(NamedTuple):
@@ -91,7 +80,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Renewing,
+        store: Store,
         *,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,

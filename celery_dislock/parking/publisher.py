@@ -51,7 +51,7 @@ PLACES = (
 logger = logging.getLogger("celery_dislock")
 
 
-class Postman:
+class Publisher:
     """
     Publishes parked tasks' messages.
 

@@ -65,6 +65,8 @@ class Cluster:
         name: The URL as a message may show it.
     """
 
+    keeps_lines = True
+
     def __init__(
         self,
         url: str,

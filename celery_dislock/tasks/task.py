@@ -27,7 +27,7 @@ from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import own_turn
 from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.reporting import leave_out_what_is_told
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.request import recovering
@@ -50,7 +50,7 @@ def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
     try:
         runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
     except KeyError:
-        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Postman(app)))
+        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Publisher(app)))
         runtime = app.__dict__.setdefault("_dislock_runtime", new)
     return runtime
 

@@ -25,7 +25,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.parking.park import Parking
-from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
 from celery_dislock.servers.store import Store
 from celery_dislock.signals import lock_acquired, lock_released
@@ -102,7 +102,7 @@ def after(owner, name, error):
     return decorate
 
 
-@before(Postman, "hand_over")
+@before(Publisher, "hand_over")
 def _turn_was_given(_postman, _lines, turns):
     for turn in turns:
         task_id = turn.ticket.rsplit(":", 2)[0]

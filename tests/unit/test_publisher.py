@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.reporting import Order
 from celery_dislock.servers.replies import Turn
 from tests.unit.fakes import FakeLines
@@ -38,7 +38,7 @@ def producer(app, monkeypatch):
 
 @pytest.fixture
 def postman(app, producer):
-    return Postman(app)
+    return Publisher(app)
 
 
 def parked(task_id, task="t", alone=True, **headers):
@@ -351,7 +351,7 @@ def test_one_that_nobody_can_read_is_set_aside(app, task, postman, producer, lin
 
 def home(url="redis://h:6379/0", transport=None, write_url=None):
     conf = {"broker_url": url, "broker_write_url": write_url or url}
-    return Postman(
+    return Publisher(
         SimpleNamespace(conf=SimpleNamespace(**conf, broker_transport_options=transport))
     ).home
 
@@ -419,14 +419,14 @@ def test_other_transport_options_do_not_matter():
 def test_a_home_gives_away_nothing():
     """It is part of names in Redis, and stands without spaces in what scripts read."""
     app = Celery("shop", broker="redis://me:hunter2@h:1/0", set_as_current=False)
-    assert Postman(app).home == home("redis://h:1/0")
-    assert len(Postman(app).home) == 12
-    assert set(Postman(app).home) <= set("0123456789abcdef")
+    assert Publisher(app).home == home("redis://h:1/0")
+    assert len(Publisher(app).home) == 12
+    assert set(Publisher(app).home) <= set("0123456789abcdef")
 
 
 def test_a_broker_may_come_without_a_url():
     """An app that names none has a home all the same."""
-    assert Postman(Celery("shop", set_as_current=False)).home
+    assert Publisher(Celery("shop", set_as_current=False)).home
     assert home("")
 
 
