@@ -137,6 +137,17 @@ def install(task: type[Task], app: Celery) -> None:
     task_postrun.connect(_after_result, dispatch_uid="dislock_after_result")
 
 
+def guard_tasks(app: Celery) -> None:
+    """Guard every task that is to be locked, whatever its base class.
+
+    Raises:
+        SettingsError: An option of one of them cannot be used.
+    """
+    for task in list(app.tasks.values()):
+        if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+            install(type(task), app)
+
+
 def _command_line_loads_the_app() -> bool:
     """Tell whether Celery's command line is importing an app: a module that uses its own tasks."""
     context = click.get_current_context(silent=True)

@@ -10,12 +10,14 @@ from celery import Celery
 from celery.bin.worker import worker as worker_command
 from celery.local import Proxy
 
-from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError, plugin
+from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError
 from celery_dislock.config.server import lock_server
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.plugin import OPTIONS, LockStep, SweepStep, guard_tasks
+from celery_dislock.plugin import OPTIONS
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.tasks.task import guard_tasks, runtime_of
+from celery_dislock.worker import steps
+from celery_dislock.worker.steps import LockStep, SweepStep
 from tests.unit.fakes import without_strangers
 
 
@@ -28,7 +30,7 @@ def app():
 
 @pytest.fixture
 def reachable(monkeypatch):
-    monkeypatch.setattr(plugin, "check_rights", lambda *_: None)
+    monkeypatch.setattr(steps, "check_rights", lambda *_: None)
     monkeypatch.setattr(Store, "ping", lambda _: {})
     monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
 
@@ -278,7 +280,7 @@ def sweeps(monkeypatch):
         def end(self):
             self.ended += 1
 
-    monkeypatch.setattr("celery_dislock.plugin.Sweep", Sweep)
+    monkeypatch.setattr("celery_dislock.worker.steps.Sweep", Sweep)
     return made
 
 

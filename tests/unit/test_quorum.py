@@ -11,7 +11,6 @@ from celery import Celery
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.config.settings import app_settings, task_options
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.plugin import LockStep
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
 from celery_dislock.servers.quorum.members import (
     DOUBLED,
@@ -25,6 +24,7 @@ from celery_dislock.servers.quorum.server import FORGET_AFTER, PAUSE, Names, Quo
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
+from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{export:7}"
