@@ -52,7 +52,9 @@ def lock_on_conflict(value: object) -> object:
     return value
 
 
-_strategy = one_of("skip", "raise", "retry", "wait", "queue", "reject")
+STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
+
+_strategy = one_of(*STRATEGIES)
 
 
 def declare(

@@ -7,6 +7,7 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock.config import options
 from celery_dislock.locks.claim import Claim
 from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
 from celery_dislock.messages.resend import PUT_OFF_MOST
@@ -410,3 +411,8 @@ class TestUnavailable:
                 export.apply()
         assert caplog.text.count("no task can take a lock") == 1
         assert caplog.text.count("answers again") == 1
+
+
+def test_each_strategy_that_can_be_named_is_there():
+    """The option's names are declared once, and each has its function."""
+    assert tuple(conflicts.STRATEGIES) == options.STRATEGIES
