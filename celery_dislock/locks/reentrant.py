@@ -184,7 +184,8 @@ class ReentrantLock:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
                 raise answer.error()  # noqa: TRY301 -- nothing to undo
-            if self._options.lock_on_lost == "raise" and answer.running is None:
+            stops = self._options.lock_on_lost == "raise" and not answer.execution
+            if stops and answer.running is None:
                 answer.running = Running(answer.lease)
                 answer.running.begin()
             if leaving is not None and leaving.is_for(self):

@@ -25,6 +25,7 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
+from celery_dislock.locks.interruption import _MainThreadTarget
 from tests.holding import PATIENCE, name_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,16 @@ class TestOwnExecution:
         with app.dislock.lock(KEY):
             assert isinstance(task.apply().result, LockHeldError)
         assert task.apply().successful()
+
+    def test_a_block_in_a_body_that_can_be_stopped_arms_nothing_of_its_own(self, app):
+        """The task is stopped as it asks; nothing stays armed when its body has ended."""
+
+        def body():
+            with app.dislock.lock(KEY, on_lost="raise") as lease:
+                return lease.held
+
+        assert self.run(app, body, lock_on_lost="raise").get() is True
+        assert _MainThreadTarget.armed is None
 
     def test_another_dislock_of_the_server_does_not_wait_either(self, app, dislock):
         """Two Dislock objects share nothing but the server: still nobody waits for itself."""
