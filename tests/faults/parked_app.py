@@ -118,8 +118,8 @@ def _is_about_to_be_parked(_lines, _lock, _owner, _ttl, _holder, ticket):
 
 @after(Parking, "park", TaskParked)
 def _was_parked(parking, *_):
-    record("parked", parking._request.id)
-    place("parked", parking._request.id)
+    record("parked", parking._delivery.id)
+    place("parked", parking._delivery.id)
 
 
 @lock_acquired.connect(weak=False)
