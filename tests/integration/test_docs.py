@@ -150,6 +150,14 @@ def test_a_dead_link_is_found(tmp_path):
     assert dead_links_of(page) == ["gone.md", "page.md#the-page"]
 
 
+def test_every_word_of_the_glossary_is_linked_from_another_page():
+    """A page that uses a word links to its meaning, so each word of the glossary is in use."""
+    text = "".join(page.read_text("utf-8") for page in PAGES if page.stem != "glossary")
+    words = re.findall(r"^### (.*)$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    anchors = {word: word.lower().replace(" ", "-") for word in words}
+    assert [word for word, anchor in anchors.items() if f"glossary.md#{anchor})" not in text] == []
+
+
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
     """docs/architecture.md draws the floors of import-linter, in their order, and no others."""
     text = (DOCS / "architecture.md").read_text("utf-8").partition("\n## The packages\n")[2]
