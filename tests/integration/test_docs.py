@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
+from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
 from example_project.redis_server import RedisServer
 
@@ -156,6 +157,17 @@ def test_every_word_of_the_glossary_is_linked_from_another_page():
     words = re.findall(r"^### (.*)$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
     anchors = {word: word.lower().replace(" ", "-") for word in words}
     assert [word for word, anchor in anchors.items() if f"glossary.md#{anchor})" not in text] == []
+
+
+def test_the_life_of_an_execution_shows_every_strategy():
+    """The diagram has an arrow for each strategy that docs/conflicts.md tells, and each is one."""
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    labels = re.findall(r"^ *strategy -- (.*?) -->", text, re.MULTILINE)
+    drawn = {word for label in labels for word in re.findall(r"\b[a-z]+\b", label)}
+    told = re.findall(r'^\| `"(\w+)"` \|', (DOCS / "conflicts.md").read_text("utf-8"), re.MULTILINE)
+    assert drawn == set(told)
+    for name in told:
+        assert task_options("shop.export", {"lock_on_conflict": name}, {}).lock_on_conflict == name
 
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
