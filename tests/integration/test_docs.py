@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -73,6 +74,28 @@ def layers() -> list[list[str]]:
         r'^containers = \["celery_dislock"\]\nlayers = \[(.*?)^\]', text, re.MULTILINE | re.DOTALL
     )
     return [floor.split(" | ") for floor in re.findall(r'"(.*?)"', listed)]
+
+
+def runs_of_words(text: str) -> set[str]:
+    """Return all runs of three words between the places of a text that are filled in."""
+    runs = set()
+    for part in re.split(r"…|%\S*[sdrf]|\d+(?:\.\d+)?", text):
+        words = re.findall(r"[A-Za-z][\w-]*", part)
+        runs |= {" ".join(words[at : at + 3]) for at in range(len(words) - 2)}
+    return runs
+
+
+def runs_of_the_package() -> set[str]:
+    """Return the runs of three words in all texts of the package's code."""
+    runs = set()
+    for file in (ROOT / "celery_dislock").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
+                runs |= runs_of_words("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                runs |= runs_of_words(node.value)
+    return runs
 
 
 @pytest.fixture
@@ -168,6 +191,21 @@ def test_the_life_of_an_execution_shows_every_strategy():
     assert drawn == set(told)
     for name in told:
         assert task_options("shop.export", {"lock_on_conflict": name}, {}).lock_on_conflict == name
+
+
+def test_the_log_lines_of_the_operators_page_are_those_of_the_code():
+    """At least half of the words of each line stand in the code; the rest may be put together."""
+    text = (DOCS / "operations.md").read_text("utf-8").partition("\n## When the lock server")[0]
+    lines = re.findall(r"^\| (?:[A-Z]+ )?`(.*?)`[^|]* \| ", text, re.MULTILINE)
+    ours = [line for line in lines if "LockHeldError" not in line]  # that one is Celery's
+    assert len(ours) > 50
+    known = runs_of_the_package()
+    unknown = []
+    for line in ours:
+        runs = runs_of_words(line)
+        if len(runs & known) * 2 < len(runs):
+            unknown.append(line)
+    assert unknown == []
 
 
 def test_the_diagram_of_the_packages_is_the_contract_of_the_build():
