@@ -60,7 +60,7 @@ _strategy = one_of(*STRATEGIES)
 def declare(
     *, default: Any, check: Check, unit: str, description: str, secret: bool = False
 ) -> Any:
-    """Declare an option or a setting, with all that is to be known of it."""
+    """Declare an option or a setting: default, check, unit and description in one place."""
     metadata = {"check": check, "unit": unit, "description": description}
     return field(default=default, repr=not secret, metadata=metadata)
 

@@ -21,7 +21,7 @@ class Outbox:
     meet the lock of the very task that it continues.
 
     Attributes:
-        held_by: Owner whose lease the retries are to take over; None: it is released.
+        held_by: Owner whose lease the retries take over; None: the lease is released.
     """
 
     def __init__(self) -> None:

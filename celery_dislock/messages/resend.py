@@ -45,7 +45,7 @@ def put_off(delivery: Delivery, reason: str, *, at_most: float = PUT_OFF_MOST) -
         Seconds from now until its new time.
 
     Raises:
-        Reject: The broker is away, and has the message still: it is to be delivered again.
+        Reject: The broker is away, and has the message still: it will deliver the message again.
     """
     task, request, notes = delivery.task, delivery.request, delivery.notes
     backoff = PUT_OFF_FIRST * 2.0 ** min(notes.put_off, 10)
@@ -69,7 +69,7 @@ def put_off(delivery: Delivery, reason: str, *, at_most: float = PUT_OFF_MOST) -
             if task.acks_late:  # the broker has the message still
                 rejected = Reject(reason_of(exc), requeue=True)
                 why = f"its broker, which is away: {reason_of(exc)}; {reason}"
-                what = f"is to be delivered again by {why}"
+                what = f"will be delivered again by {why}"
                 raise delivery.told(rejected, what, level=logging.WARNING) from None
             logger.error(  # noqa: TRY400 -- the reason says it all, many times over
                 "Task %s cannot be put off, and waits in its slot: the broker is away: %s; %s",

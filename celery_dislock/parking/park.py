@@ -1,8 +1,8 @@
 """Park a task in line for its lock instead of in a worker slot, and claim its turn.
 
-Where a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  Whoever
-releases the lock publishes the message of the first in line again, with its ticket in a header, and
-the lock is reserved for it: the worker that gets it claims its turn and runs it.
+If a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  The
+process that releases the lock publishes the message of the first in line again, with its ticket in
+a header, and the lock is reserved for it: the worker that gets it claims its turn and runs it.
 
 A ticket belongs to one delivery of work: task id, number of retries, and how often the task was
 replaced.  What a body retries or replaces is new work, whatever headers Celery copies.
@@ -174,7 +174,7 @@ class Parking:
         }
         try:
             delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
-        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             logger.warning(
                 "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )

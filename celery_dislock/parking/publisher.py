@@ -1,7 +1,7 @@
 """Publish the messages of parked tasks whose turn it is, and end those that lost their place.
 
-Nothing here raises what a broker may raise: whoever releases a lock has done its own task, and is
-not to fail for another's.  A turn that was not published is given back, or runs out, and is given
+Nothing here raises a broker's error: the caller has released a lock and done its own task, and must
+not fail for another's.  A turn that was not published is given back, or runs out, and is given
 again.
 """
 
@@ -98,7 +98,7 @@ class Publisher:
             except (OperationalError, OSError) as exc:  # the broker is away
                 _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
                 return
-            except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
+            except Exception as exc:  # noqa: BLE001 -- any of the broker's client
                 # The others are not to wait for this one.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
 
@@ -108,7 +108,8 @@ class Publisher:
         """
         End tasks that had to make room in their line: REVOKED, as if they had been skipped.
 
-        Others may end the same tasks at the same moment.  Whoever takes one off the list logs it.
+        Others may end the same tasks at the same moment.  The process that takes one off the list
+        logs it.
         """
         key = key_of(lock)
         for ticket, written in replaced.items():
@@ -122,7 +123,7 @@ class Publisher:
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
-                else:  # only a worker that knows the task can read who else is to be told
+                else:  # only a worker that knows the task can read who else must be told
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # else that worker logs it
                     line = f"Task {message} skipped: {reason}. It does not run."
@@ -150,7 +151,7 @@ class Publisher:
                 )
             except NotImplementedError:  # there are no results
                 return
-            except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+            except Exception as exc:  # noqa: BLE001 -- any of the backend's client
                 logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
                 return
             if state in states.READY_STATES:

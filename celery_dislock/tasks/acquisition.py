@@ -38,9 +38,8 @@ class Acquisition:
     """
     One delivery's questions for its lock.
 
-    Every method blocks.  Each returns None if the lock server is away and the body is to run
-    without its lock; otherwise a server that is away ends the delivery, as
-    ``dislock_on_unavailable`` says.
+    Every method blocks.  If the lock server is away, ``dislock_on_unavailable`` decides: the
+    delivery ends, or the method returns None and the body runs without its lock.
 
     Args:
         delivery: The delivery.
@@ -95,7 +94,7 @@ class Acquisition:
         not asked.
 
         Returns:
-            If the body is to run without its lock.
+            If the body runs without its lock.
 
         Raises:
             Retry: Put off, and nothing is lost.
@@ -135,7 +134,7 @@ class Acquisition:
         return self.delivery.lock.try_acquire(self.delivery.claim)
 
     def _asked(self, ask: Callable[[], T], *, first: bool = False) -> T | None:
-        """Ask; if the server gives no answer, settle what is to be done."""
+        """Ask; if the server gives no answer, do as ``dislock_on_unavailable`` says."""
         claim, owner = self.delivery.claim, None
         try:
             if first:

@@ -155,7 +155,7 @@ class Guard:
             outbox.send()
 
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
-        """Return the lease; None if the body is to run without one."""
+        """Return the lease; None if the body runs without one."""
         if delivery.notes.replaced is not None:
             conflicts.end_unrun(delivery, delivery.notes.replaced)
         asking = Acquisition(delivery, self.runtime)
@@ -202,7 +202,7 @@ class Guard:
 
     @property
     def parks(self) -> bool:
-        """Whether a delivery of this task may be parked, and so is to bring its message."""
+        """Whether a delivery of this task may be parked, and so must bring its message."""
         return self._parks and not self.runtime.off
 
     def ended(self, request: Context, state: str, retval: Any) -> None:

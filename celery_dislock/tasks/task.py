@@ -138,7 +138,7 @@ def install(task: type[Task], app: Celery) -> None:
 
 
 def guard_tasks(app: Celery) -> None:
-    """Guard every task that is to be locked, whatever its base class.
+    """Guard every task that has a ``lock_key``, whatever its base class.
 
     Raises:
         SettingsError: An option of one of them cannot be used.

@@ -117,7 +117,7 @@ class Arrivals:
         wanted = not (result_is_ignored(task, request) if task is not None else False)
         try:
             backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
-        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             logger.warning(
                 "Task %s[%s] cannot be run, and its result does not say so: %s",
                 *(request.task, request.id, exc),
@@ -146,7 +146,7 @@ class Arrivals:
 
     def _goes_on(self, name: str, message: Message, body: Any) -> bool:
         """
-        Tell whether Celery is to make a task of the message; False: it is done.
+        Tell whether Celery should make a task of the message; False: it is dealt with.
 
         Raises:
             InvalidTaskError: No task can be made of it.

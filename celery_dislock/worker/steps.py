@@ -65,7 +65,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             release_left_behind(worker, runtime_of(worker.app))
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
-        """Look for dead pool processes more often than Celery does, whose locks are to be freed.
+        """Look for dead pool processes more often than Celery does, to free their locks.
 
         Celery is not always told of a child that was killed, and then finds out within five
         seconds.

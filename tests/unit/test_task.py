@@ -552,7 +552,7 @@ def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(
     assert isinstance(rejection, Reject)
     assert rejection.requeue is True
     [said] = [message for message in caplog.messages if f"{task.name}[" in message]
-    assert "is to be delivered again by its broker, which is away: " in said
+    assert "will be delivered again by its broker, which is away: " in said
     assert "lock 'k'" in said
 
 
