@@ -24,13 +24,17 @@ def seconds(*, above: float | None = None, at_least: float | None = None) -> Che
             value = value.total_seconds()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
+        try:
+            given = float(value)
+        except OverflowError:
+            given = math.inf
         if (
-            not math.isfinite(value)
-            or (above is not None and value <= above)
-            or (at_least is not None and value < at_least)
+            not math.isfinite(given)
+            or (above is not None and given <= above)
+            or (at_least is not None and given < at_least)
         ):
             raise ValueError(f"give seconds {wanted}, and finite")
-        return float(value)
+        return given
 
     return check
 
