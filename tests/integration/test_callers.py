@@ -492,6 +492,8 @@ class TestOptions:
             ("limit", 0),
             ("mode", "sharde"),
             ("expire", float("inf")),
+            ("expire", 1e300),
+            ("watchdog_timeout", 1e12),
             ("on_lost", "terminate"),
         ],
     )
