@@ -18,7 +18,7 @@ from celery.bin.base import CeleryOption
 from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
-from celery_dislock.config.checks import optional, seconds
+from celery_dislock.config.checks import optional, seconds, yes_or_no
 from celery_dislock.config.settings import app_settings, refuse_unknown, task_options
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
@@ -185,6 +185,10 @@ class Dislock:
             wait_for = optional(seconds(at_least=0))(timeout)
         except ValueError as exc:
             raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
+        try:
+            yes_or_no(fair)
+        except ValueError as exc:
+            raise SettingsError(owner, "fair", fair, str(exc)) from exc
         given_keys: Any = key
         several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
         keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])

@@ -37,6 +37,7 @@ class Held:
         lock: The lock.
         claim: The claim by which it was taken.
         lease: The lease.
+        runtime: What took it in plain Python; it makes a new store when it was closed.
         execution: Whether it is the lease of a task's execution, which ends with the body.
 
     Attributes:
@@ -47,11 +48,30 @@ class Held:
         outer: What the caller had of its keys before: of a task, in which this one runs eagerly.
     """
 
-    __slots__ = ("_claim", "caller", "entries", "execution", "lease", "lock", "outer", "running")
+    __slots__ = (
+        "_claim",
+        "caller",
+        "entries",
+        "execution",
+        "lease",
+        "lock",
+        "outer",
+        "running",
+        "runtime",
+    )
 
-    def __init__(self, lock: Lock, claim: Claim, lease: Lease, *, execution: bool = False) -> None:
+    def __init__(
+        self,
+        lock: Lock,
+        claim: Claim,
+        lease: Lease,
+        *,
+        runtime: object = None,
+        execution: bool = False,
+    ) -> None:
         self.lock = lock
         self.lease = lease
+        self.runtime = runtime
         self.execution = execution
         self.entries: dict[object, object] = {}
         self.running: Running | None = None

@@ -2,8 +2,8 @@
 
 A holder that crashed hands nothing on, and a process may die before it has published a parked task.
 So one worker at a time, under a lease of its own, looks through the lines of its broker, a page at
-a time in its event loop: each line once within a third of the watchdog timeout.  What it finds costs
-a script for each line; a line whose lock is held is left as it is.
+a time in its event loop: each line once within a third of the watchdog timeout.  Each line costs a
+script; a line whose lock is held is left as it is.
 """
 
 from __future__ import annotations

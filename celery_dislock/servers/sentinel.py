@@ -142,7 +142,9 @@ class Sentinels:
         self._others = others
         self._timeout = timeout
         self._clock = clock
-        self._mutex = threading.Lock()  # one asks, and the others have its answer
+        # One asks, and the others have its answer.  A signal handler that uses locks in the middle
+        # of that asks, too.
+        self._mutex: Any = threading.RLock()
         self._named: Address | None = None
         self._holds_until = 0.0
         self._silent = False
@@ -191,11 +193,21 @@ class Sentinels:
 
     @contextlib.contextmanager
     def _alone(self, within: float | None) -> Iterator[None]:
-        if not self._mutex.acquire(timeout=-1 if within is None else within):
-            raise NoSentinel("the Sentinels have not answered yet")
-        try:
+        if self._mutex._is_owned():  # noqa: SLF001 -- as threading.Condition asks
             yield
-        finally:
+            return
+        try:
+            if not self._mutex.acquire(timeout=-1 if within is None else within):
+                raise NoSentinel("the Sentinels have not answered yet")
+            yield
+        finally:  # also where a signal handler raises right after it was acquired
+            try:
+                self._free()
+            finally:
+                self._free()
+
+    def _free(self) -> None:
+        if self._mutex._is_owned():  # noqa: SLF001
             self._mutex.release()
 
     def _ask(self, within: float | None, *, or_last: bool = False) -> Address:

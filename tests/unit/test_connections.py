@@ -14,7 +14,7 @@ from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.servers.cluster import Cluster
-from celery_dislock.servers.connections import demoted
+from celery_dislock.servers.connections import connection_maker, demoted
 from celery_dislock.servers.node import Node
 from celery_dislock.servers.server import server_for
 
@@ -317,3 +317,18 @@ class TestClusterWithoutNodes:
             server.send("INFO")
         with pytest.raises(StoreError, match="no node tells the slots"):
             server.pop("dislock:{a}", 1.0)
+
+
+def test_a_connection_is_greeted_without_numbers():
+    """As hiredis can crash the process where a signal handler raises while it packs one."""
+    packed = []
+
+    class Packer:
+        def pack(self, *command):
+            packed.append(command)
+            return []
+
+    connection = connection_maker("n", "redis://127.0.0.1", {})()
+    connection._command_packer._packer = Packer()
+    connection.pack_command("HELLO", 3, "AUTH", b"user", "secret")
+    assert packed == [("HELLO", "3", "AUTH", b"user", "secret")]

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.locks.interruption import running_here
+from celery_dislock.locks.interruption import _MainThreadTarget, running_here
 
 LOST = LockLostError("k", "stolen")
 
@@ -93,3 +93,11 @@ def test_an_inner_body_leaves_the_outer_one_armed():
     with pytest.raises(LockLostError):
         outer.throw(LOST)
     outer.disarm()
+
+
+def test_blocks_that_end_out_of_order_leave_nothing_armed():
+    """Of two generators the outer may end first: its end is not forgotten by the inner's."""
+    outer, inner = running_here(), running_here()
+    outer.disarm()
+    inner.disarm()
+    assert _MainThreadTarget.armed == ()

@@ -249,3 +249,42 @@ def test_who_has_little_time_does_not_wait_for_another(sentinels, three):
     done.set()
     slow.join()
     sentinels.confirm(Connection(OLD))
+
+
+def test_a_signal_handler_may_ask_while_its_thread_does(sentinels, three):
+    """It asks on connections of its own, and does not wait for the question that it interrupts."""
+    answers = []
+
+    def ask(*_args):
+        three[0].ask = lambda *_args: Said(1, OLD)
+        answers.append(sentinels.find())
+        return Said(1, OLD)
+
+    three[0].ask = ask
+    asking = threading.Thread(target=lambda: answers.append(sentinels.find()), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert answers == [OLD, OLD]
+
+
+def test_an_exception_of_a_signal_handler_bars_nobody(sentinels):
+    """It may strike after one was let in to ask, and before anything else is done."""
+    real = sentinels._mutex
+
+    class Struck:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def acquire(self, **kwargs):
+            real.acquire(**kwargs)
+            raise KeyboardInterrupt
+
+    sentinels._mutex = Struck()
+    with pytest.raises(KeyboardInterrupt):
+        sentinels.find()
+    sentinels._mutex = real
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(sentinels.find(1.0)))
+    asking.start()
+    asking.join()
+    assert answers == [OLD]

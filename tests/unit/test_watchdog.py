@@ -12,7 +12,7 @@ from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.callers import Caller
 from celery_dislock.locks.claim import Claim
-from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES
+from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, _valid
 
 
 def names(events):
@@ -252,6 +252,40 @@ def test_ended_leases_do_not_pile_up(world):
         world.lease("k", f"o{number}", lock_watchdog_timeout=3000).release()
     assert len(world.watchdog._timers) <= DEAD_ENTRIES + 1
     assert len(world.watchdog) == 0
+
+
+def test_a_step_may_be_interrupted_by_another(world):
+    """A signal handler that takes and releases a lock in the middle of a step is not waited for."""
+    lease = world.lease("k", "o", lock_watchdog_timeout=30)
+    inner = []
+
+    def caller():  # asked in the middle of a step
+        inner.append(world.lease("inner", f"i{len(inner)}", lock_watchdog_timeout=30))
+        inner[-1].release()
+        return Caller()
+
+    lease.caller = caller
+    step = threading.Thread(target=world.run, args=(11,), daemon=True)
+    step.start()
+    step.join(30)
+    assert not step.is_alive()
+    assert [one.finished for one in inner] == [True]
+
+
+def test_what_is_watched_during_a_clean_up_is_renewed(world, monkeypatch):
+    """The heap that replaces the old one has the lease that a signal handler took meanwhile."""
+    taken = []
+
+    def valid(entry):
+        if not taken:
+            taken.append(world.lease("new", "new", lock_watchdog_timeout=30))
+        return _valid(entry)
+
+    monkeypatch.setattr("celery_dislock.locks.watchdog._valid", valid)
+    while not taken:
+        world.lease("k", "o", lock_watchdog_timeout=3000).release()
+    world.run(40)
+    assert taken[0].renewals
 
 
 def test_it_sleeps_for_ever_without_leases(world):
