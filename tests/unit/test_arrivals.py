@@ -7,6 +7,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import redis
 from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
@@ -191,6 +192,18 @@ def test_a_backend_that_is_away_does_not_disturb_the_consumer(
     drop(consumer, "on_invalid_task", message("plain"), InvalidTaskError("damaged"))
     assert "Task plain[2] cannot be run, and its result does not say so: backend" in caplog.text
     assert len(world.store.asked("withdraw")) == 1
+
+
+def test_a_backend_that_is_away_shows_no_password(app, lines, consumer, caplog, monkeypatch):
+    """redis-py writes the arguments of a connection into some of its errors."""
+
+    def away(*_, **__):
+        raise redis.ConnectionError("Connection(username='me', password='hunter2') failed")
+
+    monkeypatch.setattr(app.backend, "mark_as_failure", away)
+    drop(consumer, "on_invalid_task", message("plain"), InvalidTaskError("damaged"))
+    assert "Task plain[2] cannot be run, and its result does not say so: " in caplog.text
+    assert "hunter2" not in caplog.text
 
 
 def test_where_nothing_can_be_parked_nobody_is_asked(app, world, lines, consumer):
