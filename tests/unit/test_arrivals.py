@@ -261,6 +261,13 @@ def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(world, lines, consum
     assert "Task plain[2] acknowledged unrun: another copy" in caplog.text
 
 
+def test_one_of_which_the_lock_server_knows_nothing_runs(lines, consumer):
+    """A failover has lost its record: nothing says that it is done."""
+    lines.parked.clear()
+    arrive(consumer, message("plain", delivery_tag="one"))
+    assert consumer.made == ["plain"]
+
+
 def test_a_delivery_that_comes_again_runs(world, lines, consumer):
     """Its worker has died: by its name, or where the broker says that it comes again."""
     arrive(consumer, message("plain", delivery_tag="one"))
