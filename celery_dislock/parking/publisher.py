@@ -110,7 +110,7 @@ class Postman:
     def _send_anew(self, lines: Lines, turn: Turn, message: Message) -> list[Turn]:
         """Send a task without its ticket, as new work; return whose turn it is instead.
 
-        An earlier version wrote its id into the ticket as it is, and a delivery could not show that.
+        An earlier version wrote the id into the ticket as it is, which no delivery can show.
         """
         try:
             self._publish(message, {})
@@ -119,8 +119,8 @@ class Postman:
             _not_sent([(turn, message)], exc, "when their turn has run out")
             return []
         logger.info(
-            "Parked task %s was put in line for lock %r by an earlier version, and is sent as a new "
-            "one: it goes to the end of the line.",
+            "Parked task %s was put in line for lock %r by an earlier version, and is sent as a "
+            "new one: it goes to the end of the line.",
             *(message, key_of(turn.lock)),
         )
         return next_turns

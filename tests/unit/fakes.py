@@ -245,7 +245,9 @@ class FakeLines:
         self.store._round_trip("withdraw", lock, ticket, delivery)
         if self.parked.pop((lock, ticket), None) is None:
             # One of which nothing is known runs.
-            return delivery != "" and self.ran_without.setdefault((lock, ticket), delivery) == delivery
+            return (
+                delivery != "" and self.ran_without.setdefault((lock, ticket), delivery) == delivery
+            )
         self.ran_without[lock, ticket] = delivery
         return True
 
