@@ -27,6 +27,7 @@ from celery_dislock.parking.park import (
     STAYS_IN_LINE,
     Parking,
     acknowledge_unrun,
+    delivery_of,
     leave_old_line,
     withdraw,
 )
@@ -186,7 +187,8 @@ class Guard:
         Take a parked task out of line that has ended before this guard could claim its turn.
 
         Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
-        is set aside.  Never raises; blocks for a round trip.
+        is set aside.  One whose turn another delivery has claimed goes on.  Never raises; blocks
+        for a round trip.
         """
         if state not in ENDS or hasattr(request, "dislock_claim") or not self._can_park:
             return
@@ -201,7 +203,7 @@ class Guard:
             withdraw(lines, turn, what, retval)
             return
         try:
-            lines.leave(*turn)
+            lines.withdraw(*turn, delivery_of(request.properties))
         except StoreError as exc:
             logger.error(  # noqa: TRY400 -- the reason says it all
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"

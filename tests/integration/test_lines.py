@@ -1451,6 +1451,15 @@ class TestWithdraw:
         assert snapshot(redis_url) == before
         assert broker.end("head") is True
 
+    def test_one_that_runs_comes_again_though_a_copy_of_it_has_ended(self, broker, held):
+        """Its process dies in its body: what a copy did before is not taken for its end."""
+        broker.park("head")
+        broker.end("first")
+        assert isinstance(broker.ask("head", marked=True), Granted)
+        assert broker.withdraw("head", "a copy") is False
+        broker.end("head", done=False)
+        assert isinstance(broker.ask("head", copy=2, marked=True), Granted)
+
     def test_one_delivery_runs_it_without_a_lock(self, broker, held, redis_client):
         """It is told so again when it comes again; any other is told no, and is done."""
         broker.park("head")
