@@ -1,6 +1,6 @@
 -- recall.lua: read the mark that remember.lua has left about a task.
 --
--- KEYS[1]   <lock>:done:<task id>
+-- KEYS[1]   <lock>:mark:<task id>
 --
 -- Returns   the mark; nothing where there is none
 --

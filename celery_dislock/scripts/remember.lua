@@ -1,6 +1,6 @@
 -- remember.lua: leave a mark beside a lock, about a task.
 --
--- KEYS[1]   <lock>:done:<task id>   string; named here, so that it is found where a slot moves
+-- KEYS[1]   <lock>:mark:<task id>   string; named here, so that it is found where a slot moves
 -- ARGV[1]   mark
 -- ARGV[2]   ttl_ms    integer > 0
 --

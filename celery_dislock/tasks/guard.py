@@ -22,7 +22,7 @@ from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import Notes, own_turn
 from celery_dislock.messages.outbox import Outbox
-from celery_dislock.parking.park import STAYS_IN_LINE, withdraw
+from celery_dislock.parking.park import STAYS_IN_LINE, delivery_of, withdraw
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.redelivery import Copies
@@ -210,7 +210,8 @@ class Guard:
         Take a parked task out of line that has ended before this guard could claim its turn.
 
         Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
-        is set aside.  Never raises; blocks for a round trip.
+        is set aside.  One whose turn another delivery has claimed goes on.  Never raises; blocks
+        for a round trip.
         """
         if state not in ENDS or Delivery.of(request) is not None or not self._can_park:
             return
@@ -225,7 +226,7 @@ class Guard:
             withdraw(lines, turn, what, retval)
             return
         try:
-            lines.leave(*turn)
+            lines.withdraw(*turn, delivery_of(request.properties))
         except StoreError as exc:
             logger.error(  # noqa: TRY400 -- the reason says it all
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"

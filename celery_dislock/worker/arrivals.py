@@ -23,6 +23,7 @@ from celery_dislock.exceptions import DislockError
 from celery_dislock.messages.headers import TICKET_HEADER, own_turn
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import runtime_of
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Arrivals:
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             logger.warning(
                 "Task %s[%s] cannot be run, and its result does not say so: %s",
-                *(request.task, request.id, exc),
+                *(request.task, request.id, reason_of(exc)),
             )
 
     def looking(self, update_strategies: Callable[[], Any]) -> Callable[[], Any]:

@@ -255,7 +255,10 @@ class Model:
     def withdraw(self, task, home, *, runs):
         """Return whether it was there, and who is to be published."""
         if not (self.waits(task) or task in self.handed):
-            return False, []
+            known = task in self.running or task in self.done or task in self.aside
+            if runs and not known:  # lost: only a mark says that a task is done
+                self.done.add(task)
+            return runs and not known, []
         self.forget(task)
         if runs:
             self.done.add(task)

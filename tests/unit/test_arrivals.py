@@ -7,6 +7,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import redis
 from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
@@ -193,6 +194,18 @@ def test_a_backend_that_is_away_does_not_disturb_the_consumer(
     assert len(world.store.asked("withdraw")) == 1
 
 
+def test_a_backend_that_is_away_shows_no_password(app, lines, consumer, caplog, monkeypatch):
+    """redis-py writes the arguments of a connection into some of its errors."""
+
+    def away(*_, **__):
+        raise redis.ConnectionError("Connection(username='me', password='hunter2') failed")
+
+    monkeypatch.setattr(app.backend, "mark_as_failure", away)
+    drop(consumer, "on_invalid_task", message("plain"), InvalidTaskError("damaged"))
+    assert "Task plain[2] cannot be run, and its result does not say so: " in caplog.text
+    assert "hunter2" not in caplog.text
+
+
 def test_where_nothing_can_be_parked_nobody_is_asked(app, world, lines, consumer):
     """There is no line on several lock servers."""
     runtime_of(app).process._publisher = None
@@ -246,6 +259,13 @@ def test_a_task_that_takes_no_lock_leaves_its_line_and_runs(world, lines, consum
     assert (first.ended, second.ended) == ("", "acknowledged")
     assert "Task plain[2] runs without a lock: it was parked for lock dislock:{k}" in caplog.text
     assert "Task plain[2] acknowledged unrun: another copy" in caplog.text
+
+
+def test_one_of_which_the_lock_server_knows_nothing_runs(lines, consumer):
+    """A failover has lost its record: nothing says that it is done."""
+    lines.parked.clear()
+    arrive(consumer, message("plain", delivery_tag="one"))
+    assert consumer.made == ["plain"]
 
 
 def test_a_delivery_that_comes_again_runs(world, lines, consumer):

@@ -810,6 +810,7 @@ def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, wor
 
 def test_a_copy_of_what_has_left_its_line_for_several_keys_is_dropped(app, world, lines):
     """But not the delivery that has left it, where the broker says that it comes again."""
+    lines.ran_without[LOCK, "2:0:0"] = "another delivery"
     task = declare(app, lambda _self: "ran", lock_key=["a", "b"], lock_on_conflict="skip")
     assert isinstance(ended(come(task, **marked())), Ignore)
     request = arrived(task, "2", **marked())
@@ -846,23 +847,25 @@ def test_a_key_that_cannot_be_built_sets_the_task_aside(app, world, lines, caplo
 
 
 @pytest.mark.parametrize(
-    ("error", "call"),
+    ("error", "kept"),
     [
-        (ValueError("no"), "withdraw"),
-        (Ignore(), "leave"),
-        (Reject("no", requeue=False), "leave"),
-        (Reject("no", requeue=True), None),
-        (Retry("later"), "leave"),
+        (ValueError("no"), [True]),
+        (Ignore(), [False]),
+        (Reject("no", requeue=False), [False]),
+        (Reject("no", requeue=True), []),
+        (Retry("later"), [False]),
     ],
 )
-def test_what_ends_before_its_guard_leaves_its_line(app, world, lines, error, call):
-    """Its before_start has raised; a message that the broker gets back keeps its turn."""
+def test_what_ends_before_its_guard_leaves_its_line(app, world, lines, error, kept):
+    """Unless it has claimed its turn; a message that the broker gets back keeps its turn, too."""
     lines.parked[LOCK, "2:0:0"] = b"message"
     task = ends_early(app, error)
     app.finalize()
     come(app.tasks[task.name], **marked())
-    calls = [name for name, *_ in world.store.calls if name in {"withdraw", "leave"}]
-    assert calls == ([call] if call else [])
+    assert world.store.asked("leave") == []  # which ends the claim of one that runs
+    asked = world.store.asked("withdraw")
+    assert [(lock, ticket) for lock, ticket, _ in asked] == [(LOCK, "2:0:0")] * len(kept)
+    assert [delivery == "" for *_, delivery in asked] == kept  # set aside
 
 
 def test_what_ends_before_its_guard_and_was_not_parked_asks_nobody(app, world, lines):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 import redis
 
+from celery_dislock.servers import sentinel as sentinel_module
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 from tests.unit.fakes import FakeClock
 
@@ -267,24 +269,43 @@ def test_a_signal_handler_may_ask_while_its_thread_does(sentinels, three):
     assert answers == [OLD, OLD]
 
 
-def test_an_exception_of_a_signal_handler_bars_nobody(sentinels):
-    """It may strike after one was let in to ask, and before anything else is done."""
-    real = sentinels._mutex
+class Struck(BaseException):
+    """What a signal handler raises."""
 
-    class Struck:
-        def __getattr__(self, name):
-            return getattr(real, name)
 
-        def acquire(self, **kwargs):
-            real.acquire(**kwargs)
-            raise KeyboardInterrupt
+def strike(call, nth):
+    """Raise at the nth instruction of the module; return whether it has so many."""
+    seen = 0
 
-    sentinels._mutex = Struck()
-    with pytest.raises(KeyboardInterrupt):
-        sentinels.find()
-    sentinels._mutex = real
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(sentinels.find(1.0)))
-    asking.start()
-    asking.join()
-    assert answers == [OLD]
+    def trace(frame, event, _arg):
+        nonlocal seen
+        if frame.f_code.co_filename != sentinel_module.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if seen == nth:
+            sys.settrace(None)
+            raise Struck
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Struck:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_signal_at_whatever_instruction_lets_the_next_one_ask(three, clock):
+    """A soft time limit, for one: else every later command of the process waited for ever."""
+    nth = 0
+    while True:
+        nth += 1
+        sentinels = Sentinels(three, "locks", timeout=2.0, clock=clock)
+        if not strike(lambda: sentinels.confirm(Connection(OLD)), nth):  # noqa: B023 -- called here
+            break
+        sentinels.confirm(Connection(OLD), 0.0)
+    assert nth > 100
