@@ -167,12 +167,11 @@ class Dislock:
             "lock_expire": expire,
             "lock_on_lost": on_lost,
         }
+        stated = {name: value for name, value in given.items() if value is not None}
         owner = f"lock {key!r}"
         refuse_unknown(owner, unknown, LOCK_OPTIONS)
         try:
-            resolved = task_options(
-                owner, {n: v for n, v in given.items() if v is not None}, self.runtime.conf
-            )
+            resolved = task_options(owner, stated, self.runtime.conf)
         except SettingsError as exc:
             option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
             raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
@@ -192,7 +191,9 @@ class Dislock:
         given_keys: Any = key
         several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
         keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])
-        return ReentrantLock(keys, resolved, self.runtime, timeout=wait_for, fair=fair)
+        return ReentrantLock(
+            keys, resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
+        )
 
     def close(self) -> None:
         """

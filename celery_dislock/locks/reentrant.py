@@ -29,7 +29,7 @@ from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
     from datetime import timedelta
     from types import TracebackType
 
@@ -65,12 +65,14 @@ class ReentrantLock:
         *,
         timeout: float | None,
         fair: bool,
+        stated: Collection[str] = (),
     ) -> None:
         self.keys = tuple(keys)
         self._options = options
         self._runtime = runtime
         self._timeout = timeout
         self._fair = fair
+        self._stated = stated  # options that are not defaults
 
     def acquire(
         self,
@@ -264,7 +266,7 @@ class ReentrantLock:
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
             if held.execution or held.entries:
-                check_terms(held, self._options, caller)
+                check_terms(held, self._options, caller, self._stated)
                 held.lease.ensure_held()
                 held.entries[entry] = None
                 return held

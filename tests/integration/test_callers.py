@@ -136,6 +136,15 @@ class TestOwnExecution:
         assert self.run(app, body).get() == 1
         assert not redis_client.exists(NAME)
 
+    def test_its_body_need_not_repeat_how_long_it_lasts(self, app):
+        """The task's own timeout and cap hold for a block that states none."""
+
+        def body():
+            with app.dislock.lock(KEY) as lease:
+                return lease is current_lease()
+
+        assert self.run(app, body, lock_watchdog_timeout=20, max_renew_times=7).get() is True
+
     def test_its_body_cannot_release_it(self, app):
         """What the body did not take it cannot give away."""
 
