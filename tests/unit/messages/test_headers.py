@@ -24,8 +24,8 @@ from celery_dislock.messages.headers import (
     notes_of,
 )
 from celery_dislock.tasks.task import runtime_of
+from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines
-from tests.unit.worker import Broker, deliver
 
 LOCK = "dislock:{k}"
 DEEP: list = []

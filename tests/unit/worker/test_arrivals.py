@@ -15,7 +15,7 @@ from celery_dislock.messages.headers import TICKET_HEADER
 from celery_dislock.tasks.task import runtime_of
 from celery_dislock.worker.arrivals import Arrivals, ArrivalStep
 from tests.unit.fakes import FakeLines
-from tests.unit.test_parking import Postman
+from tests.unit.parking.test_park import Postman
 
 LOCK = "dislock:{k}"
 TURN = {TICKET_HEADER: [LOCK, "2:0:0"]}

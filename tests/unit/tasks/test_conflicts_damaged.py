@@ -13,7 +13,7 @@ from celery_dislock.servers.connections import locks_of, store_error
 from celery_dislock.servers.quorum.server import Quorum
 from celery_dislock.tasks.conflicts import DAMAGED_TRIES
 from celery_dislock.tasks.task import runtime_of
-from tests.unit.worker import Broker, deliver
+from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
 DAMAGED = DamagedLockError("redis://fake", f"{LOCK!r} is a string, not a hash", LOCK)

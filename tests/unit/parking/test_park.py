@@ -21,8 +21,8 @@ from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.store import Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.tasks.task import runtime_of
+from tests.unit.deliveries import Broker, arrived, deliver, run
 from tests.unit.fakes import FakeLines
-from tests.unit.worker import Broker, arrived, deliver, run
 
 LOCK = "dislock:{k}"
 HOLDER = "t[1] on w (pid 7)"

@@ -18,7 +18,7 @@ from celery_dislock.config.settings import (
 )
 from celery_dislock.exceptions import SettingsError
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def refused(**declared):

@@ -17,8 +17,8 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.publisher import Postman
 from celery_dislock.reporting import Order
 from celery_dislock.servers.replies import Turn
+from tests.unit.deliveries import Producer
 from tests.unit.fakes import FakeLines
-from tests.unit.worker import Producer
 
 LOCK = "dislock:{k}"
 REASON = "a newer task took its place in line for lock 'k'"

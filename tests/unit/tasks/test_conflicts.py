@@ -11,7 +11,7 @@ from celery_dislock.locks.claim import Claim
 from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
 from celery_dislock.messages.resend import PUT_OFF_MOST
 from celery_dislock.tasks import conflicts
-from tests.unit.worker import Broker, deliver
+from tests.unit.deliveries import Broker, deliver
 
 HELD = "lock 'k' is held by t[1] on w (pid 7)"
 NOW = 1_700_000_000.0  # UNIX time

@@ -10,7 +10,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock import SingletonTask
 from celery_dislock.messages.headers import HELD_HEADER
 from celery_dislock.messages.resend import Outbox
-from tests.unit.worker import Broker, deliver
+from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
 

@@ -23,7 +23,7 @@ from celery_dislock import (
 from celery_dislock.locks.claim import Claim
 from celery_dislock.messages.headers import GIVEN_UP_HEADER, PUT_OFF_HEADER
 from celery_dislock.tasks.task import install, lease_of, runtime_of
-from tests.unit.worker import Broker, deliver
+from tests.unit.deliveries import Broker, deliver
 
 
 def holder(world):

@@ -17,7 +17,7 @@ from kombu.utils.json import dumps
 from celery_dislock import SingletonTask
 from celery_dislock.messages.headers import READERS, TICKET_HEADER
 from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
-from tests.unit.worker import Producer, arrived
+from tests.unit.deliveries import Producer, arrived
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
 HEADERS = {"id": "1", "task": "t", "retries": 2, "tenant": {"number": [7, None]}}

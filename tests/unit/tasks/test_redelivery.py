@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock import SingletonTask, StoreError
 from celery_dislock.locks.claim import Claim
-from tests.unit.worker import Broker, deliver
+from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
 

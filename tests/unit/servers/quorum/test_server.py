@@ -375,7 +375,7 @@ class TestSettings:
 
     def test_the_setting_of_the_documentation(self):
         """The example on the page about lock servers can be used as it stands."""
-        page = Path(__file__).parents[2] / "docs" / "servers.md"
+        page = Path(__file__).parents[4] / "docs" / "servers.md"
         [example] = re.findall(
             r"^    (app\.conf\.dislock_url = \[.*?\])$", page.read_text(), re.MULTILINE | re.DOTALL
         )
