@@ -1,4 +1,4 @@
-"""The worker's options, its start-up step, and where the lock server is found."""
+"""The worker's options and steps: what ``Dislock(app)`` and ``--dislock`` turn on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from celery.bin.worker import worker as worker_command
 from celery.local import Proxy
 
 from celery_dislock import Dislock, SettingsError, SingletonTask, StoreError, plugin
-from celery_dislock.config.server import lock_server
-from celery_dislock.locks.runtime import Runtime
 from celery_dislock.plugin import OPTIONS, LockStep, SweepStep, guard_tasks
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
@@ -366,56 +364,49 @@ def test_guarding_twice_changes_nothing(app):
     assert type(app.tasks["keyed"]).__call__ is call
 
 
-@pytest.mark.parametrize(
-    ("conf", "url"),
-    [
-        ({"dislock_url": "redis://a", "broker_url": "redis://b"}, "redis://a"),
-        ({"broker_url": "redis://b", "result_backend": "redis://c"}, "redis://b"),
-        ({"broker_url": "amqp://b", "result_backend": "redis://c"}, "redis://c"),
-        ({"broker_url": "rediss://b"}, "rediss://b"),
-        ({"broker_url": "redis+socket:///b"}, "redis+socket:///b"),
-        ({"broker_url": "redis://b;redis://c"}, "redis://b"),
-        ({"broker_url": ["redis://b", "redis://c"]}, "redis://b"),
-        ({"broker_write_url": "redis://w", "broker_url": "redis://b"}, "redis://w"),
-    ],
-)
-def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url):
-    """The first of the three that is a Redis."""
-    assert lock_server(conf)[0] == url
+SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
-def test_the_brokers_url_may_come_from_the_environment(app, monkeypatch):
-    """What Celery takes for its broker is the lock server: --broker is an environment variable."""
-    monkeypatch.setenv("CELERY_BROKER_URL", "redis://environment")
-    assert lock_server(app.conf)[0] == "redis://environment"
+class TestCommandLine:
+    @pytest.fixture
+    def app(self, monkeypatch):
+        monkeypatch.setattr(Store, "ping", lambda _: {})
+        monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
+        app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+        Dislock(app)
+        return without_strangers(app)
 
+    def test_dislock_url_given_several_times_names_several_servers(self, app):
+        """Given once it names one server, given three times a quorum."""
+        several = ("redis://a", "redis://b", "redis://c")
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=several)
+        assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
 
-def test_the_brokers_tls_options_come_with_its_url():
-    """What broker_use_ssl says holds for the locks on that server, too."""
-    conf = {"broker_url": "rediss://b", "broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
-    assert lock_server(conf)[1] == {"ssl_ca_certs": "ca.pem"}
-    assert lock_server({**conf, "dislock_url": "rediss://a"})[1] == {}
+    def test_given_once_it_names_one(self, app):
+        """A tuple of one URL is that URL."""
+        LockStep(
+            SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=("redis://a",)
+        )
+        assert app.conf.dislock_url == "redis://a"
 
+    def test_two_are_too_few_to_start_with(self, app):
+        """The worker does not start, and says why."""
+        with pytest.raises(SystemExit, match="3 or more"):
+            LockStep(
+                SimpleNamespace(app=app, hostname="w1@here"),
+                dislock=True,
+                dislock_url=("redis://a", "redis://b"),
+            )
 
-@pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://"}, {"dislock_url": "http://x"}])
-def test_without_a_redis_the_error_says_what_to_give(conf):
-    """The remedy is in the message."""
-    with pytest.raises(SettingsError, match="give the lock server's URL"):
-        lock_server(conf)
+    def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
+        """A worker whose servers cannot do what a task asks for does not start."""
 
+        @app.task(name="reads", base=SingletonTask, lock_mode="shared", shared=False)
+        def reads(): ...
 
-def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
-    """After a fork, which is to say under another process id, both are made anew."""
-    runtime = Runtime(lambda: {"broker_url": "redis://b"})
-    first = runtime.process
-    assert runtime.process is first
-    monkeypatch.setattr("celery_dislock.locks.runtime.os.getpid", lambda: -5)
-    second = runtime.process
-    assert second.store is not first.store
-    assert second.watchdog is not first.watchdog
-
-
-def test_the_prefix_is_part_of_every_name():
-    """Two installations on one server keep apart by their prefix."""
-    runtime = Runtime(lambda: {"dislock_prefix": "staging"})
-    assert runtime.lock_names(["export:7"]) == ("staging:{export:7}",)
+        app.finalize()
+        assert app.tasks["reads"]
+        with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
+            LockStep(
+                SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=SEVERAL
+            )

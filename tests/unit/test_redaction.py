@@ -11,7 +11,7 @@ import pytest
 import redis
 from kombu.exceptions import OperationalError
 
-from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import LONGEST, reason_of
 from celery_dislock.servers.connections import Silence, store_error
 from tests.leaks import SECRET
@@ -105,9 +105,3 @@ def test_a_reason_is_one_line_of_bounded_length():
     told = reason_of(redis.ResponseError("a\nb\r\n" + "c" * 10_000))
     assert told.startswith("a b ccc")
     assert len(told) == LONGEST + len("...")
-
-
-def test_what_is_forbidden_is_known_from_an_outage():
-    """NOPERM makes an error of its own kind, which is a StoreError still."""
-    error = store_error("redis://a", redis.exceptions.NoPermissionError("no"))
-    assert type(error) is ForbiddenError

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from celery_dislock.config.settings import (
     task_options,
 )
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.servers.store import Store
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -165,13 +168,6 @@ def decide(task, conflict):
     raise AssertionError
 
 
-@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "queue", "reject", decide])
-def test_every_strategy_is_accepted(strategy):
-    """A strategy is a name, or a callable that takes the task and the conflict."""
-    options = task_options("t", {"lock_on_conflict": strategy}, {})
-    assert options.lock_on_conflict is strategy
-
-
 @pytest.mark.parametrize("strategy", ["wait", decide])
 def test_an_option_of_a_strategy_goes_with_a_callable_too(strategy):
     """What a callable returns is not known before: it may need each strategy's options."""
@@ -213,23 +209,6 @@ def test_several_lock_servers_park_nothing(url):
         task_options("t", {"lock_on_conflict": "queue"}, {"dislock_url": url})
     assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
     assert "keep no line; use 'wait' or 'retry'" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("declared", "parks"),
-    [
-        ({}, False),
-        ({"lock_on_conflict": "wait"}, False),
-        ({"lock_on_conflict": "queue"}, True),
-        ({"lock_on_conflict": "queue", "lock_key": "k"}, True),
-        ({"lock_on_conflict": "queue", "lock_key": ["k"]}, True),
-        ({"lock_on_conflict": decide}, True),
-        ({"lock_on_conflict": decide, "lock_key": ["a", "b"]}, False),
-    ],
-)
-def test_a_task_may_be_parked_that_says_so_or_asks_a_callable(declared, parks):
-    """Nobody knows what a callable will say; a task of several keys is never parked."""
-    assert task_options("t", declared, {}).parks is parks
 
 
 @pytest.mark.parametrize(
@@ -348,3 +327,81 @@ def test_every_option_has_a_setting_but_the_key():
 def test_the_reference_page_tells_every_option(kind):
     """The tables in the documentation are the declarations, to the letter."""
     assert reference(kind) in (DOCS / "reference.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
+def test_min_replicas_is_a_count(value):
+    """dislock_min_replicas is a whole number of 0 or more."""
+    with pytest.raises(SettingsError, match="dislock_min_replicas"):
+        app_settings({"dislock_min_replicas": value})
+
+
+SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("urls", "remedy"),
+        [
+            ([], "3 or more"),
+            (["redis://u:s3cret@a"], "3 or more"),
+            (["redis://u:s3cret@a", "redis://b"], "3 or more"),
+            (["redis://u:s3cret@a", "redis://b", "redis://A:6379/1"], "named twice"),
+            (["unix:///s?db=0", "redis+socket:///s", "redis://u:s3cret@b"], "named twice"),
+            (["redis://u:s3cret@a", "sentinel://b", "redis://c"], "stands alone"),
+            (["redis://u:s3cret@a", "redis+cluster://b", "redis://c"], "stands alone"),
+            (["redis://u:s3cret@a", "redis://b", 5], "a list of them"),
+            (["redis://u:s3cret@a", "http://b", "redis://c"], "single one"),
+        ],
+    )
+    def test_servers_that_cannot_be_used_together(self, urls, remedy):
+        """The error names the setting, the servers without their passwords, and the remedy."""
+        with pytest.raises(SettingsError, match="dislock_url") as raised:
+            app_settings({"dislock_url": urls})
+        assert remedy in str(raised.value)
+        assert "s3cret" not in str(raised.value)
+        assert "s3cret" not in repr(raised.value.args)
+        if all(isinstance(url, str) for url in urls):
+            with pytest.raises(SettingsError, match=remedy) as raised:
+                Store(urls)
+            assert "s3cret" not in str(raised.value)
+
+    def test_a_list_or_a_tuple_of_three(self):
+        """Three different single servers are enough, however they are reached."""
+        assert app_settings({"dislock_url": SEVERAL}).dislock_url == tuple(SEVERAL)
+        assert Store(SEVERAL).server == ", ".join(SEVERAL)
+
+    def test_the_setting_of_the_documentation(self):
+        """The example on the page about lock servers can be used as it stands."""
+        page = DOCS / "servers.md"
+        [example] = re.findall(
+            r"^    (app\.conf\.dislock_url = \[.*?\])$", page.read_text(), re.MULTILINE | re.DOTALL
+        )
+        app = SimpleNamespace(conf=SimpleNamespace())
+        exec(example.replace("\n    ", "\n"), {"app": app})  # noqa: S102 -- it is our own
+        assert len(app_settings(vars(app.conf)).dislock_url) == 5
+
+    def test_replicas_are_not_counted_as_well(self):
+        """dislock_min_replicas belongs to a single server."""
+        conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
+        with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
+            app_settings(conf)
+        with pytest.raises(SettingsError, match="not with several"):
+            Store(SEVERAL, {"min_replicas": 1})
+
+    @pytest.mark.parametrize(
+        "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))
+    )
+    def test_what_several_servers_cannot_do_is_refused_at_bind_time(self, options):
+        """The error names task, option, value and remedy; with one server the option is fine."""
+        (name, value), *_ = options.items()
+        with pytest.raises(SettingsError, match="exclusive locks only") as raised:
+            task_options("shop.export", options, {"dislock_url": SEVERAL})
+        error = raised.value
+        assert (error.owner, error.option, error.value) == ("shop.export", name, value)
+        task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
+
+    def test_a_default_for_all_tasks_is_refused_as_well(self):
+        """dislock_mode and dislock_limit are defaults of the same options."""
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})

@@ -1,3 +1,5 @@
+"""From a task's declaration and its arguments to a key: templates, callables and digests."""
+
 from __future__ import annotations
 
 import inspect
@@ -24,7 +26,7 @@ from celery_dislock.keys.templates import (
     KeyTemplate,
     key_builder,
 )
-from celery_dislock.keys.values import MAX_KEY_BYTES, check_key
+from tests.unit.keys.support import LoudText, assert_valid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,15 +62,6 @@ class Color(Enum):
     NUMBER = 7
     NESTED = IntEnum("Size", "S M").M
     TUPLE = (1, 2)
-
-
-class LoudText(str):
-    """A str that prints as something else."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "loud"
 
 
 @dataclass
@@ -112,15 +105,6 @@ def variadic(corp_id: object, *args: object, **kwargs: object) -> None:
 
 def no_arguments() -> None:
     """Be a task that takes nothing."""
-
-
-def assert_valid(key: str) -> None:
-    """Fail unless a key is one that the lock server can be given."""
-    assert key
-    assert len(key.encode()) <= MAX_KEY_BYTES
-    assert not set("{}\x7f\x85\u2028\u2029") & set(key)
-    assert min(key) >= " "
-    assert check_key(key) == key
 
 
 @st.composite
@@ -685,63 +669,3 @@ class TestCallables:
             builder.key((), {})
         assert caught.value.template.startswith("functools.partial(")
         assert caught.value.reason == reason
-
-
-class TestCheckKey:
-    """What every finished key goes through."""
-
-    @pytest.mark.parametrize("key", ["export:7", "Größe <5> 100%", " ", "x" * 200, "é" * 100])
-    def test_good_keys_stay(self, key):
-        """A key of up to 200 bytes comes back as it is."""
-        assert check_key(key) == key
-
-    @pytest.mark.parametrize("char", ["é", "日", "😀", "x"])
-    @pytest.mark.parametrize("offset", range(4))
-    def test_long_keys_are_shortened(self, char, offset):
-        """A longer key keeps what fits of its head, in whole characters, and ends in a digest."""
-        key = "x" * offset + char * 201
-        head, mark, digest = check_key(key).rpartition("%#")
-        assert_valid(check_key(key))
-        assert mark
-        assert len(digest) == 32
-        assert key.startswith(head)
-        assert 166 - len(head.encode()) < len(char.encode())
-
-    @given(
-        st.text(
-            st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="{}"),
-            min_size=1,
-        )
-    )
-    @examples()
-    def test_is_idempotent(self, key):
-        """A key that was checked passes again, unchanged."""
-        assert_valid(check_key(key * 20))
-
-    def test_becomes_a_plain_str(self):
-        """A str of a class of its own becomes the text that it holds."""
-        key = check_key(LoudText("quiet"))
-        assert type(key) is str
-        assert key == "quiet"
-
-    @pytest.mark.parametrize("char", [*"{}\0\n\x1f\x7f\x80\x9f\u2028\u2029\ud800\udfff"])
-    def test_characters_that_no_key_may_hold(self, char):
-        """Braces, control characters and surrogates are refused, and named."""
-        with pytest.raises(LockKeyError) as caught:
-            check_key(f"a{char}b")
-        assert caught.value.reason == f"the key holds {char!r}, which no key may"
-
-    @pytest.mark.parametrize(
-        ("key", "reason"),
-        [
-            ("", "the key is empty"),
-            (7, "a key is a str, not int"),
-            (b"k", "a key is a str, not bytes"),
-        ],
-    )
-    def test_no_key_at_all(self, key, reason):
-        """What is empty or no str is refused with its type."""
-        with pytest.raises(LockKeyError) as caught:
-            check_key(key)
-        assert caught.value.reason == reason
-        assert caught.value.argument is None

@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock import signals
 from celery_dislock.exceptions import (
-    ForbiddenError,
     LockLostError,
-    StoreError,
-    UnreachableError,
 )
-from celery_dislock.locks.claim import Claim, Conflict, in_words
-from celery_dislock.locks.lease import Lease
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
 
 def names(events):
     return [name for name, _ in events]
-
-
-def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
-    """A refusal says who holds the lock, and for how much longer."""
-    world.lock().try_acquire(Claim("a", HOLDER))
-    world.clock.advance(10)
-    conflict = world.lock().try_acquire(Claim("b", {}))
-    assert isinstance(conflict, Conflict)
-    assert conflict.remaining == pytest.approx(20)
-    error = conflict.error()
-    assert error.key == "k"
-    assert error.holder == "shop.export[1] on w1 (pid 7)"
-
-
-def test_a_conflict_is_false_and_a_lease_is_true(world):
-    """``if lock.try_acquire():`` enters only where the lock was got."""
-    assert world.lock().try_acquire(Claim("a", HOLDER))
-    assert not world.lock().try_acquire(Claim("b", HOLDER))
-
-
-def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
-    """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
-    claim = Claim("a", HOLDER)
-
-    def interrupted(lease):
-        assert claim.lease is lease
-        raise KeyboardInterrupt
-
-    world.watchdog.watch = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        world.lock().try_acquire(claim)
-    claim.settle()
-    assert world.store.leases == {}
-
-
-def test_uncontended_acquire_and_release_are_one_round_trip_each(world):
-    """Two calls to the store, no more."""
-    world.lease().release()
-    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
 
 
 def test_a_released_lease_is_held_no_more(world, heard):
@@ -159,14 +114,6 @@ def test_at_least_for_prolongs_a_lease_that_is_left(world):
     assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
 
 
-def test_an_answer_that_comes_too_late_is_no_lease(world):
-    """Granted after trust would have ended: given back, and treated as no answer."""
-    world.store.latency = 31
-    with pytest.raises(StoreError, match="too late"):
-        world.lease(lock_watchdog_timeout=30)
-    assert world.store.leases == {}
-
-
 def test_lost_is_said_with_reason_and_action(world, heard, caplog):
     """The log names key, task and why; the action comes even where a receiver exits."""
     lease = world.lease(lock_on_lost="raise")
@@ -194,83 +141,3 @@ def test_a_lease_meets_one_end(world, heard):
     lease.release()
     lease.report_lost()
     assert names(heard) == ["lock_acquired", "lock_lost"]
-
-
-def test_a_receiver_that_raises_does_not_spoil_the_acquisition(world, receiving):
-    """A bug in a user's receiver is logged by Celery's dispatcher, and the lock is held."""
-
-    def receiver(**_):
-        raise ValueError
-
-    with receiving(signals.lock_acquired, receiver), receiving(signals.lock_released, receiver):
-        lease = world.lease()
-        assert isinstance(lease, Lease)
-        lease.release()
-    assert world.store.leases == {}
-
-
-def test_holders_read_well_even_with_parts_missing():
-    """A holder written by something else still makes a message."""
-    assert in_words({"task": "t"}) == "t[?] on ? (pid ?)"
-
-
-class TestWaitingThatFails:
-    """A server that takes and releases locks, and lets nobody wait on its list."""
-
-    def test_it_asks_ever_more_seldom_and_says_so_once(self, world, caplog):
-        """In ten minutes a waiter asks some hundred times, and logs one line with the reason."""
-        world.lease(owner="first", lock_watchdog_timeout=6000)
-        world.store.wait_error = StoreError("redis://fake", "no lists today")
-        world.store.calls.clear()
-        answer = world.lock().acquire(Claim("second", HOLDER), timeout=600)
-        assert isinstance(answer, Conflict)
-        assert 100 < len(world.store.asked("acquire")) < 400
-        warnings = [record.getMessage() for record in caplog.records]
-        assert len(warnings) == 1
-        assert "'k'" in warnings[0]
-        assert "no lists today" in warnings[0]
-
-    def test_it_is_given_the_lock_all_the_same(self, world):
-        """A waiter that nobody wakes finds the lock free within two seconds."""
-        lease = world.lease(owner="first", lock_watchdog_timeout=6000)
-        world.store.wait_error = StoreError("redis://fake", "no lists today")
-        free_at = world.clock() + 60
-
-        def pause(seconds):
-            world.clock.advance(seconds)
-            if world.clock() >= free_at:
-                lease.release()
-
-        lock = world.lock()
-        lock.pause = pause
-        assert isinstance(lock.acquire(Claim("second", HOLDER), timeout=600), Lease)
-        assert world.clock() < free_at + 2
-
-    def test_it_rests_for_less_than_the_leases_that_it_keeps(self, world):
-        """Locks that were taken before this one are asked for again before they expire."""
-        world.lease(owner="first", lock_watchdog_timeout=6000)
-        world.store.wait_error = StoreError("redis://fake", "no lists today")
-        pauses = []
-        lock = world.lock(lock_watchdog_timeout=3)
-        lock.pause = lambda seconds: (pauses.append(seconds), world.clock.advance(seconds))
-        lock.acquire(Claim("second", HOLDER), timeout=60)
-        assert max(pauses) <= 1.0
-
-    def test_what_is_forbidden_is_no_outage(self, world):
-        """A user who may not wait is told so at once, and the place in line is given up."""
-        world.lease(owner="first")
-        world.store.wait_error = ForbiddenError("redis://fake", "no permission to run 'blpop'")
-        world.store.calls.clear()
-        with pytest.raises(ForbiddenError, match="'blpop'"):
-            world.lock().acquire(Claim("second", HOLDER), timeout=600)
-        assert [call[0] for call in world.store.calls] == ["acquire", "wait", "release"]
-
-
-def test_what_was_never_asked_is_not_taken_back(world):
-    """Where no connection could be made, the waiter does not try another to give up its place."""
-    world.store.acquire = lambda *_, **__: (_ for _ in ()).throw(
-        UnreachableError("redis://fake", "no answer to the TLS handshake")
-    )
-    with pytest.raises(UnreachableError):
-        world.lock().acquire(Claim("a", HOLDER), timeout=600)
-    assert world.store.calls == []

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import (
+    ForbiddenError,
+    StoreError,
+    UnreachableError,
+)
 from celery_dislock.locks.claim import Claim, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
@@ -139,3 +143,68 @@ def test_a_server_that_goes_away_meanwhile_is_asked_again(world, handing):
     world.store.wait = fail
     with pytest.raises(StoreError):
         acquire(world)
+
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+class TestWaitingThatFails:
+    """A server that takes and releases locks, and lets nobody wait on its list."""
+
+    def test_it_asks_ever_more_seldom_and_says_so_once(self, world, caplog):
+        """In ten minutes a waiter asks some hundred times, and logs one line with the reason."""
+        world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        world.store.calls.clear()
+        answer = world.lock().acquire(Claim("second", HOLDER), timeout=600)
+        assert isinstance(answer, Conflict)
+        assert 100 < len(world.store.asked("acquire")) < 400
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == 1
+        assert "'k'" in warnings[0]
+        assert "no lists today" in warnings[0]
+
+    def test_it_is_given_the_lock_all_the_same(self, world):
+        """A waiter that nobody wakes finds the lock free within two seconds."""
+        lease = world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        free_at = world.clock() + 60
+
+        def pause(seconds):
+            world.clock.advance(seconds)
+            if world.clock() >= free_at:
+                lease.release()
+
+        lock = world.lock()
+        lock.pause = pause
+        assert isinstance(lock.acquire(Claim("second", HOLDER), timeout=600), Lease)
+        assert world.clock() < free_at + 2
+
+    def test_it_rests_for_less_than_the_leases_that_it_keeps(self, world):
+        """Locks that were taken before this one are asked for again before they expire."""
+        world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        pauses = []
+        lock = world.lock(lock_watchdog_timeout=3)
+        lock.pause = lambda seconds: (pauses.append(seconds), world.clock.advance(seconds))
+        lock.acquire(Claim("second", HOLDER), timeout=60)
+        assert max(pauses) <= 1.0
+
+    def test_what_is_forbidden_is_no_outage(self, world):
+        """A user who may not wait is told so at once, and the place in line is given up."""
+        world.lease(owner="first")
+        world.store.wait_error = ForbiddenError("redis://fake", "no permission to run 'blpop'")
+        world.store.calls.clear()
+        with pytest.raises(ForbiddenError, match="'blpop'"):
+            world.lock().acquire(Claim("second", HOLDER), timeout=600)
+        assert [call[0] for call in world.store.calls] == ["acquire", "wait", "release"]
+
+
+def test_what_was_never_asked_is_not_taken_back(world):
+    """Where no connection could be made, the waiter does not try another to give up its place."""
+    world.store.acquire = lambda *_, **__: (_ for _ in ()).throw(
+        UnreachableError("redis://fake", "no answer to the TLS handshake")
+    )
+    with pytest.raises(UnreachableError):
+        world.lock().acquire(Claim("a", HOLDER), timeout=600)
+    assert world.store.calls == []

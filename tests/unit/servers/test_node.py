@@ -6,7 +6,6 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import StoreError, UnreachableError
-from celery_dislock.servers import sentinel
 from celery_dislock.servers.node import RESENDS, Node
 
 
@@ -75,27 +74,3 @@ def test_a_reply_that_is_lost_is_asked_for_again(lost):
     assert asked(silent, Connection()) == (2, None)
     assert asked(silent) == (1 + RESENDS, StoreError)
     assert asked(silent, Connection(connecting=redis.TimeoutError())) == (2, StoreError)
-
-
-@pytest.mark.parametrize(
-    ("asking", "within", "each"),
-    [({}, None, 0.5), ({"socket_timeout": 3.0}, None, 3.0), ({"socket_timeout": 3.0}, 1.0, 0.25)],
-)
-def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking, within, each):
-    """Four that are silent take no longer than a server, unless the user gives each more."""
-    given = []
-
-    class Silent:
-        def __init__(self, address, _connect):
-            self.address, self.left_alone_until = address, 0.0
-
-        def ask(self, _master, within, _others):
-            given.append(within)
-            raise redis.ConnectionError
-
-    monkeypatch.setattr(sentinel, "Asked", Silent)
-    options = {"master_name": "m", "sentinel_kwargs": asking}
-    node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
-    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
-        node._connect(within)
-    assert given == [pytest.approx(each)] * 4

@@ -1,3 +1,5 @@
+"""Which of several answers about the master counts."""
+
 from __future__ import annotations
 
 import threading
@@ -5,6 +7,7 @@ import threading
 import pytest
 import redis
 
+from celery_dislock.servers import sentinel
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 from tests.unit.fakes import FakeClock
 
@@ -249,3 +252,27 @@ def test_who_has_little_time_does_not_wait_for_another(sentinels, three):
     done.set()
     slow.join()
     sentinels.confirm(Connection(OLD))
+
+
+@pytest.mark.parametrize(
+    ("asking", "within", "each"),
+    [({}, None, 0.5), ({"socket_timeout": 3.0}, None, 3.0), ({"socket_timeout": 3.0}, 1.0, 0.25)],
+)
+def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking, within, each):
+    """Four that are silent take no longer than a server, unless the user gives each more."""
+    given = []
+
+    class Silent:
+        def __init__(self, address, _connect):
+            self.address, self.left_alone_until = address, 0.0
+
+        def ask(self, _master, within, _others):
+            given.append(within)
+            raise redis.ConnectionError
+
+    monkeypatch.setattr(sentinel, "Asked", Silent)
+    options = {"master_name": "m", "sentinel_kwargs": asking}
+    node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
+    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
+        node._connect(within)
+    assert given == [pytest.approx(each)] * 4

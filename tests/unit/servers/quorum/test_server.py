@@ -1,35 +1,22 @@
+"""What a majority of several servers says."""
+
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
-import redis
-from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
-from celery_dislock.config.settings import app_settings, task_options
-from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.plugin import LockStep
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
 from celery_dislock.servers.quorum.members import (
-    DOUBLED,
-    GRACE,
-    RETRY_AFTER,
     NoReplyError,
-    Peer,
-    Peers,
 )
 from celery_dislock.servers.quorum.server import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import runtime_of
-from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{export:7}"
 URLS = [f"redis://u:s3cret@host-{number}/0" for number in range(5)]
 AWAY = StoreError("redis://host", "it is away")
+DAMAGED = DamagedLockError("redis://host", f"{LOCK!r} is a string, not a hash", LOCK)
 SILENT = NoReplyError("redis://host", "no reply")
 FREE = [1, b"100"]
 
@@ -243,212 +230,24 @@ def test_names_that_nobody_has_used_for_long_are_forgotten():
     assert [names.of(owner) for owner in ("a/1", "b/1", "c/1")] == ["a/1", "b/1#2", "c/1#1"]
 
 
-@pytest.mark.parametrize("broken", [1, 2])
-def test_an_idle_connection_that_is_of_no_use_is_replaced(broken):
-    """What cannot be sent on a connection of before is sent on a new one, once."""
-
-    def start(command, *, within):
-        sent.append(command)
-        if len(sent) <= broken:
-            raise redis.ConnectionError("it ended")
-        return "connection"
-
-    sent: list[tuple] = []
-    peer = Peer(URLS[0], {})
-    peer._wire = SimpleNamespace(start=start, close_idle=lambda: None)
-    if broken == 1:
-        assert peer.start(("first",), ("again",), None, 1.0).connection == "connection"
-    else:
-        with pytest.raises(StoreError, match="the connection broke"):
-            peer.start(("first",), ("again",), None, 1.0)
-    assert sent == [("first",), ("again",)]
+def quorum_of(*replies):
+    made = Quorum([f"redis://host-{n}" for n in range(3)], {}, pause=lambda _: None)
+    made._peers = type("Peers", (), {"majority": 2, "ask": lambda *_, **__: list(replies)})()
+    return made
 
 
-class TestPeers:
-    """Whom of five servers is asked when some of them fail; the clock stands still."""
-
-    @pytest.fixture
-    def now(self):
-        return [100.0]
-
-    @pytest.fixture
-    def five(self, now):
-        return [Peer(url, {}, lambda: now[0]) for url in URLS]
-
-    @pytest.fixture
-    def ask(self, five, now):
-        """Ask, where those that are given are down; return who was asked, round by round."""
-        peers = Peers(five, lambda: now[0])
-
-        def ask(*down):
-            def run(some, within):
-                if some:
-                    rounds.append(([five.index(peer) for peer in some], within))
-                return {peer: AWAY if five.index(peer) in down else 1 for peer in some}
-
-            rounds: list = []
-            said = peers._ask(run, 0.5)
-            assert [isinstance(reply, StoreError) for reply in said] == [
-                number in down or (number in ever and not any(number in r for r, _ in rounds))
-                for number in range(5)
-            ]
-            ever.update(down)
-            return rounds
-
-        ever: set[int] = set()
-        return ask
-
-    def test_all_are_asked_at_once(self, ask):
-        """While nothing fails there is one round."""
-        assert ask() == [([0, 1, 2, 3, 4], 0.5)]
-
-    def test_one_that_fails_is_left_alone_for_a_while(self, ask, now):
-        """It is asked again after the others, seldom, and given little time; more each time."""
-        ask(1, 3)
-        assert ask(1, 3) == [([0, 2, 4], 0.5)]
-        now[0] += RETRY_AFTER
-        assert ask(1, 3) == [([0, 2, 4], 0.5), ([1, 3], GRACE * 4)]
-        now[0] += RETRY_AFTER * 3
-        assert ask(1, 3) == [([0, 2, 4], 0.5)]
-        now[0] += RETRY_AFTER
-        assert ask(1, 3) == [([0, 2, 4], 0.5), ([1, 3], GRACE * 8)]
-        for _ in range(9):
-            now[0] += RETRY_AFTER * 2**DOUBLED
-            assert ask(1, 3)[1] == ([1, 3], 0.5) or GRACE * 2**DOUBLED < 0.5
-
-    def test_one_that_answers_again_is_asked_with_the_others(self, ask, now, caplog):
-        """The log says when it went and when it came back, once each."""
-        caplog.set_level("INFO", "celery_dislock")
-        ask(1)
-        ask(1)
-        now[0] += RETRY_AFTER
-        ask()
-        assert ask() == [([0, 1, 2, 3, 4], 0.5)]
-        gone, back = caplog.messages
-        assert gone == "Lock server redis://u:***@host-1/0 fails, the others go on without it: " + (
-            AWAY.reason
-        )
-        assert back == "Lock server redis://u:***@host-1/0 answers again."
-
-    def test_where_the_others_are_too_few_all_are_asked(self, ask):
-        """Without a majority those that failed are asked every time, with all the time there is."""
-        ask(0, 1, 2)
-        assert ask(0, 1, 2) == [([3, 4], 0.5), ([0, 1, 2], 0.5)]
-        assert ask(0, 1) == [([3, 4], 0.5), ([0, 1, 2], 0.5)]
-        assert ask(0, 1) == [([2, 3, 4], 0.5)]
+ACQUIRING = (ACQUIRE, [LOCK], "a/1", 5000, "{}", "x", 1, 0, 1)
 
 
-SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+def test_a_majority_that_is_damaged_is_no_outage():
+    """Several servers: the error names the lock where it is damaged on most that answer."""
+    with pytest.raises(DamagedLockError, match="is a string"):
+        quorum_of(DAMAGED, DAMAGED, [1, b"7"]).run(*ACQUIRING)
+    with pytest.raises(StoreError) as caught:
+        quorum_of(DAMAGED, AWAY, AWAY).run(*ACQUIRING)
+    assert type(caught.value) is StoreError
 
 
-class TestSettings:
-    @pytest.mark.parametrize(
-        ("urls", "remedy"),
-        [
-            ([], "3 or more"),
-            (["redis://u:s3cret@a"], "3 or more"),
-            (["redis://u:s3cret@a", "redis://b"], "3 or more"),
-            (["redis://u:s3cret@a", "redis://b", "redis://A:6379/1"], "named twice"),
-            (["unix:///s?db=0", "redis+socket:///s", "redis://u:s3cret@b"], "named twice"),
-            (["redis://u:s3cret@a", "sentinel://b", "redis://c"], "stands alone"),
-            (["redis://u:s3cret@a", "redis+cluster://b", "redis://c"], "stands alone"),
-            (["redis://u:s3cret@a", "redis://b", 5], "a list of them"),
-            (["redis://u:s3cret@a", "http://b", "redis://c"], "single one"),
-        ],
-    )
-    def test_servers_that_cannot_be_used_together(self, urls, remedy):
-        """The error names the setting, the servers without their passwords, and the remedy."""
-        with pytest.raises(SettingsError, match="dislock_url") as raised:
-            app_settings({"dislock_url": urls})
-        assert remedy in str(raised.value)
-        assert "s3cret" not in str(raised.value)
-        assert "s3cret" not in repr(raised.value.args)
-        if all(isinstance(url, str) for url in urls):
-            with pytest.raises(SettingsError, match=remedy) as raised:
-                Store(urls)
-            assert "s3cret" not in str(raised.value)
-
-    def test_a_list_or_a_tuple_of_three(self):
-        """Three different single servers are enough, however they are reached."""
-        assert app_settings({"dislock_url": SEVERAL}).dislock_url == tuple(SEVERAL)
-        assert Store(SEVERAL).server == ", ".join(SEVERAL)
-
-    def test_the_setting_of_the_documentation(self):
-        """The example on the page about lock servers can be used as it stands."""
-        page = Path(__file__).parents[4] / "docs" / "servers.md"
-        [example] = re.findall(
-            r"^    (app\.conf\.dislock_url = \[.*?\])$", page.read_text(), re.MULTILINE | re.DOTALL
-        )
-        app = SimpleNamespace(conf=SimpleNamespace())
-        exec(example.replace("\n    ", "\n"), {"app": app})  # noqa: S102 -- it is our own
-        assert len(app_settings(vars(app.conf)).dislock_url) == 5
-
-    def test_replicas_are_not_counted_as_well(self):
-        """dislock_min_replicas belongs to a single server."""
-        conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
-        with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
-            app_settings(conf)
-        with pytest.raises(SettingsError, match="not with several"):
-            Store(SEVERAL, {"min_replicas": 1})
-
-    @pytest.mark.parametrize(
-        "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))
-    )
-    def test_what_several_servers_cannot_do_is_refused_at_bind_time(self, options):
-        """The error names task, option, value and remedy; with one server the option is fine."""
-        (name, value), *_ = options.items()
-        with pytest.raises(SettingsError, match="exclusive locks only") as raised:
-            task_options("shop.export", options, {"dislock_url": SEVERAL})
-        error = raised.value
-        assert (error.owner, error.option, error.value) == ("shop.export", name, value)
-        task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
-
-    def test_a_default_for_all_tasks_is_refused_as_well(self):
-        """dislock_mode and dislock_limit are defaults of the same options."""
-        with pytest.raises(SettingsError, match="exclusive locks only"):
-            task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})
-
-
-class TestCommandLine:
-    @pytest.fixture
-    def app(self, monkeypatch):
-        monkeypatch.setattr(Store, "ping", lambda _: {})
-        monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
-        app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-        Dislock(app)
-        return without_strangers(app)
-
-    def test_dislock_url_given_several_times_names_several_servers(self, app):
-        """Given once it names one server, given three times a quorum."""
-        several = ("redis://a", "redis://b", "redis://c")
-        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=several)
-        assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
-
-    def test_given_once_it_names_one(self, app):
-        """A tuple of one URL is that URL."""
-        LockStep(
-            SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=("redis://a",)
-        )
-        assert app.conf.dislock_url == "redis://a"
-
-    def test_two_are_too_few_to_start_with(self, app):
-        """The worker does not start, and says why."""
-        with pytest.raises(SystemExit, match="3 or more"):
-            LockStep(
-                SimpleNamespace(app=app, hostname="w1@here"),
-                dislock=True,
-                dislock_url=("redis://a", "redis://b"),
-            )
-
-    def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
-        """A worker whose servers cannot do what a task asks for does not start."""
-
-        @app.task(name="reads", base=SingletonTask, lock_mode="shared", shared=False)
-        def reads(): ...
-
-        app.finalize()
-        assert app.tasks["reads"]
-        with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
-            LockStep(
-                SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=SEVERAL
-            )
+def test_a_majority_goes_on_without_the_server_on_which_a_lock_is_damaged():
+    """As without one that is away."""
+    assert quorum_of(DAMAGED, [1, b"7"], [1, b"8"]).run(*ACQUIRING) == [1, 8]
