@@ -11,7 +11,7 @@ from celery_dislock.messages.headers import (
     REPLACED_HEADER,
     TICKET_HEADER,
 )
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 
 pytestmark = [

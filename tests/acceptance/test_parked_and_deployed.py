@@ -13,10 +13,9 @@ import pytest
 from celery.exceptions import NotRegistered
 from celery.result import AsyncResult
 
-from example_project import scenarios
-from example_project.redis_server import RedisServer
-from tests.acceptance import deployed_app
+from tests.acceptance import deployed_app, scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.redis_server import RedisServer
 
 pytestmark = [
     pytest.mark.acceptance,

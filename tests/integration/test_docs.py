@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock.messages.message import Message
-from example_project.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 DOCS = Path(__file__).parents[2] / "docs"
 README = DOCS.parent / "README.md"
