@@ -35,7 +35,7 @@ def deploy(fleet, start_fleet, scene):
     """
 
     def deploy(change=None, *options, by_name=False):
-        old = start_fleet("prefork", broker_url=fleet.broker_url)
+        old = start_fleet("solo", broker_url=fleet.broker_url)  # which ends soonest
         holder = fleet.send(scenarios.hold_by_itself, scene.key)
         scene.wait_for_report("begin", id=holder.id)
         args, named = ((), {"key": scene.key}) if by_name else ((scene.key,), {})
