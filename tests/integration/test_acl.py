@@ -20,10 +20,10 @@ from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.steps import check_lock_server
-from example_project.redis_server import RedisServer
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.leaks import SECRET
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

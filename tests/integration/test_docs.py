@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
-from example_project.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROOT = DOCS.parent

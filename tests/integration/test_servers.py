@@ -23,7 +23,6 @@ from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import SingletonTask, runtime_of
-from example_project.redis_server import RedisServer
 from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
@@ -41,6 +40,7 @@ from tests.integration.servers import (
     wait_for_replicas,
 )
 from tests.leaks import SECRET
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
