@@ -171,7 +171,7 @@ class Model:
         ran = task in self.running
         if owner in self.leases:
             answer = self.grant(owner)
-        elif not parked and not ran and (task in self.done or marked and task in self.aside):
+        elif not parked and not ran and (task in self.done or (marked and task in self.aside)):
             answer = "done"
         elif any(other.startswith(f"{task}@") for other in self.leases):
             answer = "refused"
