@@ -12,7 +12,7 @@ from celery_dislock.messages.headers import (
     REPLACED_HEADER,
     TICKET_HEADER,
 )
-from celery_dislock.tasks.conflicts import DAMAGED_TRIES
+from celery_dislock.tasks.acquisition import DAMAGED_TRIES
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 

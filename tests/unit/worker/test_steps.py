@@ -214,14 +214,13 @@ def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
 )
 def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     """Without locks, and with several lock servers, whatever a callable may say."""
+    without_strangers(app).conf.update(conf)
 
     @app.task(
         name="t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None, shared=False
     )
     def t(): ...
 
-    app.conf.update(conf)
-    app.finalize()
     assert SweepStep(worker).include_if(worker) is False
 
 
