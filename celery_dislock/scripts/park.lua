@@ -10,7 +10,8 @@
 -- ARGV[7]   ticket
 -- ARGV[8]   owners of the same task begin so
 -- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
---                      nothing is known, as after a failover, runs, and has a mark when it is done
+--                      nothing is known, as after a failover, runs or is parked again, in a full line,
+--                      too, and has a mark when it is done
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       so many may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
@@ -33,7 +34,7 @@
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local mode, limit = ARGV[4], tonumber(ARGV[5])
-local ticket, same, message = ARGV[7], ARGV[8], ARGV[10]
+local ticket, same, marked, message = ARGV[7], ARGV[8], ARGV[9] == '1', ARGV[10]
 local most, most_bytes = tonumber(ARGV[11]), tonumber(ARGV[12])
 home = ARGV[6]
 use_parked(KEYS[1])
@@ -80,7 +81,7 @@ end
 local parked = redis.call('HGET', tickets, ticket)
 local ran = redis.call('HGET', running, ticket)
 if not (parked or ran)
-  and (is_done(ticket) or ARGV[9] == '1' and redis.call('HEXISTS', lock .. ':aside', ticket) == 1) then
+  and (is_done(ticket) or marked and redis.call('HEXISTS', lock .. ':aside', ticket) == 1) then
   return {3, turns}
 end
 
@@ -126,7 +127,7 @@ end
 
 if anyone_waits() then pass_on() end
 if admits(mode, limit) and not line_exists() then
-  if ARGV[9] == '1' then return granted(claim(now_us), 1) end
+  if marked then return granted(claim(now_us), 1) end
   return granted(grant(owner, ttl, mode, holder), 0)
 end
 if message == '' then return refused() end
@@ -173,7 +174,7 @@ local function has_room()
   return true
 end
 
-if not has_room() then
+if not marked and not has_room() then  -- who was told that it is parked is not turned away
   count_leases()
   local remaining, who, its_holder = in_the_way()
   return {4, turns, waiting(), remaining, who, its_holder}

@@ -803,6 +803,16 @@ class TestBounds:
         for _ in range(2):
             assert broker.park("a", bounds=Bounds(1)).place == 1
 
+    @pytest.mark.parametrize("overflow", ["skip", "replace"])
+    @pytest.mark.parametrize("room", [{"most": 1}, {"most_bytes": 300}])
+    def test_who_was_parked_before_needs_no_room(self, broker, held, redis_client, overflow, room):
+        """Its record was lost in a failover; it was told that it is parked, and is not dropped."""
+        bounds = Bounds(**room, overflow=overflow)
+        broker.park("a", message=b"m" * 200, bounds=bounds)
+        lost = broker.park("b", message=b"m" * 200, marked=True, bounds=bounds)
+        assert (type(lost), lost.replaced) == (Parked, {})
+        assert line(redis_client) == ["a", "b"]
+
     def test_who_has_its_turn_does_not_count(self, broker, held):
         """The bound is of those that wait."""
         broker.park("a", bounds=Bounds(1))

@@ -201,7 +201,7 @@ class Model:
             return self.grant(owner)
         if ask:
             return "refused"
-        while bounds.most and len(self.line) >= bounds.most:
+        while not marked and bounds.most and len(self.line) >= bounds.most:
             if bounds.overflow == "skip":
                 return "full"
             oldest = self.line[0].task
