@@ -144,7 +144,7 @@ class Sentinels:
         self._clock = clock
         # One asks, and the others have its answer.  A signal handler that uses locks in the middle
         # of that asks, too.
-        self._mutex = threading.RLock()  # one asks, and the others have its answer
+        self._mutex = threading.RLock()
         self._named: Address | None = None
         self._holds_until = 0.0
         self._silent = False

@@ -88,15 +88,16 @@ class Arrivals:
                 request = _request_of(message)
                 if request is not None:
                     error = args[-1] if isinstance(args[-1], Exception) else None
-                    self._dropped(request, error or InvalidTaskError("it names no task"), tells)
+                    error = error or InvalidTaskError("it names no task")
+                    self._dropped(request, error, tells=tells)
 
         return dropped
 
-    def _dropped(self, request: Context, error: Exception, told: bool) -> None:  # noqa: FBT001
+    def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
         turn = self._turn_of(request)
         if turn is None:
             return
-        if not told:
+        if not tells:
             self._store_failure(request, error)
         if isinstance(error, KeyError):  # of the registry
             error = InvalidTaskError("this worker knows no task of that name")
@@ -115,7 +116,7 @@ class Arrivals:
     def _store_failure(self, request: Context, error: Exception) -> None:
         task = self._app.tasks.get(request.task)
         backend = task.backend if task is not None else self._app.backend
-        wanted = not (result_is_ignored(task, request) if task is not None else False)
+        wanted = task is None or not result_is_ignored(task, request)
         try:
             backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client

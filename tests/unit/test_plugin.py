@@ -14,7 +14,6 @@ from celery_dislock import Dislock, SettingsError, SingletonTask
 from celery_dislock.plugin import OPTIONS
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import guard_tasks, runtime_of
-from celery_dislock.worker import steps
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
 
@@ -24,13 +23,6 @@ def app():
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     Dislock(app)
     return app
-
-
-@pytest.fixture
-def reachable(monkeypatch):
-    monkeypatch.setattr(steps, "check_rights", lambda *_: None)
-    monkeypatch.setattr(Store, "ping", lambda _: {})
-    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
 
 
 def guarded(app, name):

@@ -11,7 +11,6 @@ from celery import Celery
 from celery_dislock import Dislock, SingletonTask, StoreError
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
-from celery_dislock.worker import steps
 from celery_dislock.worker.steps import LockStep, SweepStep
 from tests.unit.fakes import without_strangers
 
@@ -21,17 +20,6 @@ def app():
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     Dislock(app)
     return app
-
-
-@pytest.fixture
-def reachable(monkeypatch):
-    monkeypatch.setattr(steps, "check_rights", lambda *_: None)
-    monkeypatch.setattr(Store, "ping", lambda _: {})
-    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
-
-
-def guarded(app, name):
-    return "dislock_guard" in vars(type(app.tasks[name]))
 
 
 def test_the_worker_says_where_its_locks_are(app, caplog):
