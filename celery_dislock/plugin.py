@@ -12,41 +12,30 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from celery import Celery, bootsteps, current_app
+from celery import Celery, current_app
 from celery._state import connect_on_app_finalize
 from celery.bin.base import CeleryOption
 from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
-from celery_dislock.config.checks import optional, seconds
-from celery_dislock.config.settings import (
-    app_settings,
-    check_servers,
-    refuse_unknown,
-    task_options,
-)
+from celery_dislock.config.checks import optional, seconds, yes_or_no
+from celery_dislock.config.settings import app_settings, refuse_unknown, task_options
 from celery_dislock.config.urls import shown
-from celery_dislock.exceptions import DislockError, SettingsError
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.templates import in_order
 from celery_dislock.keys.values import check_key
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.parking.sweep import Sweep, interval
-from celery_dislock.servers.permissions import check_rights
-from celery_dislock.tasks.task import SingletonTask, install, runtime_of
-from celery_dislock.worker import startup
+from celery_dislock.tasks.task import guard_tasks, runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
-from celery_dislock.worker.predecessor import release_left_behind
+from celery_dislock.worker.steps import LockStep, SweepStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
     import click
-    from celery.worker import WorkController
     from typing_extensions import Self
-
-POOL_CHECK_EVERY = 0.25  # seconds
 
 logger = logging.getLogger("celery_dislock")
 
@@ -178,12 +167,11 @@ class Dislock:
             "lock_expire": expire,
             "lock_on_lost": on_lost,
         }
+        stated = {name: value for name, value in given.items() if value is not None}
         owner = f"lock {key!r}"
         refuse_unknown(owner, unknown, LOCK_OPTIONS)
         try:
-            resolved = task_options(
-                owner, {n: v for n, v in given.items() if v is not None}, self.runtime.conf
-            )
+            resolved = task_options(owner, stated, self.runtime.conf)
         except SettingsError as exc:
             option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
             raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
@@ -196,10 +184,16 @@ class Dislock:
             wait_for = optional(seconds(at_least=0))(timeout)
         except ValueError as exc:
             raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
+        try:
+            yes_or_no(fair)
+        except ValueError as exc:
+            raise SettingsError(owner, "fair", fair, str(exc)) from exc
         given_keys: Any = key
         several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
         keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])
-        return ReentrantLock(keys, resolved, self.runtime, timeout=wait_for, fair=fair)
+        return ReentrantLock(
+            keys, resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
+        )
 
     def close(self) -> None:
         """
@@ -224,126 +218,6 @@ LOCK_OPTIONS = [
 ]
 
 
-class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Part of a worker's start-up: applies the command line, and checks the lock server.
-
-    Runs while the worker is put together, so that one that must not start has not forked yet.
-    """
-
-    label = "Dislock"
-
-    def __init__(
-        self,
-        worker: WorkController,
-        *,
-        dislock: bool | None = None,
-        dislock_url: str | Sequence[str] = (),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(worker, **kwargs)
-        conf = worker.app.conf
-        if dislock is not None:
-            conf.dislock_enabled = dislock
-        if dislock_url:
-            single = dislock_url[0] if len(dislock_url) == 1 else dislock_url
-            conf.dislock_url = single
-        self.locking = runtime_of(
-            worker.app
-        ).enabled  # not "enabled": that would leave out the step
-        self._check: Any = None
-        try:
-            self.server, self.warnings = _lock_server(worker.app)
-            self.prefix = runtime_of(worker.app).settings.dislock_prefix if self.server else ""
-        except DislockError as exc:
-            raise SystemExit(
-                f"Cannot start with locks: {exc}\nMend that, name another lock server "
-                "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
-            ) from exc
-        if self.locking:
-            release_left_behind(worker, runtime_of(worker.app))
-
-    def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
-        """Look for dead pool processes more often than Celery does, whose locks are to be freed.
-
-        Celery is not always told of a child that was killed, and then finds out within five
-        seconds.
-        """
-        maintain_pool = getattr(worker.pool, "maintain_pool", None)
-        if maintain_pool is not None and self.server:
-            if self._check is not None:
-                self._check.cancel()  # a consumer that reconnects registers again
-            self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
-
-    def start(self, _worker: WorkController) -> None:
-        """Say in the worker's log what holds."""
-        if self.server:
-            logger.info("Locks are on; lock server: %s, prefix: %s", self.server, self.prefix)
-        elif self.locking is False:
-            logger.warning(
-                "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
-                "beside those of any other."
-            )
-        for warning in self.warnings:
-            logger.warning(warning)
-
-
-class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Part of a worker that locks: hands on the lines of parked tasks that nobody hands on.
-
-    Its own tasks need not park.  A task that did, before it was declared in another way, may be in
-    line, and the lock is reserved for it.
-    """
-
-    label = "Dislock sweep"
-    requires = ("celery.worker.components:Timer",)
-
-    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
-        super().__init__(worker, **kwargs)
-        self._entry: Any = None
-
-    def include_if(self, worker: WorkController) -> bool:
-        """Tell whether this worker has tasks that lock, and a lock server that keeps lines."""
-        runtime = runtime_of(worker.app)
-        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
-        options = [guard.options for guard in guards if guard is not None]
-        every = interval(options)
-        self._every = every or 0.0
-        self._parks = any(one.parks for one in options)
-        return every is not None and not runtime.off and runtime.process.can_park
-
-    def start(self, worker: WorkController) -> None:
-        """Look at the lines from now on, a page at a time."""
-        runtime = runtime_of(worker.app)
-        process = runtime.new_process()
-        self._sweep = Sweep(
-            process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
-        )
-        self._again(worker, 0.0)
-
-    def _again(self, worker: WorkController, after: float) -> None:
-        self._entry = worker.timer.call_after(after, self._step, (worker,))
-
-    def _step(self, worker: WorkController) -> None:
-        self._again(worker, self._sweep.step())
-
-    def stop(self, _worker: WorkController) -> None:
-        """Let another worker do it."""
-        if self._entry is not None:
-            self._entry.cancel()
-            self._sweep.end()
-
-
-def guard_tasks(app: Celery) -> None:
-    """Guard every task that is to be locked, whatever its base class.
-
-    Raises:
-        SettingsError: An option of one of them cannot be used.
-    """
-    for task in list(app.tasks.values()):
-        if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
-            install(type(task), app)
-
-
 def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
     if runtime_of(sender).enabled:
         try:
@@ -351,39 +225,6 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
         except SettingsError as exc:  # which Celery would log with its traceback
             if not sender.loader.worker_initialized:  # else the start-up step says so, and exits
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
-
-
-def _lock_server(app: Celery) -> tuple[str, list[str]]:
-    """Guard the tasks, and find the server of their locks; under ``--dislock`` it must answer.
-
-    Returns:
-        The server's URL without its password, empty where nothing is locked; and what the worker is
-        to warn of.
-
-    Raises:
-        SettingsError: An option of a task cannot be used, or there is no lock server.
-        StoreError: It does not answer, or forbids what locks need.
-    """
-    runtime = runtime_of(app)
-    if runtime.enabled is not False:
-        app_settings(app.conf)
-    for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
-        if hasattr(task, "dislock_guard"):
-            check_servers(task.name, task.dislock_guard.options, app.conf)
-    warnings: list[str] = []
-    if runtime.enabled:
-        guard_tasks(app)
-        warnings += startup.about_server(runtime.process.store.ping())
-        check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
-    warnings += startup.about_tasks(app, enabled=runtime.enabled)
-    locks = runtime.enabled or (
-        runtime.enabled is None
-        and any(
-            isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
-            for task in app.tasks.values()
-        )
-    )
-    return runtime.process.store.server if locks else "", warnings
 
 
 def _follow(app: Celery) -> None:

@@ -1,8 +1,8 @@
 """
 Run a Redis server of one's own, and end it again.
 
-The demo, the tests and the benchmarks never use a server that happens to listen: whoever needs
-Redis starts one here, on a loopback port or a unix socket that only this server has.  A server
+The demo and the benchmarks never use a server that happens to listen: each starts its own here, on
+a loopback port or a unix socket that only this server has.  A server
 counts as started when it answers *and* says that it has the process id that was started; between
 the choice of a free port and the bind, another process can take it.
 """
@@ -79,34 +79,23 @@ class RedisServer:
 
     Entering starts it and waits until it answers; leaving ends it, whatever happened inside.  It
     stands in a session of its own, so Ctrl-C reaches the program first and the workers can still
-    release their locks.  It keeps no data over a restart unless *args* say so.
+    release their locks.  It keeps no data.
 
     Args:
         folder: Where the server keeps its data and its log; made if it is not there.
-        port: The loopback port; None takes a free one.
         unix_socket: Listen on a unix socket in a short temporary folder, and on no port.
-        args: More options of redis-server, ``["--appendonly", "yes"]``; they win over ours.
 
     Attributes:
         port: The port it listens on; None until started, and with a unix socket.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        port: int | None = None,
-        unix_socket: bool = False,
-        args: Sequence[str] = (),
-    ) -> None:
-        if unix_socket and port is not None:
-            msg = "a server on a unix socket has no port"
-            raise ValueError(msg)
+    _args: Sequence[str] = ()  # more options of redis-server, which win over those below
+
+    def __init__(self, folder: Path, *, unix_socket: bool = False) -> None:
         self.folder = Path(folder)
-        self.port = port
+        self.port: int | None = None
         self._on_socket = unix_socket
         self._socket: Path | None = None
-        self._args = tuple(args)
         self._process: subprocess.Popen[bytes] | None = None
         self._starter: int | None = None
 
@@ -192,26 +181,6 @@ class RedisServer:
                 process.wait()
         if self._socket is not None:
             shutil.rmtree(self._socket.parent, ignore_errors=True)
-
-    def kill(self) -> None:
-        """End the server with SIGKILL, as a crash does, and wait until it is gone."""
-        process = self._started()
-        process.kill()
-        process.wait()
-
-    def pause(self) -> None:
-        """Freeze the server: connections stay open, and nothing answers."""
-        self._started().send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let a paused server go on; it then answers what was sent in the meantime."""
-        self._started().send_signal(signal.SIGCONT)
-
-    def restart(self) -> None:
-        """End the server if it still runs, and start it again at the same address."""
-        self._started()
-        self.stop()
-        self.start()
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from example_project.redis_server import RedisServer, ServerMissing, find_server
+from example_project.redis_server import ServerMissing, find_server
 from tests.leaks import Watch, remember
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

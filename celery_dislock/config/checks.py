@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from difflib import get_close_matches
@@ -11,6 +11,8 @@ from typing import Any
 from celery_dislock.config.urls import SCHEMES, URL_WANTED, check_several
 
 NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
+
+LONGEST = threading.TIMEOUT_MAX  # seconds for which a thread can wait: 292 years on most systems
 
 Check = Callable[[Any], Any]
 
@@ -25,11 +27,11 @@ def seconds(*, above: float | None = None, at_least: float | None = None) -> Che
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
         if (
-            not math.isfinite(value)
+            not -LONGEST <= value <= LONGEST  # nor what is no number
             or (above is not None and value <= above)
             or (at_least is not None and value < at_least)
         ):
-            raise ValueError(f"give seconds {wanted}, and finite")
+            raise ValueError(f"give finite seconds {wanted}, and {LONGEST:.0f} at most")
         return float(value)
 
     return check

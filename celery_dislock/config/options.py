@@ -52,13 +52,15 @@ def lock_on_conflict(value: object) -> object:
     return value
 
 
-_strategy = one_of("skip", "raise", "retry", "wait", "queue", "reject")
+STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
+
+_strategy = one_of(*STRATEGIES)
 
 
 def declare(
     *, default: Any, check: Check, unit: str, description: str, secret: bool = False
 ) -> Any:
-    """Declare an option or a setting, with all that is to be known of it."""
+    """Declare an option or a setting: default, check, unit and description in one place."""
     metadata = {"check": check, "unit": unit, "description": description}
     return field(default=default, repr=not secret, metadata=metadata)
 
@@ -74,10 +76,10 @@ class TaskOptions:
         check=lock_key,
         unit="",
         description=(
-            "What the lock is about: a template such as `export:<corp_id>`, a callable that is "
-            "given the task's arguments, or a list of them: all are taken, or none. None on a "
-            "SingletonTask: the task's name and a digest "
-            "of all its arguments. False: this task takes no lock."
+            "The name of the lock: a template such as `export:<corp_id>`, a callable that takes "
+            "the task's arguments, or a list of them. A list takes all of its keys or none. None "
+            "on a SingletonTask: the task's name and a digest of all its arguments. False: this "
+            "task takes no lock."
         ),
     )
     lock_watchdog_timeout: float = declare(
@@ -85,8 +87,8 @@ class TaskOptions:
         check=seconds(above=0),
         unit="s",
         description=(
-            "Expiry of the lease, set at the acquisition and again at each renewal, which comes "
-            "every third of it."
+            "Expiry of the lease, set when the lock is acquired and reset at each renewal. The "
+            "watchdog renews after each third of it."
         ),
     )
     max_renew_times: int = declare(
@@ -94,8 +96,8 @@ class TaskOptions:
         check=whole_number,
         unit="",
         description=(
-            "The cap: so many renewals, then the watchdog stops and `lock_on_cap` says what "
-            "happens. 0 or less: no cap. With the default timeout, 360 is one hour."
+            "The cap: the watchdog stops after this number of renewals, and `lock_on_cap` "
+            "applies. 0 or less: no cap. With the default timeout, 360 renewals take one hour."
         ),
     )
     lock_expire: float | None = declare(
@@ -108,15 +110,15 @@ class TaskOptions:
         default=True,
         check=yes_or_no,
         unit="",
-        description="False: after a body that succeeded the lock is left to expire.",
+        description="False: when the body succeeds, the lock is left to expire.",
     )
     release_on_failure: bool = declare(
         default=True,
         check=yes_or_no,
         unit="",
         description=(
-            "False: after a body that failed the lock is left to expire. Retry, Ignore and Reject"
-            " are no failures: they release."
+            "False: when the body fails, the lock is left to expire. Retry, Ignore and Reject are "
+            "not failures: they release the lock."
         ),
     )
     lock_at_least_for: float = declare(
@@ -124,7 +126,8 @@ class TaskOptions:
         check=seconds(at_least=0),
         unit="s",
         description=(
-            "Hold the lock at least so long, counted from its acquisition, however short the task."
+            "Minimum time for which the lock is held, counted from its acquisition, even if the "
+            "task ends sooner."
         ),
     )
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare(
@@ -132,41 +135,45 @@ class TaskOptions:
         check=lock_on_conflict,
         unit="",
         description=(
-            "What the task that comes second does: `skip` does not run and ends as REVOKED, "
-            "`raise` fails with LockHeldError, `retry` comes again later under its own id, `wait` "
-            "waits in line in its slot, `queue` waits in line without a slot, `reject` goes to the "
-            "broker's dead-letter exchange. Or a "
-            "callable, which is given the task and the conflict, and returns one of these."
+            "What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. "
+            "`raise`: it fails with LockHeldError. `retry`: it is sent again later under its own "
+            "id. `wait`: it waits in line and occupies its worker slot. `queue`: it is parked in "
+            "line and occupies no slot. `reject`: its message goes to the broker's dead-letter "
+            "exchange. A callable takes the task and the conflict, and returns one of these "
+            "names."
         ),
     )
     lock_wait_timeout: float = declare(
         default=10.0,
         check=seconds(at_least=0),
         unit="s",
-        description="So long a task waits with `lock_on_conflict='wait'`; then as `raise`.",
+        description=(
+            "Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with "
+            "`raise`."
+        ),
     )
     lock_queue_limit: int | None = declare(
         default=None,
         check=optional(lock_limit),
         unit="",
         description=(
-            "So many tasks may wait in line with `lock_on_conflict='queue'`, for each key, beside "
-            "the one that runs. None: any number."
+            "Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task "
+            "that runs, or whose turn it is, does not count. None: no limit."
         ),
     )
     lock_queue_bytes: int = declare(
         default=2**26,
         check=lock_limit,
         unit="bytes",
-        description="The messages that wait in the line of one key may have so many bytes in all.",
+        description="Maximum total size of the messages that are parked per key.",
     )
     lock_queue_overflow: str = declare(
         default="skip",
         check=one_of("skip", "replace"),
         unit="",
         description=(
-            "Who goes where the line is full: `skip` the newcomer, `replace` the oldest in line. "
-            "That one ends as REVOKED."
+            "Which task is dropped when the line is full: `skip` drops the newcomer, `replace` "
+            "drops the oldest task in line. The dropped task ends as REVOKED."
         ),
     )
     lock_retry_for: float = declare(
@@ -174,8 +181,8 @@ class TaskOptions:
         check=seconds(above=0),
         unit="s",
         description=(
-            "So long after its first conflict a task comes again with `lock_on_conflict='retry'`; "
-            "then as `raise`."
+            "Maximum time of retries with `lock_on_conflict='retry'`, counted from the first "
+            "conflict. On timeout the task fails as with `raise`."
         ),
     )
     lock_hold_on_retry: bool = declare(
@@ -183,8 +190,9 @@ class TaskOptions:
         check=yes_or_no,
         unit="",
         description=(
-            "True: when the task retries, its lease is kept for the retry, which takes it over: "
-            "until a timeout after the countdown. False: released before the retry is sent."
+            "True: when the task retries, its lease is kept for the retry, which takes it over. "
+            "The lease ends one timeout after the countdown. False: the lock is released before "
+            "the retry is sent."
         ),
     )
     lock_dedupe_redelivered: bool = declare(
@@ -192,23 +200,24 @@ class TaskOptions:
         check=yes_or_no,
         unit="",
         description=(
-            "True: a second delivery of the same task id that comes after the first has succeeded "
-            "is acknowledged without running."
+            "True: a redelivery of a task that has already succeeded is acknowledged without "
+            "running."
         ),
     )
     lock_dedupe_for: float = declare(
         default=3600.0,
         check=seconds(above=0),
         unit="s",
-        description="So long after its success `lock_dedupe_redelivered` remembers a task.",
+        description="How long `lock_dedupe_redelivered` remembers that a task has succeeded.",
     )
     lock_on_lost: str = declare(
         default="warn",
         check=one_of("warn", "raise", "terminate"),
         unit="",
         description=(
-            "What happens to a body that still runs when its lease is lost: `warn` logs, `raise` "
-            "raises LockLostError in it, `terminate` stops it even where it catches Exception."
+            "What happens when the lease is lost and the body still runs. `warn`: a log line. "
+            "`raise`: LockLostError is raised in the body. `terminate`: the body is stopped even "
+            "if it catches Exception."
         ),
     )
     lock_on_cap: str = declare(
@@ -216,8 +225,8 @@ class TaskOptions:
         check=one_of("expire", "raise", "terminate"),
         unit="",
         description=(
-            "What happens to a body that still runs when the cap is reached: `expire` lets the "
-            "lease run out under it, `raise` and `terminate` as for `lock_on_lost`."
+            "What happens when the cap is reached and the body still runs. `expire`: the lease "
+            "expires while the body goes on. `raise` and `terminate`: as for `lock_on_lost`."
         ),
     )
     lock_mode: str = declare(
@@ -225,9 +234,9 @@ class TaskOptions:
         check=one_of("exclusive", "shared"),
         unit="",
         description=(
-            "`exclusive` admits one lease, or `lock_limit` of them; `shared` any number, but none "
-            "beside an exclusive one. A task that waits for the one keeps later ones of the other "
-            "from passing it."
+            "The two sides of a read-write lock. `exclusive`: one lease at a time, or "
+            "`lock_limit` of them. `shared`: any number of leases, but none beside an exclusive "
+            "one. A waiting task keeps later tasks of the other mode from passing it."
         ),
     )
     lock_limit: int = declare(
@@ -235,8 +244,9 @@ class TaskOptions:
         check=lock_limit,
         unit="",
         description=(
-            "How many exclusive leases at a time: a counting semaphore. It may change while the "
-            "lock is held: nobody is evicted, and the newest limit decides who is admitted."
+            "Maximum number of exclusive leases at a time: a counting semaphore. If the limit "
+            "changes while the lock is held, present holders keep their leases, and each "
+            "acquisition is judged by its own limit."
         ),
     )
 

@@ -46,7 +46,7 @@ class AppSettings:
         description=(
             "True: every task with a `lock_key` locks, whatever its base class, and a worker "
             "checks the lock server at start-up (`--dislock`). False: no task takes a lock "
-            "(`--no-dislock`). None: tasks with the base class SingletonTask lock."
+            "(`--no-dislock`). None: only tasks with the base class SingletonTask lock."
         ),
     )
     dislock_url: str | tuple[str, ...] | None = declare(
@@ -55,9 +55,9 @@ class AppSettings:
         unit="",
         description=(
             "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
-            "or rediss+cluster://; or a list of the URLs of three or more independent servers, of "
-            "which a majority decides. None: the broker, then the result backend, whichever is a "
-            "Redis."
+            "or rediss+cluster://. A list of three or more URLs names independent servers, of "
+            "which a majority decides. None: the broker if it is a Redis, else the result backend "
+            "if that is one."
         ),
         secret=True,
     )
@@ -66,9 +66,9 @@ class AppSettings:
         check=one_of("retry", "raise", "run"),
         unit="",
         description=(
-            "What a task does whose lock server does not answer: `retry` comes again later, under "
-            "its own id and with its own retries unspent, `raise` fails with StoreError, `run` "
-            "runs without its lock."
+            "What a task does when the lock server does not answer. `retry`: it is put off, under "
+            "its own id and with its own retries unspent. `raise`: it fails with StoreError. "
+            "`run`: it runs without its lock."
         ),
     )
     dislock_prefix: str = declare(
@@ -83,9 +83,11 @@ class AppSettings:
         metadata={
             "check": mapping,
             "unit": "",
-            "description": "Options of the connections to the lock server, as redis-py's "
-            "Connection takes them, e.g. `socket_timeout`; for sentinel:// also `master_name` and "
-            "`sentinel_kwargs`.",
+            "description": (
+                "Options of the connections to the lock server, as redis-py's Connection takes "
+                "them, such as `socket_timeout`. For sentinel:// also `master_name` and "
+                "`sentinel_kwargs`."
+            ),
         },
     )
     dislock_min_replicas: int = declare(
@@ -93,8 +95,8 @@ class AppSettings:
         check=natural_number,
         unit="",
         description=(
-            "An acquisition counts only when so many replicas have it, within a second; else it "
-            "is given back, and the lock server counts as away."
+            "Number of replicas that must confirm an acquisition within one second. If fewer "
+            "confirm, the lock is given back, and the lock server counts as away."
         ),
     )
 

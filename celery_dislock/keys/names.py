@@ -2,7 +2,7 @@
 
 An owner is ``<task>@<worker>:<pid>/<count>``, and a ticket is ``<task>:<retries>:<nesting>``.
 Scripts tell by how an owner begins which task and which process it belongs to, so no task's name
-may look like the beginning of another's owner.  Task ids come from users, and from whoever can
+may look like the beginning of another's owner.  Task ids come from users, and from anybody who can
 publish a message.  ``@``, ``~`` (a lease that runs out) and control characters are therefore
 percent-encoded in them, and the numbers in a ticket are numbers, whatever the message says.
 """

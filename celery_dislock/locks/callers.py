@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, ref
 from celery_dislock.exceptions import LockHeldError, LockTermsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.claim import Claim
@@ -37,6 +37,7 @@ class Held:
         lock: The lock.
         claim: The claim by which it was taken.
         lease: The lease.
+        runtime: What took it in plain Python; it makes a new store when it was closed.
         execution: Whether it is the lease of a task's execution, which ends with the body.
 
     Attributes:
@@ -47,11 +48,30 @@ class Held:
         outer: What the caller had of its keys before: of a task, in which this one runs eagerly.
     """
 
-    __slots__ = ("_claim", "caller", "entries", "execution", "lease", "lock", "outer", "running")
+    __slots__ = (
+        "_claim",
+        "caller",
+        "entries",
+        "execution",
+        "lease",
+        "lock",
+        "outer",
+        "running",
+        "runtime",
+    )
 
-    def __init__(self, lock: Lock, claim: Claim, lease: Lease, *, execution: bool = False) -> None:
+    def __init__(
+        self,
+        lock: Lock,
+        claim: Claim,
+        lease: Lease,
+        *,
+        runtime: object = None,
+        execution: bool = False,
+    ) -> None:
         self.lock = lock
         self.lease = lease
+        self.runtime = runtime
         self.execution = execution
         self.entries: dict[object, object] = {}
         self.running: Running | None = None
@@ -182,9 +202,19 @@ def current_caller() -> Caller:
     return caller
 
 
-def check_terms(held: Held, asked: TaskOptions, caller: Caller) -> None:
+def check_terms(
+    held: Held, asked: TaskOptions, caller: Caller, stated: Collection[str] = ()
+) -> None:
     """
     Check that a lock which is held can be taken once more on the terms asked for.
+
+    A task's lease lasts as long as its body, so how long it lasts matters only if it was *stated*.
+
+    Args:
+        held: The lease that the caller has.
+        asked: The options asked for.
+        caller: Who asks.
+        stated: Names of the options that were given, and are not defaults.
 
     Raises:
         LockTermsError: It cannot: an upgrade from shared to exclusive, or other terms.
@@ -193,7 +223,11 @@ def check_terms(held: Held, asked: TaskOptions, caller: Caller) -> None:
     differing = [
         (name.removeprefix("lock_"), there, here)
         for name, there, here in _differences(has, asked)
-        if (name, there, here) != ("lock_mode", "exclusive", "shared") or has.lock_limit > 1
+        if (
+            (name in stated or name not in TIMING or not held.execution)
+            and (name, there, here) != ("lock_mode", "exclusive", "shared")
+        )
+        or has.lock_limit > 1
     ]
     if differing:
         raise LockTermsError(
@@ -203,6 +237,9 @@ def check_terms(held: Held, asked: TaskOptions, caller: Caller) -> None:
             ", ".join(f"{name}={there!r}" for name, there, _ in differing),
             ", ".join(f"{name}={here!r}" for name, _, here in differing),
         )
+
+
+TIMING = ("lock_expire", "lock_watchdog_timeout", "max_renew_times")
 
 
 def _differences(has: TaskOptions, asked: TaskOptions) -> Iterator[tuple[str, Any, Any]]:

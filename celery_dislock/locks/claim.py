@@ -50,17 +50,11 @@ class Claim:
     """
 
     __slots__ = (
-        "began",
         "caller",
-        "claimed",
-        "completed",
         "holder",
         "lease",
-        "leaves",
         "owner",
         "sender",
-        "settles",
-        "ticket",
     )
 
     def __init__(
@@ -75,23 +69,27 @@ class Claim:
         self.sender = sender
         self.caller = caller
         self.lease: Lease | None = None
-        self.began = False  # the body: with its lease, or without where it is to run so
-        self.leaves = False  # the lease to expire, instead of releasing it
-        self.ticket = ""  # of a task that can be parked
-        self.claimed = False  # it was parked, and this was its turn
-        self.completed = False  # that task's work: this delivery of it is not to come again
-        self.settles = 0.0  # seconds for its result, in which its broker may deliver it again
 
-    def settle(self) -> None:
-        """End the lease, where there is one; does nothing the second time."""
+    def settle(
+        self,
+        *,
+        leaves: bool = False,
+        at_least: float | None = None,
+        ticket: str = "",
+        settles: float = 0.0,
+    ) -> None:
+        """
+        End the lease, if there is one; does nothing the second time.
+
+        Args:
+            leaves: Let it run out instead of releasing it.
+            at_least: See :meth:`celery_dislock.locks.lease.Lease.release`.
+            ticket: See there.
+            settles: See there.
+        """
         if self.lease is not None:
-            if self.completed:
-                self.lease.ticket = self.ticket
-                self.lease.settles = self.settles
-            if self.leaves:
-                self.lease.leave()
-            else:
-                self.lease.release()
+            end = self.lease.leave if leaves else self.lease.release
+            end(at_least=at_least, ticket=ticket, settles=settles)
 
 
 class Conflict(NamedTuple):

@@ -24,7 +24,7 @@ import ctypes
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -116,33 +116,30 @@ class _EventletTarget:
 class _MainThreadTarget:
     """The handler runs in the main thread, as the body does: one assignment arms or disarms."""
 
-    armed: _MainThreadTarget | None = None
+    armed: ClassVar[tuple[_MainThreadTarget, ...]] = ()  # the outermost body comes first
 
     def __init__(self, signum: int) -> None:
-        self.outer = _MainThreadTarget.armed  # the body around an eager task's
         self.pending: BaseException | None = None
         self._signum = signum
         self._ident = threading.get_ident()
         if signal.getsignal(signum) is not _raise_pending:
             signal.signal(signum, _raise_pending)
-        _MainThreadTarget.armed = self
+        _MainThreadTarget.armed = (*_MainThreadTarget.armed, self)
 
     def throw(self, exc: BaseException) -> None:
         self.pending = exc
         signal.pthread_kill(self._ident, self._signum)
 
     def disarm(self) -> None:
-        if _MainThreadTarget.armed is self:
-            _MainThreadTarget.armed = self.outer
+        # Blocks of generators end in any order.
+        _MainThreadTarget.armed = tuple([one for one in _MainThreadTarget.armed if one is not self])
 
 
 def _raise_pending(_signum: int, _frame: FrameType | None) -> None:
-    target = _MainThreadTarget.armed
-    while target is not None:
+    for target in reversed(_MainThreadTarget.armed):
         if target.pending is not None:
             exc, target.pending = target.pending, None
             raise exc
-        target = target.outer
 
 
 class _ThreadTarget:

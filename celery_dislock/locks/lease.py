@@ -84,8 +84,6 @@ class Lease:
         "owner",
         "renewals",
         "sender",
-        "settles",
-        "ticket",
         "tokens",
         "trusted_until",
         "watch_number",
@@ -101,8 +99,6 @@ class Lease:
         self.sender = claim.sender
         self.caller: ref[Caller] | None = claim.caller  # whose end ends the renewals
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
-        self.ticket = ""  # of the task that is done with it; see Claim
-        self.settles = 0.0
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
@@ -252,17 +248,27 @@ class Lease:
             max(0.0, self.trusted_until - self.lock.clock()),
         )
 
-    def release(self) -> None:
+    def release(
+        self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
+    ) -> None:
         """
         End the lease; one round trip, and none where that was done before.
 
         A lease that the server no longer has is reported as lost.  A server that is away does not
         raise: the lease then ends with its expiry, and the log says when.
+
+        Args:
+            at_least: Seconds since its acquisition until which it runs out instead; None: as the
+                options say.
+            ticket: Of a parked task that is done with it; see
+                :meth:`celery_dislock.servers.store.Store.release`.
+            settles: See there.
         """
         if self.finished or self._pid != os.getpid():
             return
         self._stop("released")
-        if not self._finish(self.lock.options.lock_at_least_for) and not self.lost:
+        held = self._finish(self._at_least(at_least), ticket, settles)
+        if not held and not self.lost:
             if self.capped:  # that was told
                 self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
             else:
@@ -272,17 +278,19 @@ class Lease:
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
 
-    def leave(self) -> None:
-        """Stop renewing the lease and let it run out; ``lock_at_least_for`` may prolong it."""
+    def leave(
+        self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
+    ) -> None:
+        """Stop renewing the lease and let it run out; the arguments are those of `release`."""
         if self.finished or self._pid != os.getpid():
             return
         self._stop("left to expire")
-        at_least = self.lock.options.lock_at_least_for
+        at_least = self._at_least(at_least)
         if self._reserved:
-            self._finish(max(at_least, self.lock.timeout))
-        elif at_least or self.ticket:
+            self._finish(max(at_least, self.lock.timeout), ticket, settles)
+        elif at_least or ticket:
             expiry = self.trusted_until - self.lock.trust + self.lock.timeout
-            self._finish(max(at_least, expiry - self.acquired_at))
+            self._finish(max(at_least, expiry - self.acquired_at), ticket, settles)
         self.finished = True
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
@@ -291,13 +299,16 @@ class Lease:
         self.lock.keeper.unwatch(self)
         self._ended = self._ended or end
 
-    def _finish(self, at_least: float) -> bool:
+    def _at_least(self, given: float | None) -> float:
+        return self.lock.options.lock_at_least_for if given is None else given
+
+    def _finish(self, at_least: float, ticket: str, settles: float) -> bool:
         """Send the release; return False where the lease was gone before it was first sent."""
         lock = self.lock
         trusted = lock.clock() < self.trusted_until
         sent_before, self._released = self._released, True  # and then cut short by an exception
         try:
-            ended = lock.store.release(lock.names, self.owner, at_least, self.ticket, self.settles)
+            ended = lock.store.release(lock.names, self.owner, at_least, ticket, settles)
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
+    from celery_dislock.servers.store import Store
 
 ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
 PLACE_TIMEOUT = (
@@ -32,58 +34,6 @@ LATE = 0.002  # seconds after a lease's end at which to ask again: the server co
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 logger = logging.getLogger("celery_dislock")
-
-
-class Locking(Protocol):
-    """What a lock asks of a store."""
-
-    server: str
-
-    def acquire(
-        self,
-        locks: Sequence[str],
-        owner: str,
-        ttl: float,
-        holder: str,
-        *,
-        mode: str,
-        limit: int,
-        place: float,
-        fair: bool,
-    ) -> Granted | Refused:
-        """See :meth:`celery_dislock.servers.store.Store.acquire`."""
-
-    def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
-        """See :meth:`celery_dislock.servers.store.Store.wait`."""
-
-    def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
-        """See :meth:`celery_dislock.servers.store.Store.extend`."""
-
-    def release(
-        self,
-        locks: Sequence[str],
-        owner: str,
-        at_least: float = 0.0,
-        ticket: str = "",
-        settles: float = 0.0,
-    ) -> bool:
-        """See :meth:`celery_dislock.servers.store.Store.release`."""
-
-
-class Keeper(Protocol):
-    """What keeps leases alive: the watchdog."""
-
-    def watch(self, lease: Lease) -> None:
-        """Renew the lease from now on, and notice when it is lost."""
-
-    def unwatch(self, lease: Lease) -> None:
-        """Leave the lease alone from now on."""
-
-    def clear(self, names: Sequence[str], owner: str) -> None:
-        """Release soon what an owner may hold or wait for that is over; does not block."""
-
-    def cleared(self, owner: str) -> None:
-        """Note that it neither holds nor waits for anything any more."""
 
 
 class Lock:
@@ -124,8 +74,8 @@ class Lock:
         keys: Sequence[str],
         names: Sequence[str],
         options: TaskOptions,
-        store: Locking,
-        keeper: Keeper,
+        store: Store,
+        keeper: Watchdog,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:

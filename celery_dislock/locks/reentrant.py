@@ -11,12 +11,12 @@ every step that ends something can be repeated, and one that is cut short is rep
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.config.checks import optional, seconds
 from celery_dislock.exceptions import (
     EventLoopError,
     LockLostError,
@@ -29,11 +29,13 @@ from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
+    from datetime import timedelta
     from types import TracebackType
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.servers.replies import Holding
 
@@ -63,14 +65,20 @@ class ReentrantLock:
         *,
         timeout: float | None,
         fair: bool,
+        stated: Collection[str] = (),
     ) -> None:
         self.keys = tuple(keys)
         self._options = options
         self._runtime = runtime
         self._timeout = timeout
         self._fair = fair
+        self._stated = stated  # options that are not defaults
 
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:  # noqa: FBT001, FBT002 -- as threading's
+    def acquire(
+        self,
+        blocking: bool = True,  # noqa: FBT001, FBT002 -- as threading's
+        timeout: float | timedelta | None = None,
+    ) -> bool:
         """
         Take the lock; blocks until it is free, for *timeout* seconds at most.
 
@@ -82,8 +90,8 @@ class ReentrantLock:
             Whether the lock is held now; once more, where this thread held it before.
 
         Raises:
-            ValueError: A timeout that is negative or no number, or given though nothing waits.
-            SettingsError: The lock was made with ``on_lost="raise"``, which needs a ``with`` block.
+            SettingsError: A timeout that is negative or no number, or given though nothing waits;
+                or the lock was made with ``on_lost="raise"``, which needs a ``with`` block.
             LockLostError: This thread held the lock before, and has lost it.
             LockTermsError: This thread holds the lock on other terms.
             LockHeldError: This thread holds one of several keys by another lock, and would wait
@@ -92,13 +100,16 @@ class ReentrantLock:
             StoreError: The lock server did not answer.  The lock may have been taken; if so it
                 frees itself after its timeout.
         """
-        if timeout is not None and not (blocking and 0 <= timeout < math.inf):
-            raise ValueError(
-                f"timeout={timeout!r}: give seconds of 0 or more, and only where the call blocks; "
-                "leave it out to wait for as long as it takes"
-            )
+        try:
+            wait_for = optional(seconds(at_least=0))(timeout)
+        except ValueError as exc:
+            remedy = f"{exc}; leave it out to wait for as long as it takes"
+            raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy) from exc
+        if wait_for is not None and not blocking:
+            remedy = "it has no effect with blocking=False: leave one of the two out"
+            raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy)
         self._refuse_interruption()
-        return isinstance(self._take(object(), blocking=blocking, timeout=timeout), Held)
+        return isinstance(self._take(object(), blocking=blocking, timeout=wait_for), Held)
 
     def try_acquire(self) -> Lease | Conflict:
         """
@@ -184,7 +195,8 @@ class ReentrantLock:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
                 raise answer.error()  # noqa: TRY301 -- nothing to undo
-            if self._options.lock_on_lost == "raise" and answer.running is None:
+            stops = self._options.lock_on_lost == "raise" and not answer.execution
+            if stops and answer.running is None:
                 answer.running = Running(answer.lease)
                 answer.running.begin()
             if leaving is not None and leaving.is_for(self):
@@ -232,7 +244,13 @@ class ReentrantLock:
     def _held(self) -> Held | None:
         lock = self._runtime.lock(self.keys, self._options)
         held = current_caller().find(lock)
-        return held if held is not None and held.is_of(lock) else None
+        if held is None or not (held.is_of(lock) or self._took_before_close(held, lock)):
+            return None
+        return held
+
+    def _took_before_close(self, held: Held, lock: Lock) -> bool:
+        """Tell whether it is a lease that can still be released, and is renewed no more."""
+        return held.runtime is self._runtime and tuple(held.lock.names) == tuple(lock.names)
 
     def _take(self, entry: object, *, blocking: bool, timeout: float | None) -> Held | Conflict:
         """Take the lock, or take it once more; note that by *entry*, which releases it."""
@@ -248,7 +266,7 @@ class ReentrantLock:
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
             if held.execution or held.entries:
-                check_terms(held, self._options, caller)
+                check_terms(held, self._options, caller, self._stated)
                 held.lease.ensure_held()
                 held.entries[entry] = None
                 return held
@@ -270,7 +288,7 @@ class ReentrantLock:
                 answer = lock.try_acquire(claim, fair=self._fair)
             if isinstance(answer, Conflict):
                 return answer
-            held = Held(lock, claim, answer)
+            held = Held(lock, claim, answer, runtime=self._runtime)
             held.entries[entry] = None
             caller.hold(held)
         except BaseException:
@@ -326,6 +344,11 @@ class Leaving:
         if held is None:  # __enter__ was called by hand
             self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half
             return
+        if self._entry not in held.entries:  # released by hand, and perhaps taken anew
+            now = self._lock._held  # noqa: SLF001
+            if now is not None and now is not held and now.entries:
+                self._lock._exit(kind, exc, traceback)  # noqa: SLF001
+                return
         _twice(held.leave, self._entry)
         _tell_if_lost(held, exc)
 
@@ -356,7 +379,7 @@ def _twice(call: Callable[[object], None], entry: object) -> None:
 def _tell_if_lost(held: Held, exc: BaseException | None) -> None:
     """Raise LockLostError where the lease was lost; note it where an exception is on its way."""
     lease = held.lease
-    if held.entries or not lease.lost:
+    if not lease.lost:
         return
     error = LockLostError(lease.key, lease.why_ended)
     if exc is None:

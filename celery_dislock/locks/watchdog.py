@@ -24,7 +24,7 @@ import threading
 import time
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.store import Store
 
 BATCH = 500  # renewals in one round trip: some 5 ms of work for the server
 EARLY = 1 / 20  # of the time between two renewals: so much earlier a lease may be taken along
@@ -45,18 +46,6 @@ CLEAR_FOR = 90.0  # seconds; then an owner's place in line and its lease have ru
 DEAD_ENTRIES = 1000  # heap entries of ended leases that are worth a clean-up
 
 logger = logging.getLogger("celery_dislock")
-
-
-class Renewing(Protocol):
-    """What the watchdog asks of a store."""
-
-    def renew(
-        self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
-    ) -> list[bool | StoreError]:
-        """See :meth:`celery_dislock.servers.store.Store.renew`."""
-
-    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
-        """See :meth:`celery_dislock.servers.store.Store.clear`."""
 
 
 class Entry(NamedTuple):
@@ -91,7 +80,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Renewing,
+        store: Store,
         *,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
@@ -102,10 +91,13 @@ class Watchdog:
         self._threaded = threaded
         self._thread: threading.Thread | None = None
         self._loop: object = None  # the one that is to run; any other ends
-        self._mutex = threading.Lock()
+        # Entered once more by its thread if a signal handler, or a generator that the interpreter
+        # closes, takes or releases a lock in the middle of a step.
+        self._mutex = threading.RLock()
         self._wake = threading.Condition(self._mutex)
         self._wakes_at = 0.0
         self._numbers = count(1)
+        self._latest = 0  # of them
         self._timers: list[Entry] = []
         self._due: list[Entry] = []
         self._watched: set[Lease] = set()
@@ -138,8 +130,14 @@ class Watchdog:
             watched = len(self._watched)
             dead = len(self._timers) + len(self._due) - watched
             if dead > DEAD_ENTRIES and dead > watched:
-                self._timers = [entry for entry in self._timers if _valid(entry)]
-                heapify(self._timers)
+                self._clean_up()
+
+    def _clean_up(self) -> None:
+        latest = self._latest
+        kept = [entry for entry in self._timers.copy() if _valid(entry)]
+        heapify(kept)
+        if self._latest == latest:  # else this thread has added one meanwhile; the next will do
+            self._timers = kept
 
     def clear(self, names: Sequence[str], owner: str) -> None:
         """
@@ -171,10 +169,10 @@ class Watchdog:
                 return
             # A start that an exception cuts short leaves a thread that finds its loop replaced.
             self._loop = loop = object()
-            self._thread = threading.Thread(
+            thread = self._thread = threading.Thread(
                 target=self._run, args=(loop,), name="dislock-watchdog", daemon=True
             )
-            self._thread.start()
+            thread.start()
 
     def stop(self) -> None:
         """
@@ -239,9 +237,11 @@ class Watchdog:
         return None
 
     def _collect_due(self, now: float) -> None:
-        timers = self._timers
-        while timers and timers[0].when - (timers[0].lease.lock.interval or 0.0) * EARLY <= now:
-            entry = heappop(timers)
+        while self._timers:
+            first = self._timers[0]
+            if first.when - (first.lease.lock.interval or 0.0) * EARLY > now:
+                break
+            entry = heappop(self._timers)
             if _valid(entry):
                 heappush(self._due, Entry(entry.lease.trusted_until, entry.number, entry.lease))
 
@@ -319,7 +319,7 @@ class Watchdog:
         self._put(lease, now + (min(pause, left / 4) if left > WITHIN_LEAST else left))
 
     def _put(self, lease: Lease, when: float) -> float:
-        lease.watch_number = next(self._numbers)
+        lease.watch_number = self._latest = next(self._numbers)
         heappush(self._timers, Entry(when, lease.watch_number, lease))
         return when
 

@@ -106,14 +106,6 @@ class Notes:
         return {header: note for header, note in noted.items() if note}
 
 
-def notes_of(request: Context) -> Notes:
-    """Return the notes of a delivery, as the guard has read them."""
-    notes: Notes | None = getattr(request, "dislock_notes", None)
-    if notes is None:
-        notes = request.dislock_notes = Notes()
-    return notes
-
-
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     Return lock and ticket of a delivery whose message says that it is its turn there.
@@ -132,8 +124,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
 
 
 def forget_notes(request: Context) -> None:
-    """Take the notes off the delivery: its lock is had."""
-    request.dislock_notes = Notes()
+    """Take the notes off a request, so that Celery does not copy them into what follows."""
     if request.headers:
         for header in READERS:
             request.headers.pop(header, None)

@@ -135,7 +135,7 @@ class Message:
         if not all(isinstance(one, str) for one in texts) or not all(
             isinstance(one, dict) for one in tables
         ):
-            raise ValueError("where it is to be sent, its headers or properties are none")
+            raise ValueError("its exchange, routing key, headers or properties are of a wrong type")
         if not all(isinstance(message.headers.get(name, ""), str) for name in ("id", "task")):
             raise ValueError("its id or its task is no text")
         wrong = [one for one in message.properties.items() if not _can_be_sent(*one)]
@@ -152,7 +152,7 @@ class Message:
         Args:
             producer: Of the broker that it came from.
             notes: Headers for the next delivery.
-            declare: What is to be declared first.
+            declare: Queues to declare first.
 
         Raises:
             Exception: Of the broker's client: it is away, or refuses.

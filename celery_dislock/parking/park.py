@@ -1,8 +1,8 @@
 """Park a task in line for its lock instead of in a worker slot, and claim its turn.
 
-Where a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  Whoever
-releases the lock publishes the message of the first in line again, with its ticket in a header, and
-the lock is reserved for it: the worker that gets it claims its turn and runs it.
+If a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  The
+process that releases the lock publishes the message of the first in line again, with its ticket in
+a header, and the lock is reserved for it: the worker that gets it claims its turn and runs it.
 
 A ticket belongs to one delivery of work: task id, number of retries, and how often the task was
 replaced.  What a body retries or replaces is new work, whatever headers Celery copies.
@@ -21,24 +21,17 @@ from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.claim import Conflict, in_words
 from celery_dislock.locks.lock import to_json
-from celery_dislock.messages.headers import notes_of
 from celery_dislock.messages.message import Message, TaskParked
-from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
-from celery_dislock.reporting import told
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from celery import Task
-    from celery.app.task import Context
-
-    from celery_dislock.locks.claim import Claim
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.lock import Lock
+    from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
@@ -57,25 +50,18 @@ class Parking:
     What one delivery has to do with the line for its lock.
 
     Args:
-        task: The task.
-        request: The delivery.
-        lock: The lock, of one key.
-        claim: Who asks.
+        delivery: The delivery; its lock has one key.
         process: What the locks of this process share.
     """
 
-    def __init__(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, process: ParkingProcess
-    ) -> None:
-        self._task = task
-        self._request = request
-        self._lock = lock
-        self._claim = claim
+    def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
+        request = delivery.request
+        self._delivery = delivery
         self._process = process
         self._lines = process.lines
-        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
-        claim.ticket = self._ticket
-        claim.settles = lock.timeout if task.acks_late else 0.0
+        delivery.ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
+        delivery.settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
+        delivery.after_result.append(self.result_stored)
 
     def ask(self) -> Lease | Conflict:
         """
@@ -108,45 +94,43 @@ class Parking:
             TaskParked: It is in line.
             StoreError: The lock server did not answer; it may be in line all the same.
         """
-        message = Message.of(self._request)
+        message = Message.of(self._delivery.request)
         if message is None:
             return None
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
-        self._lines.enlist(self._lock.names[0])
+        self._lines.enlist(self._delivery.lock.names[0])
         return self._answer(message.to_bytes(), bounds)
 
-    def settled(self) -> None:
+    def result_stored(self, _state: str) -> None:
         """
         Note that the work of a parked task is done: its result is stored, and what follows is sent.
 
         A task that is acknowledged before it runs was done with its release.
         """
-        claim = self._claim
-        if claim.claimed and claim.completed and claim.settles:
-            try:
-                self._process.store.release(self._lock.names, claim.owner, ticket=self._ticket)
-            except StoreError as exc:
-                logger.warning(
-                    "Task %s[%s] has ended, but a copy of it may run again: %s",
-                    self._task.name,
-                    self._request.id,
-                    exc,
-                )
+        delivery = self._delivery
+        if not (delivery.was_parked and delivery.completed and delivery.settles):
+            return
+        try:
+            self._process.store.release(
+                delivery.lock.names, delivery.claim.owner, ticket=delivery.ticket
+            )
+        except StoreError as exc:
+            logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
-        lock, task, request = self._lock, self._task, self._request
+        delivery, lock, claim = self._delivery, self._delivery.lock, self._delivery.claim
         came_from = self._came_from()
         if self._is_done_in(came_from):
-            acknowledge_unrun(task, request, lock.key)
-        ticket = Ticket(self._ticket, owners_start(request.id), bool(came_from), message)
-        with self._process.log_order.parking(self._ticket):
+            acknowledge_unrun(delivery)
+        ticket = Ticket(delivery.ticket, owners_start(delivery.id), bool(came_from), message)
+        with self._process.log_order.parking(ticket.name):
             asked_at = lock.clock()
             answer = self._lines.park(
                 lock.names[0],
-                self._claim.owner,
+                claim.owner,
                 lock.timeout,
-                to_json(self._claim.holder),
+                to_json(claim.holder),
                 ticket,
                 mode=lock.options.lock_mode,
                 limit=lock.options.lock_limit,
@@ -154,21 +138,21 @@ class Parking:
             )
             if isinstance(answer, Parked):
                 parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
-                told(parked, task.name, request.id, f"{parked}.")
+                delivery.told(parked, f"{parked}.")
         if isinstance(answer, Parked):
             self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
-            acknowledge_unrun(task, request, lock.key)
+            acknowledge_unrun(delivery)
         if isinstance(answer, Granted):
-            self._claim.claimed = answer.claimed
-            return lock.keep(self._claim, answer.tokens, asked_at, lock.timeout)
+            delivery.was_parked = answer.claimed
+            return lock.keep(claim, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _came_from(self) -> str:
         """Return the lock in whose line it was parked, as its message says; empty: in none."""
-        lock, ticket = notes_of(self._request).parked or ("", "")
-        return lock if ticket == self._ticket else ""
+        lock, ticket = self._delivery.notes.parked or ("", "")
+        return lock if ticket == self._delivery.ticket else ""
 
     def _is_done_in(self, lock: str) -> bool:
         """
@@ -177,12 +161,12 @@ class Parking:
         The task was parked before its key was declared in another way: it has its turn there, and
         asks here.
         """
-        elsewhere = lock and lock != self._lock.names[0]
-        return bool(elsewhere and self._lines.move_out(lock, self._ticket))
+        elsewhere = lock and lock != self._delivery.lock.names[0]
+        return bool(elsewhere and self._lines.move_out(lock, self._delivery.ticket))
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
-        task, request = self._task, self._request
-        if result_is_ignored(task, request):
+        delivery = self._delivery
+        if delivery.result_is_ignored:
             return
         meta = {
             "key": conflict.key,
@@ -190,23 +174,20 @@ class Parking:
             "holder": in_words(conflict.holder),
         }
         try:
-            task.backend.store_result(request.id, meta, PARKED, request=request)
-        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+            delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             logger.warning(
-                "Task %s[%s] is parked, and its result does not say so: %s",
-                task.name,
-                request.id,
-                reason_of(exc),
+                "Task %s is parked, and its result does not say so: %s", delivery, reason_of(exc)
             )
 
 
-def acknowledge_unrun(task: Task, request: Context, key: str) -> NoReturn:
+def acknowledge_unrun(delivery: Delivery) -> NoReturn:
     """End a copy of a parked task whose work is done; raises Ignore."""
-    reason = f"it has run under lock {key!r} before"
-    raise told(Ignore(reason), task.name, request.id, f"acknowledged unrun: {reason}.")
+    reason = f"it has run under lock {delivery.lock.key!r} before"
+    raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
 
 
-def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> bool:
+def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> bool:
     """
     Take a task out of the line that it was parked in before its key was declared in another way.
 
@@ -218,10 +199,11 @@ def leave_old_line(lines: Lines, request: Context, turn: tuple[str, str]) -> boo
     Raises:
         StoreError: The lock server did not answer; it may have left.
     """
+    request = delivery.request
     again = (request.delivery_info or {}).get("redelivered")
     if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
         return False
-    notes_of(request).parked = None
+    delivery.notes.parked = None
     return True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.locks.runtime import Process
 from celery_dislock.parking.store import Lines
@@ -13,31 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from celery_dislock.config.settings import AppSettings
+    from celery_dislock.parking.publisher import Publisher
     from celery_dislock.servers.replies import Turn
-
-
-class Publisher(Protocol):
-    """
-    What publishes parked tasks.
-
-    Attributes:
-        home: Names the broker.
-    """
-
-    @property
-    def home(self) -> str:
-        """See above."""
-
-    def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
-        """Publish the messages of parked tasks whose turn it is; never raises a broker's error."""
-
-    def tell_replaced(
-        self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
-    ) -> None:
-        """End tasks that had to make room in their line; as above."""
-
-    def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
-        """Set tasks aside that have ended and do not claim their turns; as above."""
 
 
 class ParkingProcess(Process):
@@ -59,11 +36,10 @@ class ParkingProcess(Process):
     def __init__(
         self, conf: Mapping[str, Any], settings: AppSettings, publisher: Publisher | None
     ) -> None:
-        several = isinstance(conf.get("dislock_url"), (list, tuple))
-        self._publisher = None if several else publisher
-        home = self._publisher.home if self._publisher else ""
+        home = publisher.home if publisher else ""
         super().__init__(conf, settings, home=home, hand_over=self._hand_over)
-        prefix = settings.dislock_prefix
+        self._publisher = publisher if self.store.lock_server.keeps_lines else None
+        home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.log_order = Order()
         self.sweep_name = sweep_lock(prefix, home)

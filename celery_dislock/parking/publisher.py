@@ -1,7 +1,7 @@
 """Publish the messages of parked tasks whose turn it is, and end those that lost their place.
 
-Nothing here raises what a broker may raise: whoever releases a lock has done its own task, and is
-not to fail for another's.  A turn that was not published is given back, or runs out, and is given
+Nothing here raises a broker's error: the caller has released a lock and done its own task, and must
+not fail for another's.  A turn that was not published is given back, or runs out, and is given
 again.
 """
 
@@ -20,7 +20,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import task_id_of
+from celery_dislock.keys.names import task_id_of, task_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import Message
@@ -52,7 +52,7 @@ PLACES = (
 logger = logging.getLogger("celery_dislock")
 
 
-class Postman:
+class Publisher:
     """
     Publishes parked tasks' messages.
 
@@ -89,9 +89,14 @@ class Postman:
                 )
                 continue
             try:
-                readable.append((turn, Message.from_bytes(turn.message)))
+                message = Message.from_bytes(turn.message)
             except ValueError as exc:
                 pending += _set_aside(lines, turn, exc)
+                continue
+            if _is_named_for(turn.ticket, message):
+                readable.append((turn, message))
+            else:
+                pending += self._send_anew(lines, turn, message)
         for nth, (turn, message) in enumerate(readable):
             try:
                 self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
@@ -99,9 +104,27 @@ class Postman:
             except (OperationalError, OSError) as exc:  # the broker is away
                 _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
                 return
-            except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
+            except Exception as exc:  # noqa: BLE001 -- any of the broker's client
                 # The others are not to wait for this one.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
+
+    def _send_anew(self, lines: Lines, turn: Turn, message: Message) -> list[Turn]:
+        """Send a task without its ticket, as new work; return whose turn it is instead.
+
+        An earlier version wrote the id into the ticket as it is, which no delivery can show.
+        """
+        try:
+            self._publish(message, {})
+            next_turns = lines.set_aside(turn.lock, turn.ticket, b"")
+        except Exception as exc:  # noqa: BLE001 -- the broker's or the store's
+            _not_sent([(turn, message)], exc, "when their turn has run out")
+            return []
+        logger.info(
+            "Parked task %s was put in line for lock %r by an earlier version, and is sent as a "
+            "new one: it goes to the end of the line.",
+            *(message, key_of(turn.lock)),
+        )
+        return next_turns
 
     def tell_replaced(
         self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
@@ -109,7 +132,8 @@ class Postman:
         """
         End tasks that had to make room in their line: REVOKED, as if they had been skipped.
 
-        Others may end the same tasks at the same moment.  Whoever takes one off the list logs it.
+        Others may end the same tasks at the same moment.  The process that takes one off the list
+        logs it.
         """
         key = key_of(lock)
         for ticket, written in replaced.items():
@@ -123,7 +147,7 @@ class Postman:
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
-                else:  # only a worker that knows the task can read who else is to be told
+                else:  # only a worker that knows the task can read who else must be told
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # else that worker logs it
                     line = f"Task {message} skipped: {reason}. It does not run."
@@ -151,7 +175,7 @@ class Postman:
                 )
             except NotImplementedError:  # there are no results
                 return
-            except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+            except Exception as exc:  # noqa: BLE001 -- any of the backend's client
                 logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
                 return
             if state in states.READY_STATES:
@@ -180,6 +204,12 @@ class Postman:
             call_errbacks=False,
             state=states.REVOKED,
         )
+
+
+def _is_named_for(ticket: str, message: Message) -> bool:
+    """Tell whether a delivery of the message can show the ticket."""
+    task_id = message.headers.get("id")  # of Celery's first protocol the body has it
+    return not task_id or ticket.startswith(f"{task_name(task_id)}:")
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

@@ -190,8 +190,9 @@ class Lines:
             delivery: Names the delivery that is to run it without a lock; empty: it is set aside.
 
         Returns:
-            True where it was in line, or had its turn; and again to the same delivery.  False where
-            it was not, or has claimed its turn: nothing was changed.
+            True where it was in line, or had its turn, or where the delivery is to run it and
+            nothing is known of it; and again to the same delivery.  False where it has claimed its
+            turn, was set aside or is done, or there is none to set aside: nothing was changed.
 
         Raises:
             StoreError: The server did not answer; it may have left.
@@ -212,6 +213,11 @@ class Lines:
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """
         Take a parked task whose message nobody can read out of line, for people to see.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The task's.
+            message: What is to be kept; empty: nothing.
 
         Returns:
             Whose turn it is now; the caller is to publish them.

@@ -1,9 +1,9 @@
 """Hand on the locks of lines that nobody else hands on.
 
-A holder that crashed hands nothing on, and whoever was to publish a parked task may have died
-first.  So one worker at a time, under a lease of its own, looks through the lines of its broker,
-a page at a time in its event loop: each line once within a third of the watchdog timeout.  What it
-finds costs a script for each line; a line whose lock is held is left as it is.
+A holder that crashed hands nothing on, and a process may die before it has published a parked task.
+So one worker at a time, under a lease of its own, looks through the lines of its broker, a page at
+a time in its event loop: each line once within a third of the watchdog timeout.  Each line costs a
+script; a line whose lock is held is left as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger("celery_dislock")
 
 def interval(tasks: Iterable[TaskOptions]) -> float | None:
     """
-    Return in how many seconds all lines are to be looked at; None where there are no tasks.
+    Return in how many seconds all lines are looked at once; None if there are no tasks.
 
     The tasks that park decide.  Where none does, a line may have been left by those that did.
     """
@@ -54,7 +54,7 @@ class Sweep:
         process: A store of its own: no other thread may use its connections.
         name: The lease under which one worker at a time sweeps: its name in Redis.
         worker: Who sweeps, for messages.
-        every: Seconds in which all lines are to be looked at.
+        every: Seconds in which all lines are looked at once.
         looks_first: Look whether there are lines before the lease is taken: in a worker whose tasks
             do not park there most often are none.
         clock: Monotonic seconds.

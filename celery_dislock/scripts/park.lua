@@ -10,7 +10,8 @@
 -- ARGV[7]   ticket
 -- ARGV[8]   owners of the same task begin with this
 -- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
---                      nothing is known, as after a failover, runs, and has a mark when it is done
+--                      nothing is known, as after a failover, runs or is parked again, in a full line,
+--                      too, and has a mark when it is done
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
@@ -164,7 +165,7 @@ local function new()
     return granted(grant(lock, owner, ttl, mode, holder), 0)
   end
   if message == '' then return refused() end
-  if not make_room(#message + 80) then  -- with what is written before it
+  if not marked and not make_room(#message + 80) then  -- with what is written before it
     local remaining, other, its_holder = in_the_way(lock)
     return {FULL, turns, waiting(), remaining, other, its_holder}
   end

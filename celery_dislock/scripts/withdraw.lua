@@ -8,7 +8,9 @@
 --
 -- Touches   all keys of the lock but those that were replaced
 --
--- Returns   {withdrawn, turns}   withdrawn: 1 it was in line, or had its turn   0 neither, or it runs
+-- Returns   {withdrawn, turns}   withdrawn: 1 it was in line, or had its turn; or nothing is known of
+--                                  it, and the delivery runs it
+--                                  0 it runs, was set aside or is done; or there is none to set aside
 --                                turns: {lock, ticket, message, ...}, to be published
 --
 -- A ticket that was claimed is left alone.  Sent twice, the second answers 0 about a task that was set
@@ -25,9 +27,15 @@ local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
 
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
+if not record and delivery == '' then return {0, turns} end
 if not record then
-  local same = delivery ~= '' and redis.call('GET', lock.name .. DONE .. ticket) == delivery
-  return {same and 1 or 0, turns}
+  local mark = redis.call('GET', lock.name .. DONE .. ticket)
+  if mark or redis.call('HEXISTS', lock.running, ticket) == 1
+    or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+    return {mark == delivery and 1 or 0, turns}
+  end
+  mark_done(lock, ticket, delivery)  -- it may have been lost: nothing says that it is done
+  return {1, turns}
 end
 if delivery == '' then
   set_aside(lock, ticket, record)

@@ -65,6 +65,8 @@ class Cluster:
         name: The URL as a message may show it.
     """
 
+    keeps_lines = True
+
     def __init__(
         self,
         url: str,
@@ -112,7 +114,7 @@ class Cluster:
             except StoreError as exc:
                 error, cause = exc, exc.raw
             else:
-                return reply, failures > 0
+                return reply, failures + looks > 0  # a script that missed a key has begun
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
                 address, asking = self._redirect(cause)

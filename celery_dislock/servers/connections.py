@@ -236,7 +236,26 @@ def connection_maker(
     kind, arguments = pool.connection_class, pool.connection_kwargs
     if arguments.get("db"):
         arguments["db"] = str(arguments["db"])  # see pack(): redis-py sends it as it is
-    return lambda **more: kind(**{**arguments, **more})
+
+    def make(**more: Any) -> redis.Connection:
+        connection: redis.Connection = kind(**{**arguments, **more})
+        # redis-py greets the server with a number: HELLO 3.
+        connection._command_packer = _AsText(connection._command_packer)  # noqa: SLF001
+        return connection
+
+    return make
+
+
+class _AsText:
+    """Packs redis-py's own commands as :func:`pack` does ours."""
+
+    def __init__(self, packer: Any) -> None:
+        self._packer = packer
+
+    def pack(self, *command: Any) -> Any:
+        if command[0] == "HELLO":
+            command = tuple([_as_text(part) for part in command])
+        return self._packer.pack(*command)
 
 
 def _use_provider(arguments: dict[str, Any]) -> None:
@@ -266,6 +285,10 @@ def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
     return connection.pack_command(
         *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
     )
+
+
+def _as_text(part: Any) -> str | bytes:
+    return part if isinstance(part, (str, bytes)) else str(part)
 
 
 def unknown_option(exc: TypeError) -> str:

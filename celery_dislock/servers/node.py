@@ -69,6 +69,8 @@ class Node:
         watched_by: Who says which server is the master; None: the one of the URL.
     """
 
+    keeps_lines = True
+
     def __init__(
         self,
         name: str,

@@ -38,7 +38,7 @@ from celery_dislock.servers.connections import (
 from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     Address = tuple[str, int]
 
@@ -142,7 +142,9 @@ class Sentinels:
         self._others = others
         self._timeout = timeout
         self._clock = clock
-        self._mutex = threading.Lock()  # one asks, and the others have its answer
+        # One asks, and the others have its answer.  A signal handler that uses locks in the middle
+        # of that asks, too.
+        self._mutex = threading.RLock()
         self._named: Address | None = None
         self._holds_until = 0.0
         self._silent = False
@@ -157,8 +159,7 @@ class Sentinels:
         Raises:
             redis.ConnectionError: None of them answered, or they name no master.
         """
-        with self._alone(within):
-            return self._ask(within)
+        return self._alone(within, lambda: self._ask(within))
 
     def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
         """
@@ -173,14 +174,17 @@ class Sentinels:
         Raises:
             redis.ConnectionError: Another is the master, or none.
         """
-        named = self._named
-        if named is None or self._clock() >= self._holds_until:
-            with self._alone(within):
-                named = self._named
-                if named is None or self._clock() >= self._holds_until:
-                    named = self._ask(within, or_last=True)
+        named = self._confirmed()
+        if named is None:
+            named = self._alone(
+                within, lambda: self._confirmed() or self._ask(within, or_last=True)
+            )
         if (connection.host, connection.port) != named:
             raise NoMaster(f"the Sentinels call {_at(named)} the master now")
+
+    def _confirmed(self) -> Address | None:
+        """Return who was named of late."""
+        return self._named if self._clock() < self._holds_until else None
 
     def close(self) -> None:
         """Close the connections to the Sentinels."""
@@ -189,12 +193,15 @@ class Sentinels:
             for sentinel in self._sentinels:
                 sentinel.close()
 
-    @contextlib.contextmanager
-    def _alone(self, within: float | None) -> Iterator[None]:
-        if not self._mutex.acquire(timeout=-1 if within is None else within):
+    def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
+        """Ask while no other thread does; a signal handler of the asking thread may ask, too."""
+        if within is None:
+            with self._mutex:  # which frees it wherever a signal handler raises
+                return ask()
+        if not self._mutex.acquire(timeout=within):  # for a thread, which no signal reaches
             raise NoSentinel("the Sentinels have not answered yet")
         try:
-            yield
+            return ask()
         finally:
             self._mutex.release()
 

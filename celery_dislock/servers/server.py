@@ -33,9 +33,11 @@ class Server(Protocol):
 
     Attributes:
         name: The URL as a message may show it.
+        keeps_lines: Whether it can keep waiters, and parked tasks, in line.
     """
 
     name: str
+    keeps_lines: bool
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group keys, in their order, by what one script can be given."""

@@ -79,7 +79,7 @@ class Store:
     ) -> None:
         self.lock_server = server_for(url, options, pause=pause)
         self.server = self.lock_server.name
-        self.home = home
+        self.home = home if self.lock_server.keeps_lines else ""
         self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # WAIT comes with acquire
 

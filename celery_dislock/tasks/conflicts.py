@@ -10,58 +10,39 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import celery
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import signals
-from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import task_name
 from celery_dislock.locks.claim import Conflict, in_words
-from celery_dislock.messages.headers import OWNERS_MOST, notes_of
-from celery_dislock.messages.resend import put_off, result_is_ignored
+from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.store import Bounds
-from celery_dislock.reporting import told
 from celery_dislock.servers.replies import Full
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery import Task
-    from celery.app.task import Context
 
-    from celery_dislock.config.options import TaskOptions
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.messages.delivery import Delivery
+    from celery_dislock.tasks.acquisition import Acquisition
 
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
 
-DAMAGED_TRIES = 5  # times a task is put off before it fails for a damaged lock: half a minute
 
-logger = logging.getLogger("celery_dislock")
-
-
-class Second(NamedTuple):
-    """A delivery whose lock is held."""
-
-    task: Task
-    request: Context
-    options: TaskOptions
-    conflict: Conflict
-    wait_in_line: Callable[[float], Lease | Conflict | None]  # given so many seconds
-    park: Callable[[Conflict, Bounds], Lease | Conflict | Full | None] | None = None
-
-    @property
-    def is_a_copy(self) -> bool:
-        """Whether the lock is held by another delivery of this very task."""
-        holder, task_id = self.conflict.holder, self.request.id
-        mine = task_name(task_id) if "parked" in holder else task_id
-        return holder.get("id") == mine and not self.request.is_eager
+def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
+    """Tell whether the lock is held by another delivery of this very task."""
+    mine = task_name(delivery.id) if "parked" in conflict.holder else delivery.id
+    return conflict.holder.get("id") == mine and not delivery.is_eager
 
 
-def resolve(second: Second) -> Lease | None:
+def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
     Do as ``lock_on_conflict`` says.
 
@@ -75,88 +56,86 @@ def resolve(second: Second) -> Lease | None:
         Reject: The broker gets the message back.
         SettingsError: A callable has returned what is no strategy.
     """
-    task, request, options, conflict = second.task, second.request, second.options, second.conflict
-    signals.lock_conflict.send(sender=task, conflict=conflict, task_id=request.id)
-    if second.is_a_copy:
-        put_off_copy(second)
-    chosen = options.lock_on_conflict
+    delivery = asking.delivery
+    signals.lock_conflict.send(sender=delivery.task, conflict=conflict, task_id=delivery.id)
+    if is_a_copy(delivery, conflict):
+        put_off_copy(delivery, conflict)
+    chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):
-        chosen = _ask(chosen, second)
-    return STRATEGIES[chosen](second)
+        chosen = _ask(chosen, delivery.task, conflict)
+    return STRATEGIES[chosen](asking, conflict)
 
 
-def skip(second: Second) -> NoReturn:
+def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Do not run; the result is REVOKED, which a chord and the rest of a chain are told."""
-    end_unrun(second.task, second.request, str(second.conflict.error()))
+    end_unrun(asking.delivery, str(conflict.error()))
 
 
-def end_unrun(task: Task, request: Context, reason: str) -> NoReturn:
+def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
     """Do not run; the result is REVOKED, and says why; raises Ignore."""
-    if not request.is_eager:
-        _end(task, request, TaskRevokedError(reason), states.REVOKED)
-    raise told(Ignore(reason), task.name, request.id, f"skipped: {reason}. It does not run.")
+    if not delivery.is_eager:
+        _end(delivery, TaskRevokedError(reason), states.REVOKED)
+    raise delivery.told(Ignore(reason), f"skipped: {reason}. It does not run.")
 
 
-def fail(second: Second) -> NoReturn:
+def fail(_asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail, with the holder in the error."""
-    raise second.conflict.error()
+    raise conflict.error()
 
 
-def retry(second: Second) -> NoReturn:
+def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Come again later, until ``lock_retry_for`` is over; an eager task cannot, and fails."""
-    task, request, options, conflict = second.task, second.request, second.options, second.conflict
+    delivery = asking.delivery
     now = time.time()  # of this machine, as Celery's ETA is, and the headers of a message carry it
-    notes = notes_of(request)
-    until = notes.retry_until = min(notes.retry_until or math.inf, now + options.lock_retry_for)
+    until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_retry_for)
+    delivery.notes.retry_until = until
     error = conflict.error()
-    if request.is_eager or now >= until:
+    if delivery.is_eager or now >= until:
         raise error
-    at_most = min(conflict.remaining, until - now)
-    delay = put_off(task, request, str(error), at_most=at_most)
-    _retried(task, request, error, delay)
+    delay = put_off(delivery, str(error), at_most=min(conflict.remaining, until - now))
+    come_again(delivery, error, delay, str(error))
 
 
-def wait(second: Second) -> Lease | None:
+def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
     """Wait in line, in this slot; after ``lock_wait_timeout`` fail."""
-    answer = second.wait_in_line(second.options.lock_wait_timeout)
+    answer = asking.wait(asking.delivery.options.lock_wait_timeout)
     if not isinstance(answer, Conflict):
         return answer
-    late = second._replace(conflict=answer)
-    if late.is_a_copy:  # another got its turn first
-        put_off_copy(late)
-    fail(late)
+    if is_a_copy(asking.delivery, answer):  # another got its turn first
+        put_off_copy(asking.delivery, answer)
+    fail(asking, answer)
 
 
-def queue(second: Second) -> Lease | None:
+def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """Wait in line without a slot; an eager task cannot, nor one that needs several locks."""
-    options = second.options
-    if second.park is None:
-        fail(second)
+    options = asking.delivery.options
+    if asking.parking is None:
+        fail(asking, conflict)
     bounds = Bounds(
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
-    answer = second.park(second.conflict, bounds)
+    answer = asking.park(asking.parking, conflict, bounds)
     if answer is None:  # its message was not kept
-        retry(second)
+        retry(asking, conflict)
     if isinstance(answer, Full):
-        reason = f"the line for lock {second.conflict.key!r} is full: {answer.waiting} wait in it"
-        end_unrun(second.task, second.request, reason)
+        reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} wait in it"
+        end_unrun(asking.delivery, reason)
     if isinstance(answer, Conflict):
-        put_off_copy(second._replace(conflict=answer))
+        put_off_copy(asking.delivery, answer)
     return answer
 
 
-def reject(second: Second) -> NoReturn:
+def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Give the message back for good: to the dead-letter exchange, where its queue has one."""
-    task, request, conflict = second.task, second.request, second.conflict
+    delivery = asking.delivery
     rejection = Reject(str(conflict.error()), requeue=False)
-    if not request.is_eager and not CELERY_FAILS_REJECTED:
-        _end(task, request, rejection, states.FAILURE, call_errbacks=True)
+    if not delivery.is_eager and not CELERY_FAILS_REJECTED:
+        _end(delivery, rejection, states.FAILURE, call_errbacks=True)
     what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
-    raise told(rejection, task.name, request.id, what)
+    raise delivery.told(rejection, what)
 
 
-STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
+STRATEGIES: dict[str, Callable[[Acquisition, Conflict], Lease | None]] = {
     "skip": skip,
     "raise": fail,
     "retry": retry,
@@ -166,10 +145,10 @@ STRATEGIES: dict[str, Callable[[Second], Lease | None]] = {
 }
 
 
-def _ask(decide: Callable[[Task, Conflict], str | None], second: Second) -> str:
+def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: Conflict) -> str:
     """Let a callable choose; a predicate that leaves a caller waiting becomes a strategy."""
     try:
-        chosen = decide(second.task, second.conflict)
+        chosen = decide(task, conflict)
     except Ignore:
         return "skip"
     except Reject as exc:
@@ -185,75 +164,35 @@ def _ask(decide: Callable[[Task, Conflict], str | None], second: Second) -> str:
     if chosen not in STRATEGIES:
         allowed = ", ".join(map(repr, STRATEGIES))
         raise SettingsError(
-            second.task.name, "lock_on_conflict", chosen, f"return None or one of {allowed}"
+            task.name, "lock_on_conflict", chosen, f"return None or one of {allowed}"
         )
     return chosen
 
 
-def put_off_copy(second: Second) -> NoReturn:
+def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     """Send a copy of a task that runs again for later; the result belongs to the one that runs."""
-    task, request, conflict = second.task, second.request, second.conflict
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
     )
     # A parked task's turn that came late was given twice: nothing to worry about.
-    level = logging.WARNING if notes_of(request).parked is None else logging.INFO
-    delay = put_off(task, request, reason, at_most=conflict.remaining)
-    what = f"put off for {delay:.1f} s: {reason}"
-    raise told(Ignore(reason), task.name, request.id, what, level=level)
+    level = logging.WARNING if delivery.notes.parked is None else logging.INFO
+    delay = put_off(delivery, reason, at_most=conflict.remaining)
+    raise delivery.told(Ignore(reason), f"put off for {delay:.1f} s: {reason}", level=level)
 
 
-def unavailable(
-    task: Task, request: Context, key: str, error: StoreError, choice: str, owner: str | None
-) -> None:
-    """
-    Do as ``dislock_on_unavailable`` says where the lock server does not answer.
-
-    It may still carry out what it was sent, and grant the lock to *owner*, whom nobody waits for
-    any more: the next delivery ends that lease before it asks for its own.  None: it was not asked.
-
-    Returns:
-        Where the body is to run without its lock.
-
-    Raises:
-        Retry: Put off, and nothing is lost.
-        StoreError: The task fails; so does an eager one, which has nowhere to be put, and one whose
-            lock is damaged, after some tries.
-    """
-    if choice == "run":
-        logger.warning(
-            "Task %s[%s] runs without its lock %r: %s", task.name, request.id, key, error
-        )
-        return
-    damaged = isinstance(error, DamagedLockError) and notes_of(request).put_off >= DAMAGED_TRIES
-    if choice == "raise" or damaged or request.is_eager:
-        raise error
-    if owner is not None:
-        notes = notes_of(request)
-        notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
-    reason = f"lock {key!r} cannot be had: {error}"
-    delay = put_off(task, request, reason)
-    _retried(task, request, error, delay, reason)
+def come_again(delivery: Delivery, error: Exception, delay: float, reason: str) -> NoReturn:
+    """End a delivery that was sent again for later; raises Retry."""
+    retried = Retry(str(error), exc=error, when=delay)
+    raise delivery.told(retried, f"put off for {delay:.1f} s: {reason}")
 
 
-def _retried(
-    task: Task, request: Context, error: Exception, delay: float, reason: str = ""
-) -> NoReturn:
-    """End a delivery that comes again later."""
-    retry = Retry(str(error), exc=error, when=delay)
-    what = f"put off for {delay:.1f} s: {reason or error}"
-    raise told(retry, task.name, request.id, what)
-
-
-def _end(
-    task: Task, request: Context, error: Exception, state: str, *, call_errbacks: bool = False
-) -> None:
+def _end(delivery: Delivery, error: Exception, state: str, *, call_errbacks: bool = False) -> None:
     """Store the result, and tell the chord and the rest of the chain; Ignore alone tells nobody."""
-    task.backend.mark_as_failure(
-        request.id,
+    delivery.task.backend.mark_as_failure(
+        delivery.id,
         error,
-        request=request,
-        store_result=not result_is_ignored(task, request),
+        request=delivery.request,
+        store_result=not delivery.result_is_ignored,
         call_errbacks=call_errbacks,
         state=state,
     )

@@ -6,9 +6,7 @@ An exception that a signal handler raises in the middle of the release does not 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +19,12 @@ from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
 from celery_dislock.locks.callers import Held, current_caller
 from celery_dislock.locks.claim import Claim, Conflict, current
 from celery_dislock.locks.running import Running, StopTask
-from celery_dislock.messages.headers import Notes, forget_notes, notes_of, own_turn
-from celery_dislock.messages.resend import Outbox
-from celery_dislock.parking.park import (
-    STAYS_IN_LINE,
-    Parking,
-    acknowledge_unrun,
-    leave_old_line,
-    withdraw,
-)
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import Notes, own_turn
+from celery_dislock.messages.outbox import Outbox
+from celery_dislock.parking.park import STAYS_IN_LINE, delivery_of, withdraw
 from celery_dislock.tasks import conflicts
+from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
@@ -41,7 +35,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
 
@@ -102,35 +95,31 @@ class Guard:
     def run(
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run the body under the task's lock, or end the delivery where it cannot be had."""
+        """Run the body under the task's lock, or end the delivery if the lock cannot be had."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        lock = self.runtime.lock(self._keys_of(args, kwargs), self.options)
-        claim = request.dislock_claim = self._claim(task, request)
-        request.dislock_notes = Notes.of(request, self.runtime.settings.dislock_prefix)
-        previous = current.set(claim)
+        delivery = self._delivery(task, request, self._keys_of(args, kwargs))
+        previous = current.set(delivery.claim)
         try:
-            return self._run(task, request, lock, claim, partial(body, *args, **kwargs))
+            return self._run(delivery, partial(body, *args, **kwargs))
         finally:
             try:
-                claim.settle()  # again, where a signal handler's exception has cut it short
+                delivery.settle()  # again, if a signal handler's exception has cut it short
             finally:
                 current.reset(previous)
 
-    def _run(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, body: Callable[[], Any]
-    ) -> Any:
+    def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         copies = None
-        if self._looks_for_copies and not request.is_eager:
-            copies = Copies(task, request, lock, claim, self.runtime.process.store)
-        lease = self._take(task, request, lock, claim, copies)
-        claim.began = True
+        if self._looks_for_copies and not delivery.is_eager:
+            copies = Copies(delivery, self.runtime.process.store)
+        lease = self._take(delivery, copies)
+        delivery.began = True
         if lease is None:
             return body()
-        outbox = request.dislock_outbox = Outbox()
+        outbox = delivery.outbox = Outbox()
         running = Running(lease) if self._interrupts else None
         caller = current_caller()
-        held = Held(lock, claim, lease, execution=True)
+        held = Held(delivery.lock, delivery.claim, lease, execution=True)
         try:
             caller.hold(held)
             try:
@@ -141,44 +130,79 @@ class Guard:
                 if running is not None:
                     running.end()
         except (Retry, Ignore, Reject) as exc:
-            claim.completed = not (isinstance(exc, Reject) and exc.requeue)
+            delivery.completed = not (isinstance(exc, Reject) and exc.requeue)
             raise
         except StopTask as exc:
-            claim.completed = True
-            claim.leaves = not self.options.release_on_failure
+            delivery.completed = True
+            delivery.leaves = not self.options.release_on_failure
             raise exc.error from exc
         except BaseException as exc:
-            claim.completed = isinstance(exc, Exception)  # any other stops the worker
-            claim.leaves = not self.options.release_on_failure
+            delivery.completed = isinstance(exc, Exception)  # any other stops the worker
+            delivery.leaves = not self.options.release_on_failure
             raise
         else:
-            claim.completed = True
-            claim.leaves = not self.options.release_on_success
+            delivery.completed = True
+            delivery.leaves = not self.options.release_on_success
             if copies is not None and self.options.lock_dedupe_redelivered:
                 copies.body_succeeded()
-                request.dislock_copies = copies
+                delivery.after_result.append(copies.result_stored)
             return result
         finally:
-            request.dislock_outbox = None
+            delivery.outbox = None
             caller.forget(held)
-            self._keep_for_retry(lock, claim, outbox)
-            claim.settle()
+            self._keep_for_retry(delivery, outbox)
+            delivery.settle()
             outbox.send()
 
-    def _keep_for_retry(self, lock: Lock, claim: Claim, outbox: Outbox) -> None:
-        delay = outbox.retry_in
-        lease = claim.lease
+    def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
+        """Return the lease; None if the body runs without one."""
+        if delivery.notes.replaced is not None:
+            conflicts.end_unrun(delivery, delivery.notes.replaced)
+        asking = Acquisition(delivery, self.runtime)
+        answer = asking.ask()
+        if isinstance(answer, Conflict):
+            answer = conflicts.resolve(asking, answer)
+        delivery.forget_notes()
+        if answer is None or copies is None:
+            return answer
+        try:
+            copies.look_for_others()
+        except StoreError as exc:
+            asking.unavailable(exc, delivery.claim.owner)
+            return None
+        return answer
+
+    def _keep_for_retry(self, delivery: Delivery, outbox: Outbox) -> None:
+        delay, lease = outbox.retry_in, delivery.lease
         if delay is None or lease is None or not (self.options.lock_hold_on_retry and lease.held):
             return
-        held_for = lock.clock() - lease.acquired_at
-        until = max(held_for + delay + self.timeout, self.options.lock_at_least_for)
-        lock.options = replace(lock.options, lock_at_least_for=until)
-        claim.leaves = True
-        outbox.held_by = claim.owner
+        held_for = delivery.lock.clock() - lease.acquired_at
+        until = held_for + delay + self.timeout
+        delivery.at_least = max(until, self.options.lock_at_least_for)
+        delivery.leaves = True
+        outbox.held_by = delivery.claim.owner
+
+    def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
+        """Make what stands for this delivery."""
+        process = self.runtime.process
+        holder = {
+            "task": task.name,
+            "id": request.id,
+            "worker": request.hostname,
+            "pid": process.pid,
+            "host": process.host,
+        }
+        start = execution_start(request.id, request.hostname, process.pid)
+        claim = Claim(process.owner_name(start), holder, sender=task)
+        notes = Notes.of(request, self.runtime.settings.dislock_prefix)
+        lock = self.runtime.lock(keys, self.options)
+        delivery: Delivery = Delivery(task, request, lock, claim, notes)
+        request.dislock = delivery
+        return delivery
 
     @property
     def parks(self) -> bool:
-        """Whether a delivery of this task may be parked, and so is to bring its message."""
+        """Whether a delivery of this task may be parked, and so must bring its message."""
         return self._parks and not self.runtime.off
 
     def ended(self, request: Context, state: str, retval: Any) -> None:
@@ -186,9 +210,10 @@ class Guard:
         Take a parked task out of line that has ended before this guard could claim its turn.
 
         Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
-        is set aside.  Never raises; blocks for a round trip.
+        is set aside.  One whose turn another delivery has claimed goes on.  Never raises; blocks
+        for a round trip.
         """
-        if state not in ENDS or hasattr(request, "dislock_claim") or not self._can_park:
+        if state not in ENDS or Delivery.of(request) is not None or not self._can_park:
             return
         turn = self._turn_of(request)
         if turn is None:
@@ -201,7 +226,7 @@ class Guard:
             withdraw(lines, turn, what, retval)
             return
         try:
-            lines.leave(*turn)
+            lines.withdraw(*turn, delivery_of(request.properties))
         except StoreError as exc:
             logger.error(  # noqa: TRY400 -- the reason says it all
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
@@ -255,135 +280,8 @@ class Guard:
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
-    def _take(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, copies: Copies | None
-    ) -> Lease | None:
-        """Return the lease; None where the body is to run without one."""
-        reason = notes_of(request).replaced
-        if reason is not None:
-            conflicts.end_unrun(task, request, reason)
-        parking = None
-        ask: Callable[[], Any] = partial(lock.try_acquire, claim)
-        turn = self._turn_of(request) if request.headers else None
-        can_park = not request.is_eager and self.runtime.process.can_park
-        if (self._parks or turn) and can_park and len(lock.names) == 1:
-            parking = Parking(task, request, lock, claim, self.runtime.process)
-            request.dislock_parking = parking
-            ask = parking.ask
-        elif turn and can_park:
-            ask = partial(self._ask_for_several, task, request, lock, claim, turn)
-        lease: Lease | Conflict | None = self._asking(
-            task, request, lock, claim, ask, first=bool(request.headers)
-        )
-        if isinstance(lease, Conflict):
-            asking = partial(self._asking, task, request, lock, claim)
-            second = conflicts.Second(
-                task,
-                request,
-                self._options_of(request, lock, turn),
-                lease,
-                wait_in_line=lambda seconds: asking(partial(lock.acquire, claim, timeout=seconds)),
-                park=(lambda *told: asking(partial(parking.park, *told))) if parking else None,
-            )
-            lease = conflicts.resolve(second)
-        forget_notes(request)
-        if lease is None or copies is None:
-            return lease
-        try:
-            copies.look_for_others()
-        except StoreError as exc:
-            self._unavailable(task, request, lock, claim.owner, exc)
-            return None
-        return lease
-
-    def _options_of(
-        self, request: Context, lock: Lock, turn: tuple[str, str] | None
-    ) -> TaskOptions:
-        """Return the options of a delivery: what was parked is not dropped for another strategy."""
-        options = self.options
-        if turn is None and notes_of(request).retry_until is None:
-            return options
-        if len(lock.names) > 1:  # no line can be had for several keys: it comes again, and again
-            drops = options.lock_on_conflict in {"skip", "raise", "reject"}
-            return replace(options, lock_on_conflict="retry") if drops else options
-        return replace(options, lock_on_conflict="queue") if turn and not self._parks else options
-
-    def _ask_for_several(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, turn: tuple[str, str]
-    ) -> Lease | Conflict:
-        """Ask for a task that was parked when it had one key."""
-        if not leave_old_line(self.runtime.process.lines, request, turn):
-            acknowledge_unrun(task, request, lock.key)
-        return lock.try_acquire(claim)
-
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self.runtime.settings.dislock_prefix)
-
-    def _unavailable(
-        self, task: Task, request: Context, lock: Lock, owner: str | None, error: StoreError
-    ) -> None:
-        self.runtime.process.lock_server_failed(error)
-        choice = self.runtime.settings.dislock_on_unavailable
-        conflicts.unavailable(task, request, lock.key, error, choice, owner)
-
-    def _asking(
-        self,
-        task: Task,
-        request: Context,
-        lock: Lock,
-        claim: Claim,
-        ask: Callable[[], Any],
-        *,
-        first: bool = False,
-    ) -> Any:
-        """Ask for the lock; what the answer is where the server does not give one, is settled."""
-        asker = None
-        try:
-            if first:
-                self._give_up(request, lock)
-            asker = claim.owner
-            if first:
-                self._take_over(request, lock, claim)
-            answer = ask()
-        except StoreError as exc:
-            self._unavailable(task, request, lock, asker, exc)
-            return None
-        except Ignore:  # parked, or a copy: it asked, and got nothing
-            self.runtime.process.lock_server_answered()
-            raise
-        except BaseException:  # a signal handler's, perhaps after the server has granted the lock
-            lock.interrupted(claim)
-            claim.settle()
-            raise
-        self.runtime.process.lock_server_answered()
-        return answer
-
-    def _give_up(self, request: Context, lock: Lock) -> None:
-        """End the leases that earlier deliveries were granted while nobody listened."""
-        for owner in notes_of(request).given_up:
-            self.runtime.process.store.release(lock.names, owner)
-
-    def _take_over(self, request: Context, lock: Lock, claim: Claim) -> None:
-        """Go on with the lease that an earlier delivery has left to this one."""
-        left_by = notes_of(request).held_by
-        if left_by is None:
-            return
-        store = self.runtime.process.store
-        taken = store.take_over(lock.names, left_by, claim.owner, json.dumps(claim.holder))
-        if 0 < taken < len(lock.names):  # to be had all or not at all
-            lock.abandon(claim)
-
-    def _claim(self, task: Task, request: Context) -> Claim:
-        process = self.runtime.process
-        holder = {
-            "task": task.name,
-            "id": request.id,
-            "worker": request.hostname,
-            "pid": process.pid,
-            "host": process.host,
-        }
-        start = execution_start(request.id, request.hostname, process.pid)
-        return Claim(process.owner_name(start), holder, sender=task)
 
 
 def _signature(task: type[Task]) -> inspect.Signature:

@@ -22,17 +22,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from celery.exceptions import Ignore
+from celery.states import SUCCESS
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.resend import put_off
-from celery_dislock.reporting import told
 
 if TYPE_CHECKING:
-    from celery import Task
-    from celery.app.task import Context
-
-    from celery_dislock.locks.claim import Claim
-    from celery_dislock.locks.lock import Lock
+    from celery_dislock.messages.delivery import Delivery
     from celery_dislock.servers.store import Store
 
 ENDED = "ended"
@@ -46,20 +42,13 @@ class Copies:
     What one delivery, which has its lock, has to do with others of its task.
 
     Args:
-        task: The task.
-        request: The delivery.
-        lock: The lock.
-        claim: The claim by which it is held.
-        store: Where.
+        delivery: The delivery.
+        store: Where its lock is kept.
     """
 
-    def __init__(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, store: Store
-    ) -> None:
-        self._task = task
-        self._request = request
-        self._lock = lock
-        self._claim = claim
+    def __init__(self, delivery: Delivery, store: Store) -> None:
+        self._delivery = delivery
+        self._lock = delivery.lock
         self._store = store
         self._ended = False
 
@@ -74,56 +63,52 @@ class Copies:
         try:
             self._look()
         except BaseException:
-            self._claim.settle()
+            self._delivery.settle()
             raise
 
     def _look(self) -> None:
-        options = self._lock.options
+        options, owner = self._lock.options, self._delivery.claim.owner
         if options.lock_mode == "shared" or options.lock_limit > 1:
             for other in self._store.holders(self._lock.names[0]):
-                if other.holder.get("id") == self._request.id and other.owner != self._claim.owner:
+                if other.holder.get("id") == self._delivery.id and other.owner != owner:
                     self._put_off("another delivery of this task holds", other.remaining)
         if not options.lock_dedupe_redelivered:
             return
-        mark = self._store.recall(self._lock.names[0], self._request.id)
+        mark = self._store.recall(self._lock.names[0], self._delivery.id)
         state, _, retries = (mark or "").partition(" ")
-        if not retries.isdecimal() or int(retries) < self._request.retries:
+        if not retries.isdecimal() or int(retries) < self._delivery.request.retries:
             return  # none, or of an attempt before this one
         if state == ENDED:
             self._put_off("this task has just succeeded under", self._lock.timeout)
         if state == DONE:
-            self._claim.settle()
+            self._delivery.settle()
             reason = f"it has succeeded under lock {self._lock.key!r} before"
-            what = f"acknowledged unrun: {reason}."
-            raise told(Ignore(reason), self._task.name, self._request.id, what)
+            raise self._delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
 
     def _put_off(self, why: str, at_most: float) -> None:
-        self._claim.settle()
+        self._delivery.settle()
         reason = f"{why} lock {self._lock.key!r}"
-        delay = put_off(self._task, self._request, reason, at_most=at_most)
+        delay = put_off(self._delivery, reason, at_most=at_most)
         what = f"put off for {delay:.1f} s: {reason}"
-        raise told(Ignore(reason), self._task.name, self._request.id, what, level=logging.WARNING)
+        raise self._delivery.told(Ignore(reason), what, level=logging.WARNING)
 
     def body_succeeded(self) -> None:
         """Set the first mark, where the task asks for marks; before the lock is released."""
         if self._lock.options.lock_dedupe_redelivered:
             self._ended = self._mark(ENDED, self._lock.timeout)
 
-    def task_succeeded(self) -> None:
+    def result_stored(self, state: str) -> None:
         """Set the second mark; after the result is stored and callbacks are sent."""
-        if self._ended:
+        if self._ended and state == SUCCESS:
             self._mark(DONE, self._lock.options.lock_dedupe_for)
 
     def _mark(self, state: str, seconds: float) -> bool:
-        mark = f"{state} {self._request.retries}"
+        mark = f"{state} {self._delivery.request.retries}"
         try:
-            self._store.remember(self._lock.names[0], self._request.id, mark, seconds)
+            self._store.remember(self._lock.names[0], self._delivery.id, mark, seconds)
         except StoreError as exc:
             logger.warning(
-                "Task %s[%s] has succeeded, but a copy of it may run again: %s",
-                self._task.name,
-                self._request.id,
-                exc,
+                "Task %s has succeeded, but a copy of it may run again: %s", self._delivery, exc
             )
             return False
         return True

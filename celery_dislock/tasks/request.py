@@ -112,7 +112,7 @@ def _is_child(pid: int | None) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether there is such a process on this machine, whoever's it is."""
+    """Tell whether there is such a process on this machine, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -15,7 +15,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
-from celery import Task, states
+from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_postrun, task_revoked
 
@@ -24,9 +24,10 @@ from celery_dislock.config.settings import app_settings, nearer, task_options
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import own_turn
 from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.reporting import leave_out_what_is_told
 from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.request import recovering
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.messages.resend import Outbox
-    from celery_dislock.parking.park import Parking
-    from celery_dislock.tasks.redelivery import Copies
+    from celery_dislock.messages.outbox import Outbox
 
 
 logger = logging.getLogger("celery_dislock")
@@ -51,7 +50,7 @@ def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
     try:
         runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
     except KeyError:
-        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Postman(app)))
+        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Publisher(app)))
         runtime = app.__dict__.setdefault("_dislock_runtime", new)
     return runtime
 
@@ -100,8 +99,8 @@ class SingletonTask(Task):  # type: ignore[misc]
 
 def lease_of(task: Task) -> Lease | None:
     """Return the lease of the task's current execution."""
-    claim = getattr(task.request, "dislock_claim", None)
-    return claim.lease if claim is not None else None
+    delivery = Delivery.of(task.request)
+    return delivery.lease if delivery is not None else None
 
 
 def install(task: type[Task], app: Celery) -> None:
@@ -135,9 +134,18 @@ def install(task: type[Task], app: Celery) -> None:
         task.Request = property(lambda _self: recovering(request_class))
     # Of all of them: a task may have been parked before it was declared in another way.
     task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
-    task_postrun.connect(_settle, dispatch_uid="dislock_settle")
-    if guard.options.lock_dedupe_redelivered:
-        task_postrun.connect(_remember, dispatch_uid="dislock_remember")
+    task_postrun.connect(_after_result, dispatch_uid="dislock_after_result")
+
+
+def guard_tasks(app: Celery) -> None:
+    """Guard every task that has a ``lock_key``, whatever its base class.
+
+    Raises:
+        SettingsError: An option of one of them cannot be used.
+    """
+    for task in list(app.tasks.values()):
+        if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+            install(type(task), app)
 
 
 def _command_line_loads_the_app() -> bool:
@@ -160,25 +168,19 @@ def _name_of(task: type[Task], app: Celery) -> str | None:
     return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
 
 
-def _remember(task: Task, state: str, **_kwargs: Any) -> None:
-    copies: Copies | None = getattr(task.request, "dislock_copies", None)
-    if copies is not None and state == states.SUCCESS:
-        copies.task_succeeded()
-
-
 def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
     """Make the ``__call__`` of a guarded task around the one that users gave it, if any."""
 
     def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         request = self.request_stack.top
-        if request is None or request.called_directly or hasattr(request, "dislock_claim"):
+        if request is None or request.called_directly or Delivery.of(request) is not None:
             return (own_call or Task.__call__)(self, *args, **kwargs)
         body = own_call.__get__(self) if own_call else self.run
         try:
             return guard.run(self, request, body, args, kwargs)
         except (Ignore, Retry, Reject) as exc:
-            claim = getattr(request, "dislock_claim", None)
-            if claim is None or claim.began:  # the body's own
+            delivery = Delivery.of(request)
+            if delivery is None or delivery.began:  # the body's own
                 raise
             # Celery would copy each frame, and send them all to the main process.
             raise exc.with_traceback(None) from None
@@ -187,11 +189,12 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
     return __call__
 
 
-def _settle(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
+def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     request = task.request
-    parking: Parking | None = getattr(request, "dislock_parking", None)
-    if parking is not None:
-        parking.settled()
+    delivery = Delivery.of(request)
+    if delivery is not None:
+        for call in delivery.after_result:
+            call(state)
     elif request.headers:
         guard: Guard | None = getattr(task, "dislock_guard", None)
         if guard is not None:
@@ -214,8 +217,8 @@ def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
 def _outbox_of(task: Task) -> Outbox | None:
     """Return the outbox of the body that runs here; None where none does, or an eager one."""
     request = task.request_stack.top
-    outbox: Outbox | None = getattr(request, "dislock_outbox", None)
-    return outbox if outbox is not None and not request.is_eager else None
+    delivery = Delivery.of(request)
+    return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
 def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,9 +244,9 @@ def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., An
         if outbox is not None:
             outbox.add_replacement(partial(on_replace, self, signature))
             raise Ignore("Replaced by new task")
-        claim = getattr(self.request, "dislock_claim", None)
-        if claim is not None:  # eager: what takes the task's place runs here and now
-            claim.settle()
+        delivery = Delivery.of(self.request)
+        if delivery is not None:  # eager: what takes the task's place runs here and now
+            delivery.settle()
         return on_replace(self, signature)
 
     return send

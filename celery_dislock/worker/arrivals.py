@@ -23,6 +23,7 @@ from celery_dislock.exceptions import DislockError
 from celery_dislock.messages.headers import TICKET_HEADER, own_turn
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import runtime_of
 
 if TYPE_CHECKING:
@@ -87,15 +88,16 @@ class Arrivals:
                 request = _request_of(message)
                 if request is not None:
                     error = args[-1] if isinstance(args[-1], Exception) else None
-                    self._dropped(request, error or InvalidTaskError("it names no task"), tells)
+                    error = error or InvalidTaskError("it names no task")
+                    self._dropped(request, error, tells=tells)
 
         return dropped
 
-    def _dropped(self, request: Context, error: Exception, told: bool) -> None:  # noqa: FBT001
+    def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
         turn = self._turn_of(request)
         if turn is None:
             return
-        if not told:
+        if not tells:
             self._store_failure(request, error)
         if isinstance(error, KeyError):  # of the registry
             error = InvalidTaskError("this worker knows no task of that name")
@@ -114,13 +116,13 @@ class Arrivals:
     def _store_failure(self, request: Context, error: Exception) -> None:
         task = self._app.tasks.get(request.task)
         backend = task.backend if task is not None else self._app.backend
-        wanted = not (result_is_ignored(task, request) if task is not None else False)
+        wanted = task is None or not result_is_ignored(task, request)
         try:
             backend.mark_as_failure(request.id, error, request=request, store_result=wanted)
-        except Exception as exc:  # noqa: BLE001 -- whichever the backend's client has
+        except Exception as exc:  # noqa: BLE001 -- any of the backend's client
             logger.warning(
                 "Task %s[%s] cannot be run, and its result does not say so: %s",
-                *(request.task, request.id, exc),
+                *(request.task, request.id, reason_of(exc)),
             )
 
     def looking(self, update_strategies: Callable[[], Any]) -> Callable[[], Any]:
@@ -146,7 +148,7 @@ class Arrivals:
 
     def _goes_on(self, name: str, message: Message, body: Any) -> bool:
         """
-        Tell whether Celery is to make a task of the message; False: it is done.
+        Tell whether Celery should make a task of the message; False: it is dealt with.
 
         Raises:
             InvalidTaskError: No task can be made of it.

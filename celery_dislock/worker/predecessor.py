@@ -154,7 +154,7 @@ def _why_not(app: Celery, process: Process, lease: Holding) -> str | None:
 
 
 def _why_none(worker: WorkController) -> str | None:
-    """Tell why no lease is to be ended by this worker; None: no other of its name lives."""
+    """Say why this worker must not end any lease; None: no other worker of its name lives."""
     app, name = worker.app, worker.hostname
     # One of its own, with no part of what is inherited over a fork.
     control = type(app.control)(app)
@@ -171,6 +171,6 @@ def _why_none(worker: WorkController) -> str | None:
             for _ in range(PINGS):
                 if control.ping([name], PING_FOR, connection=connection, limit=REPLIES):
                     return f"another worker {name} lives"
-    except Exception as exc:  # noqa: BLE001 -- whichever the broker's client has
+    except Exception as exc:  # noqa: BLE001 -- any of the broker's client
         return f"the broker did not tell whether another worker {name} lives: {reason_of(exc)}"
     return None

@@ -29,7 +29,7 @@ def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
     Warn of tasks that are not locked here, or are delivered again while they hold their lock.
 
     Args:
-        app: The app, with its tasks guarded as they are to be.
+        app: The app; its tasks are guarded already.
         enabled: ``dislock_enabled``.
     """
     tasks = [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]

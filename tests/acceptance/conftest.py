@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 
-from example_project import scenarios
-from example_project.redis_server import RedisServer
-from tests.acceptance import folder_app
+from tests.acceptance import folder_app, scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
 from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -11,7 +11,7 @@ from celery import Task
 from celery.exceptions import Ignore
 
 from celery_dislock import SingletonTask
-from example_project.scenarios import app, hold_or_queue, stay
+from tests.acceptance.scenarios import app, hold_or_queue, stay
 
 __all__ = ["app"]
 

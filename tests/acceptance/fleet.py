@@ -17,7 +17,7 @@ from celery import Celery
 from celery.result import result_from_tuple
 from kombu.transport import redis as redis_transport
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +61,7 @@ class Worker:
         folder: Path,
         name: str,
         *options: str,
-        app: str = "example_project.scenarios",
+        app: str = "tests.acceptance.scenarios",
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import filesystem
 from kombu.utils.json import dumps
 
-from example_project.scenarios import app
+from tests.acceptance.scenarios import app
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from celery import states
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 
 pytestmark = pytest.mark.acceptance

@@ -8,7 +8,7 @@ import pytest
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock import StoreError
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 from tests.integration.acl import RULES
 from tests.leaks import SECRET

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
 
 if TYPE_CHECKING:

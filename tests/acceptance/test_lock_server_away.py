@@ -13,9 +13,9 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import LockLostError, StoreError
-from example_project import scenarios
-from example_project.redis_server import RedisServer
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import uuid
 import pytest
 from celery import states
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 
 pytestmark = pytest.mark.acceptance
@@ -68,7 +68,7 @@ def test_a_conflict_is_one_line(fleet, scene, name, state, line):
     else:
         holding = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
-        holder = rf"example_project.scenarios.hold\[{holding.id}\] on"
+        holder = rf"tests.acceptance.scenarios.hold\[{holding.id}\] on"
         lock = None
     try:
         task = getattr(scenarios, name)

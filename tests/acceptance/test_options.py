@@ -9,7 +9,7 @@ import pytest
 from billiard.exceptions import WorkerLostError
 from celery.exceptions import TaskRevokedError
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT
 
 pytestmark = [pytest.mark.acceptance, BROKERS]

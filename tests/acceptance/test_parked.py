@@ -14,11 +14,11 @@ from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
 
 from celery_dislock import LockHeldError
-from example_project import scenarios
-from example_project.redis_server import RedisServer
-from example_project.scenarios import BRIEF
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
 from tests.acceptance.rabbitmq import RabbitServer
+from tests.acceptance.scenarios import BRIEF
+from tests.redis_server import RedisServer
 
 pytestmark = [
     pytest.mark.acceptance,

@@ -13,10 +13,9 @@ import pytest
 from celery.exceptions import NotRegistered
 from celery.result import AsyncResult
 
-from example_project import scenarios
-from example_project.redis_server import RedisServer
-from tests.acceptance import deployed_app
+from tests.acceptance import deployed_app, scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.redis_server import RedisServer
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -35,8 +34,8 @@ def deploy(fleet, start_fleet, scene):
     ``deploy(change, ...)`` returns the new fleet, the first and the second; the lock is free then.
     """
 
-    def deploy(change=None, *options, pool="prefork", between=None, by_name=False):
-        old = start_fleet("prefork", broker_url=fleet.broker_url)
+    def deploy(change=None, *options, by_name=False):
+        old = start_fleet("solo", broker_url=fleet.broker_url)  # which ends soonest
         holder = fleet.send(scenarios.hold_by_itself, scene.key)
         scene.wait_for_report("begin", id=holder.id)
         args, named = ((), {"key": scene.key}) if by_name else ((scene.key,), {})
@@ -46,11 +45,9 @@ def deploy(fleet, start_fleet, scene):
         scene.wait_for_line(2)
         old.workers[0].terminate()
         old.workers[0].wait_until_it_ends()
-        if between is not None:
-            between(f"{first.id}:0:0")
         env = {} if change is None else {"DEPLOYED": change}
         about = {"queue": old.queue, "app": APP, "env": env, "broker_url": fleet.broker_url}
-        new = start_fleet(pool, *options, **about)
+        new = start_fleet("prefork", *options, **about)
         scene.open_gate()
         scene.open_gate(holder.id)
         return new, first, second
@@ -98,22 +95,25 @@ def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, c
     assert isinstance(error, expected) if isinstance(expected, type) else expected in str(error)
 
 
-@PREFORK
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize("fleet", ["prefork", "threads", "solo"], indirect=True)
 @pytest.mark.parametrize(
     "body", ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
 )
-def test_a_damaged_body_is_set_aside(scene, aside, deploy, pool, body):
+def test_a_damaged_body_is_set_aside(scene, aside, fleet, body):
     """Its envelope is intact: no worker ends with it, its task fails, and the next has its turn."""
-    tickets = f"{scene.lock}:tickets"
-
-    def damage(ticket):
-        record = scene.redis.hget(tickets, ticket)
-        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
-
-    new, first, second = deploy(pool=pool, between=damage)
-    assert_set_aside(scene, aside, new, first, second)
-    assert new.workers[0].running
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin", id=holder.id)
+    first = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    second = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(2)
+    tickets, ticket = f"{scene.lock}:tickets", f"{first.id}:0:0"
+    record = scene.redis.hget(tickets, ticket)
+    scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert_set_aside(scene, aside, fleet, first, second)
+    assert all(worker.running for worker in fleet.workers)
 
 
 @PREFORK

@@ -13,8 +13,7 @@ from celery.canvas import StampingVisitor
 from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
-from example_project import scenarios
-from tests.acceptance import parked_app
+from tests.acceptance import parked_app, scenarios
 from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
 
 pytestmark = pytest.mark.acceptance

@@ -10,9 +10,9 @@ from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
 
 from celery_dislock import LockHeldError, LockLostError
-from example_project import scenarios
-from example_project.scenarios import BRIEF
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, Scene, wait_for
+from tests.acceptance.scenarios import BRIEF
 
 pytestmark = pytest.mark.acceptance
 

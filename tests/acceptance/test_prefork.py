@@ -11,7 +11,7 @@ import signal
 import pytest
 from billiard.exceptions import WorkerLostError
 
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
 
 pytestmark = pytest.mark.acceptance

@@ -15,18 +15,18 @@ from celery.result import AsyncResult
 from kombu import Connection
 
 from celery_dislock import LockHeldError
-from example_project import scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, ROOT, wait_for
 
 pytestmark = [pytest.mark.acceptance, PREFORK]
 
 SKIPS = 3
 SCHEDULE = """
-from example_project.scenarios import app
+from tests.acceptance.scenarios import app
 
 app.conf.beat_schedule = {{
     "often": {{
-        "task": "example_project.scenarios.{task}",
+        "task": "tests.acceptance.scenarios.{task}",
         "schedule": 0.2,
         "args": [{key!r}],
         "options": {{"queue": {queue!r}}},
@@ -36,7 +36,7 @@ app.conf.beat_schedule = {{
 
 
 def by_name(fleet, name, key):
-    return scenarios.app.send_task(f"example_project.scenarios.{name}", [key], queue=fleet.queue)
+    return scenarios.app.send_task(f"tests.acceptance.scenarios.{name}", [key], queue=fleet.queue)
 
 
 def from_elsewhere(fleet, name, key):
@@ -49,7 +49,7 @@ def from_elsewhere(fleet, name, key):
             headers={
                 "lang": "js",
                 "id": task_id,
-                "task": f"example_project.scenarios.{name}",
+                "task": f"tests.acceptance.scenarios.{name}",
             },
             correlation_id=task_id,
             content_type="application/json",

@@ -17,9 +17,9 @@ from celery.result import AsyncResult
 from kombu import Connection, Queue
 
 from celery_dislock import LockHeldError
-from example_project import scenarios
-from example_project.scenarios import BRIEF, LONG
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
+from tests.acceptance.scenarios import BRIEF, LONG
 
 pytestmark = pytest.mark.acceptance
 

@@ -22,9 +22,9 @@ from celery import states
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock.tasks.request import is_alive
-from example_project import scenarios
-from example_project.redis_server import RedisServer
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -25,7 +25,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.parking.park import Parking
-from celery_dislock.parking.publisher import Postman
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
 from celery_dislock.servers.store import Store
 from celery_dislock.signals import lock_acquired, lock_released
@@ -102,7 +102,7 @@ def after(owner, name, error):
     return decorate
 
 
-@before(Postman, "hand_over")
+@before(Publisher, "hand_over")
 def _turn_was_given(_postman, _lines, turns):
     for turn in turns:
         task_id = turn.ticket.rsplit(":", 2)[0]
@@ -118,8 +118,8 @@ def _is_about_to_be_parked(_lines, _lock, _owner, _ttl, _holder, ticket):
 
 @after(Parking, "park", TaskParked)
 def _was_parked(parking, *_):
-    record("parked", parking._request.id)
-    place("parked", parking._request.id)
+    record("parked", parking._delivery.id)
+    place("parked", parking._delivery.id)
 
 
 @lock_acquired.connect(weak=False)
@@ -142,10 +142,11 @@ def _has_released(lease, **_):
     record("released", lease.holder["id"], key=lease.key, token=lease.token)
 
 
-@before(Parking, "settled")
-def _is_settled(parking):
-    if parking._claim.claimed and parking._claim.completed:
-        record("settled", parking._request.id)
+@before(Parking, "result_stored")
+def _is_settled(parking, _state):
+    delivery = parking._delivery
+    if delivery.was_parked and delivery.completed:
+        record("settled", delivery.id)
 
 
 @before(Lines, "sweep")

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from celery import Signature
 
-    from example_project.redis_server import RedisServer
     from tests.acceptance.rabbitmq import RabbitServer
+    from tests.redis_server import RedisServer
 
 LIMIT = 60.0  # seconds until a condition must hold
 TIMEOUT = 3.0  # seconds: lock_watchdog_timeout, so that all lines are looked at once a second

@@ -17,13 +17,13 @@ from celery import chain
 
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.scripts import ENLIST, LEAVE, PARK, RELEASE, RELEASE_DEAD, SWEEP
-from example_project.redis_server import RedisServer
 from tests.acceptance.fleet import REDELIVERY_IS_SLOW
 from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
 from tests.faults.history import read, violations
 from tests.faults.parked_site import LIMIT, TIMEOUT, Site, Storm
 from tests.faults.proxy import cut, lose_reply, runs, swallow_reply
 from tests.holding import name_of, wait_for
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.faults
 

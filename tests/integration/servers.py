@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import redis
 from redis.crc import key_slot
 
-from example_project.redis_server import RedisServer
 from tests.holding import wait_for
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, plugin, scripts
+from celery_dislock import Dislock, scripts
 from celery_dislock.exceptions import ForbiddenError, StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.parking.store import Lines, Ticket
@@ -19,10 +19,11 @@ from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
-from example_project.redis_server import RedisServer
+from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.leaks import SECRET
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,7 @@ def start_worker(url: str) -> tuple[str, list[str]]:
     app = Celery("shop", broker="memory://", set_as_current=False)
     Dislock(app)
     app.conf.update(dislock_url=url, dislock_enabled=True)
-    return plugin._lock_server(app)
+    return check_lock_server(app)
 
 
 def test_the_page_allows_what_the_scripts_run_and_no_more():

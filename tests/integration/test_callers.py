@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
+from celery_dislock.locks.interruption import _MainThreadTarget
 from tests.holding import PATIENCE, name_of, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +136,15 @@ class TestOwnExecution:
         assert self.run(app, body).get() == 1
         assert not redis_client.exists(NAME)
 
+    def test_its_body_need_not_repeat_how_long_it_lasts(self, app):
+        """The task's own timeout and cap hold for a block that states none."""
+
+        def body():
+            with app.dislock.lock(KEY) as lease:
+                return lease is current_lease()
+
+        assert self.run(app, body, lock_watchdog_timeout=20, max_renew_times=7).get() is True
+
     def test_its_body_cannot_release_it(self, app):
         """What the body did not take it cannot give away."""
 
@@ -187,6 +198,16 @@ class TestOwnExecution:
         with app.dislock.lock(KEY):
             assert isinstance(task.apply().result, LockHeldError)
         assert task.apply().successful()
+
+    def test_a_block_in_a_body_that_can_be_stopped_arms_nothing_of_its_own(self, app):
+        """The task is stopped as it asks; nothing stays armed when its body has ended."""
+
+        def body():
+            with app.dislock.lock(KEY, on_lost="raise") as lease:
+                return lease.held
+
+        assert self.run(app, body, lock_on_lost="raise").get() is True
+        assert not _MainThreadTarget.armed
 
     def test_another_dislock_of_the_server_does_not_wait_either(self, app, dislock):
         """Two Dislock objects share nothing but the server: still nobody waits for itself."""
@@ -247,13 +268,32 @@ class TestLoss:
         assert "is lost" in raised.value.__notes__[0]
 
     def test_the_outermost_block_tells(self, dislock, redis_client):
-        """An inner block has nothing to release."""
+        """An inner block has nothing to release, and asks nobody."""
         done = []
         with pytest.raises(LockLostError), dislock.lock(KEY):
             with dislock.lock(KEY):
                 redis_client.delete(NAME)
             done.append("inner")
         assert done == ["inner"]
+
+    @pytest.mark.parametrize("way", ["block", "release"])
+    def test_an_inner_end_tells_of_a_loss_that_is_known(self, redis_url, redis_client, way):
+        """What follows in the outer block does not run without the lock."""
+        done = []
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            lock = dislock.lock(KEY)
+            with pytest.raises(LockLostError), lock as lease, ExitStack() as stack:
+                if way == "block":
+                    stack.enter_context(lock)
+                else:
+                    lock.acquire()
+                    stack.callback(lock.release)
+                redis_client.delete(NAME)
+                wait_for(lambda: lease.lost, "the loss")
+                stack.close()
+                done.append("after")
+            assert done == []
+            assert lock.lease is None
 
     @pytest.mark.parametrize("thread", ["main", "other"])
     def test_a_block_can_be_stopped(self, redis_url, redis_client, thread):
@@ -349,6 +389,35 @@ class TestEnds:
         lease.release()
         assert not redis_client.exists(NAME)
 
+    @pytest.mark.parametrize("way", ["release", "block", "stack"])
+    def test_what_was_taken_before_closing_can_be_released(self, dislock, redis_client, way):
+        """The thread is still the owner: its lock is found, and ends when it is released."""
+        lock = dislock.lock(KEY)
+        with ExitStack() as stack:
+            if way == "release":
+                lock.acquire()
+                stack.callback(lock.release)
+            elif way == "block":
+                stack.push(lock.__exit__)
+                lock.__enter__()
+            else:
+                stack.enter_context(lock)
+            dislock.close()
+            assert lock.lease is not None
+            assert lock.lease.held
+        assert not redis_client.exists(NAME)
+        assert lock.lease is None
+
+    def test_a_lock_released_and_taken_anew_in_its_block_ends_with_it(self, dislock, redis_client):
+        """As threading's locks do: the block's end undoes the acquisition that there is."""
+        lock = dislock.lock(KEY)
+        with lock:
+            lock.release()
+            assert not redis_client.exists(NAME)
+            lock.acquire()
+        assert lock.lease is None
+        assert not redis_client.exists(NAME)
+
     def test_an_exit_stack_may_hold_it(self, dislock, redis_client):
         """Blocks of other kinds than a with statement enter and leave as it does."""
         with ExitStack() as stack:
@@ -438,9 +507,13 @@ class TestOptions:
             ("timeout", float("nan")),
             ("timeout", -1),
             ("timeout", "5"),
+            ("timeout", 10**400),
+            ("fair", "no"),
             ("limit", 0),
             ("mode", "sharde"),
             ("expire", float("inf")),
+            ("expire", 1e300),
+            ("watchdog_timeout", 1e12),
             ("on_lost", "terminate"),
         ],
     )
@@ -450,11 +523,16 @@ class TestOptions:
             dislock.lock(KEY, **{option: value})
         assert refused.value.option == option
 
-    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1])
+    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, "5", True, 10**400])
     def test_senseless_waits_are_refused(self, dislock, timeout):
         """No number, endless or negative: endless is None."""
-        with pytest.raises(ValueError, match="timeout"):
+        with pytest.raises(SettingsError, match="timeout"):
             dislock.lock(KEY).acquire(timeout=timeout)
+
+    def test_a_wait_may_be_a_timedelta(self, dislock):
+        """As it may for the block."""
+        assert dislock.lock(KEY).acquire(timeout=timedelta(seconds=1))
+        dislock.lock(KEY).release()
 
     @pytest.mark.parametrize("key", [5, b"export:7", None, ["a", 5], "", []])
     def test_what_is_no_key_is_refused(self, dislock, key):

@@ -803,6 +803,16 @@ class TestBounds:
         for _ in range(2):
             assert broker.park("a", bounds=Bounds(1)).place == 1
 
+    @pytest.mark.parametrize("overflow", ["skip", "replace"])
+    @pytest.mark.parametrize("room", [{"most": 1}, {"most_bytes": 300}])
+    def test_who_was_parked_before_needs_no_room(self, broker, held, redis_client, overflow, room):
+        """Its record was lost in a failover; it was told that it is parked, and is not dropped."""
+        bounds = Bounds(**room, overflow=overflow)
+        broker.park("a", message=b"m" * 200, bounds=bounds)
+        lost = broker.park("b", message=b"m" * 200, marked=True, bounds=bounds)
+        assert (type(lost), lost.replaced) == (Parked, {})
+        assert line(redis_client) == ["a", "b"]
+
     def test_who_has_its_turn_does_not_count(self, broker, held):
         """The bound is of those that wait."""
         broker.park("a", bounds=Bounds(1))
@@ -1416,14 +1426,6 @@ def _text(name):
 
 
 class TestWithdraw:
-    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
-        """Its caller was told FAILURE; what people put back is not marked, and runs."""
-        broker.park("second")
-        broker.lines.withdraw(LOCK, "second:0:0")
-        broker.end("first")
-        assert isinstance(broker.ask("second", marked=True), Done)
-        assert isinstance(broker.ask("second"), Granted)
-
     """A parked task that cannot claim its turn leaves the line."""
 
     @pytest.fixture
@@ -1459,6 +1461,15 @@ class TestWithdraw:
         assert snapshot(redis_url) == before
         assert broker.end("head") is True
 
+    def test_one_that_runs_comes_again_though_a_copy_of_it_has_ended(self, broker, held):
+        """Its process dies in its body: what a copy did before is not taken for its end."""
+        broker.park("head")
+        broker.end("first")
+        assert isinstance(broker.ask("head", marked=True), Granted)
+        assert broker.withdraw("head", "a copy") is False
+        broker.end("head", done=False)
+        assert isinstance(broker.ask("head", copy=2, marked=True), Granted)
+
     def test_one_delivery_runs_it_without_a_lock(self, broker, held, redis_client):
         """It is told so again when it comes again; any other is told no, and is done."""
         broker.park("head")
@@ -1473,9 +1484,29 @@ class TestWithdraw:
         broker.park("head")
         before = snapshot(redis_url)
         for ticket in ("other:0:0", "bytes", ""):
-            for delivery in ("", "delivery"):
-                assert broker.lines.withdraw(LOCK, ticket, delivery) is False
+            assert broker.lines.withdraw(LOCK, ticket) is False
         assert snapshot(redis_url) == before
+
+    def test_one_of_which_nothing_is_known_runs_without_a_lock_once(self, broker, redis_client):
+        """Its record may have been lost in a failover: only a mark says that it is done."""
+        assert broker.withdraw("lost", "first") is True
+        assert broker.withdraw("lost", "first") is True
+        assert broker.withdraw("lost", "second") is False
+        assert left(redis_client) == set()
+
+    def test_what_was_set_aside_does_not_run_without_a_lock_either(self, broker, held):
+        """Its caller was told FAILURE."""
+        broker.park("head")
+        broker.withdraw("head")
+        assert broker.withdraw("head", "a copy") is False
+
+    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
+        """Its caller was told FAILURE; what people put back is not marked, and runs."""
+        broker.park("second")
+        broker.lines.withdraw(LOCK, "second:0:0")
+        broker.end("first")
+        assert isinstance(broker.ask("second", marked=True), Done)
+        assert isinstance(broker.ask("second"), Granted)
 
 
 def test_a_sweep_tells_who_has_not_claimed_many_turns(broker, held, driven):

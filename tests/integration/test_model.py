@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -19,7 +18,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from celery_dislock.servers import store as store_module
@@ -28,6 +26,7 @@ from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
+from tests.integration.model_runs import run_model
 
 LOCK = name_of("model")
 UNIT = 5  # seconds that a reservation lasts: whatever lasts long is a multiple of it
@@ -435,23 +434,10 @@ def machine(redis_url, monkeypatch):
     return lambda: LockMachine(redis_url)
 
 
-def run(machine, examples, steps):
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_the_scripts_do_what_the_model_does(machine):
     """Whatever owners do, in whichever order, locks of all kinds do what the model does."""
-    run(machine, examples=250, steps=50)
+    run_model(machine, examples=250, steps=50)
 
 
 def test_a_release_that_comes_too_late_revives_nothing(machine):
@@ -480,4 +466,4 @@ def test_a_renewal_that_comes_too_late_revives_nothing(machine):
 @pytest.mark.timeout(1800)
 def test_the_scripts_do_what_the_model_does_for_long(machine):
     """So they do in longer and in many more interleavings."""
-    run(machine, examples=1500, steps=80)
+    run_model(machine, examples=1500, steps=80)

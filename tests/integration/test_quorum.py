@@ -16,10 +16,10 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
-from example_project.redis_server import RedisServer
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import Holding, name_of, wait_for
+from tests.redis_server import RedisServer
 
 LOCK = "dislock:{export:7}"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself

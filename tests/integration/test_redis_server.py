@@ -15,12 +15,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from example_project import redis_server as module
-from example_project.redis_server import (
-    RedisServer,
-    ServerFailed,
-    ServerMissing,
-    find_server,
-)
+from example_project.redis_server import ServerFailed, ServerMissing, find_server
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.usefixtures("redis_program")
 

@@ -15,8 +15,8 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.replies import Granted, Holding, Refused
 from celery_dislock.servers.store import Store
-from example_project.redis_server import RedisServer
 from tests.holding import wait_for
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

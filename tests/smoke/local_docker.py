@@ -1,7 +1,7 @@
 """What pytest-celery asks of a Docker engine, done with processes of this machine.
 
 Its containers are started, looked at and ended through one object, the ``docker_client`` fixture.
-This one runs a ``redis-server`` container as a server of :mod:`example_project.redis_server`, and
+This one runs a ``redis-server`` container as a server of :mod:`tests.redis_server`, and
 a ``celery`` container as ``python -m celery`` in the folder that stands for its volume.  Networks
 and images are only names here.  A container is ended by the ids of the processes that it started.
 """
@@ -21,7 +21,7 @@ import uuid
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from example_project.redis_server import RedisServer
+from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from pathlib import Path

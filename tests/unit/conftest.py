@@ -15,7 +15,9 @@ from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks import runtime
 from celery_dislock.locks.lock import Lock
 from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
+from celery_dislock.worker import steps
 from tests.unit.fakes import World
 
 
@@ -71,3 +73,11 @@ def receiving():
             signal.disconnect(receiver)
 
     return connected
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    """A lock server that a worker's start-up check finds well."""
+    monkeypatch.setattr(steps, "check_rights", lambda *_: None)
+    monkeypatch.setattr(Store, "ping", lambda _: {})
+    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))

@@ -244,7 +244,10 @@ class FakeLines:
     def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
         self.store._round_trip("withdraw", lock, ticket, delivery)
         if self.parked.pop((lock, ticket), None) is None:
-            return delivery != "" and self.ran_without.get((lock, ticket)) == delivery
+            # One of which nothing is known runs.
+            return (
+                delivery != "" and self.ran_without.setdefault((lock, ticket), delivery) == delivery
+            )
         self.ran_without[lock, ticket] = delivery
         return True
 

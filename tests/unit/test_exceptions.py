@@ -10,7 +10,6 @@ from celery import Celery
 from celery.backends.base import Backend
 from click.testing import CliRunner
 
-import celery_dislock
 from celery_dislock import exceptions
 
 ERRORS = [
@@ -47,26 +46,6 @@ def test_errors_survive_a_json_result_backend(error):
 def test_errors_form_one_tree(error):
     """Whoever catches DislockError catches them all."""
     assert isinstance(error, exceptions.DislockError)
-
-
-def test_the_public_names_are_pinned():
-    """What can be imported from the package is decided, not accidental."""
-    assert celery_dislock.__all__ == [
-        "Dislock",
-        "SingletonTask",
-        "current_lease",
-        "Lease",
-        "ReentrantLock",
-        "DislockError",
-        "SettingsError",
-        "LockKeyError",
-        "LockHeldError",
-        "LockLostError",
-        "NotOwnerError",
-        "StoreError",
-        "DamagedLockError",
-    ]
-    assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)
 
 
 @pytest.mark.parametrize("copied", [False, True])

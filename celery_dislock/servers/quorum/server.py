@@ -63,6 +63,8 @@ class Quorum:
         name: The URLs as a message may show them.
     """
 
+    keeps_lines = False
+
     def __init__(
         self,
         urls: Sequence[str],

@@ -1,0 +1,168 @@
+"""The parts of a worker's start-up and shutdown that are about locks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+
+from celery_dislock.config.settings import app_settings, check_servers
+from celery_dislock.exceptions import DislockError
+from celery_dislock.parking.sweep import Sweep, interval
+from celery_dislock.servers.permissions import check_rights
+from celery_dislock.tasks.task import SingletonTask, guard_tasks, runtime_of
+from celery_dislock.worker import startup
+from celery_dislock.worker.predecessor import release_left_behind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery import Celery
+    from celery.worker import WorkController
+
+POOL_CHECK_EVERY = 0.25  # seconds
+
+logger = logging.getLogger("celery_dislock")
+
+
+class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Part of a worker's start-up: applies the command line, and checks the lock server.
+
+    Runs while the worker is put together, so that one that must not start has not forked yet.
+    """
+
+    label = "Dislock"
+
+    def __init__(
+        self,
+        worker: WorkController,
+        *,
+        dislock: bool | None = None,
+        dislock_url: str | Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(worker, **kwargs)
+        conf = worker.app.conf
+        if dislock is not None:
+            conf.dislock_enabled = dislock
+        if dislock_url:
+            single = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+            conf.dislock_url = single
+        self.locking = runtime_of(
+            worker.app
+        ).enabled  # not "enabled": that would leave out the step
+        self._check: Any = None
+        try:
+            self.server, self.warnings = check_lock_server(worker.app)
+            self.prefix = runtime_of(worker.app).settings.dislock_prefix if self.server else ""
+        except DislockError as exc:
+            raise SystemExit(
+                f"Cannot start with locks: {exc}\nMend that, name another lock server "
+                "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
+            ) from exc
+        if self.locking:
+            release_left_behind(worker, runtime_of(worker.app))
+
+    def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
+        """Look for dead pool processes more often than Celery does, to free their locks.
+
+        Celery is not always told of a child that was killed, and then finds out within five
+        seconds.
+        """
+        maintain_pool = getattr(worker.pool, "maintain_pool", None)
+        if maintain_pool is not None and self.server:
+            if self._check is not None:
+                self._check.cancel()  # a consumer that reconnects registers again
+            self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
+
+    def start(self, _worker: WorkController) -> None:
+        """Say in the worker's log what holds."""
+        if self.server:
+            logger.info("Locks are on; lock server: %s, prefix: %s", self.server, self.prefix)
+        elif self.locking is False:
+            logger.warning(
+                "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
+                "beside those of any other."
+            )
+        for warning in self.warnings:
+            logger.warning(warning)
+
+
+class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Part of a worker that locks: hands on the lines of parked tasks that nobody hands on.
+
+    Its own tasks need not park.  A task that did, before it was declared in another way, may be in
+    line, and the lock is reserved for it.
+    """
+
+    label = "Dislock sweep"
+    requires = ("celery.worker.components:Timer",)
+
+    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._entry: Any = None
+
+    def include_if(self, worker: WorkController) -> bool:
+        """Tell whether this worker has tasks that lock, and a lock server that keeps lines."""
+        runtime = runtime_of(worker.app)
+        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
+        options = [guard.options for guard in guards if guard is not None]
+        every = interval(options)
+        self._every = every or 0.0
+        self._parks = any(one.parks for one in options)
+        return every is not None and not runtime.off and runtime.process.can_park
+
+    def start(self, worker: WorkController) -> None:
+        """Look at the lines from now on, a page at a time."""
+        runtime = runtime_of(worker.app)
+        process = runtime.new_process()
+        self._sweep = Sweep(
+            process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
+        )
+        self._again(worker, 0.0)
+
+    def _again(self, worker: WorkController, after: float) -> None:
+        self._entry = worker.timer.call_after(after, self._step, (worker,))
+
+    def _step(self, worker: WorkController) -> None:
+        self._again(worker, self._sweep.step())
+
+    def stop(self, _worker: WorkController) -> None:
+        """Let another worker do it."""
+        if self._entry is not None:
+            self._entry.cancel()
+            self._sweep.end()
+
+
+def check_lock_server(app: Celery) -> tuple[str, list[str]]:
+    """Guard the tasks, and find the server of their locks; under ``--dislock`` it must answer.
+
+    Returns:
+        The server's URL without its password, empty where nothing is locked; and what the worker is
+        to warn of.
+
+    Raises:
+        SettingsError: An option of a task cannot be used, or there is no lock server.
+        StoreError: It does not answer, or forbids what locks need.
+    """
+    runtime = runtime_of(app)
+    if runtime.enabled is not False:
+        app_settings(app.conf)
+    for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
+        if hasattr(task, "dislock_guard"):
+            check_servers(task.name, task.dislock_guard.options, app.conf)
+    warnings: list[str] = []
+    if runtime.enabled:
+        guard_tasks(app)
+        warnings += startup.about_server(runtime.process.store.ping())
+        check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
+    warnings += startup.about_tasks(app, enabled=runtime.enabled)
+    locks = runtime.enabled or (
+        runtime.enabled is None
+        and any(
+            isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
+            for task in app.tasks.values()
+        )
+    )
+    return runtime.process.store.server if locks else "", warnings

@@ -1,0 +1,407 @@
+"""Options and settings: what they accept, and what they say when they do not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.settings import (
+    AppSettings,
+    app_settings,
+    reference,
+    setting_name,
+    task_options,
+)
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.servers.store import Store
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def refused(**declared):
+    with pytest.raises(SettingsError) as caught:
+        task_options("shop.export", declared, {})
+    return caught.value
+
+
+def test_a_task_option_wins_over_the_setting_and_that_over_the_default():
+    """Each option is looked up on the task, then in the app's settings, then in its default."""
+    conf = {"dislock_watchdog_timeout": 60, "dislock_max_renew_times": 5}
+    options = task_options("t", {"lock_watchdog_timeout": 90}, conf)
+    assert (options.lock_watchdog_timeout, options.max_renew_times) == (90.0, 5)
+    assert options.lock_on_conflict == "skip"
+
+
+def test_durations_may_be_timedeltas():
+    """A timedelta becomes seconds."""
+    options = task_options("t", {"lock_watchdog_timeout": timedelta(minutes=2)}, {})
+    assert options.lock_watchdog_timeout == 120.0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("lock_watchdog_timeout", 0, "above 0"),
+        ("lock_watchdog_timeout", -1, "above 0"),
+        ("lock_watchdog_timeout", float("nan"), "finite"),
+        ("lock_watchdog_timeout", float("inf"), "finite"),
+        ("lock_watchdog_timeout", True, "number of seconds"),
+        ("lock_watchdog_timeout", "30", "number of seconds"),
+        ("lock_watchdog_timeout", None, "number of seconds"),
+        ("lock_watchdog_timeout", timedelta(0), "above 0"),
+        ("lock_expire", 0, "above 0"),
+        ("lock_expire", False, "number of seconds"),
+        ("lock_at_least_for", -0.1, "0 or more"),
+        ("max_renew_times", True, "whole number"),
+        ("max_renew_times", 1.5, "whole number"),
+        ("release_on_success", 1, "True or False"),
+        ("release_on_failure", "yes", "True or False"),
+        ("lock_on_conflict", "explode", "'skip', 'raise'"),
+        ("lock_on_conflict", None, "'wait', 'queue', 'reject'"),
+        ("lock_on_conflict", len, "takes the task and the conflict"),
+        ("lock_on_conflict", "skipp", "did you mean 'skip'"),
+        ("lock_on_lost", "expire", "'warn', 'raise', 'terminate'"),
+        ("lock_on_cap", "warn", "'expire', 'raise', 'terminate'"),
+        ("lock_mode", "read", "'exclusive', 'shared'"),
+        ("lock_limit", 0, "1 or more"),
+        ("lock_limit", True, "whole number"),
+        ("lock_key", 7, "template"),
+        ("lock_key", True, "template"),
+        ("lock_key", [], "one template or callable at least"),
+        ("lock_key", ["a", None], "nothing else"),
+        ("lock_wait_timeout", 10, "belongs to lock_on_conflict='wait': give that too"),
+        ("lock_wait_timeout", -1, "0 or more"),
+        ("lock_retry_for", 10, "belongs to lock_on_conflict='retry': give that too"),
+        ("lock_retry_for", 0, "above 0"),
+        ("lock_hold_on_retry", 1, "True or False"),
+        ("lock_dedupe_redelivered", None, "True or False"),
+        ("lock_dedupe_for", 10, "belongs to lock_dedupe_redelivered=True: give that too"),
+        ("lock_queue_limit", 10, "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_limit", 0, "1 or more"),
+        ("lock_queue_bytes", 10, "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_bytes", 0, "1 or more"),
+        ("lock_queue_overflow", "replace", "belongs to lock_on_conflict='queue': give that too"),
+        ("lock_queue_overflow", "drop", "'skip', 'replace'"),
+    ],
+)
+def test_a_bad_value_names_task_option_value_and_remedy(option, value, remedy):
+    """The error carries what an operator needs to mend it, as text and as attributes."""
+    error = refused(**{option: value})
+    assert (error.owner, error.option) == ("shop.export", option)
+    assert repr(error.value) == repr(value)
+    assert remedy in error.remedy
+    assert str(error).startswith(f"shop.export: {option}={value!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("declared", "at_fault"),
+    [
+        ({"lock_expire": 600, "lock_watchdog_timeout": 60}, "lock_watchdog_timeout"),
+        ({"lock_expire": 600, "max_renew_times": 60}, "max_renew_times"),
+        ({"lock_expire": 600, "lock_on_cap": "raise"}, "lock_on_cap"),
+        ({"lock_mode": "shared", "lock_limit": 5}, "lock_limit"),
+        ({"lock_on_conflict": "retry", "lock_wait_timeout": 5}, "lock_wait_timeout"),
+    ],
+)
+def test_two_options_of_which_one_has_no_effect_are_refused(declared, at_fault):
+    """The task says both, and means one of them: the message names the two."""
+    error = refused(**declared)
+    other, value = next(iter(declared.items()))
+    assert (error.owner, error.option) == ("shop.export", at_fault)
+    assert error.remedy.startswith(f"it has no effect with {other}={value!r}")
+    assert error.remedy.endswith("leave one of the two out")
+
+
+@pytest.mark.parametrize(
+    ("conf", "declared", "resolved"),
+    [
+        ({"dislock_watchdog_timeout": 60}, {"lock_expire": 600}, {"lock_expire": 600}),
+        ({"dislock_on_cap": "raise"}, {"lock_expire": 600}, {"lock_expire": 600}),
+        ({"dislock_limit": 5}, {"lock_mode": "shared"}, {"lock_mode": "shared", "lock_limit": 1}),
+        (
+            {"dislock_expire": 600},
+            {"lock_watchdog_timeout": 60},
+            {"lock_expire": None, "lock_watchdog_timeout": 60},
+        ),
+        ({"dislock_expire": 600}, {"max_renew_times": 6}, {"lock_expire": None}),
+        ({"dislock_mode": "shared"}, {"lock_limit": 5}, {"lock_mode": "exclusive"}),
+        ({"dislock_expire": 600, "dislock_on_cap": "raise"}, {}, {"lock_expire": 600}),
+    ],
+)
+def test_what_a_task_declares_overrules_a_default_that_conflicts(conf, declared, resolved):
+    """The app's settings are meant for tasks that say nothing else."""
+    options = task_options("t", declared, conf)
+    assert {name: getattr(options, name) for name in resolved} == resolved
+
+
+def test_a_default_that_is_overruled_is_checked_all_the_same():
+    """Whether a setting is refused does not depend on the tasks."""
+    with pytest.raises(SettingsError, match="dislock_watchdog_timeout=0"):
+        task_options("t", {"lock_expire": 600}, {"dislock_watchdog_timeout": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("unique_on", ["user_id"], ["celery-singleton", "lock_key", "<user_id>"]),
+        ("raise_on_duplicate", True, ["celery-singleton", "lock_on_conflict='raise'"]),
+        ("lock_expiry", 60, ["celery-singleton", "lock_expire"]),
+        ("challenge_lock_on_startup", True, ["celery-singleton", "leave it out"]),
+        ("once", {"graceful": True}, ["celery-once", "lock_on_conflict='skip'", "lock_key"]),
+        ("heimdall", {"unique": True}, ["celery-heimdall", "lock_on_conflict", "lock_key"]),
+    ],
+)
+def test_an_option_of_another_library_is_answered_with_ours(name, value, words):
+    """A task that was moved here has no options that are silently nothing."""
+    error = refused(**{name: value})
+    assert (error.option, error.value) == (name, value)
+    assert [word for word in words if word not in error.remedy] == []
+
+
+def decide(task, conflict):
+    raise AssertionError
+
+
+@pytest.mark.parametrize("strategy", ["wait", decide])
+def test_an_option_of_a_strategy_goes_with_a_callable_too(strategy):
+    """What a callable returns is not known before: it may need each strategy's options."""
+    options = task_options("t", {"lock_on_conflict": strategy, "lock_wait_timeout": 5}, {})
+    assert options.lock_wait_timeout == 5
+
+
+def test_a_default_for_all_tasks_may_belong_to_a_strategy_of_few():
+    """The setting of a whole app is no mistake for the tasks that do without it."""
+    conf = {"dislock_wait_timeout": 5, "dislock_retry_for": 60, "dislock_dedupe_for": 60}
+    assert task_options("t", {}, conf).lock_wait_timeout == 5
+
+
+def test_a_strategy_that_is_the_apps_default_takes_its_options():
+    """The option is the task's, the strategy the app's."""
+    options = task_options("t", {"lock_wait_timeout": 5}, {"dislock_on_conflict": "wait"})
+    assert (options.lock_on_conflict, options.lock_wait_timeout) == ("wait", 5)
+
+
+TWO_KEYS = {"lock_key": ["a", "b"], "lock_on_conflict": "queue"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "conf"),
+    [(TWO_KEYS, {}), ({"lock_key": ["a", "b"]}, {"dislock_on_conflict": "queue"})],
+)
+def test_a_task_of_several_keys_is_not_parked(declared, conf):
+    """It would have to wait in several lines at once; the message names what can be done."""
+    with pytest.raises(SettingsError) as caught:
+        task_options("t", declared, conf)
+    assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
+    assert "give one key, or use 'wait' or 'retry'" in caught.value.remedy
+
+
+@pytest.mark.parametrize("url", [["redis://a", "redis://b", "redis://c"], ("redis://a",) * 3])
+def test_several_lock_servers_park_nothing(url):
+    """A majority keeps no line; the message names what can be done."""
+    with pytest.raises(SettingsError) as caught:
+        task_options("t", {"lock_on_conflict": "queue"}, {"dislock_url": url})
+    assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
+    assert "keep no line; use 'wait' or 'retry'" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("lock_watchdog_timeot", "lock_watchdog_timeout"),
+        ("lock_at_lest_for", "lock_at_least_for"),
+        ("max_renew_time", "max_renew_times"),
+        ("release_on_sucess", "release_on_success"),
+        ("lockkey", "lock_key"),
+        ("watchdog_timeout", "lock_watchdog_timeout"),
+    ],
+)
+def test_a_misspelt_option_suggests_the_near_miss(misspelt, meant):
+    """An attribute that looks like an option of ours is not silently ignored."""
+    assert f"did you mean {meant!r}" in refused(**{misspelt: 5}).remedy
+
+
+def test_an_unknown_lock_option_is_refused_without_a_suggestion():
+    """Any lock_ option is ours, known or not."""
+    assert refused(lock_colour="red").remedy == "no such option"
+
+
+def test_other_attributes_are_nobodys_business():
+    """Attributes that look like none of our options are left alone."""
+    task_options("t", {"rate": 5, "queue_name": "x", "retries_left": 2}, {})
+
+
+@pytest.mark.parametrize("name", ["dislock_watchdog_timeot", "CELERY_DISLOCK_WATCHDOG_TIMEOT"])
+def test_a_misspelt_setting_suggests_the_near_miss(name):
+    """Settings are checked as options are, with and without Celery's namespace in front."""
+    with pytest.raises(SettingsError, match="did you mean 'dislock_watchdog_timeout'"):
+        task_options("t", {}, {name: 5})
+
+
+def test_a_bad_setting_is_blamed_on_the_configuration():
+    """A bad default names the setting, not the task that met it first."""
+    with pytest.raises(SettingsError, match=r"app\.conf: dislock_watchdog_timeout=0"):
+        task_options("shop.export", {}, {"dislock_watchdog_timeout": 0})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dislock_enabled", "yes"),
+        ("dislock_url", ""),
+        ("dislock_url", 5),
+        ("dislock_prefix", ""),
+        ("dislock_transport_options", [1]),
+    ],
+)
+def test_app_settings_are_checked_too(setting, value):
+    """What all locks share is checked before the first lock."""
+    with pytest.raises(SettingsError, match=setting):
+        app_settings({setting: value})
+
+
+@pytest.mark.parametrize("url", ["http://x", "x", "localhost:6379", "redis:/x", "amqp://x"])
+def test_a_url_of_another_scheme_is_answered_with_those_that_are_allowed(url):
+    """It is about dislock_url, not about the broker, and found when the first task is bound."""
+    with pytest.raises(SettingsError) as caught:
+        app_settings({"dislock_url": url})
+    assert caught.value.option == "dislock_url"
+    assert caught.value.remedy.startswith("give the lock server's URL: redis://host:6379/0")
+
+
+SECRET_URLS = [
+    "http://:secret@x",
+    "http://user:secret@x/path?secret",
+    "redis//:secret@x",
+    "redis:secret@x",
+    ":secret@x:6379",
+    "secret",
+    "rediss:/:secret@x",
+    "http://x?password=secret",
+    "http://x/0?password=sec@ret",
+    "http://:se/cr@et@x",
+    "http://:se?cret@x",
+    "http://:se#cret@x",
+    "http://:secret",
+    "http://secret@x",
+    "postgres://a:1;postgres://:secret@b",
+]
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+@pytest.mark.parametrize(
+    "conf",
+    [
+        lambda url: {"dislock_url": url},
+        lambda url: {"dislock_url": [url, url, url]},
+        lambda url: {"dislock_url": {"url": url}},
+        lambda url: {"dislock_urls": url},
+        lambda url: {"CELERY_DISLOCK_SERVER_URL": url},
+        lambda url: {"dislock_transport_options": [("password", url)]},
+        lambda url: {"dislock_transport_option": {"password": url}},
+    ],
+)
+def test_no_error_about_a_setting_shows_a_password(url, conf):
+    """Whatever is wrong with the URL, and wherever it stands."""
+    with pytest.raises(SettingsError) as caught:
+        app_settings(conf(url))
+    for told in (str(caught.value), repr(caught.value)):
+        assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
+
+
+def test_every_option_has_a_setting_but_the_key():
+    """A key says what one task is about: there is no default for a whole app."""
+    without = [f.name for f in fields(TaskOptions) if setting_name(f.name) is None]
+    assert without == ["lock_key"]
+    assert setting_name("lock_watchdog_timeout") == "dislock_watchdog_timeout"
+    assert setting_name("max_renew_times") == "dislock_max_renew_times"
+
+
+@pytest.mark.parametrize("kind", [TaskOptions, AppSettings])
+def test_the_reference_page_tells_every_option(kind):
+    """The tables in the documentation are the declarations, to the letter."""
+    assert reference(kind) in (DOCS / "reference.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
+def test_min_replicas_is_a_count(value):
+    """dislock_min_replicas is a whole number of 0 or more."""
+    with pytest.raises(SettingsError, match="dislock_min_replicas"):
+        app_settings({"dislock_min_replicas": value})
+
+
+SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("urls", "remedy"),
+        [
+            ([], "3 or more"),
+            (["redis://u:s3cret@a"], "3 or more"),
+            (["redis://u:s3cret@a", "redis://b"], "3 or more"),
+            (["redis://u:s3cret@a", "redis://b", "redis://A:6379/1"], "named twice"),
+            (["unix:///s?db=0", "redis+socket:///s", "redis://u:s3cret@b"], "named twice"),
+            (["redis://u:s3cret@a", "sentinel://b", "redis://c"], "stands alone"),
+            (["redis://u:s3cret@a", "redis+cluster://b", "redis://c"], "stands alone"),
+            (["redis://u:s3cret@a", "redis://b", 5], "a list of them"),
+            (["redis://u:s3cret@a", "http://b", "redis://c"], "single one"),
+        ],
+    )
+    def test_servers_that_cannot_be_used_together(self, urls, remedy):
+        """The error names the setting, the servers without their passwords, and the remedy."""
+        with pytest.raises(SettingsError, match="dislock_url") as raised:
+            app_settings({"dislock_url": urls})
+        assert remedy in str(raised.value)
+        assert "s3cret" not in str(raised.value)
+        assert "s3cret" not in repr(raised.value.args)
+        if all(isinstance(url, str) for url in urls):
+            with pytest.raises(SettingsError, match=remedy) as raised:
+                Store(urls)
+            assert "s3cret" not in str(raised.value)
+
+    def test_a_list_or_a_tuple_of_three(self):
+        """Three different single servers are enough, however they are reached."""
+        assert app_settings({"dislock_url": SEVERAL}).dislock_url == tuple(SEVERAL)
+        assert Store(SEVERAL).server == ", ".join(SEVERAL)
+
+    def test_the_setting_of_the_documentation(self):
+        """The example on the page about lock servers can be used as it stands."""
+        page = DOCS / "servers.md"
+        [example] = re.findall(
+            r"^    (app\.conf\.dislock_url = \[.*?\])$", page.read_text(), re.MULTILINE | re.DOTALL
+        )
+        app = SimpleNamespace(conf=SimpleNamespace())
+        exec(example.replace("\n    ", "\n"), {"app": app})  # noqa: S102 -- it is our own
+        assert len(app_settings(vars(app.conf)).dislock_url) == 5
+
+    def test_replicas_are_not_counted_as_well(self):
+        """dislock_min_replicas belongs to a single server."""
+        conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
+        with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
+            app_settings(conf)
+        with pytest.raises(SettingsError, match="not with several"):
+            Store(SEVERAL, {"min_replicas": 1})
+
+    @pytest.mark.parametrize(
+        "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))
+    )
+    def test_what_several_servers_cannot_do_is_refused_at_bind_time(self, options):
+        """The error names task, option, value and remedy; with one server the option is fine."""
+        (name, value), *_ = options.items()
+        with pytest.raises(SettingsError, match="exclusive locks only") as raised:
+            task_options("shop.export", options, {"dislock_url": SEVERAL})
+        error = raised.value
+        assert (error.owner, error.option, error.value) == ("shop.export", name, value)
+        task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
+
+    def test_a_default_for_all_tasks_is_refused_as_well(self):
+        """dislock_mode and dislock_limit are defaults of the same options."""
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})

@@ -1,0 +1,671 @@
+"""From a task's declaration and its arguments to a key: templates, callables and digests."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from enum import Enum, IntEnum
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from celery_dislock.exceptions import LockKeyError
+from celery_dislock.keys.templates import (
+    CallableKey,
+    DigestKey,
+    InvalidTemplate,
+    KeyTemplate,
+    key_builder,
+)
+from tests.unit.keys.support import LoudText, assert_valid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+# No test is timed: a shared machine may stall.
+examples = partial(settings, deadline=None)
+
+TASK = "shop.export"
+ID = UUID("12345678123456781234567812345678")
+
+# Texts that are made to collide: few letters, and every character that templates below use.
+tight = st.text("ab1:-_|.%#<>{}→\n%3A", max_size=4)
+literals = st.text("ab1:-_%#→]", max_size=2)
+texts = st.one_of(tight, st.text(), st.text("a:%\ud800", min_size=180, max_size=230))
+
+TEMPLATES = [
+    "<a>:<b>:<c>",
+    "<a>-<b>-<c>",
+    "x<a>_<b>y:<c>",
+    "<a>b-1<b>1_a<c>a",
+    "<a>%3A:<b>5%-<c>%",
+    "<<<a>>><<<b>>><<<c>>>",
+    "<a>→<b>|:-<c>",
+    "<a>ab^]<b>]-<c>",
+    "export:<a>#<b>%5E^<c>" + "long" * 60,
+]
+
+
+class Color(Enum):
+    """Values of every sort: allowed, nested and not allowed."""
+
+    RED = "red"
+    NUMBER = 7
+    NESTED = IntEnum("Size", "S M").M
+    TUPLE = (1, 2)
+
+
+@dataclass
+class Customer:
+    """An argument with attributes."""
+
+    id: object
+    _private: str = ""
+
+
+@dataclass
+class Order:
+    """An argument whose attribute has attributes."""
+
+    customer: object
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a task's function."""
+    return inspect.signature(function)
+
+
+def key_of(template: str, **values: object) -> str:
+    """Return the key of a template for a call with exactly these arguments."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in values]
+    return KeyTemplate(template, inspect.Signature(parameters)).key((), values)
+
+
+def three(a: object, b: object, c: object) -> None:
+    """Be a task of three required arguments."""
+
+
+def optional(corp_id: object, year: object = 2024, *, fmt: object = "csv") -> None:
+    """Be a task with defaults."""
+
+
+def variadic(corp_id: object, *args: object, **kwargs: object) -> None:
+    """Be a task that takes anything more."""
+
+
+def no_arguments() -> None:
+    """Be a task that takes nothing."""
+
+
+@st.composite
+def signatures(draw: st.DrawFn) -> inspect.Signature:
+    """Draw signatures with every kind of parameter, with and without defaults."""
+    kinds = draw(st.lists(st.sampled_from(list(inspect._ParameterKind)), max_size=5))
+    parameters, defaults = [], False
+    for name, kind in zip("abcde", sorted(kinds), strict=False):
+        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            if kind not in [parameter.kind for parameter in parameters]:
+                parameters.append(inspect.Parameter(name, kind))
+            continue
+        with_default = draw(st.booleans())
+        if kind is not inspect.Parameter.KEYWORD_ONLY:
+            defaults = with_default = defaults or with_default
+        default = f"default {name}" if with_default else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+class TestTemplates:
+    """What keys a template gives for which values."""
+
+    @pytest.mark.parametrize(
+        ("template", "values", "key"),
+        [
+            ("export:<corp_id>", {"corp_id": 7}, "export:7"),
+            ("nightly", {}, "nightly"),
+            ("<a>", {"a": "Größe 5"}, "Größe 5"),
+            ("<<a>>:<a>", {"a": 1}, "<a>:1"),
+            ("<<<a>>>", {"a": 1}, "<1>"),
+            ("<a>:<a>", {"a": 1}, "1:1"),
+            ("<a>-<b>:x", {"a": "1-2", "b": "3_4"}, "1%2D2-3_4:x"),
+            ("<a>-<b>", {"a": -7, "b": 0}, "%2D7-0"),
+            ("<a>:-<b>", {"a": "1-2", "b": 3}, "1-2:-3"),
+            ("100%:<a>", {"a": "100%"}, "100%:100%25"),
+            ("<a>→<b>", {"a": "x→", "b": "é"}, "x%E2%86%92→é"),
+            ("e:<a>", {"a": "{7}:<x>"}, "e:%7B7%7D%3A%3Cx%3E"),
+            ("e:<a>", {"a": "\0\x1f\x7f\x9f\u2028"}, "e:%00%1F%7F%C2%9F%E2%80%A8"),
+            ("e:<a>", {"a": "\ud800"}, "e:%ED%A0%80"),
+        ],
+    )
+    def test_key(self, template, values, key):
+        """A value stands for its placeholder, encoded only where it could be misread."""
+        assert key_of(template, **values) == key
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [
+            (7, "7"),
+            (True, "True"),
+            (ID, str(ID)),
+            (Color.RED, "red"),
+            (Color.NUMBER, "7"),
+            (Color.NESTED, "2"),
+            (date(2024, 2, 29), "2024-02-29"),
+            (datetime(2024, 2, 29, 12, tzinfo=timezone.utc), "2024-02-29T12:00:00+00:00"),
+            (Decimal("1.50"), "1.50"),
+            (LoudText("quiet"), "quiet"),
+        ],
+    )
+    def test_a_value_and_its_text_give_the_same_key(self, value, text):
+        """What a serializer turns into text on the way locks the same as before."""
+        assert key_of("k:<a>", a=value) == key_of("k:<a>", a=text)
+
+    @pytest.mark.parametrize(
+        ("value", "kind"),
+        [
+            (None, "None"),
+            (1.5, "float"),
+            (b"x", "bytes"),
+            ([1], "list"),
+            (Customer(1), "Customer"),
+            (Color.TUPLE, "Color of tuple"),
+        ],
+    )
+    def test_other_types_are_refused(self, value, kind):
+        """A value without one stable text is an error that names argument, type and remedy."""
+        with pytest.raises(LockKeyError) as caught:
+            key_of("k:<a.id>", a={"id": value})
+        assert str(caught.value) == (
+            f"lock_key 'k:<a.id>', argument <a.id>: {kind} is not allowed in a key; "
+            "use str, int, bool, UUID, Enum, date, datetime or Decimal"
+        )
+        assert (caught.value.template, caught.value.argument) == ("k:<a.id>", "a.id")
+
+    @pytest.mark.skipif(
+        not hasattr(sys, "get_int_max_str_digits"), reason="this Python prints any int"
+    )
+    def test_an_int_that_python_does_not_print_is_refused(self):
+        """An int with too many digits for a text is a LockKeyError with Python's reason."""
+        with pytest.raises(LockKeyError, match="argument <a>: Exceeds the limit"):
+            key_of("k:<a>", a=10**5000)
+
+    @pytest.mark.parametrize(
+        "order",
+        [
+            Order(Customer(7)),
+            {"customer": {"id": 7}},
+            Order({"id": 7}),
+            OrderedDict(customer=SimpleNamespace(id="7")),
+        ],
+    )
+    def test_dots_walk_attributes_and_mappings(self, order):
+        """A dotted placeholder finds the same value in objects, mappings and mixtures of both."""
+        assert key_of("pay:<order.customer.id>", order=order) == "pay:7"
+
+    @pytest.mark.parametrize(
+        ("order", "reason"),
+        [
+            (Order(None), "None has no 'id'"),
+            ({"customer": {}}, "dict has no 'id'"),
+            ({}, "dict has no 'customer'"),
+            ({"customer": defaultdict(int)}, "defaultdict has no 'id'"),
+        ],
+    )
+    def test_a_path_that_leads_nowhere(self, order, reason):
+        """A missing attribute or key is an error that names the path and the step that failed."""
+        with pytest.raises(LockKeyError) as caught:
+            key_of("pay:<order.customer.id>", order=order)
+        assert str(caught.value).endswith(f"argument <order.customer.id>: {reason}")
+
+    def test_walking_changes_nothing(self):
+        """Looking for a key in a defaultdict does not put it there."""
+        order: dict[str, int] = defaultdict(int)
+        with pytest.raises(LockKeyError):
+            key_of("<order.id>", order=order)
+        assert not order
+
+    def test_nothing_is_called(self):
+        """A method at the end of a path is an error, and is not called."""
+        with pytest.raises(LockKeyError, match="builtin_function_or_method is not allowed"):
+            key_of("<name.upper>", name="x")
+
+    def test_an_empty_key(self):
+        """Values that leave nothing of the key are an error that names the template."""
+        with pytest.raises(LockKeyError, match=r"^lock_key '<a>': the key is empty$"):
+            key_of("<a>", a="")
+
+    def test_celery_once_collision(self):
+        """Separators inside values do not make two calls one."""
+        one = key_of("a_<a>_b-<b>", a="1_b-2", b="3")
+        other = key_of("a_<a>_b-<b>", a="1", b="2_b-3")
+        assert one != other
+
+
+class TestBadTemplates:
+    """What is refused when a task declares it."""
+
+    @pytest.mark.parametrize(
+        ("template", "message"),
+        [
+            ("", "the template is empty; name the lock, as in 'export:<corp_id>'"),
+            ("e:<corp_id", "unclosed '<' at position 2; double it to mean itself"),
+            ("e:<corp<year>", "unclosed '<' at position 2; double it to mean itself"),
+            ("e:corp_id>", "stray '>' at position 9; double it to mean itself"),
+            ("<corp_id>>", "stray '>' at position 9; double it to mean itself"),
+            ("e:<>", "'<>' is empty; write <name> for an argument, '<<>>' for brackets"),
+            ("e:< corp_id>", "< corp_id> is not a name, nor names joined by dots"),
+            ("e:<corp_id..x>", "<corp_id..x> is not a name, nor names joined by dots"),
+            ("e:<0>", "<0> is not a name, nor names joined by dots"),
+            (
+                "e:<corp_id.__class__>",
+                "<corp_id.__class__>: '__class__' is private; name public attributes only",
+            ),
+            (
+                "e:<corpid.name>",
+                (
+                    "<corpid> is no argument of the task; its arguments are corp_id, year, fmt; "
+                    "did you mean <corp_id.name>?"
+                ),
+            ),
+            (
+                "e:<zebra>",
+                "<zebra> is no argument of the task; its arguments are corp_id, year, fmt",
+            ),
+            ("e:{corp_id}", "'{' cannot stand in a key; write <name> for an argument"),
+            ("e:<corp_id>}", "'}' cannot stand in a key; write <name> for an argument"),
+            ("e:\n<corp_id>", "'\\n' cannot stand in a key"),
+            ("e:\ud800", "'\\ud800' cannot stand in a key"),
+            ("<corp_id><year>", "separate <corp_id> and <year> with ':'"),
+            ("<corp_id>a1é<year>", "separate <corp_id> and <year> with ':'"),
+            ("<corp_id>:%23%a<year>%b<fmt>", "separate <year> and <fmt> with ':'"),
+            (
+                "%<corp_id>",
+                "'%' cannot stand before '#' or <name>: '%#' marks a shortened key",
+            ),
+            ("<corp_id>%#", "'%' cannot stand before '#' or <name>: '%#' marks a shortened key"),
+        ],
+    )
+    def test_refused_when_declared(self, template, message):
+        """A template that cannot work is refused before any call, with what to write instead."""
+        with pytest.raises(InvalidTemplate) as caught:
+            key_builder(template, signature=signature(optional), task_name=TASK)
+        assert str(caught.value) == message
+
+    def test_a_task_without_arguments(self):
+        """A placeholder in the template of a task without arguments is told that there are none."""
+        with pytest.raises(InvalidTemplate, match=r"it takes none$"):
+            KeyTemplate("<a>", signature(no_arguments))
+
+    @pytest.mark.parametrize(("declared", "kind"), [(7, "int"), (["a"], "list"), (True, "bool")])
+    def test_other_declarations(self, declared, kind):
+        """What is neither template, callable nor None is refused with its type."""
+        with pytest.raises(InvalidTemplate, match=f"^{kind} is not allowed; use a template, "):
+            key_builder(declared, signature=signature(three), task_name=TASK)
+
+    def test_an_async_callable(self):
+        """An async function, which would return a coroutine, is refused when declared."""
+
+        async def key() -> str:
+            return "k"
+
+        with pytest.raises(InvalidTemplate, match="async function"):
+            key_builder(key, signature=signature(three), task_name=TASK)  # type: ignore[arg-type]
+
+
+class TestCalls:
+    """How arguments are found in a call."""
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs"),
+        [
+            ((7,), {}),
+            ([7, 2024], {}),
+            ((), {"corp_id": 7}),
+            ((7,), {"year": 2024}),
+            ((), {"fmt": "csv", "year": 2024, "corp_id": "7"}),
+        ],
+    )
+    def test_ways_to_give_an_argument(self, args, kwargs):
+        """Arguments given by position, by keyword or by default give one key."""
+        builder = KeyTemplate("<corp_id>:<year>:<fmt>", signature(optional))
+        assert builder.key(args, kwargs) == "7:2024:csv"
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "message"),
+        [
+            ((), {}, "missing a required argument: 'corp_id'"),
+            ((1, 2, 3), {}, "too many positional arguments"),
+            ((1,), {"corp_id": 1}, "multiple values for argument 'corp_id'"),
+            ((1,), {"corpid": 1}, "got an unexpected keyword argument 'corpid'"),
+        ],
+    )
+    @pytest.mark.parametrize("declared", ["<corp_id>", "fixed", None])
+    def test_arguments_that_do_not_fit(self, declared, args, kwargs, message):
+        """A call that the task itself could not take is the TypeError of that call."""
+        builder = key_builder(declared, signature=signature(optional), task_name=TASK)
+        with pytest.raises(TypeError, match=message):
+            builder.key(args, kwargs)
+
+    def test_variadic_keywords(self):
+        """A name that is no parameter is looked up in ``**kwargs``."""
+        builder = KeyTemplate("<corp_id>:<extra>:<kwargs.more>", signature(variadic))
+        assert builder.key((7, 8), {"extra": "x", "more": 2}) == "7:x:2"
+
+    def test_a_variadic_keyword_never_hides_a_parameter(self):
+        """A keyword named like the ``**kwargs`` parameter itself does not replace it."""
+        builder = KeyTemplate("<kwargs.kwargs>", signature(variadic))
+        assert builder.key((7,), {"kwargs": "x"}) == "x"
+
+    @pytest.mark.parametrize("template", ["<extra>", "<extra.id>"])
+    def test_a_variadic_keyword_that_is_not_given(self, template):
+        """A name that could be in ``**kwargs`` and is not there is a LockKeyError."""
+        with pytest.raises(LockKeyError, match="the call does not give it"):
+            KeyTemplate(template, signature(variadic)).key((7,), {})
+
+    @pytest.mark.parametrize(("name", "kind"), [("args", "tuple"), ("kwargs", "dict")])
+    def test_variadic_parameters_are_no_values(self, name, kind):
+        """``*args`` and ``**kwargs`` as a whole have no text, and so no place in a key."""
+        with pytest.raises(LockKeyError, match=f"<{name}>: {kind} is not allowed"):
+            KeyTemplate(f"<{name}>", signature(variadic)).key((7, 8), {})
+
+    def test_positional_only(self):
+        """Positional-only parameters are found by name like any other."""
+
+        def task(a: object, /, b: object = 2, **kwargs: object) -> None: ...
+
+        builder = KeyTemplate("<a>:<b>:<kwargs.a>", signature(task))
+        assert builder.key((1,), {"a": 3}) == "1:2:3"
+
+
+class TestInjectivity:
+    """Different calls, different keys."""
+
+    @pytest.mark.parametrize("template", TEMPLATES)
+    @given(one=st.tuples(texts, texts, texts), other=st.tuples(texts, texts, texts))
+    @example(one=("1_b-2", "3", ""), other=("1", "2_b-3", ""))
+    @example(one=(":", "", ""), other=("%3A", "", ""))
+    @example(one=("", ":", ""), other=("", "", ":"))
+    @examples(max_examples=150)
+    def test_different_texts_never_share_a_key(self, template, one, other):
+        """Two calls that differ in the text of any argument never meet in one lock."""
+        builder = KeyTemplate(template, signature(three))
+        assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
+
+    @pytest.mark.parametrize("template", TEMPLATES)
+    @given(a=tight, b=tight, c=tight, d=tight)
+    @examples(max_examples=150)
+    def test_a_separator_in_a_value_never_moves_the_cut(self, template, a, b, c, d):
+        """Texts that are equal when joined by the template's own literals give different keys."""
+        builder = KeyTemplate(template, signature(three))
+        first, second, _ = (literal for *_, literal in builder._slots)
+        left, right = (a + first + b, c, d), (a, b + first + c, d)
+        assert (builder.key(left, {}) == builder.key(right, {})) == (left == right)
+        left, right = (a, b + second + c, d), (a, b, c + second + d)
+        assert (builder.key(left, {}) == builder.key(right, {})) == (left == right)
+
+    @given(
+        outer=st.tuples(literals, literals),
+        inner=st.tuples(
+            st.builds("{}{}{}".format, literals, st.sampled_from("1:-_#→^]"), literals),
+            st.builds("{}{}{}".format, literals, st.sampled_from("1:-_#→^]"), literals),
+        ),
+        one=st.tuples(tight, tight, tight),
+        other=st.tuples(tight, tight, tight),
+    )
+    @examples(max_examples=500)
+    def test_any_template_that_is_accepted_is_injective(self, outer, inner, one, other):
+        """Whatever literals a template has: it is refused, or keeps all different calls apart."""
+        template = f"{outer[0]}<a>{inner[0]}<b>{inner[1]}<c>{outer[1]}"
+        try:
+            builder = KeyTemplate(template, signature(three))
+        except InvalidTemplate:
+            return
+        assert (builder.key(one, {}) == builder.key(other, {})) == (one == other)
+
+    @given(one=st.text("ab", max_size=400), other=st.text("ab", max_size=400))
+    @example(one="a" * 300 + "b", other="a" * 301)
+    @examples()
+    def test_long_values(self, one, other):
+        """Keys that are shortened differ wherever their values do."""
+        assert (key_of("k:<a>", a=one) == key_of("k:<a>", a=other)) == (one == other)
+
+    def test_a_value_cannot_forge_a_shortened_key(self):
+        """A value that is written like a shortened key gives another key."""
+        shortened = key_of("<a>", a="x" * 300)
+        assert key_of("<a>", a=shortened) != shortened
+
+    @given(a=texts, b=texts, c=texts)
+    @examples()
+    def test_every_key_is_valid(self, a, b, c):
+        """Whatever the values: at most 200 bytes, no braces, no control characters."""
+        for template in TEMPLATES:
+            assert_valid(KeyTemplate(template, signature(three)).key((a, b, c), {}))
+        for value in (a, [a, b], {a: (b, c)}):
+            assert_valid(DigestKey(a or TASK, signature(three)).key((value, b, c), {}))
+
+
+class TestFastPath:
+    """The short way to an argument is `Signature.bind` in all but cost."""
+
+    @staticmethod
+    def outcome(function: Callable[[], object]) -> tuple[type, str]:
+        """Return what a call came to: its result or its error, with their texts."""
+        try:
+            result = function()
+        except (TypeError, LockKeyError) as error:
+            return type(error), str(error)
+        return type(result), str(result)
+
+    @given(
+        declared=signatures(),
+        args=st.lists(st.integers(-3, 9), max_size=6),
+        kwargs=st.dictionaries(st.sampled_from("abcdef"), st.integers(-3, 9), max_size=5),
+    )
+    @examples(max_examples=1000)
+    def test_agrees_with_bind(
+        self, declared: inspect.Signature, args: Sequence[int], kwargs: Mapping[str, int]
+    ):
+        """For any signature and call: the key of the bound arguments, or the error of `bind`."""
+        template = "k-" + "-".join(f"<{name}>" for name in declared.parameters)
+        builder = KeyTemplate(template, declared)
+        # Some versions of bind let **kwargs take the name of a positional-only argument that is
+        # missing: the call itself would fail.
+        taken = [p for p in declared.parameters.values() if p.kind is p.POSITIONAL_ONLY]
+        assume(not any(p.name in kwargs for p in taken[len(args) :]))
+
+        def expected() -> str:
+            bound = declared.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return key_of(template, **bound.arguments)
+
+        assert self.outcome(lambda: builder.key(args, kwargs)) == self.outcome(expected)
+
+    def test_spares_bind(self, monkeypatch):
+        """A call that surely fits costs no `Signature.bind`."""
+        builder = KeyTemplate("<corp_id>:<fmt>", signature(optional))
+        monkeypatch.setattr(inspect.Signature, "bind", None)
+        assert builder.key((7,), {"fmt": "pdf"}) == "7:pdf"
+        with pytest.raises(TypeError, match="not callable"):
+            builder.key((), {})
+
+
+class TestDigests:
+    """Keys of tasks that declare no lock_key."""
+
+    builder = DigestKey(TASK, signature(optional))
+
+    def digest(self, value: object) -> str:
+        """Return the key of a call with one argument."""
+        return self.builder.key((value,), {})
+
+    def test_form(self):
+        """A digest key is the task's name and 32 hex digits."""
+        name, _, digest = self.digest(7).partition(":")
+        assert name == TASK
+        assert len(digest) == 32
+        assert set(digest) <= set("0123456789abcdef")
+
+    def test_is_pinned(self):
+        """Workers of different releases agree on a digest: its value does not change."""
+        value = {"ids": [1, 2.5, None, True], "when": date(2024, 2, 29), "raw": b"x", "s": {"a"}}
+        assert self.digest(value) == "shop.export:135f24690fafb29e256d83d6d6be8190"
+
+    def test_ways_to_give_an_argument(self):
+        """Arguments given by position, by keyword or by default give one digest."""
+        keys = {
+            self.builder.key((7,), {}),
+            self.builder.key((7, 2024), {"fmt": "csv"}),
+            self.builder.key((), {"year": 2024, "corp_id": 7}),
+        }
+        assert len(keys) == 1
+
+    def test_scalars_of_different_kinds_differ(self):
+        """Scalars that compare or print alike, but survive serializers as they are, differ."""
+        values = [1, "1", True, None, 1.0, b"1", "True", "None", "", [], {}, [1], [[1]], {1: 1}]
+        keys = {self.digest(value) for value in [*values, {"1": 1}, frozenset({1}), 0, False, -1]}
+        assert len(keys) == len(values) + 5
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ([1, [2]], (1, (2,))),
+            ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+            ({"a": 1}, OrderedDict(a=1)),
+            ({0, 8}, frozenset([8, 0])),  # an order of their own
+            (ID, str(ID)),
+            (Decimal("1.5"), "1.5"),
+            (date(2024, 2, 29), "2024-02-29"),
+            (Color.RED, "red"),
+            (Color.NUMBER, 7),
+            (Color.TUPLE, [1, 2]),
+        ],
+    )
+    def test_what_serializers_change_is_equal(self, one, other):
+        """Values that a serializer may turn into one another give one digest."""
+        assert self.digest(one) == self.digest(other)
+
+    plain = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(tight, inner, max_size=3),
+        max_leaves=8,
+    )
+
+    @given(one=plain, other=plain)
+    @example(one=["a", "b"], other=["ab"])
+    @example(one=[["a"], "b"], other=[["a", "b"]])
+    @example(one={"a": "b"}, other=["a", "b"])
+    @example(one=0.0, other=-0.0)
+    @examples(max_examples=500)
+    def test_different_data_never_share_a_key(self, one, other):
+        """Plain data share a digest exactly when they are the same data."""
+        # repr tells 1, 1.0 and True apart, as == does not; sorted, as the order of a dict is not.
+        same = self.sorted_repr(one) == self.sorted_repr(other)
+        assert (self.digest(one) == self.digest(other)) == same
+
+    def sorted_repr(self, value: object) -> str:
+        """Return a text that is equal for the same data only."""
+        if isinstance(value, list):
+            return f"[{[self.sorted_repr(item) for item in value]}]"
+        if isinstance(value, dict):
+            return f"dict{sorted((key, self.sorted_repr(item)) for key, item in value.items())}"
+        return repr(value)
+
+    @given(a=texts, b=texts)
+    @examples()
+    def test_arguments_do_not_run_together(self, a, b):
+        """Text does not move from one argument to the next."""
+        moved = self.builder.key((a + b, ""), {})
+        assert (self.builder.key((a, b), {}) == moved) == (b == "")
+
+    def test_variadic_arguments_count(self):
+        """``*args`` and ``**kwargs`` are arguments like any other."""
+        builder = DigestKey(TASK, signature(variadic))
+        calls = [((1,), {}), ((1, 2), {}), ((1,), {"x": 2}), ((1,), {"x": 3}), ((1, 2), {"x": 2})]
+        assert len({builder.key(args, kwargs) for args, kwargs in calls}) == len(calls)
+
+    def test_a_huge_int(self):
+        """An int of any size has a digest."""
+        assert self.digest(10**5000) != self.digest(10**5000 + 1)
+
+    @pytest.mark.parametrize(
+        ("value", "kind"),
+        [(Customer(1), "Customer"), ([{"a": Customer(1)}], "Customer"), ({Customer: 1}, "type")],
+    )
+    def test_other_objects_are_refused(self, value, kind):
+        """An object that is no plain data is an error that names argument, type and remedy."""
+        with pytest.raises(LockKeyError) as caught:
+            self.digest(value)
+        assert str(caught.value) == (
+            f"lock_key 'shop.export:<all arguments>', argument <corp_id>: {kind} cannot be "
+            "digested; declare an explicit lock_key"
+        )
+
+    def test_data_without_end(self):
+        """Data that contain themselves are a LockKeyError, not a RecursionError."""
+        endless: list[object] = []
+        endless.append(endless)
+        with pytest.raises(LockKeyError, match="data nested this deep cannot be digested"):
+            self.digest(endless)
+
+    @pytest.mark.parametrize("name", ["a{b}:c\n", "x" * 300, "%#"])
+    def test_any_task_name(self, name):
+        """Task names with any characters, of any length, give valid keys of their own."""
+        key = DigestKey(name, signature(no_arguments)).key((), {})
+        assert_valid(key)
+        assert key != DigestKey(name + "x", signature(no_arguments)).key((), {})
+
+
+class TestCallables:
+    """Keys that a callable of the user returns."""
+
+    def build(self, function: Callable[..., Any]) -> CallableKey:
+        """Return what a task that declares this callable gets."""
+        builder = key_builder(function, signature=signature(three), task_name=TASK)
+        assert isinstance(builder, CallableKey)
+        return builder
+
+    def test_takes_the_arguments_of_the_task(self):
+        """A callable gets the arguments as the call gave them, and its key is used as it is."""
+        builder = self.build(lambda a, *, b: f"{a}:<{b}>%")
+        assert builder.key((1,), {"b": 2}) == "1:<2>%"
+
+    def test_its_exceptions_are_its_own(self):
+        """Whatever the callable raises reaches the caller unchanged."""
+        error = ZeroDivisionError("mine")
+
+        def broken() -> str:
+            raise error
+
+        with pytest.raises(ZeroDivisionError) as caught:
+            self.build(broken).key((), {})
+        assert caught.value is error
+
+    def test_what_is_no_str(self):
+        """A callable that returns no str is named, with what it returned."""
+        with pytest.raises(LockKeyError) as caught:
+            self.build(no_arguments).key((), {})
+        assert str(caught.value) == (
+            "lock_key 'no_arguments': it returned None; a key is a str, not None"
+        )
+
+    @pytest.mark.parametrize(
+        ("key", "reason"),
+        [("", "the key is empty"), ("a{b}", "the key holds '{', which no key may")],
+    )
+    def test_a_key_that_is_not_valid(self, key, reason):
+        """What a callable returns is checked like any key, and the error names the callable."""
+        builder = self.build(partial(str, key))
+        with pytest.raises(LockKeyError) as caught:
+            builder.key((), {})
+        assert caught.value.template.startswith("functools.partial(")
+        assert caught.value.reason == reason

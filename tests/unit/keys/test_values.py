@@ -1,0 +1,76 @@
+"""What every finished key goes through."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_dislock.exceptions import LockKeyError
+from celery_dislock.keys.values import check_key
+from tests.unit.keys.support import LoudText, assert_valid
+
+# No test is timed: a shared machine may stall.
+examples = partial(settings, deadline=None)
+
+
+class TestCheckKey:
+    """What every finished key goes through."""
+
+    @pytest.mark.parametrize("key", ["export:7", "Größe <5> 100%", " ", "x" * 200, "é" * 100])
+    def test_good_keys_stay(self, key):
+        """A key of up to 200 bytes comes back as it is."""
+        assert check_key(key) == key
+
+    @pytest.mark.parametrize("char", ["é", "日", "😀", "x"])
+    @pytest.mark.parametrize("offset", range(4))
+    def test_long_keys_are_shortened(self, char, offset):
+        """A longer key keeps what fits of its head, in whole characters, and ends in a digest."""
+        key = "x" * offset + char * 201
+        head, mark, digest = check_key(key).rpartition("%#")
+        assert_valid(check_key(key))
+        assert mark
+        assert len(digest) == 32
+        assert key.startswith(head)
+        assert 166 - len(head.encode()) < len(char.encode())
+
+    @given(
+        st.text(
+            st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="{}"),
+            min_size=1,
+        )
+    )
+    @examples()
+    def test_is_idempotent(self, key):
+        """A key that was checked passes again, unchanged."""
+        assert_valid(check_key(key * 20))
+
+    def test_becomes_a_plain_str(self):
+        """A str of a class of its own becomes the text that it holds."""
+        key = check_key(LoudText("quiet"))
+        assert type(key) is str
+        assert key == "quiet"
+
+    @pytest.mark.parametrize("char", [*"{}\0\n\x1f\x7f\x80\x9f\u2028\u2029\ud800\udfff"])
+    def test_characters_that_no_key_may_hold(self, char):
+        """Braces, control characters and surrogates are refused, and named."""
+        with pytest.raises(LockKeyError) as caught:
+            check_key(f"a{char}b")
+        assert caught.value.reason == f"the key holds {char!r}, which no key may"
+
+    @pytest.mark.parametrize(
+        ("key", "reason"),
+        [
+            ("", "the key is empty"),
+            (7, "a key is a str, not int"),
+            (b"k", "a key is a str, not bytes"),
+        ],
+    )
+    def test_no_key_at_all(self, key, reason):
+        """What is empty or no str is refused with its type."""
+        with pytest.raises(LockKeyError) as caught:
+            check_key(key)
+        assert caught.value.reason == reason
+        assert caught.value.argument is None

@@ -1,0 +1,40 @@
+"""A claim, a conflict, and what a message says about a holder."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.locks.claim import Claim, in_words
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
+    """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
+    claim = Claim("a", HOLDER)
+
+    def interrupted(lease):
+        assert claim.lease is lease
+        raise KeyboardInterrupt
+
+    world.watchdog.watch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.lock().try_acquire(claim)
+    claim.settle()
+    assert world.store.leases == {}
+
+
+def test_holders_read_well_even_with_parts_missing():
+    """A holder written by something else still makes a message."""
+    assert in_words({"task": "t"}) == "t[?] on ? (pid ?)"
+
+
+def test_words_for_a_holder_of_any_shape():
+    """Whatever stands where a task's name should be is shown, and nothing is called."""
+    assert "[{}]" in in_words({"task": ["x"], "id": {}})
+
+
+def test_a_conflict_is_false_and_a_lease_is_true(world):
+    """``if lock.try_acquire():`` enters only where the lock was got."""
+    assert world.lock().try_acquire(Claim("a", HOLDER))
+    assert not world.lock().try_acquire(Claim("b", HOLDER))

@@ -1,0 +1,143 @@
+"""A lock and its leases, on a store that the test drives."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.exceptions import (
+    LockLostError,
+)
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+def names(events):
+    return [name for name, _ in events]
+
+
+def test_a_released_lease_is_held_no_more(world, heard):
+    """Release ends trust at once, and says so once, however often it is called."""
+    lease = world.lease()
+    lease.release()
+    lease.release()
+    assert not lease.held
+    assert lease.remaining == 0
+    assert names(heard) == ["lock_acquired", "lock_released"]
+    with pytest.raises(LockLostError, match="released"):
+        lease.ensure_held()
+
+
+def test_a_release_that_was_interrupted_is_done_when_asked_again(world):
+    """An exception in the middle of a release leaves the rest to the safety net."""
+    lease = world.lease()
+    release, world.store.release = world.store.release, lambda *_: (_ for _ in ()).throw(SystemExit)
+    with pytest.raises(SystemExit):
+        lease.release()
+    world.store.release = release
+    lease.release()
+    assert world.store.leases == {}
+    assert len(world.watchdog) == 0
+
+
+def test_a_release_that_was_cut_short_after_it_was_sent_is_a_release(world, heard):
+    """A lease that the second try finds gone was released by the first."""
+    lease = world.lease()
+    release = world.store.release
+
+    def cut_short(*args):
+        release(*args)
+        raise SystemExit
+
+    world.store.release = cut_short
+    with pytest.raises(SystemExit):
+        lease.release()
+    world.store.release = release
+    lease.release()
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_a_lease_that_is_gone_at_its_release_was_lost(world, heard):
+    """Trusted or not: where no reply of this release was lost, somebody else has ended it."""
+    lease = world.lease()
+    world.store.leases.clear()
+    lease.release()
+    assert lease.lost
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+
+
+def test_a_release_that_comes_too_late_reports_the_loss(world, heard):
+    """A lease that had ended before its task did is reported as lost."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.clock.advance(40)
+    lease.release()
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+
+
+def test_a_release_touches_no_other_owner(world):
+    """A lost lease's release leaves the new holder alone."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.clock.advance(40)
+    world.lease(owner="new")
+    lease.release()
+    assert world.store.leases["dislock:{k}"][0] == "new"
+
+
+def test_a_server_that_is_away_at_release_does_not_raise(world, caplog):
+    """The task's result is not spoilt: the log says that the lock ends by itself, and when."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.away = True
+    lease.release()
+    assert "ends by itself within 30.0 s" in caplog.text
+
+
+def test_leave_stops_the_renewals_and_sends_nothing(world, heard):
+    """A lease left to expire is neither renewed nor released."""
+    lease = world.lease()
+    lease.leave()
+    world.run(100)
+    assert [call[0] for call in world.store.calls] == ["acquire"]
+    assert heard[-1][0] == "lock_released"
+    assert heard[-1][1]["expiring"] is True
+
+
+def test_at_least_for_is_passed_on_at_release(world):
+    """A short task holds its lock for the time it promised."""
+    world.lease(lock_at_least_for=60).release()
+    assert world.store.asked("release") == [("dislock:{k}", "me", 60)]
+
+
+def test_at_least_for_prolongs_a_lease_that_is_left(world):
+    """A lease left to expire ends no earlier than it would have, nor than it promised."""
+    lease = world.lease(lock_at_least_for=10, lock_watchdog_timeout=30)
+    world.clock.advance(5)
+    lease.leave()
+    assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
+
+
+def test_lost_is_said_with_reason_and_action(world, heard, caplog):
+    """The log names key, task and why; the action comes even where a receiver exits."""
+    lease = world.lease(lock_on_lost="raise")
+    actions = []
+    lease.on_end = lambda _lease, action: actions.append(action)
+    lease.lose("stolen")
+    lease.report_lost()
+    assert names(heard) == ["lock_acquired", "lock_lost"]
+    assert heard[-1][1]["reason"] == "stolen"
+    assert actions == ["raise"]
+    assert "'k'" in caplog.text
+    assert "t[1] on w (pid 7)" in caplog.text
+
+
+def test_a_lease_meets_one_end(world, heard):
+    """A lease that was found lost while its owner released it is lost, not released as well."""
+    lease = world.lease()
+    unwatch = world.watchdog.unwatch
+
+    def lost_meanwhile(lease):
+        unwatch(lease)
+        lease.lose("stolen")
+
+    world.watchdog.unwatch = lost_meanwhile
+    lease.release()
+    lease.report_lost()
+    assert names(heard) == ["lock_acquired", "lock_lost"]

@@ -1,0 +1,53 @@
+"""A lock on a store that the test drives: how it is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock import signals
+from celery_dislock.exceptions import (
+    StoreError,
+)
+from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.lease import Lease
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
+    """A refusal says who holds the lock, and for how much longer."""
+    world.lock().try_acquire(Claim("a", HOLDER))
+    world.clock.advance(10)
+    conflict = world.lock().try_acquire(Claim("b", {}))
+    assert isinstance(conflict, Conflict)
+    assert conflict.remaining == pytest.approx(20)
+    error = conflict.error()
+    assert error.key == "k"
+    assert error.holder == "shop.export[1] on w1 (pid 7)"
+
+
+def test_uncontended_acquire_and_release_are_one_round_trip_each(world):
+    """Two calls to the store, no more."""
+    world.lease().release()
+    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
+
+
+def test_an_answer_that_comes_too_late_is_no_lease(world):
+    """Granted after trust would have ended: given back, and treated as no answer."""
+    world.store.latency = 31
+    with pytest.raises(StoreError, match="too late"):
+        world.lease(lock_watchdog_timeout=30)
+    assert world.store.leases == {}
+
+
+def test_a_receiver_that_raises_does_not_spoil_the_acquisition(world, receiving):
+    """A bug in a user's receiver is logged by Celery's dispatcher, and the lock is held."""
+
+    def receiver(**_):
+        raise ValueError
+
+    with receiving(signals.lock_acquired, receiver), receiving(signals.lock_released, receiver):
+        lease = world.lease()
+        assert isinstance(lease, Lease)
+        lease.release()
+    assert world.store.leases == {}

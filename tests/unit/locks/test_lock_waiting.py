@@ -1,0 +1,210 @@
+"""Waiting in line, and what a waiter makes of the lease that it is handed."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.exceptions import (
+    ForbiddenError,
+    StoreError,
+    UnreachableError,
+)
+from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
+from celery_dislock.servers.replies import Handed
+
+RESERVED = 5.0  # seconds, as the scripts reserve
+
+
+@pytest.fixture
+def handing(world):
+    """Hand the lock of another to whoever waits: ``handing(after, age)``."""
+    other = world.lease(owner="other")
+    waits = []
+
+    def hand(after: float, age: float = 0.0, ttl: float = RESERVED) -> None:
+        def wait(lock, owner, seconds):
+            waits.append(seconds)
+            world.clock.advance(after)
+            _, _, holder = world.store.leases[lock]
+            world.store.leases[lock] = (owner, world.clock() - age + ttl, holder)
+            world.store.wait = passing
+            return Handed(7, ttl, PLACE_TIMEOUT - after + age)
+
+        world.store.wait = wait
+
+    def passing(lock, owner, seconds):
+        waits.append(seconds)
+        world.clock.advance(seconds)
+
+    world.store.wait = passing
+    hand.other, hand.waits = other, waits
+    return hand
+
+
+def acquire(world, timeout=None, **options):
+    claim = Claim("me", {"task": "t", "id": "2", "worker": "w", "pid": 8})
+    return world.lock(**options).acquire(claim, timeout=timeout)
+
+
+def asked(world):
+    return [call[-1] for call in world.store.asked("acquire")].count("me")
+
+
+def test_what_is_handed_over_is_held_without_asking_again(world, handing):
+    """The token comes with the news; one question and one wake-up are all."""
+    handing(after=3.0)
+    lease = acquire(world)
+    assert isinstance(lease, Lease)
+    assert (lease.token, asked(world)) == (7, 1)
+    assert lease.held
+
+
+def test_it_is_trusted_for_what_was_reserved(world, handing):
+    """Trust begins at the hand-off, by the age of the place, and ends before the reservation."""
+    handing(after=3.0, age=1.0)
+    lease = acquire(world)
+    assert lease.remaining == pytest.approx(RESERVED * 0.9 - 1.0)
+
+
+def test_it_is_never_trusted_from_the_future(world, handing):
+    """However a server's clock jumps, trust does not begin after the news has come."""
+    handing(after=3.0, age=-60.0)
+    lease = acquire(world)
+    assert lease.remaining == pytest.approx(RESERVED * 0.9)
+
+
+def test_its_first_renewal_gives_it_its_full_length(world, handing):
+    """It is renewed within a third of the reservation, which does not count towards the cap."""
+    handing(after=3.0)
+    lease = acquire(world, max_renew_times=1)
+    world.run(RESERVED / 3)
+    assert lease.renewals == 0
+    assert lease.remaining == pytest.approx(29.5, abs=0.1)
+    world.run(10.5)
+    assert lease.renewals == 1
+    assert not lease.capped
+
+
+def test_one_that_is_left_to_expire_lasts_as_long_as_any(world, handing):
+    """release_on_success=False holds on for the timeout, though only seconds were reserved."""
+    handing(after=3.0)
+    acquire(world).leave()
+    assert world.store.asked("release")[-1][-1] == 30.0
+
+
+def test_news_that_is_too_old_is_not_trusted(world, handing):
+    """A waiter that slept through the reservation asks again, and holds nothing meanwhile."""
+    handing(after=3.0, age=4.9)
+    answer = acquire(world)
+    assert asked(world) == 2
+    assert isinstance(answer, Lease)  # the server confirmed it, for its full length
+    assert answer.remaining == pytest.approx(29.5)
+
+
+def test_a_fixed_expiry_is_asked_for(world, handing):
+    """No renewal would bring a lease of lock_expire to its length: it is confirmed instead."""
+    handing(after=3.0)
+    lease = acquire(world, lock_expire=60.0)
+    assert asked(world) == 2
+    assert lease.remaining == pytest.approx(59.5)
+
+
+def test_it_asks_when_the_lease_in_its_way_would_have_run_out(world, handing):
+    """A holder that crashed is noticed at once, and a place is kept by asking often enough."""
+    world.store.leases["dislock:{k}"] = ("other", world.clock() + 12.0, {})
+    lease = acquire(world)
+    assert handing.waits == [pytest.approx(12.0 + LATE)]
+    assert isinstance(lease, Lease)
+    lease.release()
+    world.store.leases["dislock:{k}"] = ("other", world.clock() + 100.0, {})
+    acquire(world)
+    assert handing.waits[1:] == [
+        pytest.approx(x + LATE * (x == 10)) for x in [ASK_AGAIN] * 3 + [10]
+    ]
+
+
+def test_a_timeout_ends_the_wait_with_the_conflict(world, handing):
+    """Who waited in vain is told who holds the lock, and stands in line no more."""
+    answer = acquire(world, timeout=5.0)
+    assert isinstance(answer, Conflict)
+    assert sum(handing.waits) == pytest.approx(5.0)
+    assert world.store.asked("release")[-1][1] == "me"
+
+
+def test_a_server_that_goes_away_meanwhile_is_asked_again(world, handing):
+    """A wait that fails is followed by a question, whose failure is the caller's."""
+
+    def fail(*_):
+        world.store.away = True
+        raise StoreError("redis://fake", "away")
+
+    world.store.wait = fail
+    with pytest.raises(StoreError):
+        acquire(world)
+
+
+HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
+
+
+class TestWaitingThatFails:
+    """A server that takes and releases locks, and lets nobody wait on its list."""
+
+    def test_it_asks_ever_more_seldom_and_says_so_once(self, world, caplog):
+        """In ten minutes a waiter asks some hundred times, and logs one line with the reason."""
+        world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        world.store.calls.clear()
+        answer = world.lock().acquire(Claim("second", HOLDER), timeout=600)
+        assert isinstance(answer, Conflict)
+        assert 100 < len(world.store.asked("acquire")) < 400
+        warnings = [record.getMessage() for record in caplog.records]
+        assert len(warnings) == 1
+        assert "'k'" in warnings[0]
+        assert "no lists today" in warnings[0]
+
+    def test_it_is_given_the_lock_all_the_same(self, world):
+        """A waiter that nobody wakes finds the lock free within two seconds."""
+        lease = world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        free_at = world.clock() + 60
+
+        def pause(seconds):
+            world.clock.advance(seconds)
+            if world.clock() >= free_at:
+                lease.release()
+
+        lock = world.lock()
+        lock.pause = pause
+        assert isinstance(lock.acquire(Claim("second", HOLDER), timeout=600), Lease)
+        assert world.clock() < free_at + 2
+
+    def test_it_rests_for_less_than_the_leases_that_it_keeps(self, world):
+        """Locks that were taken before this one are asked for again before they expire."""
+        world.lease(owner="first", lock_watchdog_timeout=6000)
+        world.store.wait_error = StoreError("redis://fake", "no lists today")
+        pauses = []
+        lock = world.lock(lock_watchdog_timeout=3)
+        lock.pause = lambda seconds: (pauses.append(seconds), world.clock.advance(seconds))
+        lock.acquire(Claim("second", HOLDER), timeout=60)
+        assert max(pauses) <= 1.0
+
+    def test_what_is_forbidden_is_no_outage(self, world):
+        """A user who may not wait is told so at once, and the place in line is given up."""
+        world.lease(owner="first")
+        world.store.wait_error = ForbiddenError("redis://fake", "no permission to run 'blpop'")
+        world.store.calls.clear()
+        with pytest.raises(ForbiddenError, match="'blpop'"):
+            world.lock().acquire(Claim("second", HOLDER), timeout=600)
+        assert [call[0] for call in world.store.calls] == ["acquire", "wait", "release"]
+
+
+def test_what_was_never_asked_is_not_taken_back(world):
+    """Where no connection could be made, the waiter does not try another to give up its place."""
+    world.store.acquire = lambda *_, **__: (_ for _ in ()).throw(
+        UnreachableError("redis://fake", "no answer to the TLS handshake")
+    )
+    with pytest.raises(UnreachableError):
+        world.lock().acquire(Claim("a", HOLDER), timeout=600)
+    assert world.store.calls == []

@@ -1,0 +1,179 @@
+"""Locks for plain Python, on a store that the test drives; threads are in the integration tests."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.exceptions import (
+    EventLoopError,
+    LockHeldError,
+    LockLostError,
+    LockTermsError,
+    NotOwnerError,
+    SettingsError,
+    StoreError,
+)
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.reentrant import ReentrantLock
+
+
+@pytest.fixture
+def make(world):
+    """Make a lock of this thread on the world's store."""
+    numbers = count(1)
+    process = SimpleNamespace(
+        store=world.store,
+        host="here",
+        pid=42,
+        owner_name=lambda start: f"{start}{next(numbers)}",
+        check_patching=lambda: None,
+    )
+    runtime = SimpleNamespace(
+        process=process,
+        lock_names=lambda keys: tuple(f"dislock:{{{key}}}" for key in keys),
+        lock=lambda keys, options: world.lock(*keys, **vars(options)),
+    )
+
+    def make(key="k", *, timeout=None, **options):
+        return ReentrantLock([key], TaskOptions(**options), runtime, timeout=timeout, fair=True)
+
+    return make
+
+
+@pytest.fixture
+def others(world):
+    """Let somebody else hold the lock."""
+    return lambda: world.lock().try_acquire(Claim("other", {"task": "t"}))
+
+
+def test_a_block_holds_the_lock_and_no_longer(world, make):
+    """The lease is what the block is given, and nothing is left on the server after it."""
+    with make() as lease:
+        assert lease.held
+        assert list(world.store.leases) == ["dislock:{k}"]
+    assert world.store.leases == {}
+
+
+def test_two_objects_of_one_key_count_together_without_a_round_trip(world, make):
+    """What one took the other may take again, and the lock is free after the last release."""
+    first, second = make(), make()
+    assert first.acquire()
+    assert second.acquire()
+    assert len(world.store.asked("acquire")) == 1
+    first.release()
+    assert second.lease.held
+    second.release()
+    assert world.store.leases == {}
+
+
+def test_what_is_not_held_is_not_released(world, make, others):
+    """The error says who holds the lock, and that one keeps it."""
+    others()
+    with pytest.raises(NotOwnerError) as caught:
+        make().release()
+    assert "t[?]" in str(caught.value)
+    assert world.store.leases["dislock:{k}"][0] == "other"
+
+
+def test_a_lock_that_is_taken_is_false(make, others):
+    """try_acquire answers with the conflict, acquire without waiting with False."""
+    others()
+    assert make().acquire(blocking=False) is False
+    conflict = make().try_acquire()
+    assert not conflict
+    assert conflict.remaining == pytest.approx(30)
+
+
+def test_a_block_that_waits_in_vain_is_not_entered(world, make, others):
+    """After its timeout the error says who holds the lock."""
+    others()
+    with pytest.raises(LockHeldError), make(timeout=5.0):
+        raise AssertionError
+    assert world.store.leases["dislock:{k}"][0] == "other"
+
+
+def test_a_block_whose_lock_was_lost_ends_with_the_error(make):
+    """Who has gone on in good faith is told at the end."""
+    with pytest.raises(LockLostError, match="stolen"), make() as lease:
+        lease.lose("stolen")
+
+
+def test_an_exception_of_the_block_goes_on_with_a_note(make):
+    """A loss does not hide what the block itself ended with."""
+    with pytest.raises(KeyError) as caught, make() as lease:
+        lease.lose("stolen")
+        raise KeyError
+    assert "stolen" in caught.value.__notes__[0]
+
+
+def test_a_lock_that_was_lost_is_not_taken_again_from_memory(make):
+    """Taking it once more asks the lease, not the count."""
+    lock = make()
+    lock.acquire()
+    lock.lease.lose("stolen")
+    with pytest.raises(LockLostError):
+        lock.acquire()
+
+
+def test_other_terms_are_refused(world, make):
+    """A lease that is held is not changed by taking the lock with other options."""
+    with make(), pytest.raises(LockTermsError):
+        make(lock_limit=3).acquire()
+    assert world.store.leases == {}
+
+
+def test_extend_renews_or_tells(world, make, others):
+    """A lease that the server no longer knows is lost, whatever was believed of it."""
+    others()
+    with pytest.raises(NotOwnerError):
+        make().extend()
+    lock = make("mine")
+    lock.acquire()
+    world.store.extend = lambda *_: True
+    lock.extend()
+    world.store.extend = lambda *_: False
+    with pytest.raises(LockLostError):
+        lock.extend()
+
+
+@pytest.mark.parametrize(
+    ("blocking", "timeout"), [(True, -1), (True, float("inf")), (True, float("nan")), (False, 1)]
+)
+def test_a_timeout_that_means_nothing_is_refused(world, make, blocking, timeout):
+    """It is an error of the caller's, and asks nobody."""
+    with pytest.raises(SettingsError, match="timeout"):
+        make().acquire(blocking, timeout)
+    assert world.store.calls == []
+
+
+@pytest.mark.parametrize("method", ["acquire", "try_acquire"])
+def test_only_a_block_can_be_interrupted(make, method):
+    """on_lost="raise" needs to know where what it stops has its end."""
+    with pytest.raises(SettingsError, match="use one"):
+        getattr(make(lock_on_lost="raise"), method)()
+
+
+def test_a_thread_with_an_event_loop_is_not_blocked(world, make):
+    """All coroutines of the loop would stand still, and count as one owner."""
+
+    async def take():
+        make().try_acquire()
+
+    with pytest.raises(EventLoopError):
+        asyncio.run(take())
+    assert world.store.calls == []
+
+
+def test_a_server_that_is_away_leaves_nothing_held(world, make):
+    """The error is the caller's, and the next attempt asks again."""
+    world.store.away = True
+    with pytest.raises(StoreError):
+        make().try_acquire()
+    world.store.away = False
+    with make() as lease:
+        assert lease.held

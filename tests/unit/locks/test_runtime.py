@@ -1,0 +1,89 @@
+"""What all locks of one app share in one process."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+
+from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.tasks.task import runtime_of
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"dislock_url": "u:s3cret@a"},
+        {"dislock_url": "s3cret@a"},
+        {"dislock_url": "redis//:s3cret@a"},
+        {"dislock_url": ["redis://a", "s3cret"]},
+        {"dislock_url": {"redis://:s3cret@a"}},
+        {"dislock_ulr": "redis://:s3cret@a"},
+        {"dislock_password": "s3cret"},
+        {"dislock_transport_options": "s3cret"},
+        {"dislock_transport_options": [("password", "s3cret")]},
+        {"dislock_transport_option": {"password": "s3cret"}},
+        {
+            "dislock_url": "redis://a",
+            "dislock_transport_options": {"password": "s3cret", "sokcet_timeout": 1},
+        },
+        {
+            "dislock_url": "redis://a",
+            "dislock_transport_options": {"credential_provider": "s3cret"},
+        },
+        {
+            "dislock_url": "redis://a",
+            "dislock_transport_options": {"credential_provider": {"password": "s3cret"}},
+        },
+        {
+            "dislock_url": "sentinel://a",
+            "dislock_transport_options": {"master_name": "m", "sentinel_kwargs": "s3cret"},
+        },
+        {
+            "dislock_url": "sentinel://a",
+            "dislock_transport_options": {
+                "master_name": "m",
+                "sentinel_kwargs": {"password": "s3cret", "sokcet_timeout": 1},
+            },
+        },
+        {
+            "dislock_url": "sentinel://a",
+            "dislock_transport_options": {"password": "s3cret"},
+        },
+    ],
+)
+def test_no_setting_that_is_refused_shows_a_password(conf):
+    """A URL or options in the wrong place, misspelt or of the wrong type, are not shown."""
+    with pytest.raises(SettingsError) as raised:
+        Runtime(lambda: conf).process  # noqa: B018 -- making it is what fails
+    assert "s3cret" not in "".join(traceback.format_exception_only(raised.value))
+    assert "s3cret" not in repr(raised.value.args)
+    assert raised.value.__cause__ is None or "s3cret" not in str(raised.value.__cause__)
+
+
+def test_a_process_forgets_what_it_has_told_in_the_end(app, caplog, monkeypatch):
+    """However many locks are damaged, what is remembered of them is bounded."""
+    monkeypatch.setattr("celery_dislock.locks.runtime.DAMAGED_MOST", 2)
+    process = runtime_of(app).process
+    for number in (1, 2, 3, 1, 1):
+        process.lock_server_failed(DamagedLockError("redis://x", "why", f"dislock:{{{number}}}"))
+    assert len(caplog.messages) == 4
+    assert len(process._damaged) <= 2
+
+
+def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
+    """After a fork, which is to say under another process id, both are made anew."""
+    runtime = Runtime(lambda: {"broker_url": "redis://b"})
+    first = runtime.process
+    assert runtime.process is first
+    monkeypatch.setattr("celery_dislock.locks.runtime.os.getpid", lambda: -5)
+    second = runtime.process
+    assert second.store is not first.store
+    assert second.watchdog is not first.watchdog
+
+
+def test_the_prefix_is_part_of_every_name():
+    """Two installations on one server keep apart by their prefix."""
+    runtime = Runtime(lambda: {"dislock_prefix": "staging"})
+    assert runtime.lock_names(["export:7"]) == ("staging:{export:7}",)

@@ -1,0 +1,371 @@
+"""The watchdog, driven tick by tick."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+import pytest
+
+from celery_dislock import signals
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.callers import Caller
+from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, _valid
+
+
+def names(events):
+    return [name for name, _ in events if name != "lock_acquired"]
+
+
+def test_a_lease_is_renewed_every_third_of_its_timeout(world):
+    """In ten timeouts there are thirty renewals, and the lease is held throughout."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.run(300)
+    assert 29 <= len(world.store.asked("renew")) <= 32
+    assert lease.held
+
+
+def test_nothing_is_asked_before_it_is_due(world):
+    """Within the first third of the timeout the server hears nothing."""
+    world.lease(lock_watchdog_timeout=30)
+    world.run(9)
+    assert world.store.asked("renew") == []
+
+
+def test_a_renewal_resets_the_expiry_rather_than_adding_to_it(world):
+    """After a renewal the lease ends one timeout from then."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.run(11)
+    assert world.store.leases["dislock:{k}"][1] <= world.clock.now + 30
+    assert lease.remaining <= 30
+
+
+def test_leases_due_together_share_a_round_trip(world):
+    """A hundred leases of one age are renewed in one pipeline."""
+    for number in range(100):
+        world.lease(f"k{number}", f"o{number}", lock_watchdog_timeout=30)
+    world.run(10.5)
+    assert [len(owners) for (owners,) in world.store.asked("renew")] == [100]
+
+
+def test_a_round_trip_carries_a_bounded_batch_and_the_most_urgent_first(world):
+    """More leases than a batch take several round trips, ordered by when trust in them ends."""
+    for number in range(BATCH + 1):
+        world.lease(f"k{number}", f"o{number}", lock_watchdog_timeout=30)
+    world.lease("urgent", "urgent", lock_watchdog_timeout=3)
+    world.clock.advance(10)
+    world.store.answers["urgent"] = True
+    world.watchdog.tick()
+    world.watchdog.tick()
+    batches = [owners for (owners,) in world.store.asked("renew")]
+    assert [len(owners) for owners in batches] == [BATCH, 1]
+
+
+def test_an_urgent_lease_comes_before_all_others(world):
+    """Of two leases that are due, the one with less trust left is renewed first."""
+    world.lease("long", "long", lock_watchdog_timeout=12)
+    world.clock.advance(3.3)
+    world.lease("short", "short", lock_watchdog_timeout=1.5)
+    world.clock.advance(1)
+    world.watchdog.tick()
+    assert world.store.asked("renew") == [(["short", "long"],)]
+
+
+def test_a_failed_renewal_is_tried_again_soon(world):
+    """An outage of a second costs several early tries, and no lease."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.away = True
+    world.run(11)
+    assert len(world.store.asked("renew")) >= 3
+    world.store.away = False
+    world.run(2)
+    assert lease.held
+    assert lease.renewals == 1
+
+
+def test_the_pauses_of_an_outage_grow(world):
+    """Tries come less often the longer the server is away, but at least once a second."""
+    world.lease(lock_watchdog_timeout=300)
+    world.store.away = True
+    world.run(130)
+    assert 25 <= len(world.store.asked("renew")) <= 45
+
+
+def test_an_outage_is_logged_once(world, caplog):
+    """The log says that renewals fail, and that they work again; not once per try."""
+    caplog.set_level(logging.INFO, "celery_dislock")
+    world.lease(lock_watchdog_timeout=30)
+    world.store.away = True
+    world.run(15)
+    world.store.away = False
+    world.run(3)
+    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(world, heard):
+    """Trust ends half a second before the expiry, counted from before the acquisition was sent."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.away = True
+    world.run(29.4)
+    assert lease.held
+    world.run(0.2)
+    assert not lease.held
+    assert names(heard) == ["lock_lost"]
+    assert lease.remaining == 0
+
+
+def test_a_slow_answer_shortens_trust(world):
+    """Trust counts from when the renewal was sent, however late the answer."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.clock.advance(10)
+    sent_at = world.clock.now
+    world.store.latency = 5
+    world.watchdog.tick()
+    assert lease.trusted_until == pytest.approx(sent_at + 29.5)
+
+
+def test_past_its_deadline_a_lease_is_lost_even_if_the_server_would_extend_it(world, heard):
+    """A process that slept too long does not ask: others may have been told that it was gone."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.leases["dislock:{k}"] = ("me", world.clock.now + 1000, {})
+    world.clock.advance(60)
+    world.watchdog.tick()
+    assert world.store.asked("renew") == []
+    assert not lease.held
+    assert names(heard) == ["lock_lost"]
+
+
+def test_a_lease_taken_by_another_is_lost_once(world, heard):
+    """A stolen lease is reported once, and never asked for again."""
+    world.lease(lock_watchdog_timeout=30)
+    world.store.leases["dislock:{k}"] = ("thief", world.clock.now + 1000, {})
+    world.run(100)
+    assert names(heard) == ["lock_lost"]
+    assert len(world.store.asked("renew")) == 1
+    assert world.store.leases["dislock:{k}"][0] == "thief"
+
+
+def test_one_refused_lease_does_not_harm_its_batch(world):
+    """An error for one lease retries that one; the others of its batch are renewed."""
+    ill = world.lease("ill", "ill", lock_watchdog_timeout=30)
+    well = world.lease("well", "well", lock_watchdog_timeout=30)
+    world.store.answers["ill"] = StoreError("redis://fake", "OOM")
+    world.run(11)
+    assert (ill.renewals, well.renewals) == (0, 1)
+    del world.store.answers["ill"]
+    world.run(2)
+    assert ill.renewals == 1
+
+
+def test_the_cap_stops_the_renewals(world, heard):
+    """After max_renew_times renewals the lease is left alone, said once, and runs out."""
+    lease = world.lease(lock_watchdog_timeout=30, max_renew_times=3)
+    world.run(200)
+    assert names(heard) == ["lock_renewed"] * 3 + ["lock_capped"]
+    assert lease.capped
+    assert not lease.held
+    assert len(world.watchdog) == 0
+
+
+@pytest.mark.parametrize("cap", [0, -1])
+def test_zero_or_less_is_no_cap(world, cap):
+    """Without a cap the lease is renewed on and on."""
+    lease = world.lease(lock_watchdog_timeout=3, max_renew_times=cap)
+    world.run(1200)
+    assert lease.renewals > 1000
+
+
+def test_a_fixed_expiry_is_never_renewed_and_its_end_is_reported(world, heard):
+    """With lock_expire the server hears nothing more, and a body that outlives it is told."""
+    lease = world.lease(lock_expire=60)
+    world.run(59.4)
+    assert lease.held
+    world.run(1)
+    assert world.store.asked("renew") == []
+    assert names(heard) == ["lock_lost"]
+    assert "fixed expiry of 60 s" in heard[-1][1]["reason"]
+
+
+def test_a_released_lease_is_never_renewed(world):
+    """Cancelled before the release is sent: no renewal follows it."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    lease.release()
+    world.run(100)
+    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
+
+
+def test_a_renewal_answered_after_the_release_says_nothing(world, heard):
+    """A lease released while its renewal was under way is not reported as lost."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    renew = world.store.renew
+
+    def release_meanwhile(leases, *, within):
+        lease.release()
+        return renew(leases, within=within)
+
+    world.store.renew = release_meanwhile
+    world.run(11)
+    assert names(heard) == ["lock_released"]
+
+
+def test_identity_is_the_acquisition_not_the_key(world):
+    """Releasing an old lease of a key does not stop the renewals of a newer one."""
+    old = world.lease("k", "old", lock_watchdog_timeout=30)
+    del world.store.leases["dislock:{k}"]
+    new = world.lease("k", "new", lock_watchdog_timeout=30)
+    old.release()
+    world.run(100)
+    assert new.held
+    assert new.renewals >= 9
+
+
+def test_it_survives_whatever_the_store_raises(world):
+    """An unexpected exception is counted, and the lease is tried again."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    renew, world.store.renew = world.store.renew, lambda *_, **__: 1 / 0
+    world.run(10.5)
+    assert world.watchdog.errors >= 1
+    world.store.renew = renew
+    world.run(2)
+    assert lease.renewals == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_receiver_that_raises_harms_nothing(world, receiving, error):
+    """A bug in a user's signal receiver does not stop the watchdog or the lease."""
+
+    def receiver(**_):
+        raise error
+
+    lease = world.lease(lock_watchdog_timeout=30)
+    with receiving(signals.lock_renewed, receiver):
+        world.run(25)
+    assert lease.renewals == 2
+    assert lease.held
+
+
+def test_ended_leases_do_not_pile_up(world):
+    """Thousands of short leases leave a bounded heap behind."""
+    for number in range(5 * DEAD_ENTRIES):
+        world.lease("k", f"o{number}", lock_watchdog_timeout=3000).release()
+    assert len(world.watchdog._timers) <= DEAD_ENTRIES + 1
+    assert len(world.watchdog) == 0
+
+
+def test_a_step_may_be_interrupted_by_another(world):
+    """A signal handler that takes and releases a lock in the middle of a step is not waited for."""
+    lease = world.lease("k", "o", lock_watchdog_timeout=30)
+    inner = []
+
+    def caller():  # asked in the middle of a step
+        inner.append(world.lease("inner", f"i{len(inner)}", lock_watchdog_timeout=30))
+        inner[-1].release()
+        return Caller()
+
+    lease.caller = caller
+    step = threading.Thread(target=world.run, args=(11,), daemon=True)
+    step.start()
+    step.join(30)
+    assert not step.is_alive()
+    assert [one.finished for one in inner] == [True]
+
+
+def test_what_is_watched_during_a_clean_up_is_renewed(world, monkeypatch):
+    """The heap that replaces the old one has the lease that a signal handler took meanwhile."""
+    taken = []
+
+    def valid(entry):
+        if not taken:
+            taken.append(world.lease("new", "new", lock_watchdog_timeout=30))
+        return _valid(entry)
+
+    monkeypatch.setattr("celery_dislock.locks.watchdog._valid", valid)
+    while not taken:
+        world.lease("k", "o", lock_watchdog_timeout=3000).release()
+    world.run(40)
+    assert taken[0].renewals
+
+
+def test_it_sleeps_for_ever_without_leases(world):
+    """With nothing to watch there is no next time."""
+    assert world.watchdog.tick() is None
+
+
+def test_it_sleeps_until_the_nearest_renewal(world):
+    """The nearest of many leases decides how long it sleeps."""
+    world.lease("a", "a", lock_watchdog_timeout=300)
+    world.lease("b", "b", lock_watchdog_timeout=30)
+    assert world.watchdog.tick() == pytest.approx(10)
+
+
+def test_an_owner_that_was_cut_short_is_released(world):
+    """What an owner holds or waits for that asks no more is ended, once the server answers."""
+    world.store.leases["dislock:{k}"] = ("gone", world.clock.now + 1000, {})
+    world.store.away = True
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.run(5)
+    assert "dislock:{k}" in world.store.leases
+    world.store.away = False
+    world.run(2)
+    assert world.store.leases == {}
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
+    """The watchdog does only what its caller could not do."""
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.watchdog.cleared("gone")
+    world.run(100)
+    assert world.store.calls == []
+
+
+def test_what_cannot_be_released_is_not_tried_for_ever(world):
+    """After the time of a place in line all of it has run out by itself."""
+    world.store.away = True
+    world.watchdog.clear(["dislock:{k}"], "gone")
+    world.run(CLEAR_FOR + 5)
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_a_lease_whose_caller_has_ended_is_renewed_no_more(world, caplog, heard):
+    """Nobody is left to release it: it runs out, and the log says why."""
+    caller = Caller()
+    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(caller))
+    lease = world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    world.run(11)
+    assert len(world.store.asked("renew")) == 1
+    del caller
+    world.run(100)
+    assert len(world.store.asked("renew")) == 1
+    assert len(world.watchdog) == 0
+    assert not lease.held
+    assert "thread short on w (pid 7) is renewed no more" in caplog.text
+    assert [name for name in names(heard) if name != "lock_renewed"] == []
+
+
+def test_a_thread_that_has_ended_is_noticed_though_something_refers_to_it(world):
+    """A traceback, or a cycle that nobody has collected yet, may keep alive what the thread had."""
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Caller()))
+    thread.start()
+    thread.join()
+    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(made[0]))
+    world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    world.run(100)
+    assert world.store.asked("renew") == []
+
+
+def test_a_watch_that_is_taken_back_twice_counts_once(world):
+    """An exception may cut a release short: what is repeated changes nothing."""
+    first, second = world.lease("a", "a"), world.lease("b", "b")
+    world.watchdog.unwatch(first)
+    world.watchdog.unwatch(first)
+    assert len(world.watchdog) == 1
+    second.release()
+    assert len(world.watchdog) == 0

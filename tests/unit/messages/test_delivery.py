@@ -1,0 +1,70 @@
+"""One delivery of a task, as an object."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from celery.app.task import Context
+
+from celery_dislock.locks.claim import Claim
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
+
+
+@pytest.fixture
+def delivery(world):
+    request = Context({"id": "1", "headers": {PUT_OFF_HEADER: 3, "tenant": 7}})
+    notes = Notes.of(request, "dislock")
+    lock = world.lock()
+    claim = Claim("me", {"task": "t", "id": "1"})
+    lock.try_acquire(claim)
+    return Delivery(SimpleNamespace(name="t"), request, lock, claim, notes)
+
+
+def test_a_request_without_a_guard_has_none():
+    """Nothing of ours hangs on a request that no guard has seen."""
+    assert Delivery.of(Context({"id": "1"})) is None
+
+
+def test_it_is_found_by_its_request(delivery):
+    """Under the one name of ours there is."""
+    delivery.request.dislock = delivery
+    assert Delivery.of(delivery.request) is delivery
+
+
+def test_it_reads_well(delivery):
+    """As Celery names a task in its log."""
+    assert str(delivery) == "t[1]"
+
+
+def test_its_notes_are_forgotten_with_their_headers(delivery):
+    """What its body sends knows nothing of the wait for this lock."""
+    assert delivery.notes.put_off == 3
+    delivery.forget_notes()
+    assert delivery.notes == Notes()
+    assert delivery.request.headers == {"tenant": 7}
+
+
+def test_work_that_is_not_done_keeps_its_ticket(delivery, world):
+    """Its message comes again: the release says nothing about the line."""
+    delivery.ticket = "1:0:0"
+    delivery.settle()
+    assert world.store.done == [""]
+
+
+def test_work_that_is_done_ends_its_ticket(delivery, world):
+    """Once, however often it is settled; and with the time that its result takes."""
+    delivery.ticket, delivery.settles, delivery.completed = "1:0:0", 30.0, True
+    delivery.settle()
+    delivery.settle()
+    assert (world.store.done, world.store.settling) == (["1:0:0"], [30.0])
+
+
+def test_a_lease_may_be_kept_for_longer(delivery, world):
+    """For a retry that takes it over: an argument of the release, not another lock's options."""
+    delivery.leaves, delivery.at_least = True, 100.0
+    delivery.settle()
+    [(owner, expires, _)] = world.store.leases.values()
+    assert owner == "~me"
+    assert expires - world.clock.now == pytest.approx(100.0)

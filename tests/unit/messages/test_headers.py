@@ -1,0 +1,226 @@
+"""The notes in a message's headers, and what becomes of those that somebody else has written."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+from celery.app.task import Context
+from celery.signals import task_revoked
+
+from celery_dislock import SingletonTask, StoreError
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import (
+    GIVEN_UP_HEADER,
+    HELD_HEADER,
+    OWNERS_MOST,
+    PUT_OFF_HEADER,
+    READERS,
+    REPLACED_HEADER,
+    RETRY_UNTIL_HEADER,
+    TICKET_HEADER,
+    Notes,
+)
+from celery_dislock.tasks.task import runtime_of
+from tests.unit.deliveries import Broker, deliver
+from tests.unit.fakes import FakeLines, World
+
+LOCK = "dislock:{k}"
+DEEP: list = []
+for _ in range(sys.getrecursionlimit() // 2):
+    DEEP = [DEEP]
+
+FORGED = [
+    *((PUT_OFF_HEADER, one) for one in [-1, 10**400, "3", 1.5, True, [], math.nan]),
+    *((RETRY_UNTIL_HEADER, one) for one in [-1, 0, math.inf, math.nan, 1e300, "9", True, {}]),
+    *((HELD_HEADER, one) for one in ["other@w:1/n.1", "1", "", 7, ["1@w:1/n.1"]]),
+    (HELD_HEADER, "1@" + "x" * 10_000),
+    *((GIVEN_UP_HEADER, one) for one in ["1@w:1/n.1", [7, 8], ["other@w:1/n.1"], {"a": 1}, 7]),
+    (GIVEN_UP_HEADER, ["1@w:1/n.1", "other@w:1/n.1"]),
+    (GIVEN_UP_HEADER, [f"1@w:1/n.{n}" for n in range(100_000)]),
+    *((TICKET_HEADER, one) for one in ["1:0:0", [], [LOCK], [LOCK, "1:0:0", 1], {"a": 1, "b": 2}]),
+    (TICKET_HEADER, [LOCK, "other:0:0"]),
+    (TICKET_HEADER, [LOCK, "bytes"]),
+    (TICKET_HEADER, [LOCK, "1"]),
+    (TICKET_HEADER, [LOCK, "1:0"]),
+    (TICKET_HEADER, [LOCK, "1:0:0\n"]),
+    (TICKET_HEADER, [LOCK, "1:x:0:0"]),
+    (TICKET_HEADER, [LOCK, 7]),
+    (TICKET_HEADER, ["other:{k}", "1:0:0"]),
+    (TICKET_HEADER, ["dislock:lines:home", "1:0:0"]),
+    (TICKET_HEADER, ["dislock:{k}:line", "1:0:0"]),
+    (TICKET_HEADER, ["dislock:{k}{l}", "1:0:0"]),
+    (TICKET_HEADER, [f"dislock:{{{'k' * 10_000}}}", "1:0:0"]),
+    *((REPLACED_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["why"]]),
+    *((header, DEEP) for header in READERS),
+]
+
+GENUINE = {
+    PUT_OFF_HEADER: 3,
+    RETRY_UNTIL_HEADER: 2e9,
+    HELD_HEADER: "1@w:1/n.1",
+    GIVEN_UP_HEADER: ["1@w:1/n.2", "1@w:1/n.3"],
+    TICKET_HEADER: [LOCK, "1:0:0"],
+    REPLACED_HEADER: "a newer task took its place in line for lock 'k'",
+}
+
+
+def read(headers, task_id="1"):
+    return Notes.of(Context({"id": task_id, "task": "shop.export", "headers": headers}), "dislock")
+
+
+def test_notes_of_this_package_are_read_and_written_again():
+    """What a message was sent with is what its task knows, and what its next message says."""
+    notes = read(GENUINE)
+    assert notes.to_headers() == GENUINE
+    assert (notes.put_off, notes.held_by, notes.parked) == (3, "1@w:1/n.1", (LOCK, "1:0:0"))
+
+
+@pytest.mark.parametrize("headers", [None, {}, {"tenant": 7}, "text", [PUT_OFF_HEADER], 7])
+def test_without_notes_there_are_none(headers, caplog):
+    """Nothing is said of other headers, whatever they are."""
+    assert read(headers) == Notes()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("header", "note"), FORGED, ids=lambda one: str(one)[:40])
+def test_a_note_of_somebody_else_is_ignored_with_one_warning(header, note, caplog):
+    """It names task, id and header, is short and of one line, and the other notes count."""
+    genuine = {name: value for name, value in GENUINE.items() if name != header}
+    assert read({**genuine, header: note}).to_headers() == genuine
+    [told] = caplog.messages
+    assert "shop.export[1]" in told
+    assert f"{header}=" in told
+    assert len(told) < 500
+    assert "\n" not in told
+
+
+def test_all_that_is_ignored_is_told_at_once(caplog):
+    """One message is worth one warning."""
+    assert read(dict.fromkeys(READERS, b"\xff")) == Notes()
+    assert len(caplog.messages) == 1
+    assert all(header in caplog.text for header in READERS)
+
+
+@pytest.mark.parametrize("task_id", ["order:7", "a@w:1/", "x#", "Ünï", "x" * 100_000, 7])
+def test_a_task_knows_its_own_ticket_whatever_its_id(task_id, caplog):
+    """Ids come from users: none makes a task's own note look like another's."""
+    own = str(task_id).replace("@", "%40")
+    notes = read({TICKET_HEADER: (LOCK, f"{own}:2:1"), HELD_HEADER: f"{own}@w:1/n.1"}, task_id)
+    assert (notes.parked, notes.held_by) == ((LOCK, f"{own}:2:1"), f"{own}@w:1/n.1")
+    assert caplog.text == ""
+
+
+def test_notes_are_forgotten_with_their_headers():
+    """The lock is had: neither this delivery nor what its body sends knows of the wait."""
+    request = Context({"id": "1", "task": "t", "headers": {**GENUINE, "tenant": 7}})
+    delivery = Delivery(None, request, World().lock(), None, Notes.of(request, "dislock"))
+    assert delivery.notes != Notes()
+    delivery.forget_notes()
+    assert delivery.notes == Notes()
+    assert request.headers == {"tenant": 7}
+
+
+# What a forged note does to a task
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+def declare(app, **options):
+    @app.task(base=SingletonTask, name="shop.export", lock_key="k", bind=True, **options)
+    def export(self):
+        return self.request.headers
+
+    return export
+
+
+@pytest.mark.parametrize(("header", "note"), FORGED, ids=lambda one: str(one)[:40])
+def test_a_forged_note_fails_nobody(app, world, header, note, caplog):
+    """The task runs once, under its lock, as if the header were not there; its body sees none."""
+    result = deliver(declare(app), headers={header: note})
+    assert result.retval in ({}, None)
+    assert world.store.asked("take_over") == []
+    assert len(world.store.asked("release")) == 1
+    assert world.store.leases == {}
+    assert len([m for m in caplog.messages if "ignored" in m]) == 1
+    assert "no task can take a lock" not in caplog.text
+
+
+def test_what_is_put_off_does_not_carry_a_forged_note_on(app, world, broker):
+    """The warning is not repeated by each delivery."""
+    world.lease("k", "other")
+    forged = {HELD_HEADER: "other", TICKET_HEADER: 7, GIVEN_UP_HEADER: ["other"]}
+    deliver(declare(app, lock_on_conflict="retry"), "2", headers={**forged, "tenant": 7})
+    [sent] = broker.sent
+    assert sent["headers"].keys() == {"tenant", PUT_OFF_HEADER, RETRY_UNTIL_HEADER}
+
+
+def test_another_tasks_live_lease_is_not_given_up(app, world):
+    """A message that names its owner, or leaves it to itself, changes nothing about it."""
+    lease = world.lease("k", "other@w:1/n.1")
+    forged = {GIVEN_UP_HEADER: ["other@w:1/n.1"], HELD_HEADER: "other@w:1/n.1"}
+    outcome = deliver(declare(app, lock_on_conflict="skip"), "2", headers=forged)
+    assert outcome.info.state == "IGNORED"
+    assert world.store.leases[LOCK][0] == "other@w:1/n.1"
+    assert lease.held
+
+
+def test_a_retry_cannot_be_had_for_longer_than_the_option_says(app, world, broker):
+    """A note that puts the end off for a thousand years is no longer than lock_retry_for."""
+    world.lease("k", "other")
+    task = declare(app, lock_on_conflict="retry", lock_retry_for=100)
+    deliver(task, "2", headers={RETRY_UNTIL_HEADER: 9e9})
+    assert broker.sent[0]["headers"][RETRY_UNTIL_HEADER] < 9e9
+
+
+@pytest.mark.parametrize("ticket", ["other:0:0", "bytes", "1"])
+def test_a_revoked_message_takes_no_other_task_out_of_line(app, world, ticket):
+    """The worker discards it, as Celery does, and asks the lock server nothing."""
+    process = runtime_of(app).process
+    process._publisher = object()
+    process.lines = FakeLines(world.store)
+    task = declare(app, lock_on_conflict="queue")
+    message = {"id": "1", "task": task.name, "headers": {TICKET_HEADER: [LOCK, ticket]}}
+    told = {"terminated": False, "signum": None, "expired": True}
+    task_revoked.send(sender=task, request=Context(message), **told)
+    assert world.store.asked("leave") == []
+    message["headers"] = {TICKET_HEADER: [LOCK, "1:0:0"]}
+    task_revoked.send(sender=task, request=Context(message), **told)
+    assert world.store.asked("leave") == [(LOCK, "1:0:0")]
+
+
+# Owners that asked in vain
+
+
+def test_who_did_not_get_to_ask_is_not_noted(app, world, broker):
+    """In an outage nothing is added: the server cannot have granted what it was not asked for."""
+    task = declare(app)
+    world.store.away = True
+    deliver(task)
+    first = broker.sent[-1]["headers"][GIVEN_UP_HEADER]
+    for _ in range(3):
+        deliver(task, headers=broker.sent[-1]["headers"])
+    assert broker.sent[-1]["headers"][GIVEN_UP_HEADER] == first
+
+
+def test_no_more_owners_are_noted_than_are_read(app, world, broker, monkeypatch, caplog):
+    """Those before them have been given up with an answer."""
+
+    def acquire(*args, **terms):
+        raise StoreError("redis://fake", "away")
+
+    monkeypatch.setattr(world.store, "acquire", acquire)
+    task, headers = declare(app), {}
+    for _ in range(OWNERS_MOST + 3):
+        deliver(task, headers=headers)
+        headers = broker.sent[-1]["headers"]
+    owners = headers[GIVEN_UP_HEADER]
+    assert len(owners) == OWNERS_MOST
+    assert [owner.rpartition("/")[2] for owner in owners] == [str(n) for n in range(4, 12)]
+    assert "ignored" not in caplog.text

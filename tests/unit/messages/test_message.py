@@ -1,0 +1,446 @@
+"""A task's message: what of it is kept, how it is written down, and how it is published again."""
+
+from __future__ import annotations
+
+import pickle
+from datetime import timezone
+from types import SimpleNamespace
+
+import pytest
+from celery.app.task import Context
+from celery.exceptions import Ignore
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kombu import Connection, Queue
+from kombu.utils.json import dumps
+
+from celery_dislock import SingletonTask
+from celery_dislock.messages.headers import READERS, TICKET_HEADER
+from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message, TaskParked, keep_message
+from tests.unit.deliveries import Producer, arrived
+
+BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
+HEADERS = {"id": "1", "task": "t", "retries": 2, "tenant": {"number": [7, None]}}
+PROPERTIES = {
+    "correlation_id": "1",
+    "reply_to": "caller",
+    "message_id": "m",
+    "type": "kind",
+    "app_id": "shop",
+    "timestamp": 1_700_000_000,
+    "priority": 0,
+    "delivery_mode": 2,
+    "expiration": "1500",
+}
+
+
+def delivery(headers=HEADERS, body=BODY, encoding="utf-8", properties=PROPERTIES, **request):
+    kept = (headers, "application/json", encoding, body)
+    info = {"exchange": "e", "routing_key": "r", "redelivered": False, AS_IT_CAME: kept}
+    return Context({"id": "1", "properties": properties, "delivery_info": info, **request})
+
+
+def message(**changes):
+    about = {
+        "exchange": "e",
+        "routing_key": "r",
+        "headers": HEADERS,
+        "content_type": "application/json",
+        "content_encoding": "utf-8",
+        "properties": PROPERTIES,
+        "alone": True,
+        "body": BODY,
+    }
+    return Message(**{**about, **changes})
+
+
+# What is kept
+
+
+def test_a_message_is_kept_as_it_came():
+    """Exchange, routing key, headers, properties, content type and encoding, and the body."""
+    assert Message.of(delivery()) == message()
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "kept"),
+    [
+        (BODY, "binary", BODY),
+        (memoryview(BODY), "binary", BODY),
+        (bytearray(BODY), None, BODY),
+        ("ü", "utf-8", b"\xc3\xbc"),
+        ("ü", "latin-1", b"\xfc"),
+        ("ü", None, b"\xc3\xbc"),
+        (b"", "utf-8", b""),
+    ],
+)
+def test_a_body_is_kept_byte_for_byte(body, encoding, kept):
+    """Whatever a transport gives, bytes are kept; text is encoded as the message says."""
+    found = Message.of(delivery(body=body, encoding=encoding)).body
+    assert (type(found), found) == (bytes, kept)
+
+
+def test_our_notes_and_the_brokers_are_left_behind():
+    """Notes were about this delivery, and RabbitMQ drops what seems to go round in circles."""
+    seen = {name: [{"queue": "q"}] for name in ("x-death", "x-first-death-queue", "x-last-death-x")}
+    headers = {**HEADERS, **dict.fromkeys(READERS, "note"), **seen, "x-tenant": 7}
+    assert Message.of(delivery(headers)).headers == {**HEADERS, "x-tenant": 7}
+
+
+def test_only_properties_that_mean_something_again_are_kept():
+    """What a transport notes of one delivery stays behind, and so does what is not set."""
+    properties = {
+        **PROPERTIES,
+        "priority": None,
+        "delivery_tag": "x",
+        "delivery_info": {"exchange": "e"},
+        "body_encoding": "base64",
+        "user_id": "guest",
+        "cluster_id": "c",
+    }
+    kept = Message.of(delivery(properties=properties)).properties
+    assert kept == {name: value for name, value in PROPERTIES.items() if name != "priority"}
+
+
+def test_a_transport_may_leave_out_nearly_everything():
+    """Without properties, exchange and routing key there is still a message."""
+    request = delivery(properties=None)
+    request.delivery_info.update(exchange=None, routing_key=None)
+    assert Message.of(request) == message(exchange="", routing_key="", properties={})
+
+
+@pytest.mark.parametrize("waits", ["chord", "chain"])
+def test_a_task_for_which_others_wait_is_not_alone(waits):
+    """A chord and the rest of a chain are to hear how it ends."""
+    assert Message.of(delivery()).alone is True
+    assert Message.of(delivery(**{waits: [{"task": "next"}]})).alone is False
+
+
+@pytest.mark.parametrize("waits", ["callbacks", "errbacks"])
+def test_what_follows_a_success_or_a_failure_does_not_wait(waits):
+    """A task that loses its place has neither: it is revoked."""
+    assert Message.of(delivery(**{waits: [{"task": "next"}]})).alone is True
+
+
+@pytest.mark.parametrize("info", [None, {}, {"exchange": "", "is_eager": True}])
+def test_there_may_be_no_message(info):
+    """An eager task has none, and nobody keeps it of a task that cannot be parked."""
+    assert Message.of(Context({"id": "1", "delivery_info": info})) is None
+
+
+@pytest.mark.parametrize("strategy", ["queue", "skip"])
+def test_the_message_goes_to_the_pool_process_alone(app, strategy):
+    """What inspect shows of a task has no body in it, and one that is not parked has no message."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy)
+    def task(n): ...
+
+    request = arrived(task, "1", 7, tenant="seven")
+    assert AS_IT_CAME not in request.delivery_info
+    assert AS_IT_CAME not in str(request.info())
+    sent = Context(request.request_dict)
+    kept = Message.of(sent)
+    if strategy == "skip":
+        assert kept is None
+    else:
+        assert (kept.headers["tenant"], kept.body) == ("seven", b"[[7], {}, {}]")
+        assert {**request.delivery_info, AS_IT_CAME: ...}.keys() == sent.delivery_info.keys()
+
+
+def test_what_is_kept_does_not_change_with_the_request():
+    """The worker adds to a delivery's headers; the message has those that came."""
+    came = SimpleNamespace(headers={"id": "1"}, content_type="t", content_encoding="e", body=b"")
+    request = SimpleNamespace(message=came, delivery_info={"exchange": ""}, request_dict={})
+    keep_message(request)
+    came.headers["late"] = 1
+    assert request.delivery_info == {"exchange": ""}
+    assert request.request_dict["delivery_info"] == {
+        "exchange": "",
+        AS_IT_CAME: ({"id": "1"}, "t", "e", b""),
+    }
+
+
+# Written down, and read
+
+# Building messages takes long on a busy machine.
+patiently = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=10)
+    | st.binary(max_size=10)
+    | st.datetimes(timezones=st.none() | st.just(timezone.utc))
+    | st.dates()
+    | st.times()
+    | st.decimals(allow_nan=False)
+    | st.uuids()
+)
+names = st.text(max_size=20).filter(lambda name: not name.startswith("__"))
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=8,
+)
+tables = st.dictionaries(names, values, max_size=3)
+texts = st.none() | st.text(max_size=20)
+messages = st.builds(
+    Message,
+    exchange=st.text(max_size=10),
+    routing_key=st.text(max_size=10),
+    headers=tables,
+    content_type=texts,
+    content_encoding=texts,
+    properties=tables,
+    alone=st.booleans(),
+    body=st.binary() | st.just(b"\n") | st.just(b'1 {}\n{"a": 1}\n\n'),
+)
+
+
+@patiently
+@given(messages)
+def test_what_is_written_is_read(written):
+    """Arbitrary headers, of every type that a broker's client knows, and any bytes for a body."""
+    assert Message.from_bytes(written.to_bytes()) == written
+
+
+def test_the_body_is_not_in_what_is_logged():
+    """A representation in a log gives away no arguments."""
+    assert "ü" not in repr(message())
+    assert "body" not in repr(message())
+
+
+def unreadable(written):
+    with pytest.raises(ValueError):  # noqa: PT011 -- the parsers have many words
+        Message.from_bytes(written)
+
+
+def with_header(about, body=BODY):
+    return FORMAT + dumps(about).encode() + b"\n" + body
+
+
+def about(**changes):
+    fields = {name: value for name, value in vars(message()).items() if name != "body"}
+    return {**fields, **changes}
+
+
+@patiently
+@given(st.binary() | st.binary().map(lambda rest: FORMAT + rest + b"\n"))
+def test_any_bytes_are_read_or_refused(written):
+    """Nothing but a ValueError comes of damaged data, which sets it aside."""
+    unreadable(written)
+
+
+@patiently
+@given(messages, st.data())
+def test_a_message_that_was_cut_off_is_refused(written, data):
+    """Unless only its body is shorter, which nobody can tell."""
+    whole = written.to_bytes()
+    unreadable(whole[: data.draw(st.integers(0, len(whole) - len(written.body) - 1))])
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+)
+
+
+@patiently
+@given(json)
+def test_json_of_another_shape_is_refused(found):
+    """What is not an object with exactly our fields is not ours."""
+    unreadable(with_header(found))
+
+
+@pytest.mark.parametrize("name", [name for name in vars(message()) if name != "body"])
+def test_a_field_that_is_missing_is_an_error(name):
+    """Every field of this format is there, or the message is of another format."""
+    unreadable(with_header({n: value for n, value in about().items() if n != name}))
+
+
+@pytest.mark.parametrize("more", [{"colour": "red"}, {"body": "x"}])
+def test_a_field_that_is_not_known_is_an_error(more):
+    """What a newer version has added may change what the message means."""
+    unreadable(with_header(about(**more)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("headers", None),
+        ("headers", [["id", "1"]]),
+        ("properties", []),
+        ("properties", "x"),
+        ("exchange", None),
+        ("routing_key", 7),
+        *(("headers", {**HEADERS, "id": wrong}) for wrong in (None, 7, [])),
+        *(("headers", {**HEADERS, "task": wrong}) for wrong in (None, ["t"], {})),
+        *(("properties", {"expiration": wrong}) for wrong in ("soon", [], "nan", "-5", "inf")),
+        *(("properties", {name: []}) for name in ("priority", "reply_to", "timestamp")),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_an_error(name, value):
+    """Else publishing it would fail, time and again, and the others of its batch with it."""
+    unreadable(with_header(about(**{name: value})))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("colour", "red"),
+        ("decimal", "many"),
+        ("decimal", None),
+        ("uuid", {"hex": 5}),
+        ("uuid", {"hex": "x"}),
+        ("uuid", {"colour": "red"}),
+        ("uuid", 5),
+        ("bytes", 5),
+        ("base64", "x"),
+        ("base64", None),
+        ("datetime", "yesterday"),
+        ("datetime", 5),
+        ("date", []),
+        ("time", {}),
+        (["list"], 5),
+        (None, None),
+    ],
+)
+def test_a_value_of_an_unknown_type_is_an_error(kind, value):
+    """Types are those of kombu's JSON; what does not fit them is refused, whatever the decoder."""
+    unreadable(with_header(about(headers={"x": {"__type__": kind, "__value__": value}})))
+
+
+@pytest.mark.parametrize("depth", [10_000, 200_000])
+def test_a_bottomless_message_is_refused(depth):
+    """Too deep for a parser is damaged, too."""
+    unreadable(FORMAT + b'{"headers":' + b"[" * depth + b"\n")
+
+
+def test_another_format_is_refused_by_what_it_begins_with():
+    """A newer version's message is set aside by an older one, and the log shows its beginning."""
+    with pytest.raises(ValueError, match=r"begins with b'2 \{"):
+        Message.from_bytes(b"2" + message().to_bytes()[1:])
+
+
+class Explosive:
+    def __reduce__(self):
+        return (pytest.fail, ("it was unpickled",))
+
+
+def test_nothing_is_unpickled():
+    """A pickle in place of a message, or of its body, is bytes and nothing else."""
+    bomb = pickle.dumps(Explosive())
+    unreadable(bomb)
+    unreadable(FORMAT + bomb + b"\n")
+    assert Message.from_bytes(message(body=bomb).to_bytes()).body == bomb
+
+
+# Published again
+
+
+def published(sent, **notes):
+    producer = Producer()
+    sent.publish(producer, notes)
+    [(body, options)] = producer.sent
+    return body, options
+
+
+def test_the_producer_is_given_what_came():
+    """Where it was, with its headers and properties, as bytes of the same type; and our notes."""
+    body, options = published(message(), **{TICKET_HEADER: ["lock", "1:0:0"]})
+    assert body == BODY
+    assert options.pop("headers") == {**HEADERS, TICKET_HEADER: ["lock", "1:0:0"]}
+    assert options.pop("retry") is True
+    assert options.pop("retry_policy") == {"max_retries": 1, "interval_start": 0}
+    assert options == {
+        **PROPERTIES,
+        "exchange": "e",
+        "routing_key": "r",
+        "content_type": "application/json",
+        "content_encoding": "utf-8",
+        "compression": None,
+        "declare": [],
+        "expiration": 1.5,  # seconds
+    }
+
+
+def test_what_did_not_come_is_not_made_up():
+    """No priority is not priority 0, and no expiration is none."""
+    _, options = published(message(properties={}))
+    for name in ("priority", "delivery_mode", "expiration", "compression"):
+        assert options[name] is None
+    assert "reply_to" not in options
+
+
+def test_a_body_that_came_compressed_is_compressed_again():
+    """It is kept as it was before; the header is the producer's to write."""
+    _, options = published(message(headers={**HEADERS, "compression": "application/x-gzip"}))
+    assert options["compression"] == "application/x-gzip"
+    assert options["headers"] == HEADERS
+
+
+def test_publishing_changes_nothing():
+    """A message can be published a second time."""
+    kept = message(headers={**HEADERS, "compression": "application/x-gzip"})
+    assert published(kept) == published(kept)
+
+
+def test_what_the_broker_raises_comes_through():
+    """Whoever publishes several is to know that it failed."""
+    producer = Producer()
+    producer.away = ConnectionError()
+    with pytest.raises(ConnectionError):
+        message().publish(producer, {})
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_a_second_delivery_is_like_the_first(compression):
+    """Through a broker's client, down to headers, properties and the body that it delivers."""
+    with Connection("memory://") as connection:
+        queue = Queue(f"parked-{compression}", channel=connection.default_channel)
+        queue.declare()
+        producer = connection.Producer()
+        terms = {"priority": 3, "expiration": 60, "delivery_mode": 2, "correlation_id": "1"}
+        body = {"x": "ü" * 99}
+        producer.publish(body, queue.name, compression=compression, headers=HEADERS, **terms)
+        first = queue.get(no_ack=True)
+        kept = (dict(first.headers), first.content_type, first.content_encoding, first.body)
+        info = {**first.delivery_info, AS_IT_CAME: kept}
+        request = Context({"properties": first.properties, "delivery_info": info})
+        Message.from_bytes(Message.of(request).to_bytes()).publish(producer, {"dislock_x": 1})
+        second = queue.get(no_ack=True)
+    assert second.headers == {**first.headers, "dislock_x": 1}
+    assert (second.body, second.payload) == (first.body, first.payload)
+    assert (second.content_type, second.content_encoding) == (
+        first.content_type,
+        first.content_encoding,
+    )
+    of_delivery = {"delivery_tag", "delivery_info"}
+    assert {n: v for n, v in second.properties.items() if n not in of_delivery} == {
+        n: v for n, v in first.properties.items() if n not in of_delivery
+    }
+    assert second.delivery_info == first.delivery_info
+
+
+# How a delivery ends
+
+
+def test_a_parked_task_says_where_it_stands():
+    """To people in words, to the worker as attributes, over the border of a process."""
+    parked = pickle.loads(pickle.dumps(TaskParked("export:7", 3, "t[1] on w (pid 7)")))
+    assert isinstance(parked, Ignore)
+    assert (parked.key, parked.place, parked.holder) == ("export:7", 3, "t[1] on w (pid 7)")
+    words = "parked: place 3 in line for lock 'export:7', held by t[1] on w (pid 7)"
+    assert str(parked) == words
+
+
+def test_a_property_that_no_broker_takes_is_left_out(app):
+    """Who sends a message can make it anything: it would never be published again."""
+    odd = {"expiration": "soon", "priority": "high", "correlation_id": {}, "reply_to": "caller"}
+    request = Context(
+        {"id": "1", "properties": odd, "delivery_info": {AS_IT_CAME: ({}, None, None, b"")}}
+    )
+    kept = Message.of(request)
+    assert kept.properties == {"reply_to": "caller"}

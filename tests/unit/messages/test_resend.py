@@ -1,0 +1,61 @@
+"""A task that is sent again for later: when, and with what."""
+
+from __future__ import annotations
+
+import pytest
+from celery.app.task import Context
+from celery.exceptions import Reject
+
+from celery_dislock import SingletonTask
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
+from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
+from tests.unit.deliveries import Broker
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+@pytest.fixture
+def delivery(app, world):
+    @app.task(base=SingletonTask, lock_key="k")
+    def task(): ...
+
+    request = Context({"id": "1", "task": task.name, "retries": 2, "args": (), "headers": {}})
+    return Delivery(app.tasks[task.name], request, world.lock(), None, Notes())
+
+
+def test_it_comes_again_under_its_own_id_with_its_retries_unspent(delivery, broker):
+    """The wait for a lock is none of the task's own retries."""
+    put_off(delivery, "held")
+    [sent] = broker.sent
+    assert (sent["task_id"], sent["retries"]) == ("1", 2)
+
+
+def test_the_pauses_grow_to_a_minute(delivery, broker):
+    """A second, two, four, and so on, give or take a quarter."""
+    pauses = [put_off(delivery, "held") for _ in range(10)]
+    for nth, pause in enumerate(pauses):
+        wanted = min(PUT_OFF_FIRST * 2**nth, PUT_OFF_MOST)
+        assert 0.74 * wanted < pause < 1.26 * wanted
+    assert broker.sent[-1]["headers"][PUT_OFF_HEADER] == 10
+
+
+def test_it_comes_no_later_than_the_reason_is_gone(delivery, broker):
+    """The holder's lease bounds the pause, but for the first second."""
+    delivery.notes.put_off = 10
+    assert put_off(delivery, "held", at_most=5.0) < 6.3
+    assert put_off(delivery, "held", at_most=0.1) < 1.3
+
+
+def test_with_the_broker_away_a_late_acknowledged_one_is_given_back(delivery, broker):
+    """The broker has the message still, and delivers it again."""
+    broker.times_away = 1
+    delivery.task.acks_late = True
+    with pytest.raises(Reject) as rejected:
+        put_off(delivery, "held")
+    assert rejected.value.requeue is True

@@ -1,0 +1,892 @@
+"""Parking a task, claiming its turn, and what a guard makes of it; traced tasks, as in a worker."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.signals import task_revoked
+
+from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError
+from celery_dislock.config.settings import app_settings
+from celery_dislock.locks import runtime
+from celery_dislock.locks.running import StopTask
+from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.message import Message, TaskParked
+from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.parking.store import Bounds, Ticket
+from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.tasks.task import runtime_of
+from tests.unit.deliveries import Broker, arrived, deliver, run
+from tests.unit.fakes import FakeLines
+
+LOCK = "dislock:{k}"
+HOLDER = "t[1] on w (pid 7)"
+OTHERS = Refused("other", 30.0, {"task": "t", "id": "1", "worker": "w", "pid": 7}, place=3)
+
+
+class Postman:
+    """Stands for what publishes parked tasks."""
+
+    home = "home"
+
+    def __init__(self):
+        self.told = []
+
+    def hand_over(self, lines, turns):
+        raise AssertionError  # the scripts' answers are the lines' affair
+
+    def tell_replaced(self, lines, lock, replaced, order):
+        self.told.append((lock, replaced))
+
+
+@pytest.fixture
+def lines(app, world):
+    process = runtime_of(app).process
+    process._publisher = Postman()
+    process.lines = FakeLines(world.store)
+    return process.lines
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+@pytest.fixture
+def backend(app, world, monkeypatch):
+    """Note in the store's calls what is stored, too."""
+    store_result = app.backend.store_result
+
+    def noted(task_id, result, state, **kwargs):
+        world.store.calls.append(("store_result", state, result))
+        return store_result(task_id, result, state, **kwargs)
+
+    monkeypatch.setattr(app.backend, "store_result", noted)
+    return app.backend
+
+
+def declare(app, body=None, lock_on_conflict="queue", **options):
+    """Make a task that may be parked; without a body it must not run."""
+    declared = {"base": SingletonTask, "lock_key": "k", **options}
+
+    @app.task(name="shop.export", lock_on_conflict=lock_on_conflict, bind=True, **declared)
+    def export(self, *args):
+        if body is None:
+            raise AssertionError
+        return body(self, *args)
+
+    return export
+
+
+def come(task, task_id="2", *args, **headers):
+    """Let a message of the task come, and run it; returns what became of it."""
+    return run(task, arrived(task, task_id, *args, **headers))
+
+
+def ended(outcome):
+    """Return the exception with which a delivery ended."""
+    error = outcome.retval
+    error = getattr(error, "exception", error)
+    return getattr(error, "exc", error)
+
+
+def stored(app, task_id="2"):
+    result = app.AsyncResult(task_id)
+    return result.state, result.result
+
+
+def marked(lock=LOCK, ticket="2:0:0"):
+    return {TICKET_HEADER: [lock, ticket]}
+
+
+def asked(world):
+    """What park was asked: tickets, without those that the fakes were asked beside."""
+    return [ticket for _, ticket, _ in world.store.asked("park")]
+
+
+# Parked
+
+
+def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines, caplog):
+    """It is asked first, then its message is kept; the delivery ends, and its holder is named."""
+    caplog.set_level("INFO", "celery_dislock")
+    world.lease("k", "other")
+    outcome = come(declare(app), "2", 7, tenant="seven")
+    parked = ended(outcome)
+    assert isinstance(parked, TaskParked)
+    assert (parked.key, parked.place, parked.holder) == ("k", 1, HOLDER)
+    [(place, written)] = lines.parked.items()
+    assert place == (LOCK, "2:0:0")
+    message = Message.from_bytes(written)
+    assert (message.headers["tenant"], message.body) == ("seven", b"[[7], {}, {}]")
+    assert asked(world) == [
+        Ticket("2:0:0", "2@", marked=False),
+        Ticket("2:0:0", "2@", marked=False, message=written),
+    ]
+    assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
+    assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
+
+
+def test_that_it_was_parked_is_logged_before_what_follows(app, world, lines, caplog, monkeypatch):
+    """Another thread may take its place before this one has read the script's answer."""
+    caplog.set_level("INFO", "celery_dislock")
+    world.lease("k", "other")
+    park = lines.park
+
+    def replaced_at_once(lock, owner, ttl, holder, ticket, **terms):
+        answer = park(lock, owner, ttl, holder, ticket, **terms)
+        skipped = partial(logging.getLogger("celery_dislock").info, "skipped")
+        runtime_of(app).process.log_order.write("2:0:0" if ticket.message else "9:0:0", skipped)
+        return answer
+
+    monkeypatch.setattr(lines, "park", replaced_at_once)
+    come(declare(app))
+    assert [" parked: " in message for message in caplog.messages] == [False, True, False]
+
+
+def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
+    app, world, lines, backend
+):
+    """Once in line it may run and end anywhere: its result would be overwritten."""
+    world.lease("k", "other")
+    come(declare(app))
+    told = ("park", "store_result", "enlist")
+    assert [call[0] for call in world.store.calls if call[0] in told] == [
+        "park",
+        "store_result",
+        "enlist",
+        "park",
+    ]
+    assert world.store.asked("enlist") == [(LOCK,)]
+
+
+def test_a_caller_sees_that_the_task_is_in_line(app, world, lines):
+    """PARKED, with key, place and holder; place and holder are those of that moment."""
+    lines.answers = [OTHERS]
+    world.lease("k", "other")
+    come(declare(app))
+    assert stored(app) == ("PARKED", {"key": "k", "place": 3, "holder": HOLDER})
+
+
+@pytest.mark.parametrize(("limit", "place"), [(None, 3), (2, 2), (3, 3), (9, 3)])
+def test_no_place_is_beyond_the_end_of_the_line(app, world, lines, limit, place):
+    """Who comes to a full line takes another's place in it, or none."""
+    lines.answers = [OTHERS]
+    world.lease("k", "other")
+    come(declare(app, lock_queue_limit=limit))
+    assert stored(app)[1]["place"] == place
+
+
+@pytest.mark.parametrize(
+    ("option", "asked_for", "state"),
+    [
+        (False, None, "PARKED"),
+        (True, None, "PENDING"),
+        (False, True, "PENDING"),
+        (True, False, "PARKED"),
+    ],
+)
+def test_no_state_is_stored_where_results_are_ignored(app, world, lines, option, asked_for, state):
+    """The message says whether its result is wanted; where it does not, the task's option does."""
+    world.lease("k", "other")
+    headers = {} if asked_for is None else {"ignore_result": asked_for}
+    come(declare(app, ignore_result=option), **headers)
+    assert stored(app)[0] == state
+    assert len(lines.parked) == 1
+
+
+def test_a_result_backend_that_is_away_does_not_keep_a_task_from_being_parked(
+    app, world, lines, monkeypatch, caplog
+):
+    """The work counts, not what is told of it; the log says what is missing."""
+
+    def store_result(*args, **kwargs):
+        raise ConnectionError("backend is away")
+
+    world.lease("k", "other")
+    monkeypatch.setattr(app.backend, "store_result", store_result)
+    assert isinstance(ended(come(declare(app))), TaskParked)
+    assert len(lines.parked) == 1
+    assert "[2] is parked, and its result does not say so: backend is away" in caplog.text
+
+
+def test_the_options_bound_the_line(app, world, lines):
+    """Limit, bytes and overflow are told to the script; None is any number."""
+    world.lease("k", "other")
+    come(declare(app, lock_queue_limit=1, lock_queue_bytes=99, lock_queue_overflow="replace"))
+    assert world.store.asked("park")[1][2] == Bounds(1, 99, "replace")
+    app.tasks.pop("shop.export")
+    come(declare(app), "3")
+    assert world.store.asked("park")[3][2] == Bounds(0, 2**26, "skip")
+
+
+def test_who_had_to_make_room_is_told(app, world, lines):
+    """By the one that took its place."""
+    replaced = {"9:0:0": b"message"}
+    lines.answers = [OTHERS, Parked(1, OTHERS, replaced)]
+    come(declare(app))
+    assert runtime_of(app).process._publisher.told == [(LOCK, replaced)]
+
+
+def test_nobody_is_told_who_made_no_room(app, world, lines):
+    """As almost always."""
+    world.lease("k", "other")
+    come(declare(app))
+    assert runtime_of(app).process._publisher.told == []
+
+
+def test_a_task_that_is_in_line_already_stays_there(app, world, lines, backend):
+    """Its worker died before it could acknowledge: the ticket speaks for it, nothing is stored."""
+    lines.answers = [Parked(2, OTHERS)]
+    parked = ended(come(declare(app)))
+    assert (type(parked), parked.place) == (TaskParked, 2)
+    assert world.store.asked("store_result") == world.store.asked("enlist") == []
+
+
+def test_a_full_line_ends_the_newcomer_as_revoked(app, world, lines):
+    """Its result says that the line is full, and how many wait in it."""
+    lines.answers = [OTHERS, Full(7, OTHERS)]
+    assert isinstance(ended(come(declare(app))), Ignore)
+    state, error = stored(app)
+    assert (state, type(error)) == ("REVOKED", TaskRevokedError)
+    assert str(error) == "the line for lock 'k' is full: 7 wait in it"
+
+
+def test_a_lock_that_became_free_meanwhile_is_had(app, world, lines):
+    """To be parked is to ask again: no release in between is missed."""
+    lines.answers = [OTHERS]
+    assert come(declare(app, lambda self: self.lease.key)).retval == "k"
+    assert world.store.leases == {}
+    assert world.store.done[-1] == "2:0:0"
+
+
+# Its turn, and copies
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_message_with_its_own_ticket_is_marked(app, world, lines, kind):
+    """It claims its turn, and the body sees no note of it."""
+    headers = {TICKET_HEADER: kind([LOCK, "2:0:0"])}
+    assert come(declare(app, lambda self: self.request.headers), **headers).retval in ({}, None)
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+
+
+@pytest.mark.parametrize(
+    ("came", "ticket"), [({"retries": 1}, "2:1:0"), ({"replaced_task_nesting": 1}, "2:0:1")]
+)
+def test_the_ticket_of_another_delivery_of_work_is_no_mark(app, world, lines, came, ticket):
+    """A retry and a replacement copy headers, and are new work that has not been done."""
+    come(declare(app, lambda _: None), **came, **marked())
+    assert asked(world) == [Ticket(ticket, "2@", marked=False)]
+    assert world.store.asked("move_out") == []
+
+
+@pytest.mark.parametrize("note", ["2:0:0", [], [LOCK], [LOCK, "2:0:0", 1], {"a": 1, "b": 2}, 7])
+def test_what_is_no_ticket_is_no_mark(app, world, lines, note):
+    """A header that somebody else has written does not break a task."""
+    come(declare(app, lambda _: None), **{TICKET_HEADER: note})
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=False)]
+
+
+def test_a_task_parked_under_another_key_leaves_that_line_and_asks_here(app, world, lines):
+    """Its key was declared in another way meanwhile: here it is parked anew."""
+    lines.parked["dislock:{old}", "2:0:0"] = b"message"
+    world.lease("k", "other")
+    assert isinstance(ended(come(declare(app), **marked("dislock:{old}"))), TaskParked)
+    assert set(world.store.asked("move_out")) == {("dislock:{old}", "2:0:0")}
+    assert [ticket.marked for ticket in asked(world)] == [True, True]
+    assert list(lines.parked) == [(LOCK, "2:0:0")]
+
+
+def test_a_task_that_left_another_keys_line_unrun_runs_here(app, world, lines):
+    """It left with an earlier delivery, whose process died or was put off: it is not done."""
+    ran = []
+    come(declare(app, lambda self: ran.append(self.request.id)), **marked("dislock:{old}"))
+    assert ran == ["2"]
+
+
+def test_a_task_that_was_done_in_another_keys_line_is_done(app, world, lines):
+    """It is a copy of what has run under the other key."""
+    lines.done.add(("dislock:{old}", "2:0:0"))
+    assert isinstance(ended(come(declare(app), **marked("dislock:{old}"))), Ignore)
+    assert asked(world) == []
+
+
+def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, backend, caplog):
+    """It stores nothing: the result is there."""
+    caplog.set_level("INFO", "celery_dislock")
+    lines.answers = [Done()]
+    error = ended(come(declare(app), **marked()))
+    assert type(error) is Ignore
+    assert "shop.export[2] acknowledged unrun: it has run under lock 'k' before" in caplog.text
+    assert world.store.asked("store_result") == []
+    assert world.store.leases == {}
+
+
+def test_a_copy_of_a_task_that_runs_is_put_off(app, world, lines, broker, backend):
+    """It may be the only one if that process dies; it keeps its ticket, and is not parked."""
+    running = {"task": "shop.export", "id": "2", "worker": "w", "pid": 7}
+    lines.answers = [Refused("2@w:7/1", 30.0, running)]
+    error = ended(come(declare(app), **marked()))
+    assert type(error) is Ignore
+    [sent] = broker.sent
+    assert (sent["task_id"], sent["headers"][TICKET_HEADER]) == ("2", [LOCK, "2:0:0"])
+    assert world.store.asked("store_result") == []
+    assert len(asked(world)) == 1
+
+
+def test_a_copy_that_came_first_after_all_is_put_off_too(app, world, lines, broker):
+    """Between asking and parking another delivery of the task may have got the lock."""
+    running = {"task": "shop.export", "id": "2", "worker": "w", "pid": 7}
+    lines.answers = [OTHERS, Refused("2@w:7/1", 30.0, running)]
+    assert type(ended(come(declare(app)))) is Ignore
+    assert [sent["task_id"] for sent in broker.sent] == ["2"]
+    assert lines.parked == {}
+
+
+# A lock server that does not answer
+
+
+@pytest.mark.parametrize("at", ["ask", "enlist", "park"])
+def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, monkeypatch, at):
+    """Whenever it goes away, the task is put off with what belongs to it, its ticket too."""
+    away = StoreError("redis://fake", "away")
+    if at == "enlist":
+
+        def enlist(_):
+            raise away
+
+        monkeypatch.setattr(lines, "enlist", enlist)
+    lines.answers = {"ask": [away], "enlist": [OTHERS], "park": [OTHERS, away]}[at]
+    assert come(declare(app), tenant="seven", retries=2, **marked()).info.state == "RETRY"
+    [sent] = broker.sent
+    assert (sent["task_id"], sent["retries"]) == ("2", 2)
+    assert sent["headers"]["tenant"] == "seven"
+    assert sent["headers"][TICKET_HEADER] == [LOCK, "2:0:0"]
+    assert lines.parked == {}
+    assert stored(app)[0] == "RETRY"
+
+
+def test_a_lock_server_that_parks_has_answered(app, world, lines, broker, caplog):
+    """The end of an outage is logged by a task that was parked as by one that runs."""
+    caplog.set_level("INFO", "celery_dislock")
+    lines.answers = [StoreError("redis://fake", "away"), Parked(1, OTHERS)]
+    task = declare(app)
+    come(task)
+    assert "answers again" not in caplog.text
+    come(task)
+    assert caplog.text.count("answers again") == 1
+
+
+def test_a_stop_in_the_middle_gives_back_what_was_granted(app, world, lines, monkeypatch):
+    """A termination between the script and its answer leaves no lock behind."""
+    park = lines.park
+
+    def cut(*args, **terms):
+        park(*args, **terms)
+        raise SystemExit
+
+    monkeypatch.setattr(lines, "park", cut)
+    with pytest.raises(SystemExit):
+        come(declare(app))
+    assert world.store.leases == {}
+    assert world.store.done == [""]  # the message comes again
+
+
+# Where nothing can be parked
+
+
+def test_without_its_message_a_task_is_put_off(app, world, lines, broker):
+    """Nobody kept it: the task comes again by itself, as with "retry"."""
+    world.lease("k", "other")
+    assert deliver(declare(app), "2").info.state == "RETRY"
+    assert [sent["task_id"] for sent in broker.sent] == ["2"]
+    assert isinstance(stored(app)[1], LockHeldError)
+    assert world.store.asked("enlist") == []
+    assert lines.parked == {}
+
+
+def test_an_eager_task_fails(app, world, lines):
+    """apply() has no message to park; it takes its lock as any other."""
+    world.lease("k", "other")
+    task = declare(app, lambda self: self.lease.key)
+    assert isinstance(task.apply().result, LockHeldError)
+    world.store.leases.clear()
+    assert task.apply().get() == "k"
+    assert asked(world) == []
+
+
+def test_a_process_that_cannot_park_fails_the_task(app, world, lines):
+    """Several lock servers keep no line; a callable may say "queue" there all the same."""
+    runtime_of(app).process._publisher = None
+    world.lease("k", "other")
+    come(declare(app, lock_on_conflict=lambda *_: "queue"))
+    assert isinstance(stored(app)[1], LockHeldError)
+    assert asked(world) == []
+
+
+def test_a_callable_can_have_a_task_parked(app, world, lines):
+    """It is asked like any other; a task that it lets wait otherwise was never in line."""
+    world.lease("k", "other", lock_expire=86_400)
+    choice = ["queue", "raise"]
+    task = declare(app, lock_on_conflict=lambda *_: choice.pop(0))
+    assert isinstance(ended(come(task)), TaskParked)
+    come(task, "3")
+    assert stored(app, "3")[0] == "FAILURE"
+    assert list(lines.parked) == [(LOCK, "2:0:0")]
+
+
+def test_other_strategies_ask_as_ever(app, world, lines):
+    """A task that cannot be parked shows no ticket, and its release ends none."""
+    come(declare(app, lambda _: None, lock_on_conflict="skip"))
+    assert asked(world) == []
+    assert world.store.done == [""]
+
+
+# What ends a ticket
+
+
+@pytest.mark.parametrize(
+    "error", [None, ValueError, Retry, Ignore, Reject, StopTask(LockLostError("k", "why"))]
+)
+def test_a_ticket_ends_with_the_delivery(app, world, lines, error):
+    """However its body ends, this delivery's work is not to be done again."""
+
+    def body(_):
+        if error is not None:
+            raise error
+
+    come(declare(app, body, acks_late=True))
+    assert world.store.done == ["2:0:0"]
+
+
+@pytest.mark.parametrize("error", [Reject("why", requeue=True), SystemExit(), KeyboardInterrupt()])
+def test_the_ticket_of_a_delivery_that_comes_again_stays(app, world, lines, error):
+    """The message goes back to its queue, or the worker is being stopped: its copy is to run."""
+
+    def body(_):
+        raise error
+
+    try:
+        come(declare(app, body, acks_late=True))
+    except BaseException as exc:  # noqa: BLE001 -- SystemExit and the like come through
+        assert exc is error  # noqa: PT017
+    assert world.store.done == [""]
+    assert world.store.leases == {}
+
+
+def test_the_ticket_of_a_body_that_has_not_ended_stays(app, world, lines, monkeypatch):
+    """A signal handler's exception before the body's end says nothing about its work."""
+    monkeypatch.setattr("celery_dislock.messages.delivery.forget_notes", lambda _: 1 / 0)
+    come(declare(app))
+    assert world.store.done == [""]
+
+
+@pytest.mark.parametrize(
+    ("option", "fails"), [("release_on_success", False), ("release_on_failure", True)]
+)
+def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(
+    app, world, lines, option, fails
+):
+    """The lock is kept until its expiry; the work is done."""
+
+    def body(_):
+        if fails:
+            raise ValueError
+
+    come(declare(app, body, **{option: False}))
+    assert world.store.done == ["2:0:0"]
+    [(owner, expires, _)] = world.store.leases.values()
+    assert owner.startswith("~2@")
+    assert expires - world.clock() == pytest.approx(30.0)
+
+
+def test_a_lease_that_is_left_is_not_touched_without_a_ticket(app, world, lines):
+    """It ends by itself: no round trip, as ever."""
+    come(declare(app, lambda _: None, "skip", release_on_success=False))
+    assert world.store.done == []
+    assert len(world.store.leases) == 1
+
+
+CLAIMED = Granted((1,), claimed=True)
+
+
+@pytest.mark.parametrize("error", [None, ValueError, Retry])
+def test_the_ticket_of_a_task_acknowledged_late_settles_with_its_result(app, world, lines, error):
+    """Its message may come again until its result is stored: two steps, as its process may die."""
+
+    def body(_):
+        if error is not None:
+            raise error
+
+    lines.answers = [CLAIMED]
+    come(declare(app, body, acks_late=True, lock_watchdog_timeout=7))
+    assert world.store.done == ["2:0:0", "2:0:0"]
+    assert world.store.settling == [7, 0]
+
+
+def test_a_task_acknowledged_early_is_done_with_its_release(app, world, lines):
+    """Nothing can deliver it again: one round trip."""
+    lines.answers = [CLAIMED]
+    come(declare(app, lambda _: None))
+    assert world.store.done == ["2:0:0"]
+    assert world.store.settling == [0]
+
+
+def test_a_task_that_was_not_parked_has_nothing_to_settle(app, world, lines):
+    """It has no ticket: one round trip."""
+    come(declare(app, lambda _: None, acks_late=True))
+    assert world.store.done == ["2:0:0"]
+
+
+def test_the_ticket_of_a_delivery_that_comes_again_is_not_settled(app, world, lines):
+    """The copy is to run."""
+
+    def body(_):
+        raise Reject("why", requeue=True)
+
+    lines.answers = [CLAIMED]
+    come(declare(app, body, acks_late=True))
+    assert world.store.done == [""]
+
+
+def test_a_ticket_that_cannot_be_settled_does_not_fail_its_task(
+    app, world, lines, monkeypatch, caplog
+):
+    """The lock server went away after the release: the log says that a copy may run."""
+    lines.answers = [CLAIMED]
+    release = world.store.release
+
+    def once(*args, **kwargs):
+        monkeypatch.setattr(world.store, "away", True)
+        monkeypatch.setattr(world.store, "release", release)
+
+    monkeypatch.setattr(world.store, "release", once)
+    come(declare(app, lambda _: None, acks_late=True))
+    assert stored(app)[0] == "SUCCESS"
+    assert "Task shop.export[2] has ended, but a copy of it may run again: " in caplog.text
+
+
+@pytest.mark.parametrize("strategy", ["queue", "skip", "reject"])
+def test_what_ends_a_delivery_unrun_has_hardly_a_traceback(app, world, lines, strategy):
+    """Celery copies each of its frames, and sends them to the main process."""
+    world.store.leases[LOCK] = ("other", world.clock() + 30, {"task": "t", "id": "1"})
+    error = ended(come(declare(app, None, strategy)))
+    frames = list(traceback.walk_tb(error.__traceback__))
+    assert len(frames) <= 4  # there are twelve where it is raised
+    assert error.__cause__ is None
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["locked", "without its lock"])
+def test_what_a_body_raises_keeps_its_traceback(app, world, lines, away):
+    """It is the user's."""
+    app.conf.dislock_on_unavailable = "run"
+    world.store.away = away
+
+    def body(_):
+        raise Retry
+
+    error = ended(come(declare(app, body)))
+    assert body.__name__ in {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
+
+
+# A delivery whose end is only to be told
+
+
+def test_a_task_that_lost_its_place_ends_as_revoked_unrun(app, world, lines):
+    """It asks for nothing: its place is another's."""
+    reason = "a newer task took its place in line"
+    assert isinstance(ended(come(declare(app), **{REPLACED_HEADER: reason})), Ignore)
+    state, error = stored(app)
+    assert (state, str(error)) == ("REVOKED", reason)
+    assert world.store.calls == []
+
+
+def test_its_chord_is_told(app, world, lines, monkeypatch):
+    """This is why it was published once more."""
+    told = []
+    monkeypatch.setattr(
+        app.backend, "on_chord_part_return", lambda _request, state, _: told.append(state)
+    )
+    come(declare(app), chord={"task": "body"}, group="g", **{REPLACED_HEADER: "why"})
+    assert told == ["REVOKED"]
+
+
+def revoke(task, **headers):
+    return task_revoked.send(task, request=arrived(task, "2", **headers)._context)
+
+
+@pytest.fixture
+def parking_task(app, lines):
+    return declare(app)
+
+
+def test_a_revoked_task_leaves_the_line_of_its_header(app, world, parking_task):
+    """The main process discards it before any guard sees it: its turn is given on."""
+    app.finalize()
+    revoke(app.tasks["shop.export"], **marked("dislock:{old}"))
+    assert world.store.asked("leave") == [("dislock:{old}", "2:0:0")]
+
+
+def test_a_revoked_task_without_a_ticket_was_not_in_line(app, world, parking_task):
+    """Nobody is asked."""
+    app.finalize()
+    revoke(app.tasks["shop.export"])
+    assert world.store.calls == []
+
+
+def test_a_lock_server_that_is_away_does_not_disturb_a_revocation(app, world, parking_task, caplog):
+    """Its turn runs out and comes again, and is discarded again; the log says so."""
+    app.finalize()
+    world.store.away = True
+    [(_, answer)] = [
+        told for told in revoke(app.tasks["shop.export"], **marked()) if "leave" in repr(told[0])
+    ]
+    assert answer is None
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith(
+        "Task shop.export[2] is revoked and stays in line for lock 'k' until its next turn: "
+    )
+
+
+def test_a_revoked_task_that_does_not_park_any_more_leaves_its_line(app, world, parking_task):
+    """It was parked before its strategy was another one."""
+
+    @app.task(name="skips", base=SingletonTask, lock_key="k")
+    def skips(): ...
+
+    app.finalize()
+    revoke(app.tasks["skips"], **marked())
+    assert world.store.asked("leave") == [(LOCK, "2:0:0")]
+
+
+@pytest.mark.parametrize("ticket", ["1:0:0", "2:1:0", "2:0:1", "bytes", ""])
+def test_a_revoked_task_leaves_the_line_for_itself_alone(app, world, parking_task, ticket):
+    """A header that names another task, or other work of this one, takes nobody out of line."""
+    app.finalize()
+    revoke(app.tasks["shop.export"], **{TICKET_HEADER: [LOCK, ticket]})
+    assert world.store.calls == []
+
+
+def test_a_task_without_a_guard_leaves_no_line(app, world, parking_task):
+    """Every task's revocation is heard; nor is there a line where nothing can be parked."""
+
+    @app.task(name="plain")
+    def plain(): ...
+
+    app.finalize()
+    revoke(app.tasks["plain"], **marked())
+    runtime_of(app).process._publisher = None
+    revoke(app.tasks["shop.export"], **marked())
+    assert world.store.calls == []
+
+
+def test_without_locks_nothing_is_parked_and_no_message_kept(app, world, lines):
+    """--no-dislock: the body runs, and the worker sends it no message."""
+    app.conf.dislock_enabled = False
+    task = declare(app, lambda self: list(self.request.delivery_info))
+    world.lease("k", "other")
+    info = come(task).retval
+    assert "dislock_message" not in info
+    revoke(task._get_current_object(), **marked())
+    assert asked(world) == world.store.asked("leave") == []
+
+
+# What the processes of an app share
+
+
+def process_of(conf, publisher):
+    """Make the process of an app that publishes so."""
+    return ParkingProcess(conf, app_settings(conf), publisher)
+
+
+def test_only_one_lock_server_and_an_app_can_park():
+    """Several servers keep no line, and plain Python has no messages to publish."""
+    one, several = (
+        {"dislock_url": "redis://a"},
+        {"dislock_url": ["redis://a", "redis://b", "redis://c"]},
+    )
+    parks = [
+        process_of(conf, publisher).can_park
+        for conf in (one, several)
+        for publisher in (Postman(), None)
+    ]
+    assert parks == [True, False, False, False]
+
+
+def test_a_lock_server_that_gives_turns_gives_them_to_the_postman():
+    """Whatever script gives them; and a process without a postman has none to publish."""
+    given = []
+    postman = SimpleNamespace(home="home", hand_over=lambda *told: given.append(told))
+    process = process_of({"dislock_url": "redis://a"}, postman)
+    process._hand_over(["turn"])
+    assert given == [(process.lines, ["turn"])]
+    alone = process_of({"dislock_url": "redis://a"}, None)
+    alone._hand_over(["turn"])
+    alone.tell_replaced(LOCK, {"1:0:0": b"message"})
+
+
+def test_the_sweep_of_each_broker_has_a_lease_of_its_own():
+    """In a slot of its own, too; the prefix keeps installations apart."""
+    conf = {"dislock_url": "redis://a", "dislock_prefix": "staging"}
+    assert process_of(conf, Postman()).sweep_name == "staging:sweep:{home}"
+    assert process_of(conf, None).sweep_name == "staging:sweep:{}"
+    made = runtime.Runtime(lambda: conf, partial(ParkingProcess, publisher=Postman()))
+    assert made.new_process().store is not made.process.store
+
+
+def test_who_is_in_the_way_may_be_parked_too(app, world, lines):
+    """A lock that is reserved for a task in line names that task."""
+    reserved = Refused("9:0:0#", 5.0, {"id": "9", "parked": True}, place=1)
+    lines.answers = [reserved, Parked(1, reserved)]
+    parked = ended(come(declare(app)))
+    assert parked.holder == "task 9, whose turn it is"
+    assert stored(app)[1]["holder"] == parked.holder
+
+
+def test_a_turn_is_trusted_as_any_lease(app, world, lines):
+    """What the script granted is kept alive from then on, for its full length."""
+    lines.answers = [Granted((7,))]
+    task = declare(app, lambda self: (self.lease.token, self.lease.remaining, self.lease.held))
+    assert come(task, **marked()).retval == (7, pytest.approx(29.5), True)
+
+
+# Parked when the task was declared in another way
+
+
+def test_a_turn_is_claimed_whatever_the_strategy_is_now(app, world, lines):
+    """It asks with its ticket, and what it is granted is its turn."""
+    lines.answers = [Granted((1,), claimed=True)]
+    task = declare(app, lambda _self: "ran", lock_on_conflict="skip")
+    assert come(task, **marked()).retval == "ran"
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+    assert world.store.done == ["2:0:0"]
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "reject"])
+def test_what_was_parked_is_parked_again_whatever_the_strategy_is_now(app, world, lines, strategy):
+    """Its process has died, and others have the lock: it is not dropped, and keeps its message."""
+    lines.answers = [OTHERS]
+    world.lease("k", "other")
+    task = declare(app, lock_on_conflict=strategy)
+    assert isinstance(ended(come(task, **marked())), TaskParked)
+    assert Message.from_bytes(lines.parked[LOCK, "2:0:0"]).body == b"[[], {}, {}]"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ticket"), [("skip", "1:0:0"), ("skip", "2:1:0"), ("skip", None)]
+)
+def test_what_was_not_parked_does_as_the_strategy_says(app, world, lines, strategy, ticket):
+    """A header that names another task says nothing about this one."""
+    world.lease("k", "other")
+    headers = {} if ticket is None else {TICKET_HEADER: [LOCK, ticket]}
+    come(declare(app, lock_on_conflict=strategy), **headers)
+    assert stored(app)[0] == "REVOKED"
+    assert asked(world) == []
+
+
+def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, world, lines, broker):
+    """It leaves its line, and is not dropped: not at its turn, nor when it comes again."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    world.lease("b", "other")
+    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Retry)
+    assert lines.parked == {}
+    [sent] = broker.sent
+    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    assert TICKET_HEADER not in again
+    app.tasks.pop("shop.export")
+    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **again)), Retry)
+
+
+def test_a_copy_of_what_has_left_its_line_for_several_keys_is_dropped(app, world, lines):
+    """But not the delivery that has left it, where the broker says that it comes again."""
+    lines.ran_without[LOCK, "2:0:0"] = "another delivery"
+    task = declare(app, lambda _self: "ran", lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Ignore)
+    request = arrived(task, "2", **marked())
+    request.request_dict["delivery_info"] = {**request.delivery_info, "redelivered": True}
+    assert run(task, request).retval == "ran"
+
+
+# What cannot claim its turn
+
+
+class Fails(SingletonTask):
+    abstract = True
+    error = None
+
+    def before_start(self, task_id, args, kwargs):
+        raise type(self).error
+
+
+def ends_early(app, error):
+    base = type("Base", (Fails,), {"error": error, "abstract": True})
+    return declare(app, base=base)
+
+
+def test_a_key_that_cannot_be_built_sets_the_task_aside(app, world, lines, caplog):
+    """At once, after its FAILURE: an argument was renamed while it was in line."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    declare(app, lock_key=lambda: "never called")
+    app.finalize()
+    come(app.tasks["shop.export"], "2", "an argument too many", **marked())
+    assert stored(app)[0] == "FAILURE"
+    assert world.store.asked("withdraw") == [(LOCK, "2:0:0", "")]
+    expected = "Parked task shop.export[2:0:0] for lock 'k' cannot be run, and is set aside in "
+    assert f"{expected}{LOCK}:aside: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [
+        (ValueError("no"), [True]),
+        (Ignore(), [False]),
+        (Reject("no", requeue=False), [False]),
+        (Reject("no", requeue=True), []),
+        (Retry("later"), [False]),
+    ],
+)
+def test_what_ends_before_its_guard_leaves_its_line(app, world, lines, error, kept):
+    """Unless it has claimed its turn; a message that the broker gets back keeps its turn, too."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    task = ends_early(app, error)
+    app.finalize()
+    come(app.tasks[task.name], **marked())
+    assert world.store.asked("leave") == []  # which ends the claim of one that runs
+    asked = world.store.asked("withdraw")
+    assert [(lock, ticket) for lock, ticket, _ in asked] == [(LOCK, "2:0:0")] * len(kept)
+    assert [delivery == "" for *_, delivery in asked] == kept  # set aside
+
+
+def test_what_ends_before_its_guard_and_was_not_parked_asks_nobody(app, world, lines):
+    """Nor does one whose header names another task."""
+    task = ends_early(app, ValueError("no"))
+    app.finalize()
+    for headers in ({}, {TICKET_HEADER: [LOCK, "1:0:0"]}):
+        come(app.tasks[task.name], **headers)
+    assert world.store.calls == []
+
+
+def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, caplog):
+    """It has its turn again, and ends so again; the log says so."""
+    world.store.away = True
+    for error in (ValueError("no"), Ignore()):
+        task = ends_early(app, error)
+        app.finalize()
+        come(app.tasks[task.name], **marked())
+        app.tasks.pop("shop.export")
+    expected = "Parked task shop.export[2:0:0] for lock 'k' cannot be run, and stays in line until "
+    assert [record.levelno for record in caplog.records if expected in record.message] == [
+        logging.ERROR,
+        logging.ERROR,
+    ]

@@ -1,0 +1,78 @@
+"""What one process has that can park tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.config.settings import AppSettings
+from celery_dislock.parking.process import ParkingProcess
+
+SEVERAL = ["redis://a", "redis://b", "redis://c"]
+
+
+class Publisher:
+    """Notes what it is given."""
+
+    home = "broker"
+
+    def __init__(self):
+        self.given = []
+
+    def hand_over(self, lines, turns):
+        self.given.append((lines, turns))
+
+    def tell_replaced(self, lines, lock, replaced, order):
+        self.given.append((lines, lock, replaced, order))
+
+    def end_unclaimed(self, lines, lock, tickets):
+        self.given.append((lines, lock, tickets))
+
+
+@pytest.fixture
+def publisher():
+    return Publisher()
+
+
+def process(publisher, url="redis://a"):
+    return ParkingProcess({"dislock_url": url}, AppSettings(), publisher)
+
+
+def test_an_app_with_one_lock_server_can_park(publisher):
+    """Its store publishes for its own broker, and its sweep is named after it."""
+    made = process(publisher)
+    assert made.can_park
+    assert made.store.home == "broker"
+    assert made.sweep_name == "dislock:sweep:{broker}"
+
+
+@pytest.mark.parametrize(("known", "url"), [(True, SEVERAL), (False, "redis://a")])
+def test_without_a_publisher_or_with_several_servers_nothing_is_parked(publisher, known, url):
+    """Neither has a line; what would be published is dropped without an error."""
+    made = process(publisher if known else None, url)
+    assert not made.can_park
+    assert made.store.home == ""
+    made._hand_over(["turn"])
+    made.tell_replaced("lock", {"t:0": b"m"})
+    made.end_unclaimed("lock", ["t:0"])
+    assert publisher.given == []
+
+
+def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
+    """The publisher is given the lines of this process, so that it can set a message aside."""
+    made = process(publisher)
+    made._hand_over(["turn"])
+    made.tell_replaced("lock", {"t:0": b"m"})
+    made.end_unclaimed("lock", ["t:0"])
+    assert publisher.given == [
+        (made.lines, ["turn"]),
+        (made.lines, "lock", {"t:0": b"m"}, made.log_order),
+        (made.lines, "lock", ["t:0"]),
+    ]
+
+
+def test_nothing_is_published_where_nobody_had_to_go(publisher):
+    """An empty answer is the usual one."""
+    made = process(publisher)
+    made.tell_replaced("lock", {})
+    made.end_unclaimed("lock", [])
+    assert publisher.given == []

@@ -1,0 +1,160 @@
+"""A Redis Cluster: whose node is asked, and who is asked next."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from redis.crc import key_slot
+from redis.exceptions import AskError, MovedError
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.scripts import ACQUIRE
+from celery_dislock.servers.cluster import REDIRECTS
+from celery_dislock.servers.node import RESENDS
+from celery_dislock.servers.server import server_for
+
+
+class TestClusterWithoutNodes:
+    def test_no_seed_answers(self):
+        """When no node answers, everything is a StoreError that names the cluster."""
+        server = server_for("redis+cluster://127.0.0.1:1,127.0.0.1:2", pause=lambda _: None)
+        with pytest.raises(StoreError, match="no node tells the slots"):
+            server.send("INFO")
+        with pytest.raises(StoreError, match="no node tells the slots"):
+            server.pop("dislock:{a}", 1.0)
+
+
+class Node:
+    """Answers as it is told, by the name of the command or script; notes what it was asked."""
+
+    def __init__(self, address, cluster):
+        self.address = address
+        self._cluster = cluster
+        self.closed = False
+
+    def ask(self, *command, within):
+        self._cluster.asked.append((self.address, *command))
+        said = self._cluster.slots[self.address]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    def run(self, _script, keys, *_arguments, asking=False):
+        self._cluster.asked.append((self.address, "run", asking))
+        said = self._cluster.says[self.address].pop(0)
+        if isinstance(said, Exception):
+            error = StoreError("redis://node", "it failed")
+            error.raw = said
+            raise error
+        return said
+
+    def close_idle(self):
+        self.closed = True
+
+
+ONE, TWO = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
+LAST = 16383
+
+
+def owned_by(*owners):
+    """Make a reply to CLUSTER SLOTS: first slot, last slot and address of each."""
+    return [
+        [first, last, [address[0].encode(), address[1], b"id"]] for first, last, address in owners
+    ]
+
+
+class TestSlots:
+    """A cluster of two nodes, of which the test says what each answers."""
+
+    @pytest.fixture
+    def cluster(self, monkeypatch):
+        pauses = []
+        made = server_for("redis+cluster://10.0.0.1,10.0.0.2", pause=pauses.append)
+        nodes = {address: Node(address, made) for address in (ONE, TWO)}
+        made.asked, made.pauses = [], pauses
+        made.slots = dict.fromkeys((ONE, TWO), owned_by((0, LAST, ONE)))
+        made.says = {ONE: [], TWO: []}
+        made._nodes = dict(nodes)
+        monkeypatch.setattr(made, "_node", nodes.__getitem__)
+        return made
+
+    def runs(self, cluster):
+        return [(address, *rest) for address, what, *rest in cluster.asked if what == "run"]
+
+    def test_the_node_of_the_slot_is_asked(self, cluster):
+        """Who has which slot is asked once, and remembered."""
+        cluster.says[ONE] = [1, 1]
+        for _ in range(2):
+            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
+        assert cluster.asked == [
+            (ONE, "CLUSTER", "SLOTS"),
+            (ONE, "run", False),
+            (ONE, "run", False),
+        ]
+
+    def test_a_slot_that_has_moved_is_followed_for_good(self, cluster):
+        """The node that is named is asked for the slots, and has all that comes."""
+        slot = key_slot(b"dislock:{a}")
+        cluster.says = {ONE: [MovedError(f"{slot} 10.0.0.2:6379")], TWO: [1, 1]}
+        cluster.slots[TWO] = owned_by((0, LAST, TWO))
+        for _ in range(2):
+            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
+        assert self.runs(cluster) == [(ONE, False), (TWO, False), (TWO, False)]
+
+    def test_a_slot_on_its_way_is_followed_once(self, cluster):
+        """The other node is told that it is asked ahead of time, and the next goes the old way."""
+        slot = key_slot(b"dislock:{a}")
+        cluster.says = {ONE: [AskError(f"{slot} 10.0.0.2:6379"), 1], TWO: [1]}
+        for _ in range(2):
+            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
+        assert self.runs(cluster) == [(ONE, False), (TWO, True), (ONE, False)]
+
+    def test_nodes_that_send_on_in_a_circle_are_left(self, cluster):
+        """After a few times the error is the caller's."""
+        slot = key_slot(b"dislock:{a}")
+        cluster.says[ONE] = [MovedError(f"{slot} 10.0.0.1:6379") for _ in range(REDIRECTS + 1)]
+        with pytest.raises(StoreError):
+            cluster.run(ACQUIRE, ["dislock:{a}"])
+        assert cluster.says[ONE] == []
+
+    def test_a_node_that_is_away_is_asked_last_for_the_slots(self, cluster):
+        """Another one knows whether a replica has taken its place; what was lost is known."""
+        cluster.says = {ONE: [redis.ConnectionError()], TWO: [1]}
+        cluster.slots[TWO] = owned_by((0, LAST, TWO))
+        assert cluster.exchange(ACQUIRE, ["dislock:{a}"]) == (1, True)
+        assert [address for address, what, *_ in cluster.asked if what == "CLUSTER"] == [ONE, TWO]
+
+    def test_a_node_that_stays_away_is_given_up(self, cluster):
+        """Its locks fail after a few attempts, each after a longer pause."""
+        cluster.says[ONE] = [redis.ConnectionError() for _ in range(1 + RESENDS)]
+        with pytest.raises(StoreError):
+            cluster.run(ACQUIRE, ["dislock:{a}"])
+        assert cluster.says[ONE] == []
+        assert cluster.pauses == sorted(cluster.pauses)
+
+    def test_another_error_is_the_callers_at_once(self, cluster):
+        """What the node has answered it would answer again."""
+        cluster.says[ONE] = [redis.ResponseError("OOM")]
+        with pytest.raises(StoreError):
+            cluster.run(ACQUIRE, ["dislock:{a}"])
+        assert len(self.runs(cluster)) == 1
+
+    def test_a_slot_without_a_node_is_an_error_that_names_it(self, cluster):
+        """It is asked for again before that is said."""
+        slot = key_slot(b"dislock:{a}")
+        cluster.slots[ONE] = owned_by((0, slot - 1, ONE), (slot + 1, LAST, ONE))
+        with pytest.raises(StoreError, match=f"slot {slot} of the cluster is on no node"):
+            cluster.run(ACQUIRE, ["dislock:{a}"])
+        assert len(cluster.asked) == 2
+
+    def test_connections_to_a_node_without_slots_are_closed(self, cluster):
+        """It may come back with slots, and is then connected to anew."""
+        two = cluster._nodes[TWO]
+        cluster.says[ONE] = [1]
+        cluster.run(ACQUIRE, ["dislock:{a}"])
+        assert two.closed
+
+    def test_only_locks_of_one_slot_are_asked_for_together(self, cluster):
+        """The order in which everybody takes them stays."""
+        locks = ["dislock:{a}", "dislock:{a}", "dislock:{b}", "dislock:{a}"]
+        assert cluster.together(locks) == [locks[:2], locks[2:3], locks[3:]]

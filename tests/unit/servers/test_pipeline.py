@@ -1,0 +1,160 @@
+"""Many runs of a script in one round trip, on connections that the test makes."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from redis.exceptions import NoScriptError, ResponseError
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.scripts import RENEW
+from celery_dislock.servers.pipeline import Batch, ask_all
+
+END = b"\0"  # of a command, where the real one counts bytes
+CALLS = [("dislock:{a}", "a/1", 9000), ("dislock:{b}", "b/1", 9000)]
+
+
+class Connection:
+    """Answers with what it is given, one by one; an exception is raised."""
+
+    def __init__(self, *replies, silent=False):
+        self.sent = []
+        self.closed = False
+        self._replies = list(replies)
+        self._silent = silent
+
+    def pack_command(self, *command):
+        return [b" ".join(p if isinstance(p, bytes) else p.encode() for p in command) + END]
+
+    def send_packed_command(self, packed, *, check_health):
+        assert not check_health
+        self.sent += [tuple(one.split(b" ", 2)[:2]) for one in b"".join(packed).split(END) if one]
+
+    def can_read(self, *, timeout):
+        assert timeout >= 0
+        return not self._silent
+
+    def read_response(self, **_):
+        reply = self._replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def disconnect(self):
+        self.closed = True
+
+
+def batch(*connections, confirm=None):
+    made = list(connections)
+    return Batch("redis://a", lambda _within: made.pop(0), confirm)
+
+
+def ask(one, calls=CALLS):
+    one.send(RENEW, calls, within=1.0)
+    return one.read(RENEW, calls, within=1.0)
+
+
+def test_all_runs_go_out_before_the_first_reply_is_read():
+    """Two runs are two commands in one packet, each by the script's digest."""
+    connection = Connection(1, 0)
+    assert ask(batch(connection)) == [1, 0]
+    assert connection.sent == [(b"EVALSHA", RENEW.sha.encode())] * 2
+
+
+def test_the_connection_is_kept_for_the_next_batch():
+    """A second connection would be an error of this test."""
+    connection = Connection(1, 1, 0, 0)
+    one = batch(connection)
+    assert (ask(one), ask(one)) == ([1, 1], [0, 0])
+    assert not connection.closed
+
+
+def test_a_server_that_does_not_know_the_script_is_brought_it_once():
+    """Of all the runs that it refused, the first brings the script for the others."""
+    unknown = NoScriptError("no matching script")
+    connection = Connection(unknown, unknown, 1, 0)
+    assert ask(batch(connection)) == [1, 0]
+    assert [command for command, *_ in connection.sent] == [b"EVALSHA"] * 2 + [b"EVAL", b"EVALSHA"]
+
+
+def test_one_lock_that_is_damaged_costs_the_others_nothing():
+    """Its error names it and stands in its place; the connection is as good as before."""
+    connection = Connection(ResponseError("WRONGTYPE Operation against a key"), 1)
+    damaged, renewed = ask(batch(connection))
+    assert isinstance(damaged, DamagedLockError)
+    assert damaged.lock == "dislock:{a}"
+    assert renewed == 1
+    assert not connection.closed
+
+
+@pytest.mark.parametrize(
+    "connection",
+    [
+        Connection(silent=True),
+        Connection(redis.ConnectionError("it ended")),
+        Connection(1, OSError("it ended")),
+        Connection(1, ResponseError("READONLY You can't write against a read only replica.")),
+    ],
+    ids=["silent", "ended", "ended halfway", "a replica"],
+)
+def test_a_connection_on_which_anything_went_wrong_is_closed(connection):
+    """The next reply on it might belong to this batch, so the next batch has a new one."""
+    one = batch(connection, Connection(1, 1))
+    with pytest.raises(StoreError):
+        ask(one)
+    assert connection.closed
+    assert ask(one) == [1, 1]
+
+
+def test_a_signal_handler_may_raise_in_the_middle():
+    """Its exception goes on as it is, and the connection is closed."""
+    connection = Connection()
+    connection.read_response = lambda **_: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ask(batch(connection))
+    assert connection.closed
+
+
+def test_replies_count_once_the_server_is_confirmed():
+    """A server that is no longer the master has answered for nothing."""
+
+    def confirm(_connection, _within):
+        raise redis.ConnectionError("no longer the master")
+
+    with pytest.raises(StoreError):
+        ask(batch(Connection(1, 1), confirm=confirm))
+
+
+def test_what_was_not_sent_is_not_read():
+    """Where the connection has gone since, the error does not wait for a reply."""
+    with pytest.raises(StoreError, match="nothing was sent"):
+        batch().read(RENEW, CALLS, within=1.0)
+
+
+def test_all_servers_are_sent_to_before_the_first_is_read():
+    """One that is away costs the others no time, and one error stands for each of its replies."""
+    order = []
+
+    class Noted(Batch):
+        def send(self, script, calls, *, within):
+            order.append(("send", self._name))
+            super().send(script, calls, within=within)
+
+        def read(self, script, calls, *, within):
+            order.append(("read", self._name))
+            return super().read(script, calls, within=within)
+
+    def refuse(_within):
+        raise redis.ConnectionError
+
+    servers = {
+        1: (Noted("one", lambda _: Connection(1)), CALLS[:1]),
+        2: (Noted("two", refuse), CALLS),
+        3: (Noted("three", lambda _: Connection(0)), CALLS[1:]),
+    }
+    replies, failed = ask_all(RENEW, servers, within=1.0)
+    assert order == [("send", n) for n in ("one", "two", "three")] + [
+        ("read", n) for n in ("one", "three")
+    ]
+    assert (replies[1], replies[3], failed) == ([1], [0], {2})
+    assert [type(reply) for reply in replies[2]] == [StoreError] * 2

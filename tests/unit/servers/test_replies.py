@@ -1,0 +1,87 @@
+"""What a lock server answers, as Python has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.servers import replies
+from celery_dislock.servers.replies import Holding, Refused, Turn
+
+FAILED = StoreError("redis://a", "away")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ms"), [(0, 0), (0.0001, 1), (0.001, 1), (1.0001, 1001), (30, 30_000)]
+)
+def test_a_duration_is_rounded_up(seconds, ms):
+    """No lease ends a part of a millisecond before its time."""
+    assert replies.milliseconds(seconds) == ms
+
+
+@pytest.mark.parametrize(
+    "written", [b"", b"by hand", b"[1]", b'"text"', b"\xff{}", b"[" * 100_000, b"null"]
+)
+def test_a_holder_that_cannot_be_read_is_shown_as_it_is(written):
+    """A record that somebody wrote by hand makes a message, shortened, and no error."""
+    [(name, shown)] = replies.holder_of(written).items()
+    assert name == "unreadable"
+    assert len(shown) < 100
+
+
+def test_a_holder_is_the_object_that_was_written():
+    """Its fields are what the holder said of itself."""
+    assert replies.holder_of(b'{"task":"t","pid":7}') == {"task": "t", "pid": 7}
+
+
+def test_a_refusal_names_the_owner_without_the_mark_of_its_end():
+    """A lease that is left to expire has its owner's name, and its time in seconds."""
+    told = replies.refused(1500, b"~a/1", b"{}", nth=1, place=4)
+    assert told == Refused("a/1", 1.5, {}, 1, 4)
+
+
+def test_the_holders_of_a_lock_say_who_is_done_with_it():
+    """Each lease has its five fields; one that is left to expire is told from one that is held."""
+    reply = [b"a/1", 1500, b"7", b"x", b"{}", b"~b/1", 20, b"8", b"s", b"{}"]
+    assert replies.holdings(reply) == [
+        Holding("a/1", 1.5, 7, "exclusive", {}, expiring=False),
+        Holding("b/1", 0.02, 8, "shared", {}, expiring=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("read", "reply"),
+    [
+        (replies.turns, [b"lock", b"t:0", b"m", b"lock"]),
+        (replies.messages, [b"t:0", b"m", b"u:0"]),
+        (replies.holdings, [b"a/1", 1500, b"7", b"x", b"{}", b"b/1"]),
+    ],
+)
+def test_a_reply_that_is_cut_off_is_an_error(read, reply):
+    """Half a record is not read as a whole one."""
+    with pytest.raises(ValueError, match="shorter"):
+        read(reply)
+
+
+def test_a_turn_may_come_without_its_message():
+    """Nothing is there to be published, or it is damaged; the name is read whatever it holds."""
+    reply = [b"l", b"t:0", b"m", b"l", b"\xff", b"", b"l", b"u:0", None]
+    assert replies.turns(reply) == [
+        Turn("l", "t:0", b"m"),
+        Turn("l", "\ufffd", b""),
+        Turn("l", "u:0", None),
+    ]
+
+
+def test_tickets_come_with_their_messages():
+    """Names are text, messages are bytes."""
+    assert replies.messages([b"t:0", b"m", b"u:0", b"\xff"]) == {"t:0": b"m", "u:0": b"\xff"}
+
+
+@pytest.mark.parametrize(
+    ("each", "together"),
+    [([1], True), ([1, 1], True), ([1, 0], False), ([FAILED, 0], False), ([1, FAILED], FAILED)],
+)
+def test_a_lease_of_several_locks_is_renewed_where_all_are(each, together):
+    """One that is gone ends the lease for certain; one that failed leaves it open."""
+    assert replies.renewed(each) is together

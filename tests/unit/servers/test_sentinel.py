@@ -1,0 +1,337 @@
+"""Which of several answers about the master counts."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import redis
+
+from celery_dislock.servers import sentinel
+from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
+from tests.unit.fakes import FakeClock
+
+OLD, NEW = ("10.0.0.1", 6379), ("10.0.0.2", 6379)
+
+
+class FakeSentinel:
+    """Says what it is told to say, and notes how often it was asked."""
+
+    def __init__(self, number: int, clock: FakeClock) -> None:
+        self.address = (f"s{number}", 26379)
+        self.left_alone_until = 0.0
+        self.says: object = Said(1, OLD)
+        self.takes = 0.0
+        self.asked: list[float] = []
+        self._clock = clock
+
+    def ask(self, master: str, within: float, others: int = 0) -> object:
+        self.asked.append(within)
+        self._clock.advance(min(self.takes, within))
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    def close(self) -> None:
+        pass
+
+
+class Connection:
+    def __init__(self, address):
+        self.host, self.port = address
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def three(clock):
+    return [FakeSentinel(number, clock) for number in range(3)]
+
+
+@pytest.fixture
+def sentinels(three, clock):
+    return Sentinels(three, "locks", timeout=2.0, clock=clock)
+
+
+def asked(three):
+    return [len(one.asked) for one in three]
+
+
+# Whose answer holds
+
+
+@pytest.mark.parametrize(
+    ("answers", "master"),
+    [
+        ([], None),
+        ([Said(1, OLD), Said(1, OLD)], OLD),
+        ([Said(1, OLD), Said(2, NEW), Said(1, OLD)], NEW),
+        ([Said(1, OLD), Said(2, None)], None),
+        ([Said(1, None), Said(1, OLD)], OLD),
+        ([Said(1, OLD), Said(1, None, is_replaced=True)], None),
+        ([Said(2, NEW), Said(1, OLD, is_replaced=True)], NEW),
+    ],
+    ids=["none", "all", "newest", "newest down", "one's view", "about to change", "old change"],
+)
+def test_the_newest_answer_holds(answers, master):
+    """Each failover has a higher epoch; while one is under way nobody is the master."""
+    assert choose(answers) == master
+
+
+@pytest.mark.parametrize(
+    ("flags", "epoch", "at", "named", "answer"),
+    [
+        ("master", 3, OLD, OLD, Said(3, OLD)),
+        ("master,disconnected", 3, OLD, OLD, Said(3, OLD)),
+        ("s_down,master", 3, OLD, OLD, Said(3, None)),
+        ("s_down,o_down,master", 3, OLD, OLD, Said(3, None)),
+        ("master,failover_in_progress", 3, OLD, OLD, Said(3, OLD, is_replaced=True)),
+        ("s_down,master,failover_in_progress", 4, OLD, NEW, Said(4, NEW)),
+    ],
+)
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_what_a_sentinel_says(flags, epoch, at, named, answer, protocol):
+    """The next master is named from the moment at which it is one, before the failover is over."""
+    fields = {
+        b"name": b"locks",
+        b"ip": at[0].encode(),
+        b"port": str(at[1]).encode(),
+        b"flags": flags.encode(),
+        b"num-other-sentinels": b"2",
+        b"config-epoch": str(epoch).encode(),
+    }
+    state = fields if protocol == 3 else [part for pair in fields.items() for part in pair]
+    name = [named[0].encode(), str(named[1]).encode()]
+    assert said(state, name, 2) == answer
+    assert said(state, name, 3) is None
+
+
+# How often they are asked
+
+
+def test_an_answer_holds_for_a_moment(sentinels, three, clock):
+    """Within it nobody is asked again; after it all are."""
+    assert sentinels.find() == OLD
+    clock.advance(CONFIRMED_FOR * 0.9)
+    for _ in range(100):
+        sentinels.confirm(Connection(OLD))
+    assert asked(three) == [1, 1, 1]
+    clock.advance(CONFIRMED_FOR)
+    sentinels.confirm(Connection(OLD))
+    assert asked(three) == [2, 2, 2]
+
+
+def test_the_answer_is_as_old_as_the_question(sentinels, three, clock):
+    """What took long to come is old when it comes."""
+    three[2].takes = CONFIRMED_FOR
+    sentinels.find()
+    sentinels.confirm(Connection(OLD))
+    assert asked(three) == [2, 2, 2]
+
+
+def test_a_connection_to_another_is_refused(sentinels, three, clock):
+    """After a failover the connections to the old master are of no use."""
+    sentinels.find()
+    three[1].says = Said(2, NEW)
+    sentinels.confirm(Connection(OLD))
+    clock.advance(CONFIRMED_FOR)
+    with pytest.raises(redis.ConnectionError, match=r"call 10\.0\.0\.2:6379 the master now"):
+        sentinels.confirm(Connection(OLD))
+    sentinels.confirm(Connection(NEW))
+
+
+def test_without_a_master_nothing_is_confirmed(sentinels, three, clock):
+    """While they replace it there is none, and they are asked again at once."""
+    sentinels.find()
+    for one in three:
+        one.says = Said(1, None)
+    clock.advance(CONFIRMED_FOR)
+    for _ in range(2):
+        with pytest.raises(redis.ConnectionError, match="no Sentinel names a master 'locks'"):
+            sentinels.confirm(Connection(OLD))
+    assert asked(three) == [3, 3, 3]
+
+
+def test_a_name_they_do_not_know(sentinels, three):
+    """The error says what they said, and who."""
+    for one in three:
+        one.says = redis.ResponseError("No such master with that name")
+    with pytest.raises(redis.ConnectionError, match=r"'locks' \(s0:26379: knows no such master;"):
+        sentinels.find()
+
+
+# Those that do not answer
+
+
+def test_one_that_is_away_is_left_alone_for_a_while(sentinels, three, clock):
+    """It costs its part of the time once, then nothing for ten times as long."""
+    three[0].says = redis.TimeoutError("silence")
+    three[0].takes = 10.0
+    began = clock.now
+    sentinels.find(within=0.9)
+    took = clock.now - began
+    assert took == pytest.approx(0.3)
+    while clock.now < began + took * LEFT_ALONE - CONFIRMED_FOR:
+        clock.advance(CONFIRMED_FOR)
+        sentinels.confirm(Connection(OLD))
+    assert asked(three)[0] == 1
+    clock.advance(2 * CONFIRMED_FOR)
+    sentinels.confirm(Connection(OLD))
+    assert asked(three)[0] == 2
+
+
+def test_those_left_alone_are_asked_where_no_other_answers(sentinels, three, clock):
+    """They may have come back before the others went away."""
+    three[0].says = redis.ConnectionError("refused")
+    three[0].takes = 0.5
+    sentinels.find()
+    three[0].says = Said(1, OLD)
+    for one in three[1:]:
+        one.says = redis.ConnectionError("refused")
+    clock.advance(CONFIRMED_FOR)
+    assert sentinels.find() == OLD
+    assert asked(three) == [2, 2, 2]
+
+
+def test_while_none_answers_the_last_master_counts(sentinels, three, clock, caplog):
+    """For open connections, not for new ones; the log says so once, and when it is over."""
+    caplog.set_level("INFO", "celery_dislock")
+    sentinels.find()
+    for one in three:
+        one.says = redis.ConnectionError("refused")
+    for _ in range(3):
+        clock.advance(CONFIRMED_FOR)
+        sentinels.confirm(Connection(OLD))
+    with pytest.raises(redis.ConnectionError, match="call 10"):
+        sentinels.confirm(Connection(NEW))
+    [record] = caplog.records
+    said_once = "No Sentinel answers, and 10.0.0.1:6379 counts as the master until one does"
+    assert said_once in record.message
+    assert "s1:26379: the connection broke, or could not be made" in record.message
+    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
+        sentinels.find()
+    sentinels.confirm(Connection(OLD))
+    three[1].says = Said(1, OLD)
+    sentinels.find()
+    assert [record.message for record in caplog.records[1:]] == ["The Sentinels answer again."]
+
+
+def test_sentinels_that_cost_time_are_asked_less_often(sentinels, three, clock):
+    """Where all stand still, commands wait for them for a tenth of the time at most."""
+    sentinels.find()
+    for one in three:
+        one.says = redis.TimeoutError("silence")
+        one.takes = 10.0
+    began, waited = clock.advance(CONFIRMED_FOR) or clock.now, 0.0
+    while clock.now < began + 60.0:
+        before = clock.now
+        sentinels.confirm(Connection(OLD))
+        waited += clock.now - before
+        clock.advance(0.1)
+    assert 0 < waited < 60.0 / 5
+
+
+def test_who_has_little_time_does_not_wait_for_another(sentinels, three):
+    """The watchdog is not held up by a command that waits for a Sentinel."""
+    inside, done = threading.Event(), threading.Event()
+
+    def ask(*_args):
+        inside.set()
+        done.wait()
+        return Said(1, OLD)
+
+    three[0].ask = ask
+    slow = threading.Thread(target=sentinels.find)
+    slow.start()
+    inside.wait()
+    with pytest.raises(redis.ConnectionError, match="have not answered yet"):
+        sentinels.confirm(Connection(OLD), 0.01)
+    done.set()
+    slow.join()
+    sentinels.confirm(Connection(OLD))
+
+
+def test_a_signal_handler_may_ask_while_its_thread_does(sentinels, three):
+    """It asks on connections of its own, and does not wait for the question that it interrupts."""
+    answers = []
+
+    def ask(*_args):
+        three[0].ask = lambda *_args: Said(1, OLD)
+        answers.append(sentinels.find())
+        return Said(1, OLD)
+
+    three[0].ask = ask
+    asking = threading.Thread(target=lambda: answers.append(sentinels.find()), daemon=True)
+    asking.start()
+    asking.join(30)
+    assert answers == [OLD, OLD]
+
+
+class Struck(BaseException):
+    """What a signal handler raises."""
+
+
+def strike(call, nth):
+    """Raise at the nth instruction of the module; return whether it has so many."""
+    seen = 0
+
+    def trace(frame, event, _arg):
+        nonlocal seen
+        if frame.f_code.co_filename != sentinel.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if seen == nth:
+            sys.settrace(None)
+            raise Struck
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Struck:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_signal_at_whatever_instruction_lets_the_next_one_ask(three, clock):
+    """A soft time limit, for one: else every later command of the process waited for ever."""
+    nth = 0
+    while True:
+        nth += 1
+        sentinels = Sentinels(three, "locks", timeout=2.0, clock=clock)
+        if not strike(lambda: sentinels.confirm(Connection(OLD)), nth):  # noqa: B023 -- called here
+            break
+        sentinels.confirm(Connection(OLD), 0.0)
+    assert nth > 100
+
+
+@pytest.mark.parametrize(
+    ("asking", "within", "each"),
+    [({}, None, 0.5), ({"socket_timeout": 3.0}, None, 3.0), ({"socket_timeout": 3.0}, 1.0, 0.25)],
+)
+def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking, within, each):
+    """Four that are silent take no longer than a server, unless the user gives each more."""
+    given = []
+
+    class Silent:
+        def __init__(self, address, _connect):
+            self.address, self.left_alone_until = address, 0.0
+
+        def ask(self, _master, within, _others):
+            given.append(within)
+            raise redis.ConnectionError
+
+    monkeypatch.setattr(sentinel, "Asked", Silent)
+    options = {"master_name": "m", "sentinel_kwargs": asking}
+    node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
+    with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
+        node._connect(within)
+    assert given == [pytest.approx(each)] * 4

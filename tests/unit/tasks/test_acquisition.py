@@ -1,0 +1,92 @@
+"""How a delivery asks for its lock while the lock server is away, or its strategy has changed."""
+
+from __future__ import annotations
+
+import pytest
+from celery.app.task import Context
+
+from celery_dislock import SingletonTask, StoreError
+from celery_dislock.messages.headers import RETRY_UNTIL_HEADER, TICKET_HEADER
+from celery_dislock.tasks.acquisition import Acquisition
+from tests.unit.deliveries import Broker, deliver
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+class TestUnavailable:
+    """dislock_on_unavailable: the lock server does not answer."""
+
+    @pytest.fixture
+    def export(self, app, world):
+        @app.task(base=SingletonTask, lock_key="k", bind=True)
+        def export(self):
+            return self.lease
+
+        world.store.away = True
+        return export
+
+    def test_run_runs_without_the_lock_and_says_so(self, app, export, caplog):
+        """The body has no lease, and the log names the task and the key."""
+        app.conf.dislock_on_unavailable = "run"
+        assert export.apply(task_id="id-1").get() is None
+        assert "id-1] runs without its lock 'k': lock server " in caplog.text
+
+    def test_retry_says_when_the_task_comes_again(self, export, broker, caplog):
+        """The line names task and key, and how the server was away; Celery's own is left out."""
+        caplog.set_level("INFO")
+        deliver(export, "id-1")
+        [said] = [message for message in caplog.messages if f"{export.name}[id-1]" in message]
+        put_off, _, why = said.partition(" s: ")
+        assert put_off.startswith(f"Task {export.name}[id-1] put off for ")
+        assert why.startswith("lock 'k' cannot be had: lock server ")
+
+    def test_raise_fails_the_task(self, app, export):
+        """The StoreError is the task's."""
+        app.conf.dislock_on_unavailable = "raise"
+        with pytest.raises(StoreError):
+            export.apply().get()
+
+    def test_an_outage_is_logged_once(self, app, export, world, caplog):
+        """However many tasks meet it; and once more when it is over."""
+        app.conf.dislock_on_unavailable = "run"
+        with caplog.at_level("INFO", "celery_dislock"):
+            for _ in range(3):
+                export.apply()
+            world.store.away = False
+            for _ in range(2):
+                export.apply()
+        assert caplog.text.count("no task can take a lock") == 1
+        assert caplog.text.count("answers again") == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys", "noted", "becomes"),
+    [
+        ("skip", "k", {}, "skip"),
+        ("skip", "k", {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "queue"),
+        ("retry", "k", {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "queue"),
+        ("skip", ["k", "l"], {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "retry"),
+        ("wait", ["k", "l"], {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "wait"),
+        ("raise", ["k", "l"], {RETRY_UNTIL_HEADER: 2e9}, "retry"),
+        ("raise", "k", {RETRY_UNTIL_HEADER: 2e9}, "raise"),
+    ],
+)
+def test_what_was_parked_is_not_dropped_for_another_strategy(
+    app, world, strategy, keys, noted, becomes
+):
+    """A ticket, or the end of its retries, in its message says that it has waited already."""
+
+    @app.task(base=SingletonTask, lock_key=keys, lock_on_conflict=strategy)
+    def task(): ...
+
+    guard = app.tasks[task.name].dislock_guard
+    request = Context({"id": "1", "task": task.name, "hostname": "w1", "headers": dict(noted)})
+    names = keys if isinstance(keys, list) else [keys]
+    delivery = guard._delivery(task, request, names)
+    Acquisition(delivery, guard.runtime)
+    assert delivery.options.lock_on_conflict == becomes

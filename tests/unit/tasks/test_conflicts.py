@@ -1,0 +1,372 @@
+"""The strategies, in traced tasks on a store and a clock that the test drives."""
+
+from __future__ import annotations
+
+import pytest
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+
+from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock.config import options
+from celery_dislock.locks.claim import Claim
+from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
+from celery_dislock.messages.resend import PUT_OFF_MOST
+from celery_dislock.tasks import conflicts
+from tests.unit.deliveries import Broker, deliver
+
+HELD = "lock 'k' is held by t[1] on w (pid 7)"
+NOW = 1_700_000_000.0  # UNIX time
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+@pytest.fixture
+def unix_time(monkeypatch):
+    """Set what the machine's clock says: ``unix_time(seconds)``."""
+
+    def say(seconds):
+        monkeypatch.setattr("celery_dislock.tasks.conflicts.time.time", lambda: seconds)
+
+    say(NOW)
+    return say
+
+
+def declare(app, strategy, **options):
+    """Make a task that must not run."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy, **options)
+    def task():
+        raise AssertionError
+
+    return task
+
+
+def declare_runnable(app, strategy, **options):
+    """Make a task that tells its headers."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy, bind=True, **options)
+    def task(self):
+        return dict(self.request.headers or {})
+
+    return task
+
+
+def stored(app, task_id="2"):
+    result = app.AsyncResult(task_id)
+    return result.state, result.result
+
+
+# In a worker: each strategy's outcome is visible
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state", "error"),
+    [("skip", "REVOKED", TaskRevokedError), ("raise", "FAILURE", LockHeldError)],
+)
+def test_the_result_tells_state_and_reason(app, world, strategy, state, error):
+    """A caller sees how the task ended, which lock it was about and who holds it."""
+    world.lease("k", "other")
+    deliver(declare(app, strategy), "2")
+    assert stored(app)[0] == state
+    assert isinstance(stored(app)[1], error)
+    assert HELD in str(stored(app)[1])
+
+
+def test_a_retry_tells_why_it_is_put_off(app, world, broker):
+    """While a task is put off its result is RETRY, with the holder in it."""
+    world.lease("k", "other")
+    deliver(declare(app, "retry"), "2")
+    state, error = stored(app)
+    assert (state, error.key, error.holder) == ("RETRY", "k", "t[1] on w (pid 7)")
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_rejected_task_ends_as_failure(app, world, monkeypatch, older):
+    """Celery before 5.7 leaves the result of a rejected task open: there it is stored here."""
+    monkeypatch.setattr(conflicts, "CELERY_FAILS_REJECTED", not older)
+    world.lease("k", "other")
+    rejection = deliver(declare(app, "reject", acks_late=True), "2").retval.exception.exc
+    assert isinstance(rejection, Reject)
+    assert (rejection.requeue, HELD in rejection.reason) == (False, True)
+    assert stored(app)[0] == ("FAILURE" if older else "PENDING")  # which the worker turns
+
+
+@pytest.mark.parametrize(("asked", "ignored"), [(None, True), (True, True), (False, False)])
+def test_no_result_is_stored_where_it_is_ignored(app, world, asked, ignored):
+    """The message says whether its result is wanted; where it does not, the task's option does."""
+    world.lease("k", "other")
+    request = {} if asked is None else {"ignore_result": asked}
+    deliver(declare(app, "skip", ignore_result=True), "2", **request)
+    assert stored(app)[0] == ("PENDING" if ignored else "REVOKED")
+
+
+def test_each_conflict_is_signalled_once(app, world, heard, broker):
+    """Waiting in vain after the first answer is still one conflict."""
+    world.lease("k", "other")
+    task = declare(app, "wait")
+    deliver(task, "2")
+    [(_, arguments)] = [event for event in heard if event[0] == "lock_conflict"]
+    assert (arguments["sender"].name, arguments["task_id"]) == (task.name, "2")
+
+
+# retry
+
+
+def test_a_retry_is_the_same_task_with_its_own_retries_unspent(app, world, broker):
+    """Id, retry count and headers go along."""
+    world.lease("k", "other")
+    deliver(declare(app, "retry"), "2", retries=3, tenant="seven")
+    [sent] = broker.sent
+    assert (sent["task_id"], sent["retries"], sent["headers"]["tenant"]) == ("2", 3, "seven")
+
+
+@pytest.mark.parametrize(("times", "least", "most"), [(0, 0.75, 1.25), (3, 6, 10), (99, 15, 25)])
+def test_a_retry_backs_off_up_to_the_holders_time(app, world, broker, times, least, most):
+    """Each time twice as long, jittered, and never much beyond the end of the holder's lease."""
+    world.lease("k", "other", lock_watchdog_timeout=20)
+    deliver(declare(app, "retry"), "2", **{PUT_OFF_HEADER: times})
+    [sent] = broker.sent
+    assert least <= sent["countdown"] <= most
+    assert sent["headers"][PUT_OFF_HEADER] == times + 1
+
+
+def test_a_retry_of_a_lease_without_end_is_bounded_all_the_same(app, world, broker):
+    """A holder with a long expiry may release early: nobody waits longer than a minute."""
+    world.lease("k", "other", lock_expire=86_400)
+    deliver(declare(app, "retry"), "2", **{PUT_OFF_HEADER: 99})
+    assert broker.sent[0]["countdown"] <= PUT_OFF_MOST * 1.25
+
+
+def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
+    """lock_retry_for counts from the first conflict, over all deliveries."""
+    world.lease("k", "other", lock_expire=86_400)
+    task = declare(app, "retry", lock_retry_for=100)
+    deliver(task, "2")
+    headers = broker.sent[0]["headers"]
+    assert headers[RETRY_UNTIL_HEADER] == NOW + 100
+    unix_time(NOW + 98)
+    deliver(task, "2", **{**headers, PUT_OFF_HEADER: 9})
+    assert broker.sent[1]["headers"][RETRY_UNTIL_HEADER] == NOW + 100
+    assert broker.sent[1]["countdown"] <= 2 * 1.25
+    unix_time(NOW + 100)
+    deliver(task, "2", **broker.sent[1]["headers"])
+    assert len(broker.sent) == 2
+    assert stored(app)[0] == "FAILURE"
+    assert isinstance(stored(app)[1], LockHeldError)
+
+
+def test_what_was_noted_of_a_wait_ends_with_it(app, world, broker):
+    """A body sees its own headers, and its retries start a wait of their own."""
+    task = declare_runnable(app, "retry")
+    notes = {PUT_OFF_HEADER: 3, RETRY_UNTIL_HEADER: NOW - 1}
+    assert deliver(task, "2", tenant="seven", **notes).retval == {"tenant": "seven"}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_retry_keeps_whether_its_result_is_wanted(app, world, broker, wanted):
+    """What the message says about its result goes along."""
+    world.lease("k", "other")
+    deliver(declare(app, "retry"), "2", ignore_result=not wanted)
+    assert broker.sent[0]["ignore_result"] is (not wanted)
+
+
+@pytest.mark.skipif(
+    not hasattr(Context, "_filter_x_death_headers"), reason="this Celery keeps them itself"
+)
+def test_a_retry_leaves_the_brokers_own_headers_behind(app, world, broker):
+    """RabbitMQ takes a message with its x-death header for one that goes round in circles."""
+    world.lease("k", "other")
+    deliver(declare(app, "retry"), "2", **{"x-death": [{"queue": "q"}], "tenant": "seven"})
+    assert broker.sent[0]["headers"].keys() == {"tenant", PUT_OFF_HEADER, RETRY_UNTIL_HEADER}
+
+
+# wait
+
+
+def test_a_waiter_runs_when_its_turn_has_come(app, world):
+    """The lock of a holder that was not renewed is had within the wait."""
+    world.lease("k", "other", lock_expire=5)
+    assert deliver(declare_runnable(app, "wait"), "2").retval == {}
+    assert world.store.leases == {}
+
+
+def test_a_waiter_gives_up_its_place_after_its_time(app, world):
+    """After lock_wait_timeout the task fails, and it stands in line no more."""
+    world.lease("k", "other", lock_expire=86_400)
+    start = world.clock.now
+    deliver(declare(app, "wait", lock_wait_timeout=7), "2")
+    assert world.clock.now - start == pytest.approx(7, abs=0.01)
+    assert isinstance(stored(app)[1], LockHeldError)
+    assert [owner.partition("@")[0] for _, owner, _ in world.store.asked("release")] == ["2"]
+
+
+def test_a_waiter_whose_own_copy_got_the_lock_is_put_off(app, world, broker):
+    """Of two deliveries that waited, the second has not failed: the first is the same task."""
+    world.lease("k", "other", lock_expire=5)
+    task = declare(app, "wait")
+    wait = world.store.wait
+
+    def overtaken(lock, owner, seconds):
+        wait(lock, owner, seconds)
+        copy = Claim("copy", {"task": task.name, "id": "2"})
+        world.lock("k", lock_expire=86_400).try_acquire(copy)
+
+    world.store.wait = overtaken
+    assert deliver(task, "2").info.state == "IGNORED"
+    assert [sent["task_id"] for sent in broker.sent] == ["2"]
+    assert stored(app)[0] == "PENDING"
+
+
+def test_a_server_that_goes_away_puts_a_waiter_off(app, world, broker):
+    """Fail closed, and lose nothing, in the middle of a wait as at its beginning."""
+    world.lease("k", "other", lock_expire=86_400)
+
+    def away(*_):
+        world.store.away = True
+
+    world.store.wait = away
+    assert deliver(declare(app, "wait"), "2").info.state == "RETRY"
+    assert isinstance(stored(app)[1], StoreError)
+    assert len(broker.sent) == 1
+
+
+@pytest.mark.parametrize("cut", [ValueError, SystemExit])
+def test_a_wait_that_is_cut_short_leaves_the_line(app, world, cut):
+    """A soft time limit or a termination in the middle of a wait leaves no ghost in line."""
+    world.lease("k", "other", lock_expire=86_400)
+
+    def cut_short(*_):
+        raise cut
+
+    world.store.wait = cut_short
+    try:
+        deliver(declare(app, "wait"), "2")
+    except SystemExit:
+        assert cut is SystemExit
+    assert {owner.partition("@")[0] for _, owner, _ in world.store.asked("release")} == {"2"}
+
+
+# callable
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "error"),
+    [
+        (None, "REVOKED", TaskRevokedError),
+        ("skip", "REVOKED", TaskRevokedError),
+        (Ignore(), "REVOKED", TaskRevokedError),
+        ("raise", "FAILURE", LockHeldError),
+        ("retry", "RETRY", LockHeldError),
+        (Retry(), "RETRY", LockHeldError),
+        ("wait", "FAILURE", LockHeldError),
+        (ZeroDivisionError(), "FAILURE", ZeroDivisionError),
+        ("queue", "FAILURE", LockHeldError),  # nobody can park it here
+        ("quue", "FAILURE", SettingsError),
+        (7, "FAILURE", SettingsError),
+    ],
+)
+def test_a_callable_chooses(app, world, broker, answer, state, error):
+    """It returns a strategy or None, or raises one of Celery's predicates; a bug is a failure."""
+    world.lease("k", "other", lock_expire=86_400)
+    asked = []
+
+    def decide(task, conflict):
+        asked.append((task.request.id, conflict.key))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    deliver(declare(app, decide), "2")
+    assert asked == [("2", "k")]
+    assert stored(app)[0] == state
+    assert isinstance(stored(app)[1], error)
+
+
+@pytest.mark.parametrize("requeue", [False, True])
+def test_a_callable_can_reject(app, world, requeue):
+    """For good, as the strategy does; or back to the queue, which is the callable's own affair."""
+    world.lease("k", "other")
+
+    def decide(task, conflict):
+        raise Reject("why", requeue=requeue)
+
+    rejection = deliver(declare(app, decide, acks_late=True), "2").retval.exception.exc
+    assert rejection.requeue is requeue
+    assert rejection.reason == "why" if requeue else HELD in rejection.reason
+
+
+def test_a_callable_can_spend_the_tasks_own_retries(app, world, broker):
+    """task.retry() in a callable is Celery's, with its count and its countdown."""
+    world.lease("k", "other")
+
+    def decide(task, conflict):
+        raise task.retry(countdown=5)
+
+    assert deliver(declare(app, decide), "2").info.state == "RETRY"
+    [sent] = broker.sent
+    assert (sent["retries"], sent["countdown"]) == (1, 5)
+
+
+def test_a_method_can_be_the_callable(app, world):
+    """A task class may have its strategy as a method: self is the task."""
+    world.lease("k", "other")
+
+    class Choosing(SingletonTask):
+        abstract = True
+
+        def lock_on_conflict(self, conflict):
+            return "raise" if conflict.key == "k" and self.name else "skip"
+
+    @app.task(base=Choosing, lock_key="k")
+    def task():
+        raise AssertionError
+
+    deliver(task, "2")
+    assert stored(app)[0] == "FAILURE"
+
+
+# Eager: there is no later, and no queue
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state", "error"),
+    [
+        ("skip", "IGNORED", Ignore),
+        ("raise", "FAILURE", LockHeldError),
+        ("retry", "FAILURE", LockHeldError),
+        ("wait", "FAILURE", LockHeldError),
+        ("queue", "FAILURE", LockHeldError),
+        ("reject", "REJECTED", Reject),
+        (lambda *_: None, "IGNORED", Ignore),
+    ],
+)
+def test_an_eager_task_ends_at_once(app, world, strategy, state, error):
+    """apply() returns what became of the task; what would come again later fails."""
+    world.lease("k", "other", lock_expire=86_400)
+    result = declare(app, strategy).apply()
+    assert result.state == state
+    assert isinstance(result.result, error)
+    assert HELD in str(result.result)
+
+
+def test_an_eager_task_waits(app, world):
+    """Waiting in line needs no queue: apply() waits, too."""
+    world.lease("k", "other", lock_expire=5)
+    assert declare_runnable(app, "wait").apply().get() == {}
+
+
+def test_an_eager_task_is_no_copy(app, world, broker):
+    """apply() under the id of the holder is a call of its own: nothing is sent."""
+    world.lease("k", "other")
+    assert declare(app, "raise").apply(task_id="1").state == "FAILURE"
+    assert broker.sent == []
+
+
+def test_each_strategy_that_can_be_named_is_there():
+    """The option's names are declared once, and each has its function."""
+    assert tuple(conflicts.STRATEGIES) == options.STRATEGIES

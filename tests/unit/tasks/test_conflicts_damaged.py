@@ -1,0 +1,116 @@
+"""A lock whose keys somebody has damaged: its tasks end, and no others are concerned."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock import DamagedLockError, LockHeldError, SingletonTask, StoreError
+from celery_dislock.messages.headers import PUT_OFF_HEADER
+from celery_dislock.tasks.acquisition import DAMAGED_TRIES
+from tests.unit.deliveries import Broker, deliver
+
+LOCK = "dislock:{k}"
+DAMAGED = DamagedLockError("redis://fake", f"{LOCK!r} is a string, not a hash", LOCK)
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+@pytest.fixture
+def damaged(world, monkeypatch):
+    acquire = world.store.acquire
+
+    def ask(locks, *args, **terms):
+        if LOCK in locks:
+            raise DAMAGED
+        return acquire(locks, *args, **terms)
+
+    monkeypatch.setattr(world.store, "acquire", ask)
+
+
+def declare(app, lock_key="k", **options):
+    @app.task(base=SingletonTask, name=f"shop.{lock_key}", lock_key=lock_key, bind=True, **options)
+    def task(self):
+        return self.lease.key
+
+    return task
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "queue", "reject"])
+def test_a_task_of_it_fails_after_some_tries(app, damaged, broker, strategy):
+    """It is put off as in an outage, in case somebody mends it; then its error names the key."""
+    task, headers = declare(app, lock_on_conflict=strategy), {}
+    for _ in range(DAMAGED_TRIES):
+        assert deliver(task, headers=headers).info.state == "RETRY"
+        headers = broker.sent[-1]["headers"]
+    deliver(task, headers=headers)
+    result = app.AsyncResult("1")
+    assert (result.state, len(broker.sent)) == ("FAILURE", DAMAGED_TRIES)
+    assert isinstance(result.result, DamagedLockError)
+    assert f"{LOCK!r} is a string, not a hash" in str(result.result)
+
+
+def test_it_is_told_once_and_no_outage_is(app, damaged, broker, caplog):
+    """One line names key and remedy; the server has answered, and other tasks run."""
+    task = declare(app)
+    for task_id in "123":
+        deliver(task, task_id)
+    assert deliver(declare(app, "other")).retval == "other"
+    told = [message for message in caplog.messages if "delete the key" in message]
+    assert len(told) == 1
+    assert LOCK in told[0]
+    assert "no task can take a lock" not in caplog.text
+    assert "answers again" not in caplog.text
+
+
+@pytest.mark.parametrize(("choice", "state"), [("raise", "FAILURE"), ("run", None)])
+def test_what_is_to_be_done_without_the_server_is_done_at_once(
+    app, world, damaged, broker, choice, state
+):
+    """An app that fails its tasks, or runs them unlocked, has chosen so for this, too."""
+    app.conf.dislock_on_unavailable = choice
+
+    @app.task(base=SingletonTask, lock_key="k", name="shop.k")
+    def task():
+        return "unlocked"
+
+    outcome = deliver(task)
+    assert broker.sent == []
+    assert (outcome.info.state if outcome.info else None) == state
+
+
+def test_an_eager_task_fails_at_once(app, damaged):
+    """It has nowhere to be put off to."""
+    assert isinstance(declare(app).apply().result, DamagedLockError)
+
+
+def test_tries_are_those_in_a_row(app, damaged, broker):
+    """A task that has waited out an outage does not wait again for a damaged lock."""
+    deliver(declare(app), headers={PUT_OFF_HEADER: DAMAGED_TRIES})
+    assert broker.sent == []
+
+
+@pytest.mark.parametrize("strategy", ["raise", "retry", "wait"])
+def test_a_holder_that_cannot_be_read_fails_nobody(app, world, broker, strategy):
+    """The lock is held: what comes second does as its strategy says, and says so."""
+    world.lease("k", "somebody")
+    owner, expires, _ = world.store.leases[LOCK]
+    world.store.leases[LOCK] = (owner, expires, {"unreadable": "'by hand'"})
+    task = declare(app, lock_on_conflict=strategy, **WAITS.get(strategy, {}))
+    deliver(task)
+    error = app.AsyncResult("1").result
+    if strategy == "wait":
+        assert error == "k"  # the lease has ended meanwhile
+        return
+    assert isinstance(error, LockHeldError)
+    assert "whose record cannot be read: 'by hand'" in str(error)
+
+
+WAITS = {"wait": {"lock_wait_timeout": 1000}}
+
+
+AWAY = StoreError("redis://host", "it is away")

@@ -1,0 +1,704 @@
+"""The guard around a task's body, in eager tasks on a store that the test drives."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from celery.signals import task_postrun
+
+from celery_dislock import (
+    LockHeldError,
+    LockKeyError,
+    LockLostError,
+    SettingsError,
+    SingletonTask,
+    StoreError,
+    current_lease,
+    signals,
+)
+from celery_dislock.locks.claim import Claim
+from celery_dislock.messages.headers import GIVEN_UP_HEADER, PUT_OFF_HEADER
+from celery_dislock.tasks.task import install, lease_of, runtime_of
+from tests.unit.deliveries import Broker, deliver
+
+
+def holder(world):
+    return [owner for owner, _, _ in world.store.leases.values()]
+
+
+def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, world):
+    """The lock is held exactly as long as the body runs."""
+
+    @app.task(base=SingletonTask, lock_key="export:<corp_id>", bind=True)
+    def export(self, corp_id):
+        assert self.lease.held
+        assert self.lease is current_lease()
+        return self.lease.key, list(world.store.leases)
+
+    assert export.apply((7,)).get() == ("export:7", ["dislock:{export:7}"])
+    assert world.store.leases == {}
+    assert current_lease() is None
+    assert len(world.watchdog) == 0
+
+
+def test_a_task_may_take_several_keys_all_or_none(app, world):
+    """The keys of a list are taken in order, each once; the conflict names the one held."""
+
+    @app.task(
+        base=SingletonTask,
+        lock_key=["account:<to>", "account:<source>", lambda *_: "transfers"],
+        lock_on_conflict="raise",
+        bind=True,
+    )
+    def transfer(self, source, to):
+        return self.lease.key, sorted(world.store.leases)
+
+    locks = ["dislock:{account:1}", "dislock:{account:2}", "dislock:{transfers}"]
+    result = transfer.apply((2, 1)).get()
+    assert result == ("account:1 + account:2 + transfers", locks)
+    assert transfer.apply((3, 3)).get()[0] == "account:3 + transfers"
+    assert world.store.leases == {}
+
+    world.lease("account:2", owner="other")
+    with pytest.raises(LockHeldError, match="account:2") as raised:
+        transfer.apply((2, 1)).get()
+    assert raised.value.key == "account:2"
+    assert list(world.store.leases) == ["dislock:{account:2}"]
+
+
+def test_a_task_called_as_a_function_takes_no_lock(app, world):
+    """A direct call is plain Python."""
+
+    @app.task(base=SingletonTask, lock_key="k", bind=True)
+    def task(self):
+        return self.lease
+
+    assert task() is None
+    assert world.store.calls == []
+
+
+def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
+    """Recursion inside the body does not meet its own lock."""
+
+    @app.task(base=SingletonTask, lock_key="k", bind=True)
+    def countdown(self, n):
+        return n if n == 0 else self(n - 1)
+
+    assert countdown.apply((3,)).get() == 0
+    assert len(world.store.asked("acquire")) == 1
+
+
+def test_skip_ignores_the_second(app, world):
+    """The body of a skipped task does not run."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        ran.append(1)
+
+    world.lease("k", "other")
+    assert task.apply().state == "IGNORED"
+    assert ran == []
+
+
+def test_raise_fails_the_second(app, world):
+    """With lock_on_conflict="raise" the task fails with the holder in the error."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="raise")
+    def task():
+        raise AssertionError
+
+    world.lease("k", "other")
+    result = task.apply()
+    assert isinstance(result.result, LockHeldError)
+    assert result.result.key == "k"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError, Ignore, Reject, Retry, SystemExit, KeyboardInterrupt]
+)
+def test_every_way_out_of_the_body_releases(app, world, error):
+    """Whatever the body raises, the lock is gone, and no renewal will follow."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        raise error
+
+    with suppress(SystemExit, KeyboardInterrupt):
+        task.apply()
+    assert world.store.leases == {}
+    assert len(world.watchdog) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"),
+    [(None, False), (ValueError, True), (Retry, False), (Ignore, False), (Reject, False)],
+)
+def test_release_on_failure_false_keeps_only_failures(app, world, error, kept):
+    """A failed task's lock is left to expire; Retry, Ignore and Reject are no failures."""
+
+    @app.task(base=SingletonTask, lock_key="k", release_on_failure=False)
+    def task():
+        if error:
+            raise error
+
+    task.apply()
+    assert bool(world.store.leases) is kept
+    assert len(world.watchdog) == 0
+
+
+def test_release_on_success_false_keeps_only_successes(app, world):
+    """A task that succeeded leaves its lock to expire, one that failed does not."""
+
+    @app.task(base=SingletonTask, lock_key="k:<fails>", release_on_success=False)
+    def task(fails):
+        if fails:
+            raise ValueError
+
+    task.apply((True,))
+    task.apply((False,))
+    assert list(world.store.leases) == ["dislock:{k:False}"]
+
+
+def test_the_lock_is_released_before_callbacks_are_called(app, world):
+    """A linked task of the same key does not meet the lock of the one before."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="raise")
+    def task():
+        return len(world.store.leases)
+
+    app.conf.task_always_eager = True
+    states = []
+    task_postrun.connect(lambda state, **_: states.append(state), weak=False, dispatch_uid="t")
+    try:
+        task.apply(link=task.si())
+    finally:
+        task_postrun.disconnect(dispatch_uid="t")
+    assert states == ["SUCCESS", "SUCCESS"]
+
+
+@pytest.mark.parametrize("at", ["unwatch", "release"])
+def test_a_release_that_is_cut_short_is_done_all_the_same(app, world, monkeypatch, at):
+    """A signal handler's exception in the middle of the release leaves no lock behind."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return 1
+
+    part = world.watchdog if at == "unwatch" else world.store
+    whole, cut = getattr(part, at), []
+
+    def cut_short(*args):
+        if not cut:
+            cut.append(args)
+            raise SoftTimeLimitExceeded
+        return whole(*args)
+
+    monkeypatch.setattr(part, at, cut_short)
+    assert task.apply().state == "FAILURE"
+    assert cut
+    assert world.store.leases == {}
+    assert current_lease() is None
+
+
+def test_the_lock_lies_outside_autoretry_and_a_custom_call(app, world):
+    """Whatever the class wraps around its body runs under the lock, too."""
+    seen = []
+
+    class Audited(SingletonTask):
+        def __call__(self, *args, **kwargs):
+            seen.append(list(world.store.leases))
+            return super().__call__(*args, **kwargs)
+
+    @app.task(base=Audited, lock_key="k", autoretry_for=(ValueError,), max_retries=2)
+    def task():
+        seen.append(list(world.store.leases))
+
+    task.apply()
+    assert seen == [["dislock:{k}"]] * 2
+
+
+def test_a_subclass_that_forgets_super_is_guarded_all_the_same(app, world):
+    """Neither on_bound nor __call__ nor before_start of a user's class can skip the lock."""
+
+    class Forgetful(SingletonTask):
+        @classmethod
+        def on_bound(cls, app):
+            pass
+
+        def before_start(self, *args):
+            pass
+
+        def __call__(self, *args, **kwargs):
+            return self.run(*args, **kwargs)
+
+    @app.task(base=Forgetful, lock_key="k")
+    def task():
+        return len(world.store.leases)
+
+    assert task.apply().get() == 1
+
+
+def test_a_class_that_extends_a_registered_task_is_guarded_once(app, world):
+    """Two guards around one body would meet each other's lock."""
+
+    class First(SingletonTask):
+        name = "first"
+        lock_key = "k"
+
+        def run(self):
+            return len(world.store.asked("acquire"))
+
+    first = app.register_task(First())
+
+    class Second(First):
+        name = "second"
+
+    second = app.register_task(Second())
+    assert first.apply().get() == 1
+    assert second.apply().get() == 2
+
+
+def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, world):
+    """A class-based task keeps its name in the instance; a class that extends it has another."""
+
+    class First(SingletonTask):
+        def run(self):
+            return list(world.store.leases), current_lease().key
+
+    class Second(First):
+        pass
+
+    tasks = [app.register_task(task()) for task in (First, Second)]
+    for task in tasks:
+        (lock,), key = task.apply().get()
+        assert key.startswith(f"{task.name}:")
+        assert lock == f"dislock:{{{key}}}"
+    assert tasks[0].name != tasks[1].name
+    assert First.name is None
+
+
+@pytest.mark.parametrize("by", ["hasattr", "bind"])
+def test_a_base_class_that_is_looked_at_stays_unbound(app, by):
+    """What it got from one app, the tasks of every other app would inherit."""
+
+    class Base(SingletonTask):
+        abstract = True
+
+    for base in (SingletonTask, Base):
+        if by == "bind":
+            assert base.bind(app) is app
+        else:
+            assert hasattr(base, "app")
+        assert base.acks_late is None
+        assert base.request_stack is None
+        assert "__bound__" not in vars(base)
+
+
+def test_any_task_with_a_key_can_be_guarded(app, world):
+    """The guard needs no base class of ours, and gives the task its lease."""
+
+    @app.task(lock_key="k", bind=True)
+    def task(self):
+        return self.lease.key
+
+    bound = app.tasks[task.name]
+    install(type(bound), app)
+    install(type(bound), app)
+    assert task.apply().get() == "k"
+    assert len(world.store.asked("acquire")) == 1
+
+
+def test_false_takes_no_lock(app, world):
+    """lock_key=False lets one task of a SingletonTask family run free."""
+
+    @app.task(base=SingletonTask, lock_key=False)
+    def task():
+        return 1
+
+    assert task.apply().get() == 1
+    assert world.store.calls == []
+
+
+def test_without_a_key_all_arguments_count(app, world):
+    """Equal calls share a key, however they are written; others do not."""
+
+    @app.task(base=SingletonTask)
+    def task(a, b=2):
+        return current_lease().key
+
+    assert task.apply((1,)).get() == task.apply((1, 2)).get() == task.apply((), {"a": 1}).get()
+    assert task.apply((2,)).get() != task.apply((1,)).get()
+
+
+def test_celerys_own_tasks_are_left_alone(world):
+    """With SingletonTask as the app's base class, celery.chord_unlock and the like do not lock."""
+    app = Celery("x", task_cls=SingletonTask, broker="memory://", set_as_current=False)
+    app.finalize()
+    own = [task for name, task in app.tasks.items() if name.startswith("celery.")]
+    assert isinstance(own[0], SingletonTask)
+    assert not any("dislock_guard" in vars(type(task)) for task in own)
+
+
+def test_no_dislock_runs_without_the_lock(app, world):
+    """dislock_enabled=False switches every lock off."""
+
+    @app.task(base=SingletonTask, lock_key="k", bind=True)
+    def task(self):
+        return self.lease
+
+    app.conf.dislock_enabled = False
+    assert task.apply().get() is None
+    assert world.store.calls == []
+
+
+def test_a_key_that_cannot_be_built_fails_the_task_unrun(app, world):
+    """An argument that cannot be part of a key fails the task with the argument's name."""
+
+    @app.task(base=SingletonTask, lock_key="k:<x>")
+    def task(x):
+        raise AssertionError
+
+    result = task.apply((1.5,)).result
+    assert isinstance(result, LockKeyError)
+    assert result.argument == "x"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lock_key": "k:<corp>"}, ["shop.export", "lock_key", "'k:<corp>'", "corp_id"]),
+        ({"lock_key": ""}, ["shop.export", "lock_key", "''"]),
+        ({"lock_watchdog_timeout": 0}, ["shop.export", "lock_watchdog_timeout=0"]),
+        ({"lock_on_conflct": "skip"}, ["did you mean 'lock_on_conflict'"]),
+        ({"max_renew_time": 3}, ["did you mean 'max_renew_times'"]),
+    ],
+)
+def test_a_bad_option_fails_when_the_task_is_bound(app, options, words):
+    """Nothing waits for the first run: task, option and value are in the message."""
+
+    @app.task(base=SingletonTask, name="shop.export", **options)
+    def export(corp_id):
+        raise AssertionError
+
+    with pytest.raises(SettingsError) as caught:
+        app.finalize()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_task_with_a_bad_option_never_runs(app, world):
+    """Every use of it fails, not only the first: Celery has registered it before it is bound."""
+
+    @app.task(base=SingletonTask, name="shop.export", lock_key="k", lock_on_conflict="skipp")
+    def export():
+        raise AssertionError
+
+    for _ in range(3):
+        with pytest.raises(SettingsError, match="did you mean 'skip'"):
+            export.apply()
+    assert "shop.export" not in app._tasks
+
+
+def test_a_misspelt_option_may_be_a_callable(app):
+    """What a decorator is given is an option; only a class body has methods."""
+
+    @app.task(base=SingletonTask, lock_keys=lambda corp_id: f"export:{corp_id}")
+    def export(corp_id): ...
+
+    with pytest.raises(SettingsError, match="did you mean 'lock_key'"):
+        app.finalize()
+
+
+def test_the_options_of_a_task_count_for_more_than_those_of_its_base_class(app):
+    """A base class says what most of its tasks do; one of them may do the opposite."""
+
+    class Renewed(SingletonTask):
+        lock_key = "k"
+        lock_watchdog_timeout = 60
+        lock_on_cap = "raise"
+        lock_on_conflict = "wait"
+        lock_wait_timeout = 5
+
+    class Fixed(Renewed):
+        lock_expire = 600
+        lock_on_conflict = "skip"
+
+    class RenewedAgain(Fixed):
+        lock_watchdog_timeout = 90
+
+    def options(base):
+        @app.task(base=base, name=base.__name__)
+        def task(): ...
+
+        return app.tasks[task.name].dislock_guard.options
+
+    fixed, again = options(Fixed), options(RenewedAgain)
+    assert (fixed.lock_expire, fixed.lock_watchdog_timeout, fixed.lock_on_cap) == (
+        600,
+        30,
+        "expire",
+    )
+    assert fixed.lock_wait_timeout == 10
+    assert (again.lock_expire, again.lock_watchdog_timeout) == (None, 90)
+
+
+def test_celery_and_user_attributes_are_no_options(app):
+    """Celery's own options and a user's methods are not taken for misspelt ones of ours."""
+
+    class Mine(SingletonTask):
+        lock_timeout_setting = None
+
+        def lock_something(self):
+            pass
+
+    del Mine.lock_timeout_setting
+
+    @app.task(base=Mine, max_retries=5, time_limit=10, rate_limit="1/s", expires=5, lock_key="k")
+    def task():
+        return 1
+
+    assert task.apply().get() == 1
+
+
+def test_an_unreachable_server_never_lets_the_body_run(app, world):
+    """Fail closed: an eager task, which cannot be put off, fails."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        raise AssertionError
+
+    world.store.away = True
+    assert isinstance(task.apply().result, StoreError)
+
+
+def test_an_unreachable_server_puts_the_task_off(app, world, monkeypatch):
+    """In a worker the task is sent again under its id, its own retries unspent, and not run."""
+    sent = []
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        raise AssertionError
+
+    monkeypatch.setattr(app, "send_task", lambda name, *_, **kw: sent.append((name, kw)))
+    world.store.away = True
+    assert deliver(task, retries=2).info.state == "RETRY"
+    [(name, options)] = sent
+    assert name == task.name
+    assert (options["task_id"], options["retries"]) == ("1", 2)
+    assert options["headers"][PUT_OFF_HEADER] == 1
+    assert 0 < options["countdown"] < 2
+
+
+def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
+    app, world, monkeypatch
+):
+    """Each owner that asked in vain travels with the task, and is released before it asks anew."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return holder(world)
+
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    with monkeypatch.context() as patched:
+
+        def acquire(*args, **terms):
+            raise StoreError("redis://fake", "no reply")
+
+        patched.setattr(world.store, "acquire", acquire)
+        deliver(task)
+        deliver(task, headers=broker.sent[-1]["headers"])
+    owners = broker.sent[-1]["headers"][GIVEN_UP_HEADER]
+    assert len(set(owners)) == 2
+
+    # It has carried out late what it was sent.
+    world.store.leases["dislock:{k}"] = (owners[0], world.clock() + 30, {"id": "1"})
+    (owner,) = deliver(task, headers=broker.sent[-1]["headers"]).retval
+    assert owner not in owners
+    assert world.store.leases == {}
+
+
+def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, world, monkeypatch):
+    """The same task id again may be the only copy of that work, whatever the strategy says."""
+    sent = []
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="skip")
+    def task():
+        raise AssertionError
+
+    monkeypatch.setattr(app, "send_task", lambda *_, **kw: sent.append(kw))
+    world.lock("k").try_acquire(Claim("other", {"task": task.name, "id": "1"}))
+    assert deliver(task).info.state == "IGNORED"  # the result belongs to the one that runs
+    assert [options["task_id"] for options in sent] == ["1"]
+
+
+def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(
+    app, world, monkeypatch, caplog
+):
+    """The broker has the message still, and delivers it again; one line says so."""
+
+    @app.task(base=SingletonTask, lock_key="k", acks_late=True)
+    def task():
+        raise AssertionError
+
+    monkeypatch.setattr(app, "send_task", Broker(times_away=1))
+    world.store.away = True
+    rejection = deliver(task).retval.exception.exc
+    assert isinstance(rejection, Reject)
+    assert rejection.requeue is True
+    [said] = [message for message in caplog.messages if f"{task.name}[" in message]
+    assert "will be delivered again by its broker, which is away: " in said
+    assert "lock 'k'" in said
+
+
+def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, world, monkeypatch):
+    """It exists nowhere but here: it is sent as soon as the broker is back."""
+
+    @app.task(base=SingletonTask, lock_key="k", acks_late=False)
+    def task():
+        raise AssertionError
+
+    pauses = []
+    broker = Broker(times_away=3)
+    monkeypatch.setattr(app, "send_task", broker)
+    monkeypatch.setattr("celery_dislock.messages.resend.time.sleep", pauses.append)
+    world.store.away = True
+    assert deliver(task).info.state == "RETRY"
+    assert len(broker.sent) == 1
+    assert pauses == sorted(pauses)
+    assert len(pauses) == 3
+
+
+def test_a_skipped_task_ends_as_revoked_with_the_reason(app, world):
+    """A caller's get() ends, and says which lock and who holds it."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        raise AssertionError
+
+    world.lease("k", "other")
+    deliver(task, "2")
+    result = app.AsyncResult("2")
+    assert result.state == "REVOKED"
+    assert "lock 'k' is held by t[1] on w (pid 7)" in str(result.result)
+
+
+def test_a_release_cut_short_is_finished_after_the_task(app, world):
+    """A soft time limit in the middle of the release does not leave the lock behind."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return 1
+
+    release = world.store.release
+    cuts = iter([True])
+
+    def cut_once(*args):
+        if next(cuts, False):
+            raise ValueError
+        return release(*args)
+
+    world.store.release = cut_once
+    task.apply()
+    assert world.store.leases == {}
+    assert len(world.watchdog) == 0
+
+
+def test_an_acquisition_cut_short_is_given_back(app, world):
+    """An exception between the server's grant and its answer leaves no lock behind."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        raise AssertionError
+
+    acquire = world.store.acquire
+
+    def cut(*args, **terms):
+        acquire(*args, **terms)
+        assert world.store.leases
+        raise ValueError
+
+    world.store.acquire = cut
+    assert isinstance(task.apply().result, ValueError)
+    assert world.store.leases == {}
+
+
+def test_two_apps_share_nothing(app):
+    """Each app has its own settings, store and watchdog."""
+    other = Celery("other", broker="redis://localhost:1/0", set_as_current=False)
+    assert runtime_of(app) is runtime_of(app)
+    assert runtime_of(other) is not runtime_of(app)
+
+
+def test_the_lease_of_one_thread_is_not_that_of_another(app, world):
+    """current_lease() belongs to the body that runs here."""
+    seen = []
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        thread = threading.Thread(target=lambda: seen.append(current_lease()))
+        thread.start()
+        thread.join()
+        return current_lease().key
+
+    assert task.apply().get() == "k"
+    assert seen == [None]
+    assert lease_of(task) is None
+
+
+@pytest.mark.parametrize("action", ["raise", "terminate"])
+def test_a_lease_lost_before_the_body_begins_stops_it(app, world, receiving, action):
+    """A receiver runs between grant and body: what is lost meanwhile is acted on, not forgotten."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_lost=action)
+    def task():
+        ran.append(1)
+
+    def slow_receiver(**_):
+        world.clock.advance(60)
+        world.watchdog.tick()
+
+    with receiving(signals.lock_acquired, slow_receiver):
+        result = task.apply()
+    assert isinstance(result.result, LockLostError)
+    assert ran == []
+
+
+def test_a_cap_reached_before_the_body_begins_stops_it(app, world, receiving):
+    """The same for lock_on_cap."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_cap="raise", max_renew_times=1)
+    def task():
+        ran.append(1)
+
+    def slow_receiver(**_):
+        world.run(25)
+
+    with receiving(signals.lock_acquired, slow_receiver):
+        result = task.apply()
+    assert isinstance(result.result, LockLostError)
+    assert ran == []
+
+
+def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
+    """An eager task in the body of another that holds its lock is told at once."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="wait", lock_wait_timeout=3600)
+    def inner():
+        """Never run."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def outer():
+        return inner.apply().result
+
+    error = outer.apply().get()
+    assert isinstance(error, LockHeldError)
+    assert "the task that is running here" in error.holder
+    assert world.store.asked("wait") == []

@@ -1,0 +1,189 @@
+"""The same task twice: looked for, put off, and acknowledged unrun once it has succeeded."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock import SingletonTask, StoreError
+from celery_dislock.locks.claim import Claim
+from tests.unit.deliveries import Broker, deliver
+
+LOCK = "dislock:{k}"
+
+
+@pytest.fixture
+def broker(app, world, monkeypatch):
+    """Check that nobody holds the lock when a copy is sent."""
+
+    class Checking(Broker):
+        def __call__(self, name, *args, **options):
+            super().__call__(name, *args, **options)
+            held = [owner for owner, _, _ in world.store.leases.values()]
+            assert not any(owner.startswith("1@w1:42/") for owner in held)
+
+    broker = Checking()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
+
+
+@pytest.fixture
+def ran():
+    return []
+
+
+@pytest.fixture
+def once(app, ran):
+    @app.task(
+        base=SingletonTask,
+        lock_key="k",
+        lock_dedupe_redelivered=True,
+        lock_dedupe_for=600,
+        bind=True,
+    )
+    def task(self):
+        ran.append(self.request.retries)
+
+    return task
+
+
+def test_a_copy_after_the_success_is_acknowledged_unrun(app, world, once, ran):
+    """The copy ends without a body and without touching the result; another task runs."""
+    deliver(once, "1")
+    assert deliver(once, "1").info.state == "IGNORED"
+    assert app.AsyncResult("1").state == "SUCCESS"
+    deliver(once, "2")
+    assert ran == [0, 0]
+    assert world.store.leases == {}
+
+
+def test_the_mark_is_set_in_two_steps(app, world, once):
+    """Before the release for as long as a lease, and after the result for lock_dedupe_for."""
+    deliver(once, "1")
+    steps = [call for call in world.store.calls if call[0] in {"remember", "release"}]
+    assert steps == [
+        ("remember", LOCK, "1", "ended 0", 30.0),
+        ("release", LOCK, "1@w1:42/1", 0.0),
+        ("remember", LOCK, "1", "done 0", 600.0),
+    ]
+
+
+def test_a_copy_of_a_success_that_is_not_over_is_put_off(app, world, once, ran, broker):
+    """Callbacks and the result may still be lost with their process: the copy comes again."""
+    world.store.marks[LOCK, "1"] = "ended 0"
+    assert deliver(once, "1").info.state == "IGNORED"
+    assert [sent["task_id"] for sent in broker.sent] == ["1"]
+    assert ran == []
+    assert world.store.leases == {}
+
+
+def test_a_retry_is_no_copy_of_the_attempt_before_it(app, world, once, ran):
+    """A mark is about an attempt and those before it: a later one is new work."""
+    deliver(once, "1")
+    deliver(once, "1", retries=1)
+    deliver(once, "1")
+    assert ran == [0, 1]
+
+
+def test_a_failure_leaves_no_mark(app, world):
+    """Only what has succeeded needs not to run again."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_dedupe_redelivered=True)
+    def task():
+        raise ValueError
+
+    deliver(task)
+    assert world.store.marks == {}
+
+
+def test_a_success_that_cannot_be_remembered_is_a_success(app, world, once, ran, monkeypatch):
+    """The server is gone when the body has ended: a copy may run, and the log says so."""
+    remember = world.store.remember
+
+    def away(*args):
+        world.store.away = True
+        remember(*args)
+
+    monkeypatch.setattr(world.store, "remember", away)
+    deliver(once, "1")
+    assert app.AsyncResult("1").state == "SUCCESS"
+    assert len([call for call in world.store.calls if call[0] == "remember"]) == 1
+
+
+def test_a_server_that_cannot_tell_puts_the_task_off(app, world, once, ran, broker):
+    """Fail closed: what was acquired before is released, then the task is sent, and not run."""
+
+    def recall(*_):
+        raise StoreError("redis://fake", "away")
+
+    world.store.recall = recall
+    assert deliver(once, "1").info.state == "RETRY"
+    assert len(broker.sent) == 1
+    assert ran == []
+    assert world.store.leases == {}
+
+
+def test_a_task_that_may_run_without_its_lock_has_none_then(app, world, once, ran):
+    """dislock_on_unavailable="run": the body has no lease that was given back already."""
+    app.conf.dislock_on_unavailable = "run"
+
+    def recall(*_):
+        raise StoreError("redis://fake", "away")
+
+    world.store.recall = recall
+    assert deliver(once, "1").info is None
+    assert ran == [0]
+    assert world.store.marks == {}
+
+
+@pytest.mark.parametrize("options", [{"lock_mode": "shared"}, {"lock_limit": 2}])
+@pytest.mark.parametrize(("other_id", "runs"), [("1", False), ("2", True)])
+def test_a_lock_for_several_is_not_shared_with_a_copy(
+    app, world, ran, broker, options, other_id, runs
+):
+    """Where a lock admits more than one, its holders are looked at for the same task id."""
+
+    @app.task(base=SingletonTask, lock_key="k", **options)
+    def task():
+        ran.append(1)
+
+    world.store.others = [("other", world.clock() + 30, {"id": other_id})]
+    state = deliver(task, "1").info
+    assert bool(ran) is runs
+    assert state is None if runs else state.state == "IGNORED"
+    assert [sent["task_id"] for sent in broker.sent] == ([] if runs else ["1"])
+    assert world.store.leases == {}
+
+
+def test_an_exclusive_lock_costs_no_look_at_its_holders(app, world):
+    """Two round trips, as without all this."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        pass
+
+    deliver(task)
+    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
+
+
+def test_eager_tasks_are_no_copies(app, world, once, ran):
+    """apply() with the same id is the caller's own wish."""
+    once.apply(task_id="1")
+    assert world.store.marks == {}
+    world.store.marks[LOCK, "1"] = "done 0"
+    once.apply(task_id="1")
+    assert ran == [0, 0]
+
+
+def test_a_copy_meets_a_lease_that_is_left_to_expire(app, world, ran, broker):
+    """What holds the lock for the same task id puts a copy off, run or left."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        ran.append(1)
+
+    claim = Claim("other", {"task": task.name, "id": "1"})
+    world.lock("k").try_acquire(claim)
+    claim.settle(leaves=True)
+    deliver(task, "1")
+    assert ran == []
+    assert len(broker.sent) == 1

@@ -1,0 +1,244 @@
+"""The steps of a worker: its command line, its lock server, its children, and the sweep."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask, StoreError
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import runtime_of
+from celery_dislock.worker.steps import LockStep, SweepStep
+from tests.unit.fakes import without_strangers
+
+
+@pytest.fixture
+def app():
+    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    Dislock(app)
+    return app
+
+
+def test_the_worker_says_where_its_locks_are(app, caplog):
+    """One line has all that two workers must share to share a lock: the server and the prefix."""
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    app.conf.dislock_prefix = "staging"
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+    with caplog.at_level(logging.INFO, "celery_dislock"):
+        step.start(None)
+    assert caplog.messages[0] == (
+        "Locks are on; lock server: redis://localhost:1/0, prefix: staging"
+    )
+
+
+def test_a_bad_setting_stops_a_worker_that_locks_nothing(app):
+    """A --dislock-url that no task uses is checked all the same; --no-dislock checks nothing."""
+    worker = SimpleNamespace(app=without_strangers(app), hostname="w1@here")
+    with pytest.raises(SystemExit, match="dislock_url='http://x': give the lock server's URL"):
+        LockStep(worker, dislock_url=("http://x",))
+    LockStep(worker, dislock=False)
+
+
+def test_no_dislock_says_so_loudly(app, caplog):
+    """An operator sees in the log that nothing locks."""
+    without_strangers(app)
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=False)
+    assert step.include_if(None)  # or Celery would not start it
+    step.start(None)
+    assert runtime_of(app).enabled is False
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "LOCKS ARE OFF" in record.message
+
+
+def test_the_command_line_wins_over_the_setting(app, reachable):
+    """--dislock and --dislock-url are written to the app's configuration."""
+    app.conf.dislock_enabled = False
+    LockStep(
+        SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url="redis://other:1/3"
+    )
+    assert runtime_of(app).enabled is True
+    assert runtime_of(app).process.store.server == "redis://other:1/3"
+
+
+def test_a_worker_without_a_lock_server_refuses_to_start(app, monkeypatch):
+    """The message names the server and the ways out; there is no traceback."""
+
+    def ping(_):
+        raise StoreError("redis://localhost:1/0", "Connection refused")
+
+    monkeypatch.setattr(Store, "ping", ping)
+    with pytest.raises(SystemExit) as caught:
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
+    assert "redis://localhost:1/0: Connection refused" in caught.value.code
+    assert "--no-dislock" in caught.value.code
+
+
+def test_a_worker_with_a_bad_option_refuses_to_start(app, reachable):
+    """A task that is only locked under --dislock is checked when the worker starts."""
+
+    @app.task(name="keyed", lock_key="k:<x>", shared=False)
+    def keyed(): ...
+
+    with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
+
+
+def test_a_worker_whose_singleton_tasks_have_no_server_refuses_to_start():
+    """Without a flag the server is not asked, but there must be one."""
+    app = Celery("shop", broker="amqp://localhost//", set_as_current=False)
+    Dislock(app)
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    with pytest.raises(SystemExit, match="dislock_url"):
+        LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+
+
+def test_dead_children_are_looked_for_often(app):
+    """The event loop asks the pool to look for exits, once however often it is set up."""
+    calls = []
+
+    class Hub:
+        def call_repeatedly(self, delay, call):
+            calls.append(call)
+            return SimpleNamespace(cancel=lambda: calls.remove(call))
+
+    @app.task(name="singleton", base=SingletonTask, shared=False)
+    def singleton(): ...
+
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+    worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
+    step.register_with_event_loop(worker, Hub())
+    step.register_with_event_loop(worker, Hub())
+    assert calls == ["maintain"]
+    step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
+
+
+@pytest.fixture
+def worker(app):
+    """A worker whose timer the test looks at: what is due, and after how many seconds."""
+    due = []
+
+    def call_after(seconds, call, args):
+        entry = SimpleNamespace(after=seconds, run=lambda: call(*args))
+        entry.cancel = lambda: due.remove(entry)
+        due.append(entry)
+        return entry
+
+    timer = SimpleNamespace(call_after=call_after, due=due)
+    return SimpleNamespace(app=app, hostname="w1@here", timer=timer)
+
+
+def declare_parking(app, timeout=30.0):
+    @app.task(
+        name="parks",
+        base=SingletonTask,
+        lock_key="k",
+        lock_on_conflict="queue",
+        lock_watchdog_timeout=timeout,
+        shared=False,
+    )
+    def parks(): ...
+
+    app.finalize()
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """Stand for the sweep; each step wants the next one a second later than the last."""
+    made = []
+
+    class Sweep:
+        def __init__(self, *told, looks_first):
+            self.looks_first = looks_first
+            self.told, self.steps, self.ended = told, 0, 0
+            made.append(self)
+
+        def step(self):
+            self.steps += 1
+            return float(self.steps)
+
+        def end(self):
+            self.ended += 1
+
+    monkeypatch.setattr("celery_dislock.worker.steps.Sweep", Sweep)
+    return made
+
+
+def test_every_worker_has_the_steps(app):
+    """Dislock(app) adds both; an app that only has a SingletonTask has them all the same."""
+    assert app.steps["worker"] >= {LockStep, SweepStep}
+    other = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    other.finalize()
+    assert other.steps["worker"] >= {LockStep, SweepStep}
+
+
+def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
+    """One with tasks that do not park does: others may have left a line."""
+
+    @app.task(name="plain", shared=False)
+    def plain(): ...
+
+    without_strangers(app)
+    assert SweepStep(worker).include_if(worker) is False
+
+    @app.task(name="skips", base=SingletonTask, lock_key="k", shared=False)
+    def skips(): ...
+
+    app.tasks["skips"]
+    assert SweepStep(worker).include_if(worker) is True
+
+
+@pytest.mark.parametrize(
+    "conf", [{"dislock_enabled": False}, {"dislock_url": ["redis://a", "redis://b", "redis://c"]}]
+)
+def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
+    """Without locks, and with several lock servers, whatever a callable may say."""
+    without_strangers(app).conf.update(conf)
+
+    @app.task(
+        name="t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None, shared=False
+    )
+    def t(): ...
+
+    assert SweepStep(worker).include_if(worker) is False
+
+
+def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
+    """At once, and then whenever the step before says; with connections of its own."""
+    declare_parking(app, timeout=6.0)
+    step = SweepStep(worker)
+    step.include_if(worker)
+    step.start(worker)
+    [sweep] = sweeps
+    process, *told = sweep.told
+    assert told == [runtime_of(app).process.sweep_name, "w1@here", 2.0]
+    assert process is not runtime_of(app).process
+    for after in (0.0, 1.0, 2.0):
+        entry = worker.timer.due.pop()
+        assert (entry.after, worker.timer.due) == (after, [])
+        entry.run()
+
+
+def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):
+    """What was due is cancelled, and another worker can sweep."""
+    declare_parking(app)
+    step = SweepStep(worker)
+    step.include_if(worker)
+    step.start(worker)
+    step.stop(worker)
+    assert worker.timer.due == []
+    assert sweeps[0].ended == 1
+
+
+def test_a_step_that_was_not_started_can_be_stopped(worker):
+    """A worker that fails while it starts stops all its steps."""
+    SweepStep(worker).stop(worker)
