@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SIGNAL = getattr(signal, "SIGURG", None)
+MOST_JUMPS = 1000  # after which an asynchronous exception was raised, if there was one
 
 
 class Target(Protocol):
@@ -158,12 +159,31 @@ class _ThreadTarget:
     def disarm(self) -> None:
         with self._mutex:
             self._armed = False
-            if self._thrown:
-                self._set_async(None)
+            thrown = self._thrown
+        if thrown:
+            self._absorb()
 
-    def _set_async(self, exc: type[BaseException] | None) -> None:
-        argument: Any = ctypes.py_object(exc) if exc is not None else None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._ident, argument)
+    def _absorb(self) -> None:
+        """
+        Take back what may not have been raised yet.
+
+        Another exception takes its place and is raised here, by the next jump back at the latest.
+        CPython 3.11 does not take well to none in its place: it goes on looking for one before each
+        instruction, and when the process is traced, before the same one for ever.
+        """
+        try:
+            self._set_async(_Absorbed)
+            for _ in range(MOST_JUMPS):
+                pass
+        except _Absorbed:
+            pass
+
+    def _set_async(self, exc: type[BaseException]) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._ident, ctypes.py_object(exc))
+
+
+class _Absorbed(BaseException):
+    """Raised and caught in place of an interruption that came too late."""
 
 
 def _raised_as(exc: BaseException) -> type[BaseException]:

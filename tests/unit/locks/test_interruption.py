@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -101,3 +103,34 @@ def test_blocks_that_end_out_of_order_leave_nothing_armed():
     outer.disarm()
     inner.disarm()
     assert _MainThreadTarget.armed == ()
+
+
+TRACED = """
+import sys, threading
+from celery_dislock.exceptions import LockLostError
+from celery_dislock.locks.interruption import running_here
+
+def body():
+    target = running_here()
+    try:
+        target.throw(LockLostError("k", "stolen"))
+        while True: pass
+    except LockLostError:
+        pass
+    finally:
+        target.disarm()
+
+thread = threading.Thread(target=body)
+thread.start()
+thread.join()
+sys.settrace(lambda *_: None)
+(lambda: None)()
+print("traced")
+"""
+
+
+def test_a_process_can_be_traced_after_a_thread_was_interrupted():
+    """Python 3.11 traced one instruction for ever: it was told of an exception that was gone."""
+    command = [sys.executable, "-c", TRACED]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("traced\n", "")
