@@ -24,6 +24,7 @@ from celery_dislock.locks.lock import to_json
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
+from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Lines
 
 PARKED = "PARKED"  # state of the result while a task is in line
-SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s:aside: %s"
+SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s: %s"
 STAYS_IN_LINE = (
     "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
     "(%s): %s"
@@ -227,6 +228,6 @@ def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> Non
     lock, ticket = turn
     try:
         if lines.withdraw(lock, ticket):
-            logger.error(SET_ASIDE, task, key_of(lock), lock, why)
+            logger.error(SET_ASIDE, task, key_of(lock), aside_of(lock), why)
     except StoreError as exc:
         logger.error(STAYS_IN_LINE, task, key_of(lock), exc, why)  # noqa: TRY400

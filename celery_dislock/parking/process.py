@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.locks.runtime import Process
 from celery_dislock.parking.store import Lines
 from celery_dislock.reporting import Order
+from celery_dislock.scripts.names import sweep_lock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class ParkingProcess(Process):
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.log_order = Order()
-        self.sweep_name = f"{prefix}:sweep:{{{home}}}"
+        self.sweep_name = sweep_lock(prefix, home)
 
     @property
     def can_park(self) -> bool:

@@ -27,6 +27,7 @@ from celery_dislock.messages.message import Message
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import withdraw
 from celery_dislock.redaction import reason_of
+from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Turn
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
 def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
     """Report a task that cannot be run; return whose turn it is instead."""
     next_turns: list[Turn] = []
-    where = f"is set aside in {turn.lock}:aside"
+    where = f"is set aside in {aside_of(turn.lock)}"
     if turn.message:  # else it is there already
         try:
             next_turns = lines.set_aside(turn.lock, turn.ticket, turn.message)

@@ -21,10 +21,12 @@ from celery_dislock.scripts import (
     LINES,
     PARK,
     PARKED,
+    RAN_HERE,
     REFUSED,
     SWEEP,
     WITHDRAW,
 )
+from celery_dislock.scripts.names import index_of_lines
 from celery_dislock.servers.replies import (
     MODES,
     Done,
@@ -45,9 +47,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.server import Server
-
-
-DONE_THERE = 2  # see leave.lua
 
 
 class Ticket(NamedTuple):
@@ -91,7 +90,7 @@ class Lines:
         hand_over: Callable[[Sequence[Turn]], None],
     ) -> None:
         self._server = server
-        self._names = f"{prefix}:lines:{home}"
+        self._names = index_of_lines(prefix, home)
         self._home = home
         self._hand_over = hand_over
 
@@ -179,7 +178,7 @@ class Lines:
         """
         left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0)
         self._publish(given)
-        return bool(left == DONE_THERE)
+        return bool(left == RAN_HERE)
 
     def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
         """

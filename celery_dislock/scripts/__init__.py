@@ -2,6 +2,9 @@
 
 A line ``-- include: _lease`` stands for that part, which says how a lease is written; ``_parked``
 says how parked tasks are, and is included where the first of it is needed, not before.
+
+The server knows a script by its digest once it was sent its text.  So a script is sent by its
+digest, and by its text after the error ``NOSCRIPT``.
 """
 
 from __future__ import annotations
@@ -11,9 +14,16 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import TYPE_CHECKING
+
+from celery_dislock.scripts.files import read_lua
 
 CALL = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
-INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Argument = str | bytes | float
 
 
 @dataclass(frozen=True)
@@ -26,13 +36,16 @@ class Script:
     @classmethod
     def load(cls, name: str) -> Script:
         """Read a script that is part of this package, with the parts that it includes."""
-        text = _read(name)
+        text = read_lua(name)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
+    def by_digest(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
+        """Return the command that runs it where the server has its text already."""
+        return (b"EVALSHA", self.sha, len(keys), *keys, *arguments)
 
-def _read(name: str) -> str:
-    text = (resources.files(__name__) / f"{name}.lua").read_text("utf-8")
-    return INCLUDE.sub(lambda found: _read(found[1]), text)
+    def by_text(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
+        """Return the command that runs it anywhere, and leaves its text with the server."""
+        return (b"EVAL", self.text, len(keys), *keys, *arguments)
 
 
 ACQUIRE = Script.load("acquire")
@@ -53,19 +66,9 @@ DELIST = Script.load("delist")
 LINES = Script.load("lines")
 TRY = Script.load("try")
 
-# What the keys of a lock are, by what follows its name.
-KINDS = {
-    "": "hash",
-    ":line": "zset",
-    ":places": "hash",
-    ":tickets": "hash",
-    ":handed": "zset",
-    ":running": "hash",
-    ":replaced": "hash",
-    ":aside": "hash",
-}
-
-REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # how park.lua's answers begin, and acquire.lua's
+# How replies begin that have more than one shape; _states.lua has the same.
+REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
+NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 
 @cache

@@ -1,6 +1,6 @@
--- _lease.lua: how a lock is written.  Put in front of every other script when it is loaded.
+-- _lease.lua: how a lock and its leases are written.  Included by all scripts that read or write them.
 --
--- A lock is <prefix>:{<key>}, a hash with a field per lease:
+-- The lock is a hash with a field per lease:
 --
 --   owner -> "1 expires_ms token acquired_ms mode holder"
 --
@@ -14,24 +14,15 @@
 -- A field whose name begins with "~" is a lease whose owner is done and which only runs out
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.
 --
--- Beside it, with its name in front of theirs and so in its slot, stand those who wait:
---
---   <lock>:line           sorted set: owner -> when it joined, in Redis TIME in microseconds
---   <lock>:places         hash: owner -> "1 deadline_ms ttl_ms mode limit holder"
---   <lock>:wake:<owner>   list, on which the owner waits for news: "token ttl_ms place_left_ms" when it
---                         was granted the lock, with what was left until its place's deadline;
---                         empty when it has become the first, and is to look who is before it
---
--- Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
---
--- A place whose deadline is over belongs to a waiter that died: it is passed over.  Every key
--- lives as long as the longest of what it holds.  An ended lease that shares its hash with a
+-- Every key lives as long as the longest of what it holds.  An ended lease that shares its hash with a
 -- live one is swept out when the leases are counted.
-
+--
 -- A cluster moves a slot key by key, so that the lock and what stands beside it may be on two nodes,
 -- and a key that is missing may be on the other one.  A lease is safe meanwhile: the lock is KEYS[1],
 -- and the client is sent to the node that has it.  Nothing else is read or written before
 -- line_exists() has seen that all keys are here.
+
+-- include: _names
 
 local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
 
@@ -39,168 +30,109 @@ local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now = math.floor(now_us / 1000)
 
-local lock, line, places  -- all that follows is about this lock
-
-local newest  -- highest token known of its leases, also of those that this script has ended
-
-local function use(key)
-  lock, line, places = key, key .. ':line', key .. ':places'
-  newest = 0
-end
-
--- The lock cannot be used: what is there was written by hand, or by a later version.
-local function damaged(what, record)
-  local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
-  error('dislock: ' .. what .. ' cannot be read: ' .. shown, 0)
+-- What a script knows of a lock:
+--
+--   name, line, places   its keys
+--   newest               highest token that this script has seen, also of leases that have ended
+--   records              owner -> record of each live lease; false: not counted yet
+--   x, s                 how many of them there are of each mode
+--   first                the one that ends first; false: not known
+--
+-- put() and drop() alone change leases, and they keep this true.  Functions that decide by it count the
+-- leases first, unless that was done; see _grant.lua.  So no script has to remember when to count.
+local function open(name)
+  return {
+    name = name, line = name .. LINE, places = name .. PLACES,
+    newest = 0, records = false, x = 0, s = 0, first = false,
+  }
 end
 
 -- Whether anyone stands in line.  Asks for a second name, which is never there: where the slot moves,
 -- a server that misses one of two keys answers with an error, and the client asks again.
-local function line_exists()
-  return redis.call('EXISTS', line, lock .. ':?') == 1
-end
-
-local function parse(lease)
-  local expires, token, acquired, rest = string.match(lease, '^1 (%d+) (%d+) (%d+) ([xs] .*)$')
-  if not expires then damaged('a lease in it', lease) end
-  return tonumber(expires), tonumber(token), tonumber(acquired), rest
-end
-
-local function write(owner, expires, token, acquired, rest)
-  redis.call('HSET', lock, owner,
-    string.format('1 %.0f %.0f %.0f %s', expires, token, acquired, rest))
+local function line_exists(lock)
+  return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1
 end
 
 local function live_at_least(key, ttl_ms)
   if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end
 end
 
+-- Returns expires_ms, token, acquired_ms, mode, holder.  Where a record cannot be read, the lock cannot
+-- be used: it was written by hand, or by a later version.
+local function parse(record)
+  local expires, token, acquired, mode, holder =
+    string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (.*)$')
+  if not expires then
+    local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
+    error('dislock: a lease in it cannot be read: ' .. shown, 0)
+  end
+  return tonumber(expires), tonumber(token), tonumber(acquired), mode, holder
+end
+
+local function read(owner, record)
+  local expires, token, acquired, mode, holder = parse(record)
+  return {
+    owner = owner, expires = expires, token = token, acquired = acquired, mode = mode,
+    holder = holder,
+  }
+end
+
+-- The lease of an owner, or nothing.  Unless the leases were counted, it may have ended.
+local function lease_of(lock, owner)
+  local record
+  if lock.records then record = lock.records[owner]
+  else record = redis.call('HGET', lock.name, owner) end
+  return record and read(owner, record) or nil
+end
+
+-- Write a live lease.  The caller sees to the expiry of the hash.
+local function put(lock, lease)
+  local record = string.format('1 %.0f %.0f %.0f %s %s',
+    lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)
+  redis.call('HSET', lock.name, lease.owner, record)
+  lock.newest = math.max(lock.newest, lease.token)
+  if not lock.records then return end
+  local before = lock.records[lease.owner]
+  if before then
+    local mode = string.match(before, '[xs]')  -- the first letter of a record
+    lock[mode] = lock[mode] - 1
+  end
+  lock.records[lease.owner] = record
+  lock[lease.mode] = lock[lease.mode] + 1
+  lock.first = false
+end
+
+-- Take a lease away.
+local function drop(lock, lease)
+  redis.call('HDEL', lock.name, lease.owner)
+  lock.newest = math.max(lock.newest, lease.token)
+  if not (lock.records and lock.records[lease.owner]) then return end
+  lock.records[lease.owner] = nil
+  lock[lease.mode] = lock[lease.mode] - 1
+  lock.first = false
+end
+
+local function renew(lock, lease, ttl_ms)
+  lease.expires = now + ttl_ms
+  put(lock, lease)
+  live_at_least(lock.name, ttl_ms)
+end
+
 -- The owner is done with its lease: end it now, or at acquired + at_least_ms.
-local function finish(owner, lease, at_least_ms)
-  local _, token, acquired, rest = parse(lease)
-  local left_ms = at_least_ms > 0 and acquired + at_least_ms - now or 0
-  if left_ms > 0 then write('~' .. owner, acquired + at_least_ms, token, acquired, rest) end
-  redis.call('HDEL', lock, owner)  -- last: a hash that is empty may move away, or loses its expiry
-  if left_ms <= 0 then return end
-  if redis.call('HLEN', lock) == 1 then
-    redis.call('PEXPIRE', lock, left_ms)
+local function finish(lock, lease, at_least_ms)
+  local ends = lease.acquired + at_least_ms
+  local runs_out = at_least_ms > 0 and ends > now
+  if runs_out then
+    put(lock, {
+      owner = '~' .. lease.owner, expires = ends, token = lease.token, acquired = lease.acquired,
+      mode = lease.mode, holder = lease.holder,
+    })
+  end
+  drop(lock, lease)  -- last: a hash that is empty may move away, or loses its expiry
+  if not runs_out then return end
+  if redis.call('HLEN', lock.name) == 1 then
+    redis.call('PEXPIRE', lock.name, ends - now)
   else
-    live_at_least(lock, left_ms)
-  end
-end
-
--- The live leases: how many of each mode, and which of them ends first.
--- Returns the lease of *owner*, where it is among them.
-local counted = {x = 0, s = 0}
-local first, first_expires, first_rest = nil, nil, nil
-
-local function count_leases(owner)
-  local mine = nil
-  counted.x, counted.s, first = 0, 0, nil
-  local leases = redis.call('HGETALL', lock)
-  for i = 1, #leases, 2 do
-    local expires, token, _, rest = parse(leases[i + 1])
-    newest = math.max(newest, token)
-    if expires <= now then
-      redis.call('HDEL', lock, leases[i])
-    else
-      local mode = string.sub(rest, 1, 1)
-      counted[mode] = counted[mode] + 1
-      if leases[i] == owner then mine = leases[i + 1] end
-      if not first or expires < first_expires then
-        first, first_expires, first_rest = leases[i], expires, rest
-      end
-    end
-  end
-  return mine
-end
-
-local function admits(mode, limit)
-  if mode == 's' then return counted.x == 0 end
-  return counted.s == 0 and counted.x < limit
-end
-
-local function grant(owner, ttl_ms, mode, holder)
-  newest = math.max(now_us, newest + 1)
-  write(owner, now + ttl_ms, newest, now, mode .. ' ' .. holder)
-  if counted.x + counted.s > 0 then live_at_least(lock, ttl_ms)
-  else redis.call('PEXPIRE', lock, ttl_ms) end
-  counted[mode] = counted[mode] + 1
-  return newest
-end
-
--- Of the leases counted, the one that ends first, as a refusal names it; a lock that nobody holds
--- waits for a parked task, whose turn comes again soon.
-local function in_the_way()
-  if not first then return RESERVED_MS, '', '{"parked":true}' end
-  return first_expires - now, first, string.sub(first_rest, 3)
-end
-
-local function join_line(owner, place_ms, ttl_ms, mode, limit, holder)
-  if not redis.call('ZSCORE', line, owner) then
-    local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
-    local joined = math.max(now_us, tonumber(last or 0) + 1)
-    redis.call('ZADD', line, string.format('%.0f', joined), owner)
-  end
-  redis.call('HSET', places, owner,
-    string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
-  live_at_least(line, place_ms)
-  live_at_least(places, place_ms)
-end
-
-local function leave_line(owner)
-  redis.call('DEL', lock .. ':wake:' .. owner)
-  redis.call('HDEL', places, owner)
-  return redis.call('ZREM', line, owner) == 1
-end
-
-local function wake_up(owner, news)
-  local wake = lock .. ':wake:' .. owner
-  redis.call('RPUSH', wake, news)
-  redis.call('PEXPIRE', wake, RESERVED_MS)
-end
-
--- Give the one waiter that is first in line the lock, or pass it over where it is dead.
--- Returns false where the lock does not admit it; whether it was granted, and the token, else.
-local function serve(waiter, asker)
-  local deadline, ttl, mode, limit, holder = string.match(
-    redis.call('HGET', places, waiter) or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
-  if not deadline or tonumber(deadline) <= now then
-    leave_line(waiter)
-    return true
-  end
-  if not admits(mode, tonumber(limit)) then return false end
-  leave_line(waiter)
-  if waiter == asker then return true, false, grant(waiter, tonumber(ttl), mode, holder) end
-  local reserved = math.min(tonumber(ttl), RESERVED_MS)
-  local granted = grant(waiter, reserved, mode, holder)
-  wake_up(waiter, string.format('%.0f %.0f %.0f', granted, reserved, deadline - now))
-  return true, true
-end
-
-local PARKED = string.byte('#')  -- the last character of a parked task in line
-
--- Gives a parked task its turn; false where it must wait, and so must all behind it.  Set by the
--- scripts whose callers can publish what they are given.
-local give_turn
-
--- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
--- who is awake.  Whoever is first after that looks at once: one of those before it may be dead,
--- and its lease end in RESERVED_MS.
--- The leases have been counted.  Returns the asker's token where it got the lock.
-local function hand_on(asker)
-  local token, handed = nil, false
-  while true do
-    local head = redis.call('ZRANGE', line, 0, 0)[1]
-    if not head then return token end
-    local parked = string.byte(head, -1) == PARKED
-    local served, woken, granted
-    if parked then served = give_turn and give_turn(head, asker)
-    else served, woken, granted = serve(head, asker) end
-    token, handed = granted or token, handed or woken
-    if not served then
-      if handed and not parked then wake_up(head, '') end
-      return token
-    end
+    live_at_least(lock.name, ends - now)
   end
 end

@@ -7,75 +7,79 @@
 -- ARGV[4]   mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
 --                      s shared: admitted beside no exclusive lease
 -- ARGV[5]   limit      integer > 0
--- ARGV[6]   place_ms   > 0: wait in line, where the place is kept so long unless asked again
+-- ARGV[6]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
 -- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
+--
+-- Touches   beside each lock its line and places, and the wake lists of those who wait
 --
 -- Returns   {1, token, ...}                         granted, with the token of each lock: the leases
 --                                                   end in ttl_ms unless renewed
 --           {0, remaining_ms, owner, holder, nth}   refused by the nth lock, counted from 0: of the
 --                                                   leases in the way, the one that ends first
 --
--- An asker that is not to wait gets all of the locks or none.  One that waits stands in line at the
+-- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the
 -- lock that refused it, and keeps those before it meanwhile: all take them in the same order, so
 -- that no two can wait for each other.
 --
 -- Safe to send twice: an owner that has a lock already gets the same token again, and its
 -- expiry is reset; one that waits already keeps its place.
 --
--- While a slot moves, who is not to wait is answered by the lock alone, and passes a line that
--- cannot be seen; who is to wait gets an error.
+-- While a slot moves, an asker that does not wait is answered by the lock alone, and passes a line that
+-- cannot be seen; one that waits gets an error.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
+-- include: _states
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local mode, limit, place_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local passes_line = ARGV[7] == '0'
+local waits = place_ms > 0
 
 -- Returns the token, and whether its lease is a new one; nothing where the lock refuses.
-local function take()
-  local mine = count_leases(owner)
+local function take(lock)
+  count_leases(lock)
+  local mine = lease_of(lock, owner)
   if mine then
-    local _, token, acquired, rest = parse(mine)
-    write(owner, now + ttl, token, acquired, rest)
-    live_at_least(lock, ttl)
-    pcall(redis.call, 'DEL', lock .. ':wake:' .. owner)  -- it ends by itself where the slot moves
-    return token, false
+    renew(lock, mine, ttl)
+    pcall(redis.call, 'DEL', lock.name .. WAKE .. owner)  -- it ends by itself where the slot moves
+    return mine.token, false
   end
 
-  local seen, waiting = pcall(line_exists)
-  if not seen then waiting = place_ms > 0 and line_exists() end
-  if admits(mode, limit) and (not waiting or ARGV[7] == '0') then
-    if waiting then leave_line(owner) end
-    return grant(owner, ttl, mode, holder), true
+  local seen, line_is_there = pcall(line_exists, lock)
+  if not seen then line_is_there = waits and line_exists(lock) end
+  if admits(lock, mode, limit) and (not line_is_there or passes_line) then
+    if line_is_there then leave_line(lock, owner) end
+    return grant(lock, owner, ttl, mode, holder), true
   end
 
-  if place_ms > 0 then
-    join_line(owner, place_ms, ttl, mode, limit, holder)
-    waiting = true
+  if waits then
+    join_line(lock, owner, place_ms, ttl, mode, limit, holder)
+    line_is_there = true
   end
-  if waiting then
-    local token = hand_on(owner)
+  if line_is_there then
+    local token = hand_off(lock, owner)
     if token then return token, true end
-    count_leases()
-    if place_ms == 0 and admits(mode, limit) and redis.call('EXISTS', line) == 0 then
-      return grant(owner, ttl, mode, holder), true
+    if not waits and admits(lock, mode, limit) and redis.call('EXISTS', lock.line) == 0 then
+      return grant(lock, owner, ttl, mode, holder), true
     end
   end
 end
 
-local granted, new = {1}, {}
+local granted, new = {GRANTED}, {}
 for nth, key in ipairs(KEYS) do
-  use(key)
-  local token, is_new = take()
+  local lock = open(key)
+  local token, is_new = take(lock)
   if not token then
-    local remaining, who, its_holder = in_the_way()
-    local refusal = {0, remaining, who, its_holder, nth - 1}
-    if place_ms == 0 then
-      for _, taken in ipairs(new) do redis.call('HDEL', taken, owner) end
+    if not waits then
+      for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
-    return refusal
+    local remaining, other, its_holder = in_the_way(lock)
+    return {REFUSED, remaining, other, its_holder, nth - 1}
   end
   granted[nth + 1] = string.format('%.0f', token)
-  if is_new then new[#new + 1] = key end
+  if is_new then new[#new + 1] = lock end
 end
 return granted

@@ -6,7 +6,7 @@
 --
 -- Returns   1 struck off   0 not: it was raised meanwhile, or is gone
 --
--- Sent twice, the second answers 0.
+-- Touches that hash alone.  Sent twice, the second answers 0.
 
 if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 return redis.call('HDEL', KEYS[1], ARGV[1])

@@ -5,8 +5,9 @@
 --
 -- Returns   nothing
 --
--- Outside the slots of the locks, so written before the task is parked: a line that nobody knows of
--- would never be swept.  Sent twice, the number is raised twice, which does no harm.
+-- Touches that hash alone.  It is outside the slots of the locks, so it is written before the task is
+-- parked: a line that nobody knows of would never be swept.  Sent twice, the number is raised twice,
+-- which does no harm.
 
 -- include: _kept
 

@@ -3,20 +3,24 @@
 -- KEYS[1]   lock
 -- ARGV[1]   ticket
 --
+-- Touches   the lock's line, and the tickets and turns of its parked tasks
+--
 -- Returns   1 it has its old place again   0 it did not have its turn any more
 --
--- Gives nobody else the turn: whoever sweeps next does.  Sent twice, the second answers 0.
+-- Gives nobody else the turn: the next sweep does.  Sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
-use_parked(KEYS[1])
-line_exists()  -- or an error, before anything is done
 local ticket = ARGV[1]
-local joined, _, ttl, mode, limit, its_home, message =
-  parse_ticket(redis.call('HGET', tickets, ticket) or '')
-if not joined or redis.call('ZREM', handed, ticket) == 0 then return 0 end
-redis.call('HDEL', lock, ticket .. '#')
-write_ticket(ticket, joined, 0, ttl, mode, limit, its_home, message)
-join(ticket, joined)
+local lock = with_parked(open(KEYS[1]))
+line_exists(lock)  -- or an error, before anything is done
+local parked, reservation = read_ticket(lock, ticket), lease_of(lock, member_of(ticket))
+if not parked or redis.call('ZREM', lock.handed, ticket) == 0 then return 0 end
+if reservation then drop(lock, reservation) end
+parked.times = 0
+write_ticket(lock, ticket, parked)
+join(lock, ticket, parked.joined)
 return 1

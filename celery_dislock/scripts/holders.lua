@@ -4,21 +4,20 @@
 --
 -- Returns   {owner, remaining_ms, token, mode, holder, ...}   five for each live lease
 --
--- Changes nothing.
+-- Touches the lock alone, and changes nothing.
 
 -- include: _lease
 
-use(KEYS[1])
-local found = {}
-local leases = redis.call('HGETALL', lock)
-for i = 1, #leases, 2 do
-  local expires, token, _, rest = parse(leases[i + 1])
-  if expires > now then
-    found[#found + 1] = leases[i]
-    found[#found + 1] = expires - now
-    found[#found + 1] = string.format('%.0f', token)
-    found[#found + 1] = string.sub(rest, 1, 1)
-    found[#found + 1] = string.sub(rest, 3)
+local told = {}
+local found = redis.call('HGETALL', KEYS[1])
+for i = 1, #found, 2 do
+  local lease = read(found[i], found[i + 1])
+  if lease.expires > now then
+    told[#told + 1] = lease.owner
+    told[#told + 1] = lease.expires - now
+    told[#told + 1] = string.format('%.0f', lease.token)
+    told[#told + 1] = lease.mode
+    told[#told + 1] = lease.holder
   end
 end
-return found
+return told

@@ -4,8 +4,9 @@
 -- ARGV[1]   home      the caller's broker
 -- ARGV[2]   ticket
 -- ARGV[3]   aside     a message that cannot be read, to be kept for people to see; empty: nothing
+-- ARGV[4]   over      1: no copy of it must run any more   0: it runs elsewhere, unless it was done here
 --
--- ARGV[4]   over      1: no copy of it is to run any more   0: it runs elsewhere, unless it was done here
+-- Touches   all keys of the lock
 --
 -- Returns   {left, turns}   left: 1 it was there, waiting, running or replaced   0 it was not
 --                                 2 it was done here, and over is 0: nothing was changed
@@ -14,19 +15,20 @@
 -- Sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
+-- include: _states
 
+local ticket, aside, over = ARGV[2], ARGV[3], ARGV[4] == '1'
 home = ARGV[1]
-use_parked(KEYS[1])
-line_exists()  -- or an error, before anything is done
-if ARGV[4] == '0' and is_done(ARGV[2]) then return {2, turns} end
-count_leases()  -- before a reservation goes: the next token is to be higher than its
-local left = forget(ARGV[2])
-left = redis.call('HDEL', lock .. ':replaced', ARGV[2]) == 1 or left
-if left and ARGV[4] == '1' then mark_done(ARGV[2]) end
-if ARGV[3] ~= '' then set_aside(ARGV[2], ARGV[3]) end
-if anyone_waits() then
-  count_leases()
-  pass_on()
-end
-return {left and 1 or 0, turns}
+local lock = with_parked(open(KEYS[1]))
+line_exists(lock)  -- or an error, before anything is done
+if not over and is_done(lock, ticket) then return {RAN_HERE, turns} end
+
+local was_there = forget(lock, ticket)
+if redis.call('HDEL', lock.name .. REPLACED, ticket) == 1 then was_there = true end
+if was_there and over then mark_done(lock, ticket, DONE_WITH_LOCK) end
+if aside ~= '' then set_aside(lock, ticket, aside) end
+if anyone_waits(lock) then recall_and_hand_off(lock) end
+return {was_there and LEFT or NOT_THERE, turns}

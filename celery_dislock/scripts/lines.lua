@@ -6,8 +6,8 @@
 --
 -- Returns   {total, cursor, {lock, number, ...}}   cursor: of the next page; 0: this was the last
 --
--- Changes nothing but how long the hash is kept, as the sweep does with the lines themselves.  What
--- stays in the hash all the while is on one page at least.
+-- Touches that hash alone.  Changes nothing but how long it is kept, as the sweep does with the lines
+-- themselves.  What stays in it all the while is on one page at least.
 
 -- include: _kept
 

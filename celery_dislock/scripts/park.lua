@@ -8,16 +8,18 @@
 -- ARGV[5]   limit      as for acquire.lua
 -- ARGV[6]   home       the caller's broker
 -- ARGV[7]   ticket
--- ARGV[8]   owners of the same task begin so
+-- ARGV[8]   owners of the same task begin with this
 -- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
 --                      nothing is known, as after a failover, runs or is parked again, in a full line,
 --                      too, and has a mark when it is done
 -- ARGV[10]  message    empty: only ask
--- ARGV[11]  most       so many may wait in line; 0: any number
+-- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
--- ARGV[13]  overflow   skip: refuse who comes to a full line   replace: the oldest makes room
+-- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room
 --
--- Returns   {state, turns, ...}, where turns are to be published: {lock, ticket, message, ...}
+-- Touches   all keys of the lock
+--
+-- Returns   {state, turns, ...}, where turns must be published: {lock, ticket, message, ...}
 --
 --   {1, turns, token, claimed}                   granted; claimed: 1 a parked task's turn   0 no ticket
 --   {0, turns, remaining_ms, owner, holder, place}   refused: of the leases in the way, the one that
@@ -26,161 +28,165 @@
 --   {3, turns}                                   this work is done: a mark says so, and nothing else does
 --   {4, turns, waiting, remaining_ms, owner, holder}   the line is full
 --
--- Whoever waits already, and whoever runs in a process that died, keeps its place.  Safe to send
--- twice: the owner is given the same token, the ticket has the same place.
+-- A task that waits already keeps its place, and so does one that ran in a process that died.  Safe to
+-- send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
+-- include: _states
 
 local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local mode, limit = ARGV[4], tonumber(ARGV[5])
-local ticket, same, marked, message = ARGV[7], ARGV[8], ARGV[9] == '1', ARGV[10]
-local most, most_bytes = tonumber(ARGV[11]), tonumber(ARGV[12])
+local ticket, same_task, marked = ARGV[7], ARGV[8], ARGV[9] == '1'
+local message = ARGV[10]
+local most, most_bytes, replaces = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13] == 'replace'
 home = ARGV[6]
-use_parked(KEYS[1])
-line_exists()  -- or an error, before anything is done
-local member = ticket .. '#'
 
-local function granted(token, claimed)
-  return {1, turns, string.format('%.0f', token), claimed}
-end
+local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
+
+local lock = with_parked(open(KEYS[1]))
 
 local function waiting()  -- for their turn
-  return redis.call('HLEN', tickets) - redis.call('HEXISTS', tickets, 'bytes')
-    - redis.call('ZCARD', handed)
+  return count_tickets(lock) - redis.call('ZCARD', lock.handed)
+end
+
+-- What is answered.
+
+local function granted(token, claimed)
+  return {GRANTED, turns, string.format('%.0f', token), claimed}
 end
 
 local function refused()
-  count_leases()
-  local remaining, who, its_holder = in_the_way()
-  return {0, turns, remaining, who, its_holder, waiting() + 1}
+  local remaining, other, its_holder = in_the_way(lock)
+  return {REFUSED, turns, remaining, other, its_holder, waiting() + 1}
 end
 
 local function in_line()
-  local place = redis.call('ZRANK', line, member)
-  count_leases()
-  local remaining, who, its_holder = in_the_way()
-  local replaced = message ~= '' and redis.call('HGETALL', lock .. ':replaced') or {}
-  return {2, turns, place and place + 1 or 0, remaining, who, its_holder, replaced}
+  local place = redis.call('ZRANK', lock.line, member_of(ticket))
+  local remaining, other, its_holder = in_the_way(lock)
+  local replaced = message ~= '' and redis.call('HGETALL', lock.name .. REPLACED) or {}
+  return {PARKED, turns, place and place + 1 or 0, remaining, other, its_holder, replaced}
 end
 
+-- What is done.
+
 local function claim(joined)
-  local token = grant(owner, ttl, mode, holder)
-  write_claim(ticket, joined, now, 0)
+  local token = grant(lock, owner, ttl, mode, holder)
+  write_claim(lock, ticket, joined, now, IN_BODY)
   return token
 end
 
-local mine = count_leases(owner)
-if mine then
-  local _, token, acquired, rest = parse(mine)
-  write(owner, now + ttl, token, acquired, rest)
-  live_at_least(lock, ttl)
-  return granted(token, redis.call('HEXISTS', running, ticket))
-end
-
-local parked = redis.call('HGET', tickets, ticket)
-local ran = redis.call('HGET', running, ticket)
-if not (parked or ran)
-  and (is_done(ticket) or marked and redis.call('HEXISTS', lock .. ':aside', ticket) == 1) then
-  return {3, turns}
-end
-
-if counted.x + counted.s > 0 then  -- another delivery of this task?
-  local leases = redis.call('HGETALL', lock)
-  for i = 1, #leases, 2 do
-    if string.sub(leases[i], 1, #same) == same then
-      local expires, _, _, rest = parse(leases[i + 1])
-      return {0, turns, expires - now, leases[i], string.sub(rest, 3), 0}
-    end
-  end
-end
-
-if parked then
-  pass_on(member)
-  if redis.call('HEXISTS', lock, member) == 0 then  -- its message comes again with its turn
-    return in_line()
-  end
-  local joined, _, _, _, _, its_home, its_message = parse_ticket(parked)
-  forget(ticket)
-  count_leases()
-  if joined and not admits(mode, limit) then  -- it was parked in another mode
-    write_ticket(ticket, joined, 0, ttl, mode, limit, its_home, its_message)
-    join(ticket, joined)
-    return in_line()
-  end
-  local token = claim(joined or now_us)
-  if anyone_waits() then pass_on() end  -- shared tasks leave the line together
-  return granted(token, 1)
-end
-
-if ran then
-  local joined, _, settles = parse_claim(ran)
-  if settles > now then return {0, turns, settles - now, '', as_holder(ticket), 0} end
-  -- Its process has died.
-  if admits(mode, limit) then return granted(claim(joined), 1) end
-  if message == '' then return refused() end
-  redis.call('HDEL', running, ticket)
-  write_ticket(ticket, joined, 0, ttl, mode, limit, home, message)
-  join(ticket, joined)
+local function put_in_line(joined, its_home, its_message)
+  write_ticket(lock, ticket, {
+    joined = joined, times = 0, ttl = ttl, mode = mode, limit = limit, home = its_home,
+    message = its_message,
+  })
+  join(lock, ticket, joined)
   return in_line()
 end
 
-if anyone_waits() then pass_on() end
-if admits(mode, limit) and not line_exists() then
-  if marked then return granted(claim(now_us), 1) end
-  return granted(grant(owner, ttl, mode, holder), 0)
-end
-if message == '' then return refused() end
-
-local size = #message + 80  -- with what is written before it
-
-local function too_many_bytes()
-  return tonumber(redis.call('HGET', tickets, 'bytes') or 0) + size > most_bytes
-end
-
--- Whether it would be too big even if nobody waited: those that have their turn do not make room.
-local function too_big()
-  local on_their_way = 0
-  for _, other in ipairs(redis.call('ZRANGE', handed, 0, -1)) do
-    on_their_way = on_their_way + redis.call('HSTRLEN', tickets, other)
+-- Make room in line for a record of this size, where that is wished.  Returns whether there is room.
+local function make_room(size)
+  local function too_many_bytes()
+    return tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size > most_bytes
   end
-  return on_their_way + size > most_bytes
-end
 
--- Whether another ticket can be had; makes room where it is to.
-local function has_room()
+  -- Whether it would be too big even if nobody waited: those that have their turn do not make room.
+  local function too_big()
+    local on_their_way = 0
+    for _, other in ipairs(redis.call('ZRANGE', lock.handed, 0, -1)) do
+      on_their_way = on_their_way + redis.call('HSTRLEN', lock.tickets, other)
+    end
+    return on_their_way + size > most_bytes
+  end
+
+  local function replace(other)
+    local record = redis.call('HGET', lock.tickets, other)
+    local parked = parse_ticket(record)
+    if not parked then return set_aside(lock, other, record or '') end
+    redis.call('HSET', lock.name .. REPLACED, other, parked.message)
+    keep(lock.name .. REPLACED)
+    forget(lock, other)
+    mark_done(lock, other, DONE_WITH_LOCK)
+  end
+
   if too_many_bytes() and too_big() then return false end
   local rank = 0
   while most > 0 and waiting() >= most or too_many_bytes() do
-    if ARGV[13] ~= 'replace' then return false end
-    local oldest = redis.call('ZRANGE', line, rank, rank)[1]
+    if not replaces then return false end
+    local oldest = redis.call('ZRANGE', lock.line, rank, rank)[1]
     if not oldest then return false end
-    if string.byte(oldest, -1) == PARKED then
-      local other = string.sub(oldest, 1, -2)
-      local record = redis.call('HGET', tickets, other) or ''
-      local its_message = select(7, parse_ticket(record))
-      if its_message then
-        redis.call('HSET', lock .. ':replaced', other, its_message)
-        keep(lock .. ':replaced')
-        forget(other)
-        mark_done(other)
-      else
-        set_aside(other, record)
-      end
-    else
-      rank = rank + 1
-    end
+    if is_parked(oldest) then replace(ticket_of(oldest)) else rank = rank + 1 end
   end
   return true
 end
 
-if not marked and not has_room() then  -- who was told that it is parked is not turned away
-  count_leases()
-  local remaining, who, its_holder = in_the_way()
-  return {4, turns, waiting(), remaining, who, its_holder}
+-- The four cases, of which one answers.
+
+-- The owner has the lock: this was sent twice.
+local function granted_already(lease)
+  renew(lock, lease, ttl)
+  return granted(lease.token, redis.call('HEXISTS', lock.running, ticket))
 end
-local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
-local joined = math.max(now_us, tonumber(last or 0) + 1)
-write_ticket(ticket, joined, 0, ttl, mode, limit, home, message)
-join(ticket, joined)
-return in_line()
+
+-- Its ticket is in line, or has its turn, which it claims.
+local function parked_before(record)
+  recall_and_hand_off(lock, member_of(ticket))
+  if not lease_of(lock, member_of(ticket)) then  -- its message comes again with its turn
+    return in_line()
+  end
+  local parked = parse_ticket(record)
+  forget(lock, ticket)
+  if parked and not admits(lock, mode, limit) then  -- it was parked in another mode
+    return put_in_line(parked.joined, parked.home, parked.message)
+  end
+  local token = claim(parked and parked.joined or now_us)
+  if anyone_waits(lock) then recall_and_hand_off(lock) end  -- shared tasks leave the line together
+  return granted(token, 1)
+end
+
+-- It has claimed its turn before.  Unless its result is on its way, that process has died.
+local function ran_before(record)
+  local joined, _, settles = parse_claim(record)
+  if settles > now then return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE} end
+  if admits(lock, mode, limit) then return granted(claim(joined), 1) end
+  if message == '' then return refused() end
+  redis.call('HDEL', lock.running, ticket)
+  return put_in_line(joined, home, message)
+end
+
+-- Nothing is known of it.
+local function new()
+  if anyone_waits(lock) then recall_and_hand_off(lock) end
+  if admits(lock, mode, limit) and not line_exists(lock) then
+    if marked then return granted(claim(now_us), 1) end
+    return granted(grant(lock, owner, ttl, mode, holder), 0)
+  end
+  if message == '' then return refused() end
+  if not marked and not make_room(#message + 80) then  -- with what is written before it
+    local remaining, other, its_holder = in_the_way(lock)
+    return {FULL, turns, waiting(), remaining, other, its_holder}
+  end
+  return put_in_line(joins_at(lock), home, message)
+end
+
+line_exists(lock)  -- or an error, before anything is done
+local mine = lease_of(count_leases(lock), owner)
+if mine then return granted_already(mine) end
+
+local parked = redis.call('HGET', lock.tickets, ticket)
+local ran = redis.call('HGET', lock.running, ticket)
+if not (parked or ran) then
+  if is_done(lock, ticket) then return {DONE_BEFORE, turns} end
+  if marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+    return {DONE_BEFORE, turns}
+  end
+end
+local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
+if other then return {REFUSED, turns, other.expires - now, other.owner, other.holder, NO_PLACE} end
+
+if parked then return parked_before(parked) end
+if ran then return ran_before(ran) end
+return new()

@@ -2,10 +2,13 @@
 --
 -- KEYS      the locks
 -- ARGV[1]   owner
--- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition
+-- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
 -- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
--- ARGV[5]   settles_ms    > 0: its result is on its way for so long   0: it is done
+-- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
+--
+-- Touches   beside each lock its line and the owner's wake list; where anyone waits, or with a ticket,
+--           all keys of the lock
 --
 -- Returns   how many of the locks the owner held
 --           {that, turns}   turns: {lock, ticket, message, ...}, to be published
@@ -17,50 +20,58 @@
 
 -- include: _lease
 
-local owner, ticket = ARGV[1], ARGV[4] or ''
-local waited_for = {}  -- locks, and the token that was released
+local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
-local released = 0
+local released, more = 0, {}  -- locks that somebody waits for, or where the ticket is
 for _, key in ipairs(KEYS) do
-  use(key)
-  local lease = redis.call('HGET', lock, owner)
-  local expires, token = 0, 0
-  if lease then expires, token = parse(lease) end
-  local live = expires > now
-  local at_least_ms = live and tonumber(ARGV[2]) or 0  -- what has ended is not revived
+  local lock = open(key)
+  local lease = lease_of(lock, owner)
+  local live = lease and lease.expires > now
 
-  if lease then finish(owner, lease, at_least_ms) end
-  if line_exists() then
-    if not lease then leave_line(owner) end
-    waited_for[key] = token
+  if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
+  local has_line = line_exists(lock)
+  local claim = ticket ~= '' and redis.call('HGET', lock.name .. RUNNING, ticket)
+  local parked = ticket ~= '' and redis.call('HEXISTS', lock.name .. TICKETS, ticket) == 1
+  if has_line or claim or parked then
+    more[#more + 1] = {
+      lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
+    }
   end
-  if live and expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
-    redis.call('DEL', lock .. ':wake:' .. owner)
+  if live then
+    if lease.expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
+      redis.call('DEL', lock.name .. WAKE .. owner)
+    end
+    released = released + 1
   end
-  if live then released = released + 1 end
 end
-if ticket == '' and not next(waited_for) then return released end
+if #more == 0 then return released end
 
+-- include: _grant
+-- include: _line
 -- include: _parked
 
+local settles_ms = tonumber(ARGV[5])
 home = ARGV[3] or ''
-for _, key in ipairs(KEYS) do
-  use_parked(key)
-  local ran = ticket ~= '' and redis.call('HGET', running, ticket)
-  if ran and tonumber(ARGV[5]) > 0 then
-    local joined, claimed = parse_claim(ran)
-    write_claim(ticket, joined, claimed, now + ARGV[5])
-  elseif ran or ticket ~= '' and redis.call('HEXISTS', tickets, ticket) == 1 then
-    if redis.call('HEXISTS', lock, ticket .. '#') == 1 then  -- parked again, while it still ran
-      waited_for[key] = waited_for[key] or 0
-    end
-    forget(ticket)
-    mark_done(ticket)
+
+-- The ticket's task has ended.  Returns whether the lock was reserved for it.
+local function end_ticket(lock, claim)
+  if claim and settles_ms > 0 then
+    local joined, claimed = parse_claim(claim)
+    write_claim(lock, ticket, joined, claimed, now + settles_ms)
+    return false
   end
-  if waited_for[key] then
-    count_leases()
-    newest = math.max(newest, waited_for[key])
-    pass_on()
+  local _, was_reserved = forget(lock, ticket)
+  mark_done(lock, ticket, DONE_WITH_LOCK)
+  return was_reserved
+end
+
+for _, found in ipairs(more) do
+  local lock = with_parked(found.lock)
+  local hands_off = found.has_line
+  if hands_off and found.may_wait then leave_line(lock, owner) end
+  if found.claim or found.parked then
+    hands_off = end_ticket(lock, found.claim) or hands_off  -- parked again, while it still ran
   end
+  if hands_off then recall_and_hand_off(lock) end
 end
 return turns[1] and {released, turns} or released

@@ -2,9 +2,12 @@
 --
 -- KEYS      the locks
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
--- ARGV[2]   at_least_ms   integer >= 0: hold on until so long after the acquisition;
+-- ARGV[2]   at_least_ms   integer >= 0: hold on until this time after the acquisition;
 --                         -1: leave its leases to expire, and only its places in line
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
+--
+-- Touches   beside each lock its line and places, the wake lists of those who wait, and the tickets,
+--           turns and claims of parked tasks
 --
 -- Returns   how many leases were ended
 --           {that, turns}   turns: {lock, ticket, message, ...}, to be published
@@ -13,31 +16,26 @@
 -- release.lua.
 
 -- include: _lease
+-- include: _grant
+-- include: _line
 -- include: _parked
 
-local at_least_ms = tonumber(ARGV[2])
+local start, at_least_ms = ARGV[1], tonumber(ARGV[2])
 home = ARGV[3] or ''
-
-local function dead(owner)
-  return string.sub(owner, 1, #ARGV[1]) == ARGV[1]
-end
 
 local ended = 0
 for _, key in ipairs(KEYS) do
-  use_parked(key)
-  count_leases()
-  local leases = redis.call('HGETALL', lock)
-  for i = 1, #leases, 2 do
-    if at_least_ms >= 0 and dead(leases[i]) then
-      finish(leases[i], leases[i + 1], at_least_ms)
+  local lock = count_leases(with_parked(open(key)))
+  if at_least_ms >= 0 then
+    for _, lease in ipairs(leases_of(lock, start)) do
+      finish(lock, lease, at_least_ms)
       ended = ended + 1
     end
   end
-  line_exists()  -- or an error
-  for _, owner in ipairs(redis.call('HKEYS', places)) do
-    if dead(owner) then leave_line(owner) end
+  line_exists(lock)  -- or an error
+  for _, owner in ipairs(redis.call('HKEYS', lock.places)) do
+    if string.sub(owner, 1, #start) == start then leave_line(lock, owner) end
   end
-  count_leases()
-  pass_on()
+  recall_and_hand_off(lock)
 end
 return turns[1] and {ended, turns} or ended

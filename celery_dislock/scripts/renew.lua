@@ -6,18 +6,15 @@
 --
 -- Returns   1 renewed   0 not held: nothing was created or revived
 --
--- Many renewals are sent in one pipeline; each is a script of its own, so that the server can
--- serve others in between and a cluster can route it.
+-- Touches the lock alone.  Many renewals are sent in one pipeline; each is a script of its own, so that
+-- the server can serve others in between and a cluster can route it.
 
 -- include: _lease
 
-use(KEYS[1])
-local lease = redis.call('HGET', lock, ARGV[1])
+local lock = open(KEYS[1])
+local lease = lease_of(lock, ARGV[1])
 if not lease then return 0 end
+if lease.expires <= now then return 0 end  -- left there: the next token must be higher than its
 
-local expires, token, acquired, rest = parse(lease)
-if expires <= now then return 0 end  -- left there: the next token is to be higher than its
-
-write(ARGV[1], now + ARGV[2], token, acquired, rest)
-live_at_least(lock, tonumber(ARGV[2]))
+renew(lock, lease, tonumber(ARGV[2]))
 return 1

@@ -7,22 +7,22 @@
 --
 -- Returns   how many were taken over, with their expiry and a new token
 --
--- Nobody gets in between.  What has ended is not revived.  Of two owners that try, one succeeds;
--- sent twice, the second answers 0.
+-- Touches the locks alone.  Nobody gets in between.  What has ended is not revived.  Of two owners that
+-- try, one succeeds; sent twice, the second answers 0.
 
 -- include: _lease
+-- include: _grant
 
-local left = '~' .. ARGV[1]
 local taken = 0
 for _, key in ipairs(KEYS) do
-  use(key)
-  count_leases()
-  local lease = redis.call('HGET', lock, left)
-  if lease then
-    local expires, _, acquired, rest = parse(lease)
-    local mode = string.sub(rest, 1, 1)
-    write(ARGV[2], expires, math.max(now_us, newest + 1), acquired, mode .. ' ' .. ARGV[3])
-    redis.call('HDEL', lock, left)  -- last: a hash that is empty loses its expiry
+  local lock = count_leases(open(key))
+  local left = lease_of(lock, '~' .. ARGV[1])
+  if left then
+    put(lock, {
+      owner = ARGV[2], expires = left.expires, token = new_token(lock), acquired = left.acquired,
+      mode = left.mode, holder = ARGV[3],
+    })
+    drop(lock, left)  -- last: a hash that is empty loses its expiry
     taken = taken + 1
   end
 end

@@ -5,7 +5,8 @@
 --
 -- Returns   {command, error, ...}   of each that ended in an error; what it means, the caller knows
 --
--- Each is given as many arguments as it takes to be run.  Leaves nothing behind.
+-- Touches that key alone, and leaves nothing behind.  Each command is given as many arguments as it
+-- takes to be run.
 
 local MOST_ARGS = 8
 

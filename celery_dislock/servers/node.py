@@ -17,7 +17,8 @@ from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.scripts import ACQUIRE, GRANTED, KINDS, PARK, PARKED, RELEASE
+from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
+from celery_dislock.scripts.names import KINDS
 from celery_dislock.servers.connections import (
     AWAY,
     Answered,
@@ -127,14 +128,13 @@ class Node:
 
         In that case the script may have run before, and its reply tell what it found then.
         """
-        named = (len(keys), *keys, *arguments)
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
         try:
             try:
-                return self._exchange((b"EVALSHA", script.sha, *named), before, then)
+                return self._exchange(script.by_digest(keys, *arguments), before, then)
             except NoScriptError:
-                return self._exchange((b"EVAL", script.text, *named), before, then)
+                return self._exchange(script.by_text(keys, *arguments), before, then)
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)

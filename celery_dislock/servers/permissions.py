@@ -13,7 +13,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import ForbiddenError, StoreError
-from celery_dislock.scripts import TRY, commands
+from celery_dislock.scripts import TRY, Script, commands
+from celery_dislock.scripts.names import index_of_lines, sweep_lock
 from celery_dislock.servers.connections import is_answer
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command
     from celery_dislock.servers.server import Server
 
-NO_SCRIPT = "0" * 40  # what no script's digest is
+UNKNOWN = Script("", "0" * 40)  # what no script's digest is
 
 _KEY = re.compile(r"(can't|permissions? to) access .*\bkeys?\b", re.IGNORECASE)
 _COMMAND = re.compile(
@@ -57,14 +58,15 @@ def check_rights(server: Server, prefix: str) -> None:
 
 def _errors(send: Callable[..., Any], server: Server, prefix: str) -> list[tuple[str, str]]:
     """Return what was tried on one server and ended in an error, and the error's text."""
-    tried = f"{prefix}:{{startup-check}}:tried"
-    names = (tried, f"{prefix}:{{startup-check}}", f"{prefix}:lines:x", f"{prefix}:sweep:{{x}}")
+    lock = f"{prefix}:{{startup-check}}"
+    tried = f"{lock}:tried"
+    names = (tried, lock, index_of_lines(prefix, "x"), sweep_lock(prefix, "x"))
     errors: list[tuple[str, str]] = []
     asked: list[Command] = [
-        *((b"EVALSHA", NO_SCRIPT, 1, name) for name in names),
+        *(UNKNOWN.by_digest([name]) for name in names),
         (b"SCAN", 0, b"COUNT", 1),
         *server.asks(tried),
-        (b"EVAL", TRY.text, 0, tried, *commands()),
+        TRY.by_text([], tried, *commands()),
     ]
     for command in asked:
         try:

@@ -159,10 +159,12 @@ def ask_all(
 def _send_all(
     connection: redis.Connection, script: Script, calls: Sequence[Call], *, bring: bool = False
 ) -> None:
-    commands = [pack(connection, b"EVALSHA", script.sha, 1, *call) for call in calls]
+    commands = [script.by_digest([key], *arguments) for key, *arguments in calls]
     if bring:
-        commands[0] = pack(connection, b"EVAL", script.text, 1, *calls[0])
-    connection.send_packed_command([b"".join(map(b"".join, commands))], check_health=False)
+        key, *arguments = calls[0]
+        commands[0] = script.by_text([key], *arguments)
+    packed = [b"".join(pack(connection, *command)) for command in commands]
+    connection.send_packed_command([b"".join(packed)], check_health=False)
 
 
 def _read_all(connection: redis.Connection, calls: Sequence[Call], within: float) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
+    GRANTED,
     HOLDERS,
     RECALL,
     RELEASE,
@@ -18,6 +19,7 @@ from celery_dislock.scripts import (
     RENEW,
     TAKE_OVER,
 )
+from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.replies import (
     MODES,
     Granted,
@@ -125,8 +127,8 @@ class Store:
         tokens: list[int] = []
         try:
             for together in self.lock_server.together(locks):
-                granted, *answer = self.lock_server.run(ACQUIRE, together, owner, *terms)
-                if not granted:
+                state, *answer = self.lock_server.run(ACQUIRE, together, owner, *terms)
+                if state != GRANTED:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
                     remaining_ms, other, other_holder, nth = answer
@@ -152,7 +154,7 @@ class Store:
         Raises:
             StoreError: The server went away; ask again.
         """
-        told = self.lock_server.pop(f"{lock}:wake:{owner}", seconds)
+        told = self.lock_server.pop(wake_list(lock, owner), seconds)
         if not told or self._confirms:
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())
@@ -380,7 +382,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
         """
-        self.lock_server.run(REMEMBER, [_mark_of(lock, task_id)], mark, milliseconds(seconds))
+        self.lock_server.run(REMEMBER, [mark_of(lock, task_id)], mark, milliseconds(seconds))
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
@@ -389,13 +391,9 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        mark: bytes | None = self.lock_server.run(RECALL, [_mark_of(lock, task_id)])
+        mark: bytes | None = self.lock_server.run(RECALL, [mark_of(lock, task_id)])
         return None if mark is None else text(mark)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
         self.lock_server.close()
-
-
-def _mark_of(lock: str, task_id: str) -> str:
-    return f"{lock}:mark:{task_id}"

@@ -1,4 +1,4 @@
-"""The scripts as they are sent: with their parts, under their digest."""
+"""The scripts: what their headers say, what they answer, and how they are sent."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from pathlib import Path
 import pytest
 
 from celery_dislock import scripts
-from celery_dislock.scripts import INCLUDE, KINDS, Script, commands
+from celery_dislock.scripts import Script, commands
+from celery_dislock.scripts.files import INCLUDE
 
 LOADED = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
-FILES = [
-    file.stem
-    for file in Path(scripts.__file__).parent.glob("*.lua")
-    if not file.stem.startswith("_")
-]
+FILES = {file.stem: file.read_text("utf-8") for file in Path(scripts.__file__).parent.glob("*.lua")}
+OPERATIONS = sorted(name for name in FILES if not name.startswith("_"))
+
+
+def code(text: str) -> str:
+    """Return a Lua file without its comments."""
+    return re.sub(r"--.*", "", text)
 
 
 def test_every_script_of_the_folder_is_loaded():
     """Each operation's file is a constant of its name, and no constant is without a file."""
-    assert sorted(LOADED) == sorted(name.upper() for name in FILES)
+    assert sorted(LOADED) == sorted(name.upper() for name in OPERATIONS)
 
 
 @pytest.mark.parametrize("name", sorted(LOADED))
@@ -32,10 +35,23 @@ def test_a_script_is_sent_whole_and_called_by_its_digest(name):
     assert script.sha == hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_scripts_header_begins_with_its_name(name):
-    """What MONITOR or SLOWLOG shows of a script begins with the file in which to look it up."""
-    assert Script.load(name).text.startswith(f"-- {name}.lua: ")
+def test_a_script_is_sent_by_its_digest_or_by_its_text():
+    """Both forms run the same script with the same keys and arguments."""
+    script = Script("return 1", "e0e1f9fabfc9d4800c877a703b823ac0578ff8db")
+    assert script.by_digest(["a", "b"], 3) == (b"EVALSHA", script.sha, 2, "a", "b", 3)
+    assert script.by_text([], "x", b"y") == (b"EVAL", "return 1", 0, "x", b"y")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_header_names_what_the_script_is_given(name):
+    """The header has each key and argument that the script reads, what it returns and touches."""
+    begin, text = FILES[name].split("\n\n", 1)[0], code(FILES[name])
+    assert begin.startswith(f"-- {name}.lua: ")
+    given = set(re.findall(r"ARGV\[\d+\]", text))
+    assert given <= set(re.findall(r"^-- (ARGV\[\d+\])", begin, re.MULTILINE))
+    assert ("KEYS" in text) == bool(re.search(r"^-- KEYS", begin, re.MULTILINE))
+    assert "-- Returns  " in begin
+    assert re.search(r"^-- Touches |^-- .*\. +Touches ", begin, re.MULTILINE)
 
 
 def test_the_commands_that_scripts_run_are_all_found():
@@ -49,7 +65,22 @@ def test_the_commands_that_scripts_run_are_all_found():
     assert list(commands()) == sorted(set(commands()))
 
 
-def test_every_key_beside_a_lock_has_a_kind():
-    """A key of another kind is damage, so the kinds of all of them are known."""
-    assert set(KINDS.values()) <= {"hash", "zset", "list", "string", "set"}
-    assert KINDS[""] == "hash"
+def test_leases_are_changed_in_one_place():
+    """Only put() and drop() change a lease; counting sweeps out ended ones."""
+    change = re.compile(r"'(?:HSET|HDEL|HSETNX|HINCRBY|DEL|RENAME)', (?:lock\.name|KEYS\[1\]),")
+    found = {name: len(change.findall(code(text))) for name, text in FILES.items()}
+    of_locks = {name: number for name, number in found.items() if number}
+    assert of_locks == {"_lease": 2, "_grant": 1, "enlist": 1, "delist": 1}
+
+
+def test_replies_begin_alike_in_lua_and_in_python():
+    """What a script answers is what Python takes it for."""
+    written = re.findall(r"^local ([A-Z_, ]+) = ([\d, ]+?) +--", FILES["_states"], re.MULTILINE)
+    told = {
+        name: int(number)
+        for some, numbers in written
+        for name, number in zip(some.split(", "), numbers.split(", "), strict=True)
+    }
+    told["DONE"] = told.pop("DONE_BEFORE")  # DONE is the ending of a key there
+    assert len(told) == 8
+    assert {name: getattr(scripts, name) for name in told} == told

@@ -218,8 +218,7 @@ class Peers:
         Returns:
             In the order of the servers, the reply of each or a StoreError.
         """
-        named = (len(keys), *keys, *arguments)
-        first, again = (b"EVALSHA", script.sha, *named), (b"EVAL", script.text, *named)
+        first, again = script.by_digest(keys, *arguments), script.by_text(keys, *arguments)
         return self._ask(partial(self._run, first, again, undo), within)
 
     def send(self, *command: str | bytes | int, within: float) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.scripts import ACQUIRE, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, GRANTED, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.quorum.members import NoReplyError, Peer, Peers
 
 if TYPE_CHECKING:
@@ -188,13 +188,14 @@ class Quorum:
             keys,
             *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
-            undo=(b"EVAL", RELEASE.text, len(keys), *keys, name, 0),
+            undo=RELEASE.by_text(keys, name, 0),
         )
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
-        granted = [tokens for is_granted, *tokens in answered if is_granted]
-        refused = [reply for reply in answered if not reply[0]]
+        granted = [tokens for state, *tokens in answered if state == GRANTED]
+        refused = [reply for reply in answered if reply[0] != GRANTED]
         if len(granted) >= majority and self._clock() - asked_at < ttl:
-            return [1, *(max(map(int, tokens)) for tokens in zip(*granted, strict=True))], True
+            newest = (max(map(int, tokens)) for tokens in zip(*granted, strict=True))
+            return [GRANTED, *newest], True
 
         released = []
         if granted or any(isinstance(reply, NoReplyError) for reply in replies):

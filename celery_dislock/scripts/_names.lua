@@ -1,0 +1,17 @@
+-- _names.lua: the names of a lock's keys.  No other file spells them; names.py reads them from here.
+--
+-- A lock <prefix>:{<key>} is a hash of that name, which has its leases; see _lease.lua.  Its other keys
+-- begin with that name, so they are in the same slot of a cluster, and end as written here.  An
+-- ending with ":" at its end is followed by an owner, a ticket or a task id.
+
+local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
+local PLACES = ':places'      -- hash    owner -> what it waits for; see _line.lua
+local WAKE = ':wake:'         -- list    owner: what it is told while it waits
+local TICKETS = ':tickets'    -- hash    ticket -> what is parked; see _parked.lua
+local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn has run out
+local RUNNING = ':running'    -- hash    ticket -> its claim
+local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost its place
+local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
+local DONE = ':done:'         -- string  ticket: it is done
+local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
+local NEVER = ':?'            -- none    never there; see line_exists()
