@@ -130,6 +130,7 @@ def newest_of_many(fleet, scene):
     settled(fleet, holder.id)
     told = [lines_about(fleet, scenarios.hold_newest, one.id) for one in parked]
     scene.open_gate()
+    wait_for("all have ended", lambda: all(one.ready() for one in (holder, *parked)))
     return told
 
 
