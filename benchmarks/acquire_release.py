@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.report import Row, ratios, take_turns
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
@@ -105,7 +105,7 @@ def ours(store: Store) -> Callable[[], None]:
         nonlocal number
         number += 1
         lock = Lock(["export:7"], ["dislock:{export:7}"], options, store, watchdog)
-        lease = lock.try_acquire(Claim(f"{holder['id']}@celery@bench:1/{number}", holder))
+        lease = lock.try_acquire(Attempt(f"{holder['id']}@celery@bench:1/{number}", holder))
         assert isinstance(lease, Lease)
         assert lease.token
         lease.release()

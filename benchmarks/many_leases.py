@@ -28,7 +28,7 @@ import redis_lock
 
 from benchmarks.report import Row
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import BATCH, Watchdog
@@ -201,7 +201,7 @@ def hold_ours(url: str) -> Held:
         lock = Lock([key], [f"dislock:{{{key}}}"], options, store, watchdog)
         owner = f"{i:036}@celery@bench:1/{i}"
         holder = {"task": "shop.export", "id": f"{i:036}", "worker": "celery@bench", "pid": 1}
-        lease = lock.try_acquire(Claim(owner, holder))
+        lease = lock.try_acquire(Attempt(owner, holder))
         assert isinstance(lease, Lease)
         leases.append(lease)
     time.sleep(SETTLE)

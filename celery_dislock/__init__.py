@@ -10,7 +10,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.locks.claim import current_lease
+from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.plugin import Dislock

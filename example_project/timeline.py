@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
 
     from celery_dislock import Lease
-    from celery_dislock.locks.claim import Conflict
+    from celery_dislock.locks.attempt import Conflict
 
 ENDS = ("released", "lost", "killed")  # events after which a lock is held no more
 _files: list[Path] = []  # at most one: where this process records

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
@@ -63,7 +63,7 @@ class Holding:
         self.watchdog = watchdog or Watchdog(self.store)
         self.sender = object()  # of these locks' signals, and of no other test's
         self.events: list[Event] = []
-        self._claims: list[Claim] = []
+        self._attempts: list[Attempt] = []
         self._receivers = [(signal, self._recorder(signal.name)) for signal in _SIGNALS]
 
     def __enter__(self) -> Self:
@@ -72,8 +72,8 @@ class Holding:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for claim in self._claims:
-            claim.settle()
+        for attempt in self._attempts:
+            attempt.end()
         for signal, receiver in self._receivers:
             signal.disconnect(receiver, sender=self.sender)
         self.store.close()
@@ -83,13 +83,13 @@ class Holding:
         options = {"lock_watchdog_timeout": timeout, **options}
         return Lock([key], [name_of(key)], TaskOptions(**options), self.store, self.watchdog)
 
-    def claim(self, owner: str | None = None) -> Claim:
-        """Make a claim, of a new owner unless one is given."""
+    def attempt(self, owner: str | None = None) -> Attempt:
+        """Make an attempt, of a new owner unless one is given."""
         number = next(_numbers)
         holder = {"task": "tests.hold", "id": f"id-{number}", "worker": "w", "pid": os.getpid()}
-        claim = Claim(owner or f"id-{number}@w:{os.getpid()}/{number}", holder, self.sender)
-        self._claims.append(claim)
-        return claim
+        attempt = Attempt(owner or f"id-{number}@w:{os.getpid()}/{number}", holder, self.sender)
+        self._attempts.append(attempt)
+        return attempt
 
     def take(self, key: str, timeout: float = 2.0, **options: Any) -> Lease:
         """Take the lock, which must be free."""
@@ -99,7 +99,7 @@ class Holding:
 
     def try_take(self, key: str, timeout: float = 2.0, **options: Any) -> Lease | Conflict:
         """Take the lock if it is free."""
-        return self.lock(key, timeout, **options).try_acquire(self.claim())
+        return self.lock(key, timeout, **options).try_acquire(self.attempt())
 
     def named(self, name: str, lease: Lease | None = None) -> list[Event]:
         """Return the signals of that name, about one lease or about any."""

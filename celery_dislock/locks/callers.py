@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.claim import Claim
+    from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.running import Running
@@ -35,7 +35,7 @@ class Held:
 
     Args:
         lock: The lock.
-        claim: The claim by which it was taken.
+        attempt: The attempt by which it was taken.
         lease: The lease.
         runtime: What took it in plain Python; it makes a new store when it was closed.
         execution: Whether it is the lease of a task's execution, which ends with the body.
@@ -49,7 +49,7 @@ class Held:
     """
 
     __slots__ = (
-        "_claim",
+        "_attempt",
         "caller",
         "entries",
         "execution",
@@ -63,7 +63,7 @@ class Held:
     def __init__(
         self,
         lock: Lock,
-        claim: Claim,
+        attempt: Attempt,
         lease: Lease,
         *,
         runtime: object = None,
@@ -77,7 +77,7 @@ class Held:
         self.running: Running | None = None
         self.caller: ref[Caller] | None = None
         self.outer: dict[tuple[str, str], Held] = {}
-        self._claim = claim
+        self._attempt = attempt
 
     def is_of(self, lock: Lock) -> bool:
         """Tell whether it is a lease of this very lock, all of its keys and no others."""
@@ -95,7 +95,7 @@ class Held:
         try:
             if self.running is not None:
                 self.running.end()
-            self._claim.settle()
+            self._attempt.end()
         finally:
             caller = self.caller() if self.caller is not None else None
             if caller is not None:

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.locks.claim import in_words
+from celery_dislock.locks.attempt import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from weakref import ref
 
+    from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.callers import Caller
-    from celery_dislock.locks.claim import Claim
     from celery_dislock.locks.lock import Lock
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
@@ -90,14 +90,14 @@ class Lease:
     )
 
     def __init__(
-        self, lock: Lock, claim: Claim, tokens: Sequence[int], since: float, ttl: float
+        self, lock: Lock, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float
     ) -> None:
         self.lock = lock
         self.key = lock.key
-        self.owner = claim.owner
-        self.holder = claim.holder
-        self.sender = claim.sender
-        self.caller: ref[Caller] | None = claim.caller  # whose end ends the renewals
+        self.owner = attempt.owner
+        self.holder = attempt.holder
+        self.sender = attempt.sender
+        self.caller: ref[Caller] | None = attempt.caller  # whose end ends the renewals
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
         self.capped = False

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
+from celery_dislock.locks.attempt import Attempt, Conflict, in_words
 from celery_dislock.locks.callers import current_caller
-from celery_dislock.locks.claim import Claim, Conflict, in_words
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
 from celery_dislock.servers.replies import Granted, Refused
 
@@ -96,12 +96,12 @@ class Lock:
         """The key, or all of them, as a message names them."""
         return " + ".join(self.keys)
 
-    def try_acquire(self, claim: Claim, *, fair: bool = True) -> Lease | Conflict:
+    def try_acquire(self, attempt: Attempt, *, fair: bool = True) -> Lease | Conflict:
         """
         Take the lock if it admits one more lease.  Never waits; one round trip.
 
         Args:
-            claim: Who asks.  An owner that has the lock already is given it again.
+            attempt: Who asks.  An owner that has the lock already is given it again.
             fair: Come after those who wait for it.
 
         Returns:
@@ -113,18 +113,18 @@ class Lock:
         """
         try:
             asked_at = self.clock()
-            answer = self._ask(claim, place=0.0, fair=fair)
+            answer = self._ask(attempt, place=0.0, fair=fair)
             if isinstance(answer, Granted):
-                return self.keep(claim, answer.tokens, asked_at, self.timeout)
+                return self.keep(attempt, answer.tokens, asked_at, self.timeout)
             return self.conflict(answer)
         except StoreError:
             raise
         except BaseException:
-            self.interrupted(claim)
+            self.interrupted(attempt)
             raise
 
     def acquire(
-        self, claim: Claim, *, timeout: float | None, fair: bool = True
+        self, attempt: Attempt, *, timeout: float | None, fair: bool = True
     ) -> Lease | Conflict:
         """
         Take the lock, waiting in line for it, first come first served.
@@ -137,7 +137,7 @@ class Lock:
         brings to its full length.
 
         Args:
-            claim: Who asks.
+            attempt: Who asks.
             timeout: Seconds to wait; None: for as long as it takes.
             fair: False: pass those who wait, where the lock admits one more.
 
@@ -156,16 +156,16 @@ class Lock:
         try:
             while True:
                 asked_at = self.clock()
-                answer = self._ask(claim, place=PLACE_TIMEOUT, fair=fair)
+                answer = self._ask(attempt, place=PLACE_TIMEOUT, fair=fair)
                 asked = True
                 if isinstance(answer, Granted):
-                    return self.keep(claim, answer.tokens, asked_at, self.timeout)
+                    return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 left = give_up_at - self.clock()
                 if left <= 0:
-                    self.abandon(claim)
+                    self.abandon(attempt)
                     return self.conflict(answer)
                 try:
-                    handed = self._wait(claim, answer, left)
+                    handed = self._wait(attempt, answer, left)
                     unheard = 0
                 except ForbiddenError:
                     raise
@@ -178,30 +178,30 @@ class Lock:
                 # Dated by the server's clock, from before it was asked on: never too late.
                 granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
                 if self.clock() < granted_at + trust_in(handed.ttl):
-                    return self.keep(claim, (handed.token,), granted_at, handed.ttl)
+                    return self.keep(attempt, (handed.token,), granted_at, handed.ttl)
         except BaseException as exc:  # a signal handler's, too, at whichever instruction
             if asked or not isinstance(exc, UnreachableError):
-                self.interrupted(claim)
+                self.interrupted(attempt)
             raise
 
-    def _ask(self, claim: Claim, *, place: float, fair: bool) -> Granted | Refused:
+    def _ask(self, attempt: Attempt, *, place: float, fair: bool) -> Granted | Refused:
         return self.store.acquire(
             self.names,
-            claim.owner,
+            attempt.owner,
             self.timeout,
-            to_json(claim.holder),
+            to_json(attempt.holder),
             mode=self.options.lock_mode,
             limit=self.options.lock_limit,
             place=place,
             fair=fair,
         )
 
-    def _wait(self, claim: Claim, refused: Refused, left: float) -> Handed | None:
+    def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
         """Wait in line; return what can be used as it is, or None: to ask again will tell."""
         pause = min(left, refused.remaining + LATE, ASK_AGAIN)
         if refused.nth:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # those taken are to be kept
-        handed = self.store.wait(self.names[refused.nth], claim.owner, pause)
+        handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
         # Asked for in one piece: several locks, and the expiry that no renewal sets.
         return handed if len(self.names) == 1 and self.interval is not None else None
 
@@ -221,12 +221,12 @@ class Lock:
         """Name the key that a refusal is about."""
         return Conflict(self.keys[refused.nth], refused.holder, refused.remaining, refused.place)
 
-    def keep(self, claim: Claim, tokens: Sequence[int], since: float, ttl: float) -> Lease:
+    def keep(self, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         """
-        Make the lease of a claim that was granted, and have it kept alive.
+        Make the lease of a attempt that was granted, and have it kept alive.
 
         Args:
-            claim: Who asked.
+            attempt: Who asked.
             tokens: Of each key.
             since: When it was asked for, by this process's clock.
             ttl: Seconds from then on until the lease ends.
@@ -235,38 +235,38 @@ class Lock:
             StoreError: The grant came too late to be trusted; it was given back.
         """
         if self.clock() >= since + trust_in(ttl):
-            self.abandon(claim)
+            self.abandon(attempt)
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
-        lease = claim.lease = Lease(self, claim, tokens, since, ttl)
+        lease = attempt.lease = Lease(self, attempt, tokens, since, ttl)
         self.keeper.watch(lease)
-        signals.lock_acquired.send(sender=claim.sender, lease=lease)
+        signals.lock_acquired.send(sender=attempt.sender, lease=lease)
         return lease
 
-    def interrupted(self, claim: Claim) -> None:
+    def interrupted(self, attempt: Attempt) -> None:
         """
-        Give up a claim that an exception has cut short, where it has no lease.
+        Give up a attempt that an exception has cut short, where it has no lease.
 
         The keeper does it where a second exception cuts this short, too.
         """
-        if claim.lease is None:
-            self.keeper.clear(self.names, claim.owner)
-            if self.abandon(claim):
-                self.keeper.cleared(claim.owner)
+        if attempt.lease is None:
+            self.keeper.clear(self.names, attempt.owner)
+            if self.abandon(attempt):
+                self.keeper.cleared(attempt.owner)
 
-    def abandon(self, claim: Claim) -> bool:
+    def abandon(self, attempt: Attempt) -> bool:
         """
-        Give up a claim that was not granted in time: its place, and what it got.
+        Give up a attempt that was not granted in time: its place, and what it got.
 
         Returns:
             Whether the server has answered.
         """
         try:
-            self.store.release(self.names, claim.owner)
+            self.store.release(self.names, attempt.owner)
         except StoreError as exc:
             logger.warning(
                 "Lock %r may stay taken for up to %.1f s with no live holder, since %s gave it up "
                 "and could not release it: %s",
-                *(self.key, self.timeout, in_words(claim.holder), exc),
+                *(self.key, self.timeout, in_words(attempt.holder), exc),
             )
             return False
         return True

@@ -23,8 +23,8 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
+from celery_dislock.locks.attempt import Attempt, Conflict, in_words
 from celery_dislock.locks.callers import Held, check_terms, current_caller
-from celery_dislock.locks.claim import Claim, Conflict, in_words
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
@@ -271,7 +271,7 @@ class ReentrantLock:
                 held.entries[entry] = None
                 return held
             held.leave(entry)  # its last release was cut short
-        claim = Claim(
+        attempt = Attempt(
             process.owner_name(f"{process.host}:{process.pid}:{threading.get_ident()}/"),
             {
                 "thread": threading.current_thread().name,
@@ -283,16 +283,16 @@ class ReentrantLock:
         )
         try:
             if blocking:
-                answer = lock.acquire(claim, timeout=timeout, fair=self._fair)
+                answer = lock.acquire(attempt, timeout=timeout, fair=self._fair)
             else:
-                answer = lock.try_acquire(claim, fair=self._fair)
+                answer = lock.try_acquire(attempt, fair=self._fair)
             if isinstance(answer, Conflict):
                 return answer
-            held = Held(lock, claim, answer, runtime=self._runtime)
+            held = Held(lock, attempt, answer, runtime=self._runtime)
             held.entries[entry] = None
             caller.hold(held)
         except BaseException:
-            claim.settle()
+            attempt.end()
             raise
         return held
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from billiard import current_process
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.locks.claim import in_words
+from celery_dislock.locks.attempt import in_words
 from celery_dislock.locks.interruption import running_here
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.claim import Claim
+    from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.outbox import Outbox
@@ -33,7 +33,7 @@ class Delivery:
         task: The task.
         request: Celery's request.
         lock: The task's lock, for these arguments.
-        claim: The claim by which it asks for the lock.
+        attempt: The attempt by which it asks for the lock.
         notes: What its message notes.
 
     Attributes:
@@ -53,8 +53,8 @@ class Delivery:
     __slots__ = (
         "after_result",
         "at_least",
+        "attempt",
         "began",
-        "claim",
         "completed",
         "leaves",
         "lock",
@@ -69,12 +69,12 @@ class Delivery:
     )
 
     def __init__(
-        self, task: Task, request: Context, lock: Lock, claim: Claim, notes: Notes
+        self, task: Task, request: Context, lock: Lock, attempt: Attempt, notes: Notes
     ) -> None:
         self.task = task
         self.request = request
         self.lock = lock
-        self.claim = claim
+        self.attempt = attempt
         self.notes = notes
         self.options: TaskOptions = lock.options
         self.outbox: Outbox | None = None
@@ -111,7 +111,7 @@ class Delivery:
     @property
     def lease(self) -> Lease | None:
         """The lease under which it runs; None if it has none."""
-        return self.claim.lease
+        return self.attempt.lease
 
     def told(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in the one line about *error*; returns the error."""
@@ -125,7 +125,7 @@ class Delivery:
     def settle(self) -> None:
         """End the lease, if there is one; does nothing the second time."""
         done = self.completed
-        self.claim.settle(
+        self.attempt.end(
             leaves=self.leaves,
             at_least=self.at_least,
             ticket=self.ticket if done else "",

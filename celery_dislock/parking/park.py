@@ -19,7 +19,7 @@ from celery.exceptions import Ignore
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
-from celery_dislock.locks.claim import Conflict, in_words
+from celery_dislock.locks.attempt import Conflict, in_words
 from celery_dislock.locks.lock import to_json
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
@@ -113,13 +113,13 @@ class Parking:
             return
         try:
             self._process.store.release(
-                delivery.lock.names, delivery.claim.owner, ticket=delivery.ticket
+                delivery.lock.names, delivery.attempt.owner, ticket=delivery.ticket
             )
         except StoreError as exc:
             logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
-        delivery, lock, claim = self._delivery, self._delivery.lock, self._delivery.claim
+        delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
         came_from = self._came_from()
         if self._is_done_in(came_from):
             acknowledge_unrun(delivery)
@@ -128,9 +128,9 @@ class Parking:
             asked_at = lock.clock()
             answer = self._lines.park(
                 lock.names[0],
-                claim.owner,
+                attempt.owner,
                 lock.timeout,
-                to_json(claim.holder),
+                to_json(attempt.holder),
                 ticket,
                 mode=lock.options.lock_mode,
                 limit=lock.options.lock_limit,
@@ -146,7 +146,7 @@ class Parking:
             acknowledge_unrun(delivery)
         if isinstance(answer, Granted):
             delivery.was_parked = answer.claimed
-            return lock.keep(claim, answer.tokens, asked_at, lock.timeout)
+            return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _came_from(self) -> str:

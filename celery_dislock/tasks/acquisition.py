@@ -19,7 +19,7 @@ from celery_dislock.tasks.conflicts import come_again
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.locks.claim import Conflict
+    from celery_dislock.locks.attempt import Conflict
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
@@ -56,7 +56,7 @@ class Acquisition:
         self._runtime = runtime
         self._process = runtime.process
         self._first: Callable[[], Lease | Conflict] = partial(
-            delivery.lock.try_acquire, delivery.claim
+            delivery.lock.try_acquire, delivery.attempt
         )
         turn, parks = None, delivery.options.parks
         if delivery.request.headers:
@@ -77,7 +77,7 @@ class Acquisition:
     def wait(self, seconds: float) -> Lease | Conflict | None:
         """Wait in line for the lock, in this worker slot."""
         delivery = self.delivery
-        return self._asked(partial(delivery.lock.acquire, delivery.claim, timeout=seconds))
+        return self._asked(partial(delivery.lock.acquire, delivery.attempt, timeout=seconds))
 
     def park(
         self, parking: Parking, conflict: Conflict, bounds: Bounds
@@ -131,15 +131,15 @@ class Acquisition:
         """Ask for a task that was parked when it had one key."""
         if not leave_old_line(self._process.lines, self.delivery, turn):
             acknowledge_unrun(self.delivery)
-        return self.delivery.lock.try_acquire(self.delivery.claim)
+        return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(self, ask: Callable[[], T], *, first: bool = False) -> T | None:
         """Ask; if the server gives no answer, do as ``dislock_on_unavailable`` says."""
-        claim, owner = self.delivery.claim, None
+        attempt, owner = self.delivery.attempt, None
         try:
             if first:
                 self._end_given_up()
-            owner = claim.owner
+            owner = attempt.owner
             if first:
                 self._take_over()
             answer = ask()
@@ -150,7 +150,7 @@ class Acquisition:
             self._process.lock_server_answered()
             raise
         except BaseException:  # a signal handler's, perhaps after the server has granted the lock
-            self.delivery.lock.interrupted(claim)
+            self.delivery.lock.interrupted(attempt)
             self.delivery.settle()
             raise
         self._process.lock_server_answered()
@@ -163,11 +163,15 @@ class Acquisition:
 
     def _take_over(self) -> None:
         """Go on with the lease that an earlier delivery has left to this one."""
-        left_by, lock, claim = self.delivery.notes.held_by, self.delivery.lock, self.delivery.claim
+        left_by, lock, attempt = (
+            self.delivery.notes.held_by,
+            self.delivery.lock,
+            self.delivery.attempt,
+        )
         if left_by is None:
             return
         taken = self._process.store.take_over(
-            lock.names, left_by, claim.owner, json.dumps(claim.holder)
+            lock.names, left_by, attempt.owner, json.dumps(attempt.holder)
         )
         if 0 < taken < len(lock.names):  # all of them, or none
-            lock.abandon(claim)
+            lock.abandon(attempt)

@@ -19,7 +19,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import task_name
-from celery_dislock.locks.claim import Conflict, in_words
+from celery_dislock.locks.attempt import Conflict, in_words
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.replies import Full

@@ -16,8 +16,8 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
+from celery_dislock.locks.attempt import Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
-from celery_dislock.locks.claim import Claim, Conflict, current
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import Notes, own_turn
@@ -99,7 +99,7 @@ class Guard:
         if self.runtime.off:
             return body(*args, **kwargs)
         delivery = self._delivery(task, request, self._keys_of(args, kwargs))
-        previous = current.set(delivery.claim)
+        previous = current.set(delivery.attempt)
         try:
             return self._run(delivery, partial(body, *args, **kwargs))
         finally:
@@ -119,7 +119,7 @@ class Guard:
         outbox = delivery.outbox = Outbox()
         running = Running(lease) if self._interrupts else None
         caller = current_caller()
-        held = Held(delivery.lock, delivery.claim, lease, execution=True)
+        held = Held(delivery.lock, delivery.attempt, lease, execution=True)
         try:
             caller.hold(held)
             try:
@@ -168,7 +168,7 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
-            asking.unavailable(exc, delivery.claim.owner)
+            asking.unavailable(exc, delivery.attempt.owner)
             return None
         return answer
 
@@ -180,7 +180,7 @@ class Guard:
         until = held_for + delay + self.timeout
         delivery.at_least = max(until, self.options.lock_at_least_for)
         delivery.leaves = True
-        outbox.held_by = delivery.claim.owner
+        outbox.held_by = delivery.attempt.owner
 
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
         """Make what stands for this delivery."""
@@ -193,10 +193,10 @@ class Guard:
             "host": process.host,
         }
         start = execution_start(request.id, request.hostname, process.pid)
-        claim = Claim(process.owner_name(start), holder, sender=task)
+        attempt = Attempt(process.owner_name(start), holder, sender=task)
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
         lock = self.runtime.lock(keys, self.options)
-        delivery: Delivery = Delivery(task, request, lock, claim, notes)
+        delivery: Delivery = Delivery(task, request, lock, attempt, notes)
         request.dislock = delivery
         return delivery
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery.concurrency import solo
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.claim import in_words
+from celery_dislock.locks.attempt import in_words
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.request import PID_MAX, is_alive
 

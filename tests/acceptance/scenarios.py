@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from celery import Task
 
     from celery_dislock import Lease
-    from celery_dislock.locks.claim import Conflict
+    from celery_dislock.locks.attempt import Conflict
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
 BRIEF = 1.5  # seconds: a lease that is renewed twice a second

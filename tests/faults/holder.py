@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from tests.faults.history import Journal
 from tests.holding import Holding
 

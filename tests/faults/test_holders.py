@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from tests.faults.history import read, violations
 from tests.holding import name_of, wait_for

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.server import RESENDS
 from tests.faults.proxy import cut, lose_reply, pass_on, runs, swallow_reply
@@ -70,13 +70,13 @@ def test_a_refusal_whose_reply_is_lost_stays_a_refusal(proxy, holding, others, w
 @any_way
 def test_an_acquisition_that_is_never_answered_can_be_abandoned(proxy, holding, others, way):
     """When all resends fail there is no lease, and abandon() frees what may have been taken."""
-    lock, claim = holding.lock(KEY, LONG), holding.claim()
+    lock, attempt = holding.lock(KEY, LONG), holding.attempt()
     proxy.fault(runs(ACQUIRE), way, times=1 + RESENDS)
     with pytest.raises(StoreError):
-        lock.try_acquire(claim)
-    assert claim.lease is None
+        lock.try_acquire(attempt)
+    assert attempt.lease is None
     assert len(holding.watchdog) == 0
-    lock.abandon(claim)
+    lock.abandon(attempt)
     others.take(KEY)
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import RENEW
 from tests.faults.proxy import runs, swallow_reply
 from tests.holding import Holding, wait_for

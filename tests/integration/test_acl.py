@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import redis
 
-    from celery_dislock.locks.claim import Conflict
+    from celery_dislock.locks.attempt import Conflict
 
 LOCK = name_of("acl")
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -152,7 +152,7 @@ class Life:
             got: list[Lease | Conflict] = []
             lock = holding.lock("acl")
             waiter = threading.Thread(
-                target=lambda: got.append(lock.acquire(holding.claim(), timeout=WITHIN))
+                target=lambda: got.append(lock.acquire(holding.attempt(), timeout=WITHIN))
             )
             waiter.start()
             holding.wait_renewed(lease)
@@ -268,7 +268,7 @@ def test_a_waiter_that_may_not_wait_fails(limited, admin):
     with Holding(limited(without("blpop"))) as holding:
         holding.take("acl", timeout=LONG)
         with pytest.raises(ForbiddenError, match="'blpop'"):
-            holding.lock("acl", timeout=LONG).acquire(holding.claim(), timeout=WITHIN)
+            holding.lock("acl", timeout=LONG).acquire(holding.attempt(), timeout=WITHIN)
         assert admin.zcard(f"{LOCK}:line") == 0
     assert admin.info("commandstats")["cmdstat_blpop"]["rejected_calls"] == 1
 

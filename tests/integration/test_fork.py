@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import redis
 
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from tests.holding import PATIENCE, wait_for
@@ -44,7 +44,7 @@ def act(scene: Callable[[str], None], url: str) -> None:
 
 def take(runtime: Runtime, key: str) -> Lease | Conflict:
     owner = runtime.process.owner_name(f"{key}@w:{os.getpid()}/")
-    return runtime.lock([key], OPTIONS).try_acquire(Claim(owner, {"pid": os.getpid()}))
+    return runtime.lock([key], OPTIONS).try_acquire(Attempt(owner, {"pid": os.getpid()}))
 
 
 def in_child(act_in_child: Callable[[], None]) -> int:

@@ -15,7 +15,7 @@ from redis.crc import key_slot
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name
-from celery_dislock.locks.claim import in_words
+from celery_dislock.locks.attempt import in_words
 from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers import store as store_module

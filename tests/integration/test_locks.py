@@ -8,7 +8,7 @@ import pytest
 
 from celery_dislock import signals
 from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from tests.holding import Holding, name_of, wait_for
 
@@ -38,13 +38,13 @@ def take_over(holding, redis_client, key=KEY):
 class TestTaking:
     def test_a_lease_knows_its_key_owner_token_and_time(self, holding, redis_client):
         """A new lease is held, was never renewed, and its token is the one in Redis."""
-        claim = holding.claim()
-        lease = holding.lock(KEY, LONG).try_acquire(claim)
-        assert (lease.key, lease.owner, lease.renewals, lease.held) == (KEY, claim.owner, 0, True)
-        assert str(lease.token) in redis_client.hget(name_of(KEY), claim.owner)
+        attempt = holding.attempt()
+        lease = holding.lock(KEY, LONG).try_acquire(attempt)
+        assert (lease.key, lease.owner, lease.renewals, lease.held) == (KEY, attempt.owner, 0, True)
+        assert str(lease.token) in redis_client.hget(name_of(KEY), attempt.owner)
         assert 0 < lease.remaining < LONG
         lease.ensure_held()
-        assert claim.lease is lease
+        assert attempt.lease is lease
 
     def test_the_second_is_told_who_holds_the_lock(self, holding, others):
         """A conflict carries key, holder and remaining seconds, and makes the error of them."""
@@ -64,22 +64,22 @@ class TestTaking:
         remaining = lease.remaining
         assert remaining < redis_client.pttl(name_of(KEY)) / 1000
 
-    def test_a_claim_made_again_gets_the_same_token(self, holding):
+    def test_an_attempt_made_again_gets_the_same_token(self, holding):
         """An owner that asks again has the lease it had."""
         first = holding.take(KEY, LONG)
-        claim = holding.claim(first.owner)
-        again = holding.lock(KEY, LONG).try_acquire(claim)
+        attempt = holding.attempt(first.owner)
+        again = holding.lock(KEY, LONG).try_acquire(attempt)
         assert isinstance(again, Lease)
         assert again.token == first.token
 
-    def test_an_abandoned_claim_leaves_nothing(self, holding, others, redis_client):
+    def test_an_abandoned_attempt_leaves_nothing(self, holding, others, redis_client):
         """What an interrupted acquisition may have taken is given back by abandon()."""
-        claim = holding.claim()
+        attempt = holding.attempt()
         lock = holding.lock(KEY, LONG)
-        holding.store.acquire(lock.names, claim.owner, LONG, "{}")
-        lock.abandon(claim)
+        holding.store.acquire(lock.names, attempt.owner, LONG, "{}")
+        lock.abandon(attempt)
         assert redis_client.keys("*") == []
-        lock.abandon(claim)
+        lock.abandon(attempt)
         others.take(KEY)
 
     def test_the_token_grows_over_hand_overs(self, holding, others):

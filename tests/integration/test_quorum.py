@@ -11,7 +11,7 @@ import pytest
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.replies import Granted, Refused
@@ -349,9 +349,9 @@ class TestHeld:
         first = holding.take("export:7")
         got = []
         waiter = threading.Thread(
-            target=lambda: got.append(holding.lock("export:7").acquire(claim, timeout=WITHIN))
+            target=lambda: got.append(holding.lock("export:7").acquire(attempt, timeout=WITHIN))
         )
-        claim = holding.claim()
+        attempt = holding.attempt()
         waiter.start()
         for server in servers[:2]:
             server.kill()
@@ -365,7 +365,7 @@ class TestHeld:
     def test_a_wait_that_ends_in_vain_leaves_nothing(self, servers, holding):
         """After its timeout a waiter is told of the conflict, and stands nowhere in a line."""
         lease = holding.take("export:7")
-        answer = holding.lock("export:7").acquire(holding.claim(), timeout=0.3)
+        answer = holding.lock("export:7").acquire(holding.attempt(), timeout=0.3)
         assert isinstance(answer, Conflict)
         lease.release()
         assert nothing_on(servers)

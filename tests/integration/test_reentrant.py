@@ -18,7 +18,7 @@ from celery import Celery
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError, SettingsError
 from celery_dislock.locks import lock as locks
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store

@@ -22,7 +22,7 @@ from celery_dislock.exceptions import (
     LockLostError,
     StoreError,
 )
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store

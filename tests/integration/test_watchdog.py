@@ -7,7 +7,7 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.locks.claim import Conflict
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.watchdog import BATCH
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 

@@ -32,7 +32,7 @@ from celery_dislock import (
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
 
 if TYPE_CHECKING:
-    from celery_dislock.locks.claim import Conflict
+    from celery_dislock.locks.attempt import Conflict
 
 app = Celery("shop", broker="redis://localhost:6379/0")
 dislock = Dislock(app)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.replies import Granted, Handed, Holding, Parked, Refused, Swept
@@ -294,7 +294,7 @@ class World:
 
     def lease(self, key: str = "k", owner: str = "me", **options: Any) -> Any:
         holder = {"task": "t", "id": "1", "worker": "w", "pid": 7}
-        return self.lock(key, **options).try_acquire(Claim(owner, holder))
+        return self.lock(key, **options).try_acquire(Attempt(owner, holder))
 
     def run(self, seconds: float) -> None:
         """Let time pass, ticking whenever the watchdog wants it."""

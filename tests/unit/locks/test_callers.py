@@ -11,8 +11,8 @@ import pytest
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import LockHeldError, LockTermsError
 from celery_dislock.locks import callers
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller, Held, check_terms, current_caller
-from celery_dislock.locks.claim import Claim
 
 HOLDER = {"task": "t", "id": "1", "worker": "w", "pid": 7}
 
@@ -28,8 +28,8 @@ def take(world, caller):
 
     def take(key="k", owner="me", *, execution=False, **options):
         lock = world.lock(key, **options)
-        claim = Claim(owner, HOLDER)
-        held = Held(lock, claim, lock.try_acquire(claim), execution=execution)
+        attempt = Attempt(owner, HOLDER)
+        held = Held(lock, attempt, lock.try_acquire(attempt), execution=execution)
         held.entries["first"] = None
         caller.hold(held)
         return held
@@ -84,7 +84,7 @@ def test_the_lease_of_an_execution_is_not_released_by_a_block_in_its_body(world,
 def test_what_an_eager_task_held_uncovers_the_lease_around_it(world, caller, take):
     """After the inner task the caller has the outer task's lease of that key again."""
     outer = take(owner="outer", execution=True)
-    inner = Held(world.lock(), Claim("outer", HOLDER), outer.lease, execution=True)
+    inner = Held(world.lock(), Attempt("outer", HOLDER), outer.lease, execution=True)
     caller.hold(inner)
     assert caller.find(world.lock()) is inner
     caller.forget(inner)

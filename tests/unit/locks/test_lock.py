@@ -8,7 +8,7 @@ from celery_dislock import signals
 from celery_dislock.exceptions import (
     StoreError,
 )
-from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
@@ -16,9 +16,9 @@ HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
 def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
     """A refusal says who holds the lock, and for how much longer."""
-    world.lock().try_acquire(Claim("a", HOLDER))
+    world.lock().try_acquire(Attempt("a", HOLDER))
     world.clock.advance(10)
-    conflict = world.lock().try_acquire(Claim("b", {}))
+    conflict = world.lock().try_acquire(Attempt("b", {}))
     assert isinstance(conflict, Conflict)
     assert conflict.remaining == pytest.approx(20)
     error = conflict.error()

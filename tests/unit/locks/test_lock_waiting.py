@@ -9,7 +9,7 @@ from celery_dislock.exceptions import (
     StoreError,
     UnreachableError,
 )
-from celery_dislock.locks.claim import Claim, Conflict
+from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
 from celery_dislock.servers.replies import Handed
@@ -44,8 +44,8 @@ def handing(world):
 
 
 def acquire(world, timeout=None, **options):
-    claim = Claim("me", {"task": "t", "id": "2", "worker": "w", "pid": 8})
-    return world.lock(**options).acquire(claim, timeout=timeout)
+    attempt = Attempt("me", {"task": "t", "id": "2", "worker": "w", "pid": 8})
+    return world.lock(**options).acquire(attempt, timeout=timeout)
 
 
 def asked(world):
@@ -156,7 +156,7 @@ class TestWaitingThatFails:
         world.lease(owner="first", lock_watchdog_timeout=6000)
         world.store.wait_error = StoreError("redis://fake", "no lists today")
         world.store.calls.clear()
-        answer = world.lock().acquire(Claim("second", HOLDER), timeout=600)
+        answer = world.lock().acquire(Attempt("second", HOLDER), timeout=600)
         assert isinstance(answer, Conflict)
         assert 100 < len(world.store.asked("acquire")) < 400
         warnings = [record.getMessage() for record in caplog.records]
@@ -177,7 +177,7 @@ class TestWaitingThatFails:
 
         lock = world.lock()
         lock.pause = pause
-        assert isinstance(lock.acquire(Claim("second", HOLDER), timeout=600), Lease)
+        assert isinstance(lock.acquire(Attempt("second", HOLDER), timeout=600), Lease)
         assert world.clock() < free_at + 2
 
     def test_it_rests_for_less_than_the_leases_that_it_keeps(self, world):
@@ -187,7 +187,7 @@ class TestWaitingThatFails:
         pauses = []
         lock = world.lock(lock_watchdog_timeout=3)
         lock.pause = lambda seconds: (pauses.append(seconds), world.clock.advance(seconds))
-        lock.acquire(Claim("second", HOLDER), timeout=60)
+        lock.acquire(Attempt("second", HOLDER), timeout=60)
         assert max(pauses) <= 1.0
 
     def test_what_is_forbidden_is_no_outage(self, world):
@@ -196,7 +196,7 @@ class TestWaitingThatFails:
         world.store.wait_error = ForbiddenError("redis://fake", "no permission to run 'blpop'")
         world.store.calls.clear()
         with pytest.raises(ForbiddenError, match="'blpop'"):
-            world.lock().acquire(Claim("second", HOLDER), timeout=600)
+            world.lock().acquire(Attempt("second", HOLDER), timeout=600)
         assert [call[0] for call in world.store.calls] == ["acquire", "wait", "release"]
 
 
@@ -206,5 +206,5 @@ def test_what_was_never_asked_is_not_taken_back(world):
         UnreachableError("redis://fake", "no answer to the TLS handshake")
     )
     with pytest.raises(UnreachableError):
-        world.lock().acquire(Claim("a", HOLDER), timeout=600)
+        world.lock().acquire(Attempt("a", HOLDER), timeout=600)
     assert world.store.calls == []

@@ -18,7 +18,7 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.reentrant import ReentrantLock
 
 
@@ -48,7 +48,7 @@ def make(world):
 @pytest.fixture
 def others(world):
     """Let somebody else hold the lock."""
-    return lambda: world.lock().try_acquire(Claim("other", {"task": "t"}))
+    return lambda: world.lock().try_acquire(Attempt("other", {"task": "t"}))
 
 
 def test_a_block_holds_the_lock_and_no_longer(world, make):

@@ -10,8 +10,8 @@ import pytest
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller
-from celery_dislock.locks.claim import Claim
 from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, _valid
 
 
@@ -336,8 +336,8 @@ def test_what_cannot_be_released_is_not_tried_for_ever(world):
 def test_a_lease_whose_caller_has_ended_is_renewed_no_more(world, caplog, heard):
     """Nobody is left to release it: it runs out, and the log says why."""
     caller = Caller()
-    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(caller))
-    lease = world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    attempt = Attempt("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(caller))
+    lease = world.lock(lock_watchdog_timeout=30).try_acquire(attempt)
     world.run(11)
     assert len(world.store.asked("renew")) == 1
     del caller
@@ -355,8 +355,10 @@ def test_a_thread_that_has_ended_is_noticed_though_something_refers_to_it(world)
     thread = threading.Thread(target=lambda: made.append(Caller()))
     thread.start()
     thread.join()
-    claim = Claim("me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(made[0]))
-    world.lock(lock_watchdog_timeout=30).try_acquire(claim)
+    attempt = Attempt(
+        "me", {"thread": "short", "worker": "w", "pid": 7}, None, weakref.ref(made[0])
+    )
+    world.lock(lock_watchdog_timeout=30).try_acquire(attempt)
     world.run(100)
     assert world.store.asked("renew") == []
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from celery.app.task import Context
 
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
 
@@ -17,9 +17,9 @@ def delivery(world):
     request = Context({"id": "1", "headers": {PUT_OFF_HEADER: 3, "tenant": 7}})
     notes = Notes.of(request, "dislock")
     lock = world.lock()
-    claim = Claim("me", {"task": "t", "id": "1"})
-    lock.try_acquire(claim)
-    return Delivery(SimpleNamespace(name="t"), request, lock, claim, notes)
+    attempt = Attempt("me", {"task": "t", "id": "1"})
+    lock.try_acquire(attempt)
+    return Delivery(SimpleNamespace(name="t"), request, lock, attempt, notes)
 
 
 def test_a_request_without_a_guard_has_none():

@@ -186,14 +186,20 @@ values = st.recursive(
 )
 tables = st.dictionaries(names, values, max_size=3)
 texts = st.none() | st.text(max_size=20)
+# Names that mean something have values that can be sent, as in all that Message.of() makes.
+headers = st.builds(
+    lambda table, task_id, task: {**table, "id": task_id, "task": task},
+    *(tables, st.text(max_size=20), st.text(max_size=20)),
+)
+properties = tables.map(lambda table: {**table, **PROPERTIES})
 messages = st.builds(
     Message,
     exchange=st.text(max_size=10),
     routing_key=st.text(max_size=10),
-    headers=tables,
+    headers=headers,
     content_type=texts,
     content_encoding=texts,
-    properties=tables,
+    properties=properties,
     alone=st.booleans(),
     body=st.binary() | st.just(b"\n") | st.just(b'1 {}\n{"a": 1}\n\n'),
 )

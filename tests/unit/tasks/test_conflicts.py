@@ -8,7 +8,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
 from celery_dislock.config import options
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
 from celery_dislock.messages.resend import PUT_OFF_MOST
 from celery_dislock.tasks import conflicts
@@ -213,7 +213,7 @@ def test_a_waiter_whose_own_copy_got_the_lock_is_put_off(app, world, broker):
 
     def overtaken(lock, owner, seconds):
         wait(lock, owner, seconds)
-        copy = Claim("copy", {"task": task.name, "id": "2"})
+        copy = Attempt("copy", {"task": task.name, "id": "2"})
         world.lock("k", lock_expire=86_400).try_acquire(copy)
 
     world.store.wait = overtaken

@@ -20,7 +20,7 @@ from celery_dislock import (
     current_lease,
     signals,
 )
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import GIVEN_UP_HEADER, PUT_OFF_HEADER
 from celery_dislock.tasks.task import install, lease_of, runtime_of
 from tests.unit.deliveries import Broker, deliver
@@ -532,7 +532,7 @@ def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, worl
         raise AssertionError
 
     monkeypatch.setattr(app, "send_task", lambda *_, **kw: sent.append(kw))
-    world.lock("k").try_acquire(Claim("other", {"task": task.name, "id": "1"}))
+    world.lock("k").try_acquire(Attempt("other", {"task": task.name, "id": "1"}))
     assert deliver(task).info.state == "IGNORED"  # the result belongs to the one that runs
     assert [options["task_id"] for options in sent] == ["1"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.locks.claim import Claim
+from celery_dislock.locks.attempt import Attempt
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -181,9 +181,9 @@ def test_a_copy_meets_a_lease_that_is_left_to_expire(app, world, ran, broker):
     def task():
         ran.append(1)
 
-    claim = Claim("other", {"task": task.name, "id": "1"})
-    world.lock("k").try_acquire(claim)
-    claim.settle(leaves=True)
+    attempt = Attempt("other", {"task": task.name, "id": "1"})
+    world.lock("k").try_acquire(attempt)
+    attempt.end(leaves=True)
     deliver(task, "1")
     assert ran == []
     assert len(broker.sent) == 1

@@ -1,4 +1,4 @@
-"""Who asks for a lock, who is in the way, and under which claim the running body stands."""
+"""Who asks for a lock, who is in the way, and under which attempt the running body stands."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
 
-current: ContextVar[Claim | None] = ContextVar("dislock_claim", default=None)
+current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None)
 
 
 def current_lease() -> Lease | None:
     """Return the lease under which the running task body runs; None where it runs under none."""
-    claim = current.get()
-    return claim.lease if claim is not None else None
+    attempt = current.get()
+    return attempt.lease if attempt is not None else None
 
 
 def in_words(holder: Mapping[str, Any]) -> str:
@@ -34,12 +34,12 @@ def in_words(holder: Mapping[str, Any]) -> str:
     return f"{who} on {worker} (pid {pid})"
 
 
-class Claim:
+class Attempt:
     """
     One attempt of one owner to take a lock, and what came of it.
 
-    The lease is noted here before anything keeps it alive, so that whoever made the claim can
-    settle it whatever exception came in between, and at whichever instruction.
+    The lease is noted here before anything keeps it alive, so that whoever made the attempt can
+    end it whatever exception came in between, and at whichever instruction.
 
     Args:
         owner: The string that identifies this acquisition.
@@ -70,7 +70,7 @@ class Claim:
         self.caller = caller
         self.lease: Lease | None = None
 
-    def settle(
+    def end(
         self,
         *,
         leaves: bool = False,

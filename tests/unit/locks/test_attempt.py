@@ -1,26 +1,26 @@
-"""A claim, a conflict, and what a message says about a holder."""
+"""An attempt, a conflict, and what a message says about a holder."""
 
 from __future__ import annotations
 
 import pytest
 
-from celery_dislock.locks.claim import Claim, in_words
+from celery_dislock.locks.attempt import Attempt, in_words
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
 
-def test_a_claim_knows_its_lease_before_anything_keeps_it_alive(world):
-    """Whatever interrupts the acquisition, a lease that is renewed can be settled."""
-    claim = Claim("a", HOLDER)
+def test_an_attempt_knows_its_lease_before_anything_keeps_it_alive(world):
+    """Whatever interrupts the acquisition, a lease that is renewed can be ended."""
+    attempt = Attempt("a", HOLDER)
 
     def interrupted(lease):
-        assert claim.lease is lease
+        assert attempt.lease is lease
         raise KeyboardInterrupt
 
     world.watchdog.watch = interrupted
     with pytest.raises(KeyboardInterrupt):
-        world.lock().try_acquire(claim)
-    claim.settle()
+        world.lock().try_acquire(attempt)
+    attempt.end()
     assert world.store.leases == {}
 
 
@@ -36,5 +36,5 @@ def test_words_for_a_holder_of_any_shape():
 
 def test_a_conflict_is_false_and_a_lease_is_true(world):
     """``if lock.try_acquire():`` enters only where the lock was got."""
-    assert world.lock().try_acquire(Claim("a", HOLDER))
-    assert not world.lock().try_acquire(Claim("b", HOLDER))
+    assert world.lock().try_acquire(Attempt("a", HOLDER))
+    assert not world.lock().try_acquire(Attempt("b", HOLDER))
