@@ -1,5 +1,12 @@
 -- _grant.lua: whom a lock admits.  Included after _lease.lua by the scripts that grant leases.
 
+-- Whether a lease ends before another; of two that end at once, whether it is the older.
+local function ends_before(lease, other)
+  if not other then return true end
+  if lease.expires ~= other.expires then return lease.expires < other.expires end
+  return lease.token < other.token
+end
+
 -- Read the live leases, and sweep out the others; once in a script.  Returns the lock.
 local function count_leases(lock)
   if lock.records then return lock end
@@ -14,11 +21,8 @@ local function count_leases(lock)
     else
       lock.records[owner] = record
       lock[mode] = lock[mode] + 1
-      local first = lock.first
-      if not first or expires < first.expires
-        or expires == first.expires and token < first.token then
-        lock.first = {owner = owner, expires = expires, token = token, holder = holder}
-      end
+      local lease = {owner = owner, expires = expires, token = token, holder = holder}
+      if ends_before(lease, lock.first) then lock.first = lease end
     end
   end
   return lock
@@ -57,15 +61,14 @@ local function grant(lock, owner, ttl_ms, mode, holder)
   return token
 end
 
--- Of the leases in the way, the one that ends first, and of two such the older, as a refusal names it: remaining_ms, owner, holder.
+-- Of the leases in the way, the one that ends first: remaining_ms, owner, holder, as a refusal has them.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.
 local function in_the_way(lock)
   local first = count_leases(lock).first
   if not first then
     for owner, record in pairs(lock.records) do
       local lease = read(owner, record)
-      if not first or lease.expires < first.expires
-        or lease.expires == first.expires and lease.token < first.token then first = lease end
+      if ends_before(lease, first) then first = lease end
     end
     if not first then return RESERVED_MS, '', '{"parked":true}' end
   end

@@ -91,6 +91,14 @@ class TestAcquire:
             store.acquire([LOCK], "b/1", 10 * LONG, HOLDER)
         assert redis_client.pttl(LOCK) <= before
 
+    def test_of_two_leases_that_end_at_once_the_older_is_named(self, store, redis_client):
+        """Each refusal names the same holder, in any order in which the server keeps the leases."""
+        ends = (int(redis_client.time()[0]) + 60) * 1000
+        for owner, token in ("younger", 2), ("older", 1):
+            record = f"1 {ends} {token} {ends - 60_000} s {{}}"
+            redis_client.hset(LOCK, owner, record)
+        assert store.acquire([LOCK], "asker", LONG, HOLDER).owner == "older"
+
     def test_the_owner_that_asks_again_is_confirmed(self, store, redis_client):
         """The same owner gets the same token, a fresh expiry, and no second lease."""
         token = take(store, "a/1", ttl=LONG / 2)
