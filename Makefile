@@ -7,6 +7,8 @@ STAMP  := $(VENV)/.installed
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 JOBS   ?= 3
+# A test that ignores its own time limit ends its process, and is named.
+STUCK  := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 2
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ demo: $(STAMP)  ## watch two real workers keep their locks
 
 test: $(STAMP)  ## run all tests but the slow ones
 	@$(PYTEST) tests/unit tests/integration tests/acceptance tests/smoke tests/faults -m "not slow" \
-		--numprocesses $(JOBS) --dist loadfile $(ARGS)
+		--numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, layers
 	@$(BIN)/ruff check .
