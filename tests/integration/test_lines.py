@@ -590,6 +590,17 @@ class TestWaitersAndParked:
         broker.end("first")
         assert broker.given() == ["a"]
 
+    def test_the_last_to_come_is_last_though_the_clock_was_set_back(
+        self, broker, held, driven, redis_client
+    ):
+        """Tasks and waiters keep the order in which they came, whatever the clock says."""
+        broker.park("b")
+        driven(-60)
+        broker.park("a")
+        driven(-60)
+        broker.store.acquire([LOCK], "w", LONG, "{}", place=LONG)
+        assert line(redis_client) == ["b", "a", "w"]
+
     def test_who_gives_up_lets_the_parked_have_their_turn(self, broker, driven):
         """The lock is free, and the waiter in front of it leaves."""
         broker.ask("first", ttl=10)
