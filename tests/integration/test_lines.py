@@ -725,6 +725,15 @@ class TestManyAtATime:
         broker.sweep()
         assert isinstance(broker.ask("b", copy=3, marked=True), Granted)
 
+    def test_a_turn_that_is_claimed_as_shared_lets_shared_ones_in(self, broker, held):
+        """A task that was parked as exclusive, and is shared now, does not run alone."""
+        broker.park("a")
+        broker.park("b", **SHARED)
+        broker.end("first")
+        assert broker.given() == ["a"]
+        assert isinstance(broker.ask("a", copy=2, marked=True, **SHARED), Granted)
+        assert broker.given() == ["b"]
+
 
 class TestSweep:
     def test_it_finds_the_line_of_a_dead_holder(self, broker, driven):
