@@ -1,7 +1,7 @@
-"""Everything that celery-dislock raises, in one tree.
+"""All errors of celery-dislock, in one tree.
 
-Each error carries its data as attributes and as its ``args``: Celery rebuilds an exception from
-those on the other side of a pool process or a result backend.
+Each error carries its data as attributes and as ``args``.  Celery rebuilds an exception from its
+``args`` when it crosses a process boundary or a result backend.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ class DislockError(Exception):
 class SettingsError(DislockError, ValueError, click.ClickException):
     """An option or setting cannot be used.
 
-    Raised when a task is bound, a lock is made in plain Python or a worker starts; and by a task
-    whose ``lock_on_conflict`` is a callable that returned what is no strategy.  It ends a Celery
-    command with one message: Celery's command line is click's, which shows errors of its own kind
-    without a traceback.
+    Raised when a task is bound, when a lock is made in plain Python, or when a worker starts.  Also
+    raised by a task if its ``lock_on_conflict`` is a callable that returns no valid strategy.
+
+    The class derives from ClickException, so a Celery command ends with one message and no
+    traceback.
 
     Attributes:
-        owner: Whose option it is: a task's name, or ``app.conf``.
+        owner: Where the option was set: a task's name, or ``app.conf``.
         option: Name of the option or setting.
         value: The value that was refused.
-        remedy: What to give instead.
+        remedy: What to set instead.
     """
 
     def __init__(self, owner: str, option: str, value: object, remedy: str) -> None:
@@ -42,11 +43,11 @@ class SettingsError(DislockError, ValueError, click.ClickException):
         return self.message
 
     def format_message(self) -> str:
-        """Return what a command says that ends with this error; for click."""
+        """Return the message with which a command ends; called by click."""
         return f"Cannot start with locks: {self}"
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Say it; for click."""
+        """Print the message; called by click."""
         click.echo(self.format_message(), file=file, err=True)
 
 
@@ -55,7 +56,7 @@ class LockKeyError(DislockError, ValueError):
 
     Attributes:
         template: The key template, or the name of the callable, as declared.
-        argument: The argument at fault, or None where it is not a single one.
+        argument: The argument at fault; None if it is not a single argument.
         reason: What is wrong with it, and what is allowed.
     """
 
@@ -71,13 +72,14 @@ class LockKeyError(DislockError, ValueError):
 
 
 class LockHeldError(DislockError):
-    """The lock is held by another; the body was not run.
+    """The lock is held by another owner; the body was not run.
 
-    In plain Python: by this very thread, under another set of keys; it would wait for itself.
+    In plain Python, it can also mean that this thread holds one of the keys through another lock
+    and would wait for itself.
 
     Attributes:
         key: The key of the lock.
-        holder: Who holds it, in words: task, task id, worker and process.
+        holder: Text that names the holder: task, task id, worker and process.
         remaining: Seconds until the holder's lease ends, unless it is renewed.
     """
 
@@ -95,13 +97,13 @@ class LockHeldError(DislockError):
 
 
 class LockTermsError(LockHeldError):
-    """The caller itself holds the lock, and asked for it once more on other terms.
+    """The caller already holds the lock, and tried to take it again on other terms.
 
-    Nothing was changed.  To wait would be to wait for oneself.
+    Nothing was changed.  Waiting would never end: the caller would wait for itself.
 
     Attributes:
-        held: The terms that differ, as the lock is held.
-        asked: The same terms, as they were asked for.
+        held: The differing terms of the lease that the caller has.
+        asked: The same terms, as requested.
     """
 
     def __init__(self, key: str, holder: str, remaining: float, held: str, asked: str) -> None:
@@ -118,9 +120,9 @@ class LockTermsError(LockHeldError):
 
 
 class EventLoopError(DislockError, RuntimeError):
-    """A blocking lock was asked for inside a running event loop; nothing was asked or changed.
+    """A blocking lock was used inside a running event loop; no command was sent.
 
-    All coroutines of a thread would own it together.
+    A thread owns its locks, so all coroutines of the thread would own the lock together.
 
     Attributes:
         key: The key of the lock.
@@ -143,7 +145,7 @@ class NotOwnerError(DislockError):
 
     Attributes:
         key: The key of the lock.
-        holder: Who holds it, in words; empty where nobody does.
+        holder: Text that names the holder; empty if nobody holds the lock.
     """
 
     def __init__(self, key: str, holder: str) -> None:
@@ -160,7 +162,7 @@ class LockLostError(DislockError):
 
     Attributes:
         key: The key of the lock.
-        reason: Why: expired, taken over, not renewed in time, or capped.
+        reason: Why the lease was lost: expired, taken over, not renewed in time, or capped.
     """
 
     def __init__(self, key: str, reason: str) -> None:
@@ -173,16 +175,17 @@ class LockLostError(DislockError):
 
 
 class StoreError(DislockError):
-    """The lock server did not answer, or refused.
+    """The lock server did not answer, or returned an error.
 
-    A lock that was asked for may have been taken all the same: then it ends with its expiry, or
-    at once when its owner asks again.
+    The lock may have been taken if only the reply was lost.  Such a lease ends with its expiry at
+    the latest.
 
     Attributes:
         server: The server's URL, without its password.
-        reason: What went wrong, in the server's words or in ours.
-        raw: What the client raised, for the code of this package alone.  Its text may hold a
-            password, so it is no cause, which a traceback would show; and it is not pickled.
+        reason: What went wrong: the server's message or ours.
+        raw: The exception that the Redis client raised; private to this package.  Its text may
+            contain a password.  It is therefore not set as the cause, which a traceback would
+            show, and not pickled.
     """
 
     __slots__ = ("raw",)
@@ -198,15 +201,15 @@ class StoreError(DislockError):
 
 
 class DamagedLockError(StoreError):
-    """What stands on the lock server under a lock's name is not what this package writes there.
+    """A lock's data in Redis was not written by this package, or is damaged.
 
-    A key of another type, or a record that cannot be read.  The server is well, and so are all
-    other locks; this one cannot be used until somebody has looked at it.
+    A Redis key has another type, or a record cannot be read.  The server and all other locks work.
+    This lock cannot be used until somebody has repaired or deleted the key.
 
     Attributes:
         server: The server's URL, without its password.
-        reason: What is wrong, with the key.
-        lock: The lock's name in Redis; all other keys of the lock begin so.
+        reason: What is wrong, and with which Redis key.
+        lock: The lock's name in Redis.  All other Redis keys of the lock begin with it.
     """
 
     def __init__(self, server: str, reason: str, lock: str) -> None:
@@ -223,8 +226,8 @@ class DamagedLockError(StoreError):
 
 
 class ForbiddenError(StoreError):
-    """The lock server's access rules (ACL) forbid a command or a key; it is not away."""
+    """The lock server answered that its access rules (ACL) forbid a command or a key."""
 
 
 class UnreachableError(StoreError):
-    """No connection to the lock server could be made: nothing was asked of it."""
+    """No connection to the lock server could be made; no command was sent."""

@@ -1,7 +1,7 @@
-"""What turns locks on for an app: ``Dislock(app)``, and ``celery worker --dislock``.
+"""Turn locks on for an app: ``Dislock(app)``, and ``celery worker --dislock``.
 
-The command line writes to the app's configuration, before any pool process exists, and everything
-else reads it from there.
+A worker's start-up step writes the command-line options into the app's configuration before any
+pool process exists.  All other code reads them from the configuration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("celery_dislock")
 
 
 def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) -> Any:
-    """Add the step that reads an option wherever the option is read."""
+    """Add the worker steps that apply the lock options; a click callback."""
     _follow(context.obj.app)
     return value
 
@@ -67,29 +67,29 @@ OPTIONS = (
 )
 
 
-# An entry point of the group celery.commands names this command, so that Celery's command line
-# imports this module, whether or not the app does, and gets its own command back.  Without such an
-# option Celery would suggest --discard, which purges the queues.
+# The entry point "worker" in the group celery.commands names Celery's own worker command.  It makes
+# Celery's command line import this module even if the app does not.  If --dislock were unknown,
+# Celery would suggest --discard, which purges the queues.
 worker_command.params.extend(OPTIONS)
 
 
 class Dislock:
     """Locks for the tasks of one app.
 
-    Guards all tasks that have a ``lock_key`` where ``dislock_enabled`` is True, and makes locks for
-    plain Python.  Make one per app, where the app is made::
+    Guards all tasks that have a ``lock_key`` if ``dislock_enabled`` is True, and makes locks for
+    plain Python.  Create one per app, next to the app::
 
         app = Celery("shop", broker="redis://localhost:6379/0")
         dislock = Dislock(app)
 
     Args:
-        app: The app.  Two apps in one process share nothing.
+        app: The Celery app.  Two apps in one process share no locks, connections or watchdog.
 
     Raises:
-        SettingsError: This is no app.
+        SettingsError: *app* is not a Celery app.
 
     Attributes:
-        runtime: What its locks share: settings, store and watchdog.
+        runtime: What the app's locks share: settings, store and watchdog.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -106,12 +106,13 @@ class Dislock:
         Make locks for plain Python, without a Celery app or a worker.
 
         Args:
-            url: The lock server; or a list of independent servers, of which a majority decides.
-            settings: Settings of the reference page without their ``dislock_``, such as
-                ``prefix`` or ``transport_options``; and defaults for :meth:`lock`.
+            url: URL of the lock server, or a list of URLs of independent servers, of which a
+                majority decides.
+            settings: Settings of the reference page without the prefix ``dislock_``, such as
+                ``prefix`` or ``transport_options``, and defaults for :meth:`lock`.
 
         Raises:
-            SettingsError: One of them cannot be used.
+            SettingsError: The URL or a setting cannot be used.
         """
         conf = {"dislock_url": url, **{f"dislock_{name}": v for name, v in settings.items()}}
         app_settings(conf)
@@ -134,30 +135,30 @@ class Dislock:
         **unknown: NoReturn,
     ) -> ReentrantLock:
         """
-        Make the lock of a key, for plain Python; the very one that tasks of that key take.
+        Make the lock of a key for plain Python: the same lock that tasks with this key take.
 
-        Asks nobody.  The lease is kept alive by the watchdog, and has the same signals and errors
-        as a task's.
+        Does not take the lock, and sends no command.  The watchdog keeps the lease alive, and the
+        lease has the same signals and errors as a task's.
 
         Args:
-            key: What the lock is about: ``export:7``; or a list of keys, of which all are taken or
-                none.
-            mode: "exclusive" or "shared"; as the task option ``lock_mode``, and so for the others.
-                None, for each of them: the app's setting, else the default.
-            limit: Leases at a time, > 0.
-            watchdog_timeout: Expiry of the lease in seconds, > 0, renewed every third of it.
-            max_renew_times: Renewals until the lease is left to expire; 0 or less: no cap.
+            key: The key, such as ``export:7``, or a list of keys, of which all or none are taken.
+            mode: "exclusive" or "shared".  This and the next options are the task options of the
+                same name with ``lock_``.  None: the app's setting, else the default.
+            limit: Maximum number of leases at a time, > 0.
+            watchdog_timeout: Expiry of the lease in seconds, > 0; renewed after each third of it.
+            max_renew_times: Number of renewals after which the lease is left to expire; 0 or
+                less: no cap.
             expire: A fixed expiry in seconds, > 0, instead of the watchdog.
-            on_lost: "warn" logs the loss; "raise" also raises LockLostError in the body of the
-                ``with`` block, where that can be interrupted.
-            timeout: Seconds, >= 0, for which ``with`` waits for the lock, then LockHeldError;
-                None: for as long as it takes.
-            fair: False: pass those who wait, where the lock admits one more.
-            unknown: None is known beside these.
+            on_lost: "warn" logs the loss.  "raise" also raises LockLostError in the body of the
+                ``with`` block.  None: "warn", whatever the app's setting.
+            timeout: Maximum seconds, >= 0, that ``with`` waits for the lock before it raises
+                LockHeldError.  None: no limit.
+            fair: False: pass the waiters in line if the lock admits one more lease.
+            unknown: Any other name raises SettingsError.
 
         Raises:
             SettingsError: An option is unknown, or cannot be used.
-            LockKeyError: The key cannot, or there is none.
+            LockKeyError: A key cannot be used, or the list is empty.
         """
         given = {
             "lock_mode": mode,
@@ -178,7 +179,7 @@ class Dislock:
         if resolved.lock_on_lost == "terminate" and on_lost is not None:
             remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
             raise SettingsError(owner, "on_lost", on_lost, remedy)
-        if on_lost is None:  # the app's setting is about its tasks
+        if on_lost is None:  # the app's setting applies to tasks only
             resolved = replace(resolved, lock_on_lost="warn")
         try:
             wait_for = optional(seconds(at_least=0))(timeout)
@@ -197,10 +198,10 @@ class Dislock:
 
     def close(self) -> None:
         """
-        End the watchdog of this process and close its connections; blocks for a round trip at most.
+        Stop this process's watchdog and close its connections; blocks for 2 s at most.
 
-        Locks that are still held are renewed no more, and the log says so.  What is used afterwards
-        is made anew.
+        Locks that are still held are no longer renewed, which is logged.  A lock that is used
+        afterwards gets a new watchdog and new connections.
         """
         self.runtime.close()
 
@@ -222,8 +223,8 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
     if runtime_of(sender).enabled:
         try:
             guard_tasks(sender)
-        except SettingsError as exc:  # which Celery would log with its traceback
-            if not sender.loader.worker_initialized:  # else the start-up step says so, and exits
+        except SettingsError as exc:  # Celery would log it with a traceback
+            if not sender.loader.worker_initialized:  # else the start-up step reports it and exits
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
 
 
@@ -233,8 +234,8 @@ def _follow(app: Celery) -> None:
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
 
 
-# A pool process that is spawned, not forked, makes an app of its own, with the configuration of the
-# main process's but without its signal handlers.
+# A spawned (not forked) pool process makes its own app, which has the main process's configuration
+# but not its signal handlers.
 connect_on_app_finalize(_follow)
 
 

@@ -1,8 +1,9 @@
-"""What a message may say about an error that another library raised.
+"""Describe an error of another library without showing a password.
 
-redis-py writes the arguments of a connection into some of its errors, and which of them it hides
-differs from version to version.  So none of its texts is shown: a message says what the server
-answered, what the operating system or TLS said, or which kind of error it was.
+redis-py writes connection arguments into some of its error messages, and which of them it hides
+depends on its version.  Its messages are therefore not shown, apart from a few fixed texts.  The
+description is the server's reply, the message of the operating system or of TLS, or the kind of
+error.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LONGEST = 500  # characters of a reason
-DEEPEST = 10  # errors that are looked at, from one to what it was raised from
+DEEPEST = 10  # errors of a cause chain that are read
 
-ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)  # the text is the server's
-PLAIN = {"Connection closed by server.", "max number of clients reached"}  # texts of redis-py
+ANSWERED = (ResponseError, AuthenticationError, BusyLoadingError)  # their text is the reply
+PLAIN = {"Connection closed by server.", "max number of clients reached"}  # harmless texts
 
 
-class Ours(Exception):  # noqa: N818  # with an error of redis-py's as its other base
-    """Its text is written here, and can be shown."""
+class Ours(Exception):  # noqa: N818  # subclasses also derive from an error of redis-py
+    """An error whose text this package wrote, so it can be shown."""
 
 
 def reason_of(exc: BaseException) -> str:
-    """Say what went wrong, in one short line that tells no password."""
+    """Return what went wrong, in one short line that contains no password."""
     chain = list(_chain(exc))
     told = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
     if told is None:
@@ -56,7 +57,7 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
 
 
 def _answer(text: str) -> str:
-    """Return the server's words; about an unknown command it repeats what it was given."""
+    """Return the server's message, without the arguments that it quotes of an unknown command."""
     return text.partition(", with args")[0]
 
 

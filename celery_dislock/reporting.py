@@ -1,9 +1,9 @@
 """One log line for each thing that happens to a task.
 
-Celery logs every Ignore, Retry and Reject by itself: ``Task … ignored`` gives no reason, ``Task …
-retry: …`` says the same again, and a Reject comes with a traceback.  If a line of ours has said
-what happens and why, Celery's line about that same exception is left out.  All other lines of
-Celery's stay, and this one stays if the level of our logger hides ours.
+Celery logs every Ignore, Retry and Reject itself: ``Task … ignored`` gives no reason, ``Task …
+retry: …`` repeats ours, and a Reject comes with a traceback.  If this package has logged what
+happens and why, a filter drops Celery's line about the same exception.  All other lines of Celery
+stay.  The dropped line also stays if the level of our logger hides ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CELERYS = "celery.app.trace"  # the logger of Celery's lines about the end of a task
+CELERYS = "celery.app.trace"  # Celery logs the end of a task here
 
 logger = logging.getLogger("celery_dislock")
 
@@ -29,11 +29,11 @@ def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.I
     Log how a delivery ends, in place of Celery's own line about *error*.
 
     Args:
-        error: The exception that ends the delivery; to be raised by the caller.
-        name: The task's.
-        task_id: Its id.
-        what: What happens to it, and why.
-        level: Of the line.
+        error: The exception that ends the delivery; the caller raises it.
+        name: The task's name.
+        task_id: The task's id.
+        what: What happens to the task, and why.
+        level: Level of the log line.
 
     Returns:
         The error.
@@ -45,12 +45,12 @@ def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.I
 
 
 def leave_out_what_is_told() -> None:
-    """Leave out Celery's lines about exceptions of which we have told; once is enough."""
+    """Drop Celery's lines about exceptions that :func:`told` has logged.  Idempotent."""
     logging.getLogger(CELERYS).addFilter(_is_news)
 
 
 def _is_news(_record: logging.LogRecord) -> bool:
-    # Celery logs while it handles the exception that its line is about.
+    # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_told", False)
 
 
@@ -58,8 +58,8 @@ class Order:
     """
     Keeps the lines about one parked task in order.
 
-    A task is in line as soon as the script has run.  Another thread of this process may take its
-    place, and have that logged, before the first has logged that the task was parked.
+    A task is in line as soon as the script has run.  Another thread of this process may replace
+    the task, and log that, before the first thread has logged that the task was parked.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Order:
 
     @contextmanager
     def parking(self, ticket: str) -> Iterator[None]:
-        """Hold back other lines about this ticket until the end of the block."""
+        """Delay other lines about this ticket until the end of the block."""
         with self._mutex:
             self._late[ticket] = []
         try:
@@ -80,7 +80,7 @@ class Order:
                 write()
 
     def write(self, ticket: str, write: Callable[[], None]) -> None:
-        """Write a line about a ticket, now or when its parking is logged."""
+        """Write a line about a ticket now, or after its parking is logged."""
         with self._mutex:
             late = self._late.get(ticket)
             if late is not None:

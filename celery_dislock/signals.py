@@ -1,26 +1,26 @@
-"""Signals that a lock sends, in Celery's manner.
+"""Signals that a lock sends.
 
-Connect as to any Celery signal::
+Connect a receiver as for any Celery signal::
 
     from celery_dislock.signals import lock_lost
 
     @lock_lost.connect
     def page_someone(sender, lease, reason, **kwargs): ...
 
-The sender is what took the lock: the task, for a task.  Receivers run where the event is noticed:
-``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly in the watchdog's thread or greenlet, so
-keep them short.  What a dead process held is released by another, without a signal.  A receiver
-that raises is logged by Celery's dispatcher and changes nothing.
+The sender is the task, or the :class:`ReentrantLock` in plain Python.  Receivers of
+``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly run in the watchdog's thread or greenlet,
+so keep them short.  No signal is sent when a dead process's lease is released by another process.
+If a receiver raises an exception, Celery's dispatcher logs it, and nothing else changes.
 
 ==================  =================================================================
 signal              arguments
 ==================  =================================================================
 ``lock_acquired``   ``lease``
-``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``; of tasks alone
+``lock_conflict``   ``conflict``: key, holder and remaining seconds; ``task_id``; for tasks only
 ``lock_renewed``    ``lease``, sent after each renewal
 ``lock_lost``       ``lease``, ``reason``; once per lease
 ``lock_capped``     ``lease``; once per lease, when ``max_renew_times`` renewals are done
-``lock_released``   ``lease``, ``expiring``: True where it is left to expire
+``lock_released``   ``lease``, ``expiring``: True if it is left to expire
 ==================  =================================================================
 """
 

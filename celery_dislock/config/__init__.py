@@ -1,1 +1,1 @@
-"""What a user can set: options of tasks, settings of an app, and how each is checked."""
+"""Options of tasks and settings of an app, and the checks of their values."""

@@ -1,4 +1,7 @@
-"""What a value must be: each check returns it as the code uses it, or raises with the remedy."""
+"""Checks of option values: each returns the value as the code uses it, or raises ValueError.
+
+The text of the ValueError says what to give instead.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from typing import Any
 
 from celery_dislock.config.urls import SCHEMES, URL_WANTED, check_several
 
-NEAR_MISS = 0.75  # difflib ratio from which a name counts as misspelt rather than unrelated
+NEAR_MISS = 0.75  # minimum difflib ratio at which a name counts as misspelt, not unrelated
 
-LONGEST = threading.TIMEOUT_MAX  # seconds for which a thread can wait: 292 years on most systems
+LONGEST = threading.TIMEOUT_MAX  # seconds: the maximum wait of a thread, mostly 292 years
 
 Check = Callable[[Any], Any]
 
 
 def seconds(*, above: float | None = None, at_least: float | None = None) -> Check:
-    """Check a duration: an int, float or timedelta, as seconds."""
+    """Make a check of a duration: an int or float in seconds, or a timedelta; returns seconds."""
     wanted = f"above {above:g}" if above is not None else f"of {at_least:g} or more"
 
     def check(value: object) -> float:
@@ -27,7 +30,7 @@ def seconds(*, above: float | None = None, at_least: float | None = None) -> Che
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"give a number of seconds {wanted}, or a timedelta")
         if (
-            not -LONGEST <= value <= LONGEST  # nor what is no number
+            not -LONGEST <= value <= LONGEST  # also refuses NaN
             or (above is not None and value <= above)
             or (at_least is not None and value < at_least)
         ):
@@ -38,21 +41,21 @@ def seconds(*, above: float | None = None, at_least: float | None = None) -> Che
 
 
 def whole_number(value: object) -> int:
-    """Check an integer; a boolean is none."""
+    """Check an integer; a boolean is refused."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("give a whole number")
     return value
 
 
 def natural_number(value: object) -> int:
-    """Check a count: an integer of 0 or more."""
+    """Check an integer of 0 or more."""
     if whole_number(value) < 0:
         raise ValueError("give 0 or more")
     return whole_number(value)
 
 
 def yes_or_no(value: object) -> bool:
-    """Check a boolean; nothing else stands for one."""
+    """Check a boolean; other truthy or falsy values are refused."""
     if not isinstance(value, bool):
         raise ValueError("give True or False")
     return value
@@ -66,7 +69,7 @@ def text(value: object) -> str:
 
 
 def one_or_several_urls(value: object) -> str | tuple[str, ...]:
-    """Check where locks are kept: a URL, or those of several independent servers."""
+    """Check the lock server's URL, or a list of URLs of independent servers."""
     if isinstance(value, str) and value:
         if not value.startswith(SCHEMES):
             raise ValueError(URL_WANTED)
@@ -80,19 +83,19 @@ def one_or_several_urls(value: object) -> str | tuple[str, ...]:
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """Check a mapping."""
+    """Check a mapping; return a dict."""
     if not isinstance(value, Mapping):
         raise ValueError("give a dict")
     return dict(value)
 
 
 def optional(check: Check) -> Check:
-    """Let None pass, else check."""
+    """Make a check that accepts None and passes any other value to *check*."""
     return lambda value: None if value is None else check(value)
 
 
 def one_of(*allowed: str) -> Check:
-    """Check a choice."""
+    """Make a check that accepts only these strings."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or value not in allowed:
@@ -105,6 +108,6 @@ def one_of(*allowed: str) -> Check:
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Suggest the name that was probably meant, as the end of a message; empty for none."""
+    """Return the end of a message that suggests the closest known name; empty if none is close."""
     near = get_close_matches(given, list(known), 1, NEAR_MISS)
     return f"; did you mean {near[0]!r}?" if near else ""

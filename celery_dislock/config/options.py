@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def lock_limit(value: object) -> int:
-    """Check the number of leases at a time."""
+    """Check a limit: an integer of 1 or more."""
     if whole_number(value) < 1:
         raise ValueError("give 1 or more")
     return whole_number(value)
 
 
 def lock_key(value: object) -> object:
-    """Check the kind of a key declaration; what it says is checked against the task's arguments."""
+    """Check the type of a ``lock_key``; the key builder checks its template."""
     if isinstance(value, (list, tuple)):
         if not value or not all(isinstance(one, str) or callable(one) for one in value):
             raise ValueError("give one template or callable at least, and nothing else, in a list")
@@ -40,14 +40,14 @@ def lock_key(value: object) -> object:
 
 
 def lock_on_conflict(value: object) -> object:
-    """Check a strategy: its name, or a callable that is given the task and the conflict."""
+    """Check a strategy: its name, or a callable that takes the task and the conflict."""
     if not callable(value):
         return _strategy(value)
     try:
         inspect.signature(value).bind(None, None)
     except TypeError as exc:
         raise ValueError("give a callable that takes the task and the conflict") from exc
-    except ValueError:  # built in, without a signature
+    except ValueError:  # a built-in callable without a signature
         pass
     return value
 
@@ -252,13 +252,13 @@ class TaskOptions:
 
     @property
     def parks(self) -> bool:
-        """Whether the task may be parked: it says so, or asks a callable, which may say so."""
+        """Whether the task may be parked: it has one key, and "queue" or a callable as strategy."""
         chosen = self.lock_on_conflict
         several = isinstance(self.lock_key, tuple) and len(self.lock_key) > 1
         return (chosen == "queue" or callable(chosen)) and not several
 
 
-# Options that say nothing unless another one has this value.
+# Options that have no effect unless another option has this value.
 BELONG_TO: dict[str, tuple[str, Any]] = {
     "lock_wait_timeout": ("lock_on_conflict", "wait"),
     "lock_retry_for": ("lock_on_conflict", "retry"),
@@ -272,7 +272,7 @@ BELONG_TO: dict[str, tuple[str, Any]] = {
     "lock_limit": ("lock_mode", "exclusive"),
 }
 
-# Options of other libraries, which have no effect here: whose each is, and what to give instead.
+# Options of other libraries, which have no effect here: the library, and what to give instead.
 OF_OTHERS = {
     "unique_on": (
         "celery-singleton's",
@@ -303,5 +303,5 @@ OF_OTHERS = {
     ),
 }
 
-# What several independent lock servers can do, and nothing else.
+# The only values of these options that several independent lock servers support.
 ALONE = {"lock_mode": "exclusive", "lock_limit": 1}

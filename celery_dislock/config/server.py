@@ -1,4 +1,4 @@
-"""Which server keeps the locks: the one that is set, or one that Celery uses already."""
+"""Find the lock server: the one in the settings, or one that Celery already uses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from celery_dislock.exceptions import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_CELERYS = (  # Celery's servers, first choice first: URL, TLS options, transport options
+_CELERYS = (  # Celery's settings in order of preference: URL, TLS options, transport options
     ("broker_write_url", "broker_use_ssl", "broker_transport_options"),
     ("broker_url", "broker_use_ssl", "broker_transport_options"),
     ("result_backend", "redis_backend_use_ssl", "result_backend_transport_options"),
 )
-# How the server is found, but not for how long it is waited for: locks have times of their own.
+# Transport options of Celery that are used for locks, too.  Timeouts are not: locks have their own.
 _TAKEN_OVER = ("master_name", "sentinel_kwargs", "min_other_sentinels")
 _CREDENTIALS = "credential_provider"
 
@@ -25,10 +25,10 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
     Find the lock server: ``dislock_url``, else the broker, else the result backend.
 
     Returns:
-        Its URL, or those of several, and options for its connections that belong to that URL.
+        The URL, or the URLs of several servers, and the connection options that belong to it.
 
     Raises:
-        SettingsError: None of them is a Redis.
+        SettingsError: None of them is a Redis, or ``dislock_url`` is no usable URL.
     """
     url = conf.get("dislock_url")
     if isinstance(url, (list, tuple)):
@@ -36,7 +36,7 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
     if url and not url.startswith(SCHEMES):
         raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)
     for name, tls, transport in _CELERYS:
-        # Celery's configuration has properties for these, which ask the environment first.
+        # Celery's configuration has properties for these, which read the environment first.
         candidate = _one_url(getattr(conf, name, None) or conf.get(name))
         if candidate.startswith(SCHEMES) and (not url or url == candidate):
             options = _options_of(candidate, conf.get(tls), conf.get(transport) or {})
@@ -50,7 +50,7 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
 
 
 def _one_url(given: Any) -> str:
-    """Return the first of several servers; Sentinels are asked together, so all of them."""
+    """Return the first of several URLs, or all of them joined with ";" if they are Sentinels."""
     urls = given if isinstance(given, (list, tuple)) else [given or ""]
     joined = ";".join(urls)
     return joined if joined.startswith(SENTINEL) else joined.split(";")[0]
@@ -62,6 +62,6 @@ def _options_of(url: str, tls: Any, transport: Mapping[str, Any]) -> dict[str, A
         options.update((name, transport[name]) for name in _TAKEN_OVER if name in transport)
     if tls and not url.startswith(WITHOUT_TLS):
         if not url.startswith("rediss"):
-            options["ssl"] = True  # kombu uses TLS then, whatever the URL says
+            options["ssl"] = True  # kombu then uses TLS, even with redis://
         options.update(tls if isinstance(tls, dict) else {})
     return options

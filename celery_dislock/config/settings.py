@@ -2,11 +2,12 @@
 
 An option belongs to a task: ``@app.task(lock_watchdog_timeout=60)``.  Its default for a whole app
 is the setting of the same name under ``dislock_``: ``app.conf.dislock_watchdog_timeout = 60``.
-Name, type, default, unit, check and description stand in one field of :class:`TaskOptions` or
-:class:`AppSettings`; the error messages, the near misses and the reference page come from there.
+Name, type, default, unit, check and description are declared in one field of :class:`TaskOptions`
+or :class:`AppSettings`.  The error messages, the suggestions for misspelt names and the reference
+page are made from these fields.
 
-A check takes what the user gave and returns what the code uses, or raises ``ValueError`` with the
-remedy.  All of them run when a task is bound or a worker starts, never later.
+A check takes the user's value and returns the value that the code uses, or raises ``ValueError``
+with the remedy.  All checks run when a task is bound, a lock is made or a worker starts.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from celery_dislock.config.options import ALONE, BELONG_TO, OF_OTHERS, TaskOptio
 from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 from celery_dislock.exceptions import SettingsError
 
-# Parts of names whose values are never shown.
+# If a name contains one of these, its value is never shown.
 SECRETS = ("password", "credential", "transport_option", "kwargs")
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What all locks of one app share."""
+    """Settings that all locks of one app share."""
 
     dislock_enabled: bool | None = declare(
         default=None,
@@ -79,7 +80,7 @@ class AppSettings:
     )
     dislock_transport_options: dict[str, Any] = field(
         default_factory=dict,
-        repr=False,  # a password may be in it
+        repr=False,  # may contain a password
         metadata={
             "check": mapping,
             "unit": "",
@@ -102,7 +103,7 @@ class AppSettings:
 
 
 def setting_name(option: str) -> str | None:
-    """Name of the setting that gives an option its default; None where there is none."""
+    """Return the name of the setting that is an option's default; None if there is no setting."""
     if option == "lock_key":
         return None
     return "dislock_" + option.removeprefix("lock_")
@@ -114,15 +115,15 @@ _SETTINGS = {f.name for f in fields(AppSettings)} | {
 
 
 def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any]) -> TaskOptions:
-    """Resolve a task's options: its own, else the app's settings, else the defaults.
+    """Resolve a task's options from its own, the app's settings and the defaults, in this order.
 
     Args:
         owner: The task's name, for messages.
-        declared: The task's attributes that may be options, by name.
+        declared: Attributes of the task that may be options, by name.
         conf: The app's configuration.
 
     Raises:
-        SettingsError: An option cannot be used, or looks like one that is misspelt.
+        SettingsError: An option cannot be used, or looks misspelt.
     """
     _check_names(owner, declared)
     check_settings(conf)
@@ -170,16 +171,16 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the options of a base class and of a class: its own count, also where they conflict."""
+    """Merge the options of a base class and a class; on a conflict, those of the class win."""
     kept = {name: value for name, value in inherited.items() if not _overruled(name, value, own)}
     return {**kept, **own}
 
 
 def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
-    """Tell whether a default conflicts with what a task declares: it cannot take the default back.
+    """Return whether an inherited option conflicts with a task's own and is therefore dropped.
 
-    A task with a `lock_expire` of its own has no use for the watchdog's defaults; one with a
-    `lock_watchdog_timeout` of its own is renewed, whatever the default of `lock_expire` is.
+    For example, a task with its own `lock_expire` ignores the inherited watchdog options.  A task
+    with its own `lock_watchdog_timeout` is renewed, even if it inherits a `lock_expire`.
     """
     for option, (other, needed) in BELONG_TO.items():
         if option == name and other in own:
@@ -192,10 +193,10 @@ def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
 
 def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]) -> None:
     """
-    Refuse an option that does not exist.
+    Refuse options that do not exist.
 
     Raises:
-        SettingsError: Names the option, and the one that was probably meant.
+        SettingsError: Names the option, and suggests a known one with a similar name.
     """
     for name, value in given.items():
         if name not in known:
@@ -204,10 +205,10 @@ def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
-    """Read an app's settings.
+    """Read and check an app's settings.
 
     Raises:
-        SettingsError: A setting cannot be used, or looks like one that is misspelt.
+        SettingsError: A setting is unknown, or cannot be used.
     """
     check_settings(conf)
     settings = AppSettings(
@@ -224,7 +225,7 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
 
 
 def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:
-    """Refuse what several lock servers cannot do.
+    """Refuse options that several independent lock servers do not support.
 
     Raises:
         SettingsError: Names the option.
@@ -240,13 +241,13 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
 
 
 def check_settings(conf: Mapping[str, Any]) -> None:
-    """Refuse a ``dislock_`` setting that does not exist.
+    """Refuse ``dislock_`` settings that do not exist.
 
     Raises:
-        SettingsError: Names the setting, and the one that was probably meant.
+        SettingsError: Names the setting, and suggests a known one with a similar name.
     """
     for given in conf:
-        # Celery may keep a namespace in front, in capitals: CELERY_DISLOCK_URL.
+        # With a namespace, Celery uses an upper-case prefix: CELERY_DISLOCK_URL.
         _, found, rest = given.lower().rpartition("dislock_")
         name = found + rest
         if found and name not in _SETTINGS:
@@ -256,7 +257,7 @@ def check_settings(conf: Mapping[str, Any]) -> None:
 
 
 def reference(kind: type[TaskOptions | AppSettings]) -> str:
-    """Write the table of options or settings for the documentation, in Markdown."""
+    """Return the Markdown table of options or settings for the documentation."""
     rows = ["| name | default | unit | meaning |", "|---|---|---|---|"]
     rows += [
         f"| `{f.name}` | `{_default(f)!r}` | {f.metadata['unit']} "
@@ -266,7 +267,7 @@ def reference(kind: type[TaskOptions | AppSettings]) -> str:
     return "\n".join(rows)
 
 
-# What shows those that may hold a password.
+# What shows the values of settings that may contain a password.
 _HIDDEN_IN = {"dislock_url": shown, "dislock_transport_options": harmless}
 
 
@@ -284,7 +285,7 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
 
 
 def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
-    """Make the error about an option, without a password that its value may hold."""
+    """Make the error about an option, without any password in its value."""
     return SettingsError(owner, name, _told(name, value), remedy)
 
 

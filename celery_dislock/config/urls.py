@@ -1,4 +1,4 @@
-"""How the URL and the TLS options of a lock server are spelt, by Celery, kombu and redis-py."""
+"""Parse a lock server's URL and TLS options as Celery, kombu and redis-py write them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SENTINEL = ("sentinel://",)
 CLUSTER = ("redis+cluster://", "rediss+cluster://")
 SCHEMES = SINGLE + SENTINEL + CLUSTER
 
-FEWEST = 3  # servers of which one may fail
+FEWEST = 3  # servers: the smallest number of which one may fail
 ONLY_EXCLUSIVE = "several lock servers (dislock_url is a list) keep exclusive locks only"
 NO_REPLICAS = "not with several lock servers: a majority of them takes the place of replicas"
 
@@ -28,10 +28,10 @@ SENTINEL_PORT = 26379
 REDIS_PORT = 6379
 
 
-HIDDEN = "***"  # in place of what a message does not show
+HIDDEN = "***"  # shown instead of a value that a message must not contain
 
-# What a message may show of a URL; anything else might be a password in the wrong place.
-_NAME = re.compile(r"[a-z][a-z0-9+]{0,20}")  # of a scheme
+# Parts of a URL that a message may show; any other text might be a misplaced password.
+_NAME = re.compile(r"[a-z][a-z0-9+]{0,20}")  # scheme
 _USER = re.compile(r"[\w.-]*", re.ASCII)
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
 _DATABASE = re.compile(r"\d{0,5}/?", re.ASCII)
@@ -39,10 +39,10 @@ LAST_PORT = 65535
 
 
 class Group(NamedTuple):
-    """What a URL says that names several hosts."""
+    """A parsed URL of several hosts."""
 
-    name: str  # the URL as a message may show it
-    url: str  # one of a single server, with all that the hosts have in common
+    name: str  # the URL without its password, for messages
+    url: str  # URL of a single server, with the login, database and query of all hosts
     hosts: tuple[tuple[str, int], ...]
 
     def __repr__(self) -> str:
@@ -50,7 +50,7 @@ class Group(NamedTuple):
 
 
 def redis_url(url: str) -> str:
-    """Rewrite Celery's spellings as redis-py's: ``redis+socket://``, and ``CERT_REQUIRED``."""
+    """Convert Celery's form of a URL to redis-py's: ``redis+socket://`` and ``CERT_REQUIRED``."""
     parts = urlsplit(url)
     if parts.scheme == "rediss":
         return re.sub(r"(?<=ssl_cert_reqs=)CERT_(\w+)", lambda m: m[1].lower(), url)
@@ -62,7 +62,7 @@ def redis_url(url: str) -> str:
 
 
 def redis_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite Celery's spelling of ``ssl_cert_reqs`` as redis-py's; its constants are known."""
+    """Convert Celery's text for ``ssl_cert_reqs`` to redis-py's; ssl constants stay as they are."""
     options = dict(options)
     wanted = options.get("ssl_cert_reqs")
     if isinstance(wanted, str):
@@ -74,10 +74,10 @@ def group(url: str) -> Group:
     """
     Read a URL of several hosts: ``sentinel://a:1;sentinel://b:2/0``, ``redis+cluster://a:1,b:2``.
 
-    User, password, database and query are those of the first host that has them.
+    User, password, database and query are each taken from the first host that has them.
 
     Raises:
-        ValueError: It cannot be read; the message quotes nothing of it.
+        ValueError: The URL cannot be parsed; the message does not quote it.
     """
     scheme = url.partition("://")[0]
     port = _default_port(scheme)
@@ -89,7 +89,7 @@ def group(url: str) -> Group:
         try:
             parts = urlsplit(part)
             hosts.append((parts.hostname or "", parts.port or port))
-        except ValueError:  # it quotes what is no port, and may be a password
+        except ValueError:  # its message quotes the bad port, which may be a password
             raise ValueError("a port is no number") from None
         if not parts.hostname:
             raise ValueError("a host is missing")
@@ -110,7 +110,7 @@ def check_several(urls: Sequence[str]) -> None:
     Check the URLs of several independent servers.
 
     Raises:
-        ValueError: They cannot be used together; the message quotes nothing of them.
+        ValueError: They cannot be used together; the message does not quote them.
     """
     if not all(url.startswith(SINGLE) for url in urls):
         raise ValueError(
@@ -124,34 +124,34 @@ def check_several(urls: Sequence[str]) -> None:
 
 
 def address(url: str) -> tuple[str, int]:
-    """Return host and port of a single server; of a unix socket its path, and 0."""
+    """Return host and port of a single server, or path and 0 of a unix socket."""
     parts = urlsplit(redis_url(url))
     if parts.scheme == "unix":
         return parts.path, 0
     try:
         return parts.hostname or "localhost", parts.port or REDIS_PORT
-    except ValueError:  # what is no port is told where the connections are made
+    except ValueError:  # the bad port is reported when the connections are made
         return url, 0
 
 
 def shown(value: object) -> Any:
-    """Return a ``dislock_url``, one or several, as a message may show it."""
+    """Return a ``dislock_url``, one or several, without passwords, for a message."""
     if isinstance(value, (list, tuple)):
         return [shown(one) for one in value]
     return without_password(value) if isinstance(value, str) else harmless(value)
 
 
 def harmless(value: object) -> Any:
-    """Return a value of which nobody knows what it is, as a message may show it."""
+    """Return an unknown value for a message: hidden, unless it is None, a boolean or a number."""
     return value if value is None or isinstance(value, (bool, int, float)) else HIDDEN
 
 
 def without_password(url: str) -> str:
     """
-    Return the URL as a log line may show it, whatever is wrong with it.
+    Return the URL without its password, for a log line; never raises.
 
-    Shown are the scheme, the user, the hosts and the database, if each of them stands in its place;
-    if not, the scheme alone.
+    The result has the scheme, user, hosts and database.  If the rest of the URL cannot be parsed,
+    the result has the scheme alone; if there is no scheme, it is hidden entirely.
     """
     scheme, found, rest = url.partition("://")
     if not found or not _NAME.fullmatch(scheme):
@@ -171,7 +171,7 @@ def _plain_hosts(scheme: str, rest: str) -> str:
     hosts, login, path = [], "", ""
     for nth, part in enumerate(re.split("[;,]", rest)):
         its_login, host, its_path = _plain_parts(part.removeprefix(f"{scheme}://"))
-        if not host or (nth and its_login and "://" not in part):  # a password may have commas
+        if not host or (nth and its_login and "://" not in part):  # a comma inside a password
             raise ValueError("not a list of hosts")
         hosts.append(host if _HOST.fullmatch(host)["port"] else f"{host}:{port}")  # type: ignore[index]
         login, path = login or its_login, path or its_path.rstrip("/")
@@ -179,7 +179,7 @@ def _plain_hosts(scheme: str, rest: str) -> str:
 
 
 def _plain_parts(rest: str) -> tuple[str, str, str]:
-    """Return login, host and path of a URL; ValueError: something else stands there."""
+    """Return login, host and path of a URL; raises ValueError if a part is malformed."""
     rest, _, query = rest.partition("?")
     place, slash, path = rest.partition("/")
     login, at, host = place.rpartition("@")
@@ -202,7 +202,7 @@ def _plain_socket(rest: str) -> str:
 
 def _plain_login(login: str, at: str) -> str:
     user, _, password = login.partition(":")
-    named = password and _USER.fullmatch(user)  # else it may be the password that stands there
+    named = password and _USER.fullmatch(user)  # otherwise the user may be the password
     return f"{f'{user}:' if named else ''}{HIDDEN}@" if at else ""
 
 

@@ -1,1 +1,1 @@
-"""The key of a lock: its template, its values, and how tasks are named on the lock server."""
+"""Keys of locks, their templates and values, and the names of tasks on the lock server."""

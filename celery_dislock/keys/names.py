@@ -1,10 +1,11 @@
-"""How a delivery of a task is named on the lock server.
+"""Names of a task's deliveries on the lock server: owners and tickets.
 
 An owner is ``<task>@<worker>:<pid>/<count>``, and a ticket is ``<task>:<retries>:<nesting>``.
-Scripts tell by how an owner begins which task and which process it belongs to, so no task's name
-may look like the beginning of another's owner.  Task ids come from users, and from anybody who can
-publish a message.  ``@``, ``~`` (a lease that runs out) and control characters are therefore
-percent-encoded in them, and the numbers in a ticket are numbers, whatever the message says.
+Scripts find the owners of one task or one process by their prefix.  The prefix of one task must
+therefore never match an owner of another task.  Task ids are untrusted: they come from users, and
+from anybody who can publish a message.  ``@``, ``~`` (which marks a lease that is left to expire)
+and control characters in them are percent-encoded.  The numbers in a ticket are always integers,
+whatever the message contains.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from urllib.parse import unquote
 
 from celery_dislock.keys.values import CONTROL, percent_encoded
 
-NUMBER_MOST = 10**9  # of retries and replacements, in a ticket
+NUMBER_MOST = 10**9  # maximum number of retries or replacements in a ticket
 
 _ENCODED = re.compile(rf"[%@~{CONTROL}]")
 
 
 def task_name(task_id: object) -> str:
-    """Return a task's id as names on the lock server have it."""
+    """Return a task's id, encoded for names on the lock server."""
     return _ENCODED.sub(percent_encoded, str(task_id))
 
 
 def owners_start(task_id: object) -> str:
-    """Return how the owners of all deliveries of a task begin, and no other task's do."""
+    """Return the prefix of the owners of all deliveries of this task, and of no other task."""
     return f"{task_name(task_id)}@"
 
 
 def execution_start(task_id: object, hostname: str, pid: int) -> str:
-    """Return the part of an owner's name that the main process knows as well as the child."""
+    """Return the prefix of an owner's name that the worker's main process can also compute."""
     return f"{owners_start(task_id)}{hostname}:{pid}/"
 
 
 def ticket_name(task_id: object, retries: object, nesting: object) -> str:
-    """Name a ticket: its task, the number of its retry, and how often the task was replaced."""
+    """Return the name of a ticket: task, number of retries, and number of replacements."""
     return f"{task_name(task_id)}:{_number(retries)}:{_number(nesting)}"
 
 
@@ -45,7 +46,7 @@ def task_id_of(ticket: str) -> str:
 
 
 def _number(given: object) -> int:
-    """Return a number that a message gives; 0 where it gives anything else."""
+    """Return a number from a message; 0 if the value is not an integer in range."""
     if isinstance(given, int) and 0 <= given <= NUMBER_MOST:
         return int(given)
     return 0

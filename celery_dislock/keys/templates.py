@@ -1,22 +1,22 @@
 """Turn a task's ``lock_key`` and the arguments of one call into the key of a lock.
 
-A key is about *text*: ``7`` and ``"7"``, a UUID and its ``str``, give the same key on purpose,
-because message serializers change such types on the way.  Values whose texts differ never give
-the same key of a template.  That holds by construction:
+A key is made from the *text* of the arguments.  ``7`` and ``"7"``, or a UUID and its ``str``, give
+the same key on purpose, because message serializers change such types.  Values with different
+texts never give the same key of a template.  This is guaranteed by construction:
 
-- Each literal between two placeholders has a *marker*, its first character that is neither
-  alphanumeric nor ``%``.  What stands before the marker in the literal cannot contain it.
+- Each literal between two placeholders has a *marker*: its first character that is neither
+  alphanumeric nor ``%``.  The part of the literal before the marker does not contain the marker.
 - In values, every marker of the template is percent-encoded, and so are ``: % { } < >`` and
-  control characters.  Encoding writes only ``%``, digits and A-F, none of which can be a marker,
-  and it can be undone, since ``%`` itself is always encoded.
-- So, read from the left, the first marker found after the start of a value is the one of the
-  literal that follows it, and tells where the value ends and the next one begins: one key can be
-  taken apart in one way only.
+  control characters.  The encoded text consists of ``%``, digits and A-F, none of which can be a
+  marker.  The encoding is reversible, since ``%`` itself is always encoded.
+- Therefore the first marker after the start of a value belongs to the literal that follows the
+  value.  It determines where the value ends and the next one begins, so a key can be parsed in
+  only one way.
 
-A key of more than 200 bytes keeps a readable head and ends in ``%#`` and a digest of the
-whole.  Encoding never writes ``%#``, and a template whose literals could is refused, so a short
-key never passes for a shortened one.  A callable returns finished keys: there it is the
-callable's part to keep different things apart.
+A key of more than 200 bytes is shortened: a readable head, ``%#`` and a digest of the whole key.
+Encoding never produces ``%#``, and a template whose literals could produce it is refused.  A short
+key of a template therefore never equals a shortened one.  A callable returns whole keys, and must
+itself return different keys for different locks.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ _TOKEN = re.compile(r"<<|>>|<([^<>]*)>|[<>]")
 _NOT_GIVEN = inspect.Parameter.empty
 
 
-class InvalidTemplate(ValueError):  # noqa: N818  # it becomes a SettingsError, never travels alone
+class InvalidTemplate(ValueError):  # noqa: N818  # always turned into a SettingsError
     """A ``lock_key`` cannot be used as declared; the message says what to write instead."""
 
 
 class KeyBuilder(Protocol):
-    """What a declared ``lock_key`` becomes: the key of each call, from its arguments."""
+    """Builds the key of each call from its arguments, as a ``lock_key`` declares it."""
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """
-        Return the key of a call with these arguments, ``self`` left out.  Never blocks.
+        Return the key of a call with these arguments, without ``self``.  Never blocks.
 
         Raises:
             LockKeyError: These arguments give no key.  No lock was taken.
@@ -72,13 +72,13 @@ def key_builder(
     declared: str | Callable[..., str] | None, *, signature: inspect.Signature, task_name: str
 ) -> KeyBuilder:
     """
-    Check what a task declared as its ``lock_key``, and return what builds its keys.
+    Check a declared ``lock_key``, and return its key builder.
 
     Args:
         declared: A template; a callable that takes the task's arguments and returns a whole key;
             or None for the task's name and a digest of all its arguments.
-        signature: That of the task's function, without ``self``.
-        task_name: Name of the task, used where *declared* is None.
+        signature: Signature of the task's function, without ``self``.
+        task_name: Name of the task, used if *declared* is None.
 
     Raises:
         InvalidTemplate: *declared* cannot be used.
@@ -100,18 +100,19 @@ def key_of(lock: str) -> str:
 
 
 def in_order(keys: Sequence[str]) -> Sequence[str]:
-    """Return the keys of one lock in the order in which everybody takes them, each once."""
+    """Return a lock's keys in the order in which every caller takes them, without duplicates."""
     if not keys:
         raise LockKeyError("[]", None, "a lock has one key at least")
     return keys if len(keys) == 1 else sorted(set(keys))
 
 
 class KeyTemplate:
-    """A key with placeholders: ``export:<corp_id>``, ``<order.customer.id>``; ``<<`` is ``<``.
+    """A key with placeholders, such as ``export:<corp_id>`` or ``<order.customer.id>``.
 
     ``<corp_id>`` is the argument of that name, given by position, by keyword or by default.  Each
-    further name is looked up as a key of a mapping or else as an attribute, and never called.
-    In a signature with ``**kwargs``, names that are no parameters are looked up there.
+    name after a dot is looked up in the value: as a key if the value is a mapping, otherwise as an
+    attribute.  Attributes are never called.  If the signature has ``**kwargs``, a name that is no
+    parameter is looked up in them.  ``<<`` and ``>>`` stand for ``<`` and ``>``.
     """
 
     def __init__(self, template: str, signature: inspect.Signature) -> None:
@@ -135,7 +136,7 @@ class KeyTemplate:
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
         given = len(args)
-        # Signature.bind costs more than all the rest: spare it where it could only say yes.
+        # Signature.bind is the slowest step: skip it if the arguments are known to fit.
         fits = self._keywords.get(given)
         if fits is None or not fits[0] <= kwargs.keys() <= fits[1]:
             bound = _bound(self._signature, args, kwargs)
@@ -155,7 +156,7 @@ class KeyTemplate:
         for name in walk if value is not _NOT_GIVEN else ():
             owner = value
             if isinstance(owner, Mapping):
-                value = owner.get(name, _NOT_GIVEN)  # no []: a defaultdict would make up an entry
+                value = owner.get(name, _NOT_GIVEN)  # not []: a defaultdict would create an entry
             else:
                 value = getattr(owner, name, _NOT_GIVEN)
             if value is _NOT_GIVEN:
@@ -167,7 +168,7 @@ class KeyTemplate:
             raise LockKeyError(self._template, path, "the call does not give it")
         try:
             text = text_of(value)
-        except ValueError as error:  # an int of thousands of digits
+        except ValueError as error:  # an int of more digits than Python converts to text
             raise LockKeyError(self._template, path, str(error)) from error
         if text is None:
             reason = f"{kind_of(value)} is not allowed in a key; use {ALLOWED}"
@@ -176,7 +177,7 @@ class KeyTemplate:
 
 
 class CallableKey:
-    """A key that the user's callable returns; whatever it raises goes to the caller unchanged."""
+    """A key that a user's callable returns; its exceptions are passed on unchanged."""
 
     def __init__(self, function: Callable[..., str]) -> None:
         self._function = function
@@ -194,9 +195,9 @@ class CallableKey:
 class DigestKey:
     """A key of the task's name and a digest of all its arguments, defaults applied.
 
-    Unlike in a template, ``1``, ``"1"``, ``1.0``, ``True`` and None differ: serializers keep them
-    apart.  A list and a tuple are equal, as are a UUID, Decimal, date or datetime and its text,
-    and an Enum and its value: serializers turn one into the other.
+    Unlike in a template, ``1``, ``"1"``, ``1.0``, ``True`` and None give different keys, because
+    serializers keep them distinct.  A list and a tuple give the same key.  So do a UUID, Decimal,
+    date or datetime and its text, and an Enum and its value, because serializers convert them.
     """
 
     def __init__(self, task_name: str, signature: inspect.Signature) -> None:
@@ -219,7 +220,7 @@ class DigestKey:
 
 
 def _parse(template: str) -> tuple[list[str], list[str]]:
-    """Take a template apart: its literals, one more than there are placeholders, and these."""
+    """Split a template into literals and placeholders; there is one literal more."""
     if not template:
         raise InvalidTemplate("the template is empty; name the lock, as in 'export:<corp_id>'")
     literals, paths, end = [""], [], 0
@@ -238,7 +239,7 @@ def _parse(template: str) -> tuple[list[str], list[str]]:
     if wrong := FORBIDDEN.search("".join(literals)):
         hint = "; write <name> for an argument" if wrong[0] in "{}" else ""
         raise InvalidTemplate(f"{wrong[0]!r} cannot stand in a key{hint}")
-    # A value may be empty or begin with "#".
+    # The value after a literal may be empty or begin with "#".
     if any(DIGEST_MARK in part + "#" for part in literals[:-1]) or DIGEST_MARK in literals[-1]:
         raise InvalidTemplate("'%' cannot stand before '#' or <name>: '%#' marks a shortened key")
     return literals, paths
@@ -274,10 +275,11 @@ def _split(path: str, signature: inspect.Signature) -> list[str]:
 def _calling(
     signature: inspect.Signature,
 ) -> tuple[str, dict[int, tuple[frozenset[str], frozenset[str]]]]:
-    """Return the name of ``**kwargs``, and what keywords a call needs and accepts.
+    """Return the name of ``**kwargs``, and the keywords that a call must and may have.
 
-    The latter by how many arguments are given by position; empty for signatures that have
-    ``*args``, ``**kwargs`` or ``/``, which are left to `inspect.Signature.bind`.
+    The keywords are a dict by number of positional arguments: (required names, accepted names).
+    The dict is empty if the signature has ``*args``, ``**kwargs`` or ``/``; such calls need
+    `inspect.Signature.bind`.
     """
     parameters = list(signature.parameters.values())
     extra = "".join(p.name for p in parameters if p.kind is p.VAR_KEYWORD)

@@ -1,4 +1,4 @@
-"""The text of an argument's value, as a key carries it, and what a finished key looks like."""
+"""Convert argument values to the text in a key, and check finished keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from uuid import UUID
 from celery_dislock.exceptions import LockKeyError
 
 MAX_KEY_BYTES = 200  # bytes of UTF-8
-DIGEST_CHARS = 32  # hex digits of a SHA-256: 128 bits
+DIGEST_CHARS = 32  # hex digits of a SHA-256 digest: 128 bits
 DIGEST_MARK = "%#"
 _HEAD_BYTES = MAX_KEY_BYTES - len(DIGEST_MARK) - DIGEST_CHARS
 
-# C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot carry.
+# C0, DEL, C1, the line and paragraph separators, and surrogates, which UTF-8 cannot encode.
 CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 ENCODED = r":%{}<>" + CONTROL
 FORBIDDEN = re.compile(rf"[{{}}{CONTROL}]")  # braces delimit the hash tag of the Redis name
@@ -27,21 +27,21 @@ ALLOWED = "str, int, bool, UUID, Enum, date, datetime or Decimal"
 
 
 class NotPlainError(Exception):
-    """A value that has no canonical form; the message is its type."""
+    """A value has no canonical form; the message is the value's type."""
 
 
 def check_key(key: str, *, declared: str | None = None) -> str:
     """
-    Return a finished key, shortened where it is longer than ``MAX_KEY_BYTES``.
+    Check a whole key, and shorten it if it is longer than ``MAX_KEY_BYTES``.
 
-    A key that came from here comes back unchanged.
+    A key that this function returned is returned unchanged.
 
     Args:
-        key: The whole key, from whatever source.
-        declared: What an error names as its source; None means the key itself.
+        key: The whole key.
+        declared: What an error names as the source of the key; None: the key itself.
 
     Raises:
-        LockKeyError: It is not a str, is empty, or holds braces or control characters.
+        LockKeyError: The key is not a str, is empty, or contains braces or control characters.
     """
     source = reprlib.repr(key) if declared is None else declared
     if not isinstance(key, str):
@@ -53,17 +53,17 @@ def check_key(key: str, *, declared: str | None = None) -> str:
     raw = key.encode()
     if len(raw) <= MAX_KEY_BYTES:
         return str.__str__(key)
-    head = raw[:_HEAD_BYTES].decode(errors="ignore")  # without a character that was cut in two
+    head = raw[:_HEAD_BYTES].decode(errors="ignore")  # drops a character that was cut in two
     return f"{head}{DIGEST_MARK}{hashlib.sha256(raw).hexdigest()[:DIGEST_CHARS]}"
 
 
 def percent_encoded(match: re.Match[str]) -> str:
-    """Return what stands for the characters of the match; for ``re.sub``."""
+    """Return the percent-encoded characters of the match; a replacement for ``re.sub``."""
     return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
 
 
 def text_of(value: object) -> str | None:
-    """Return the text of a value, or None where its type has no place in a key."""
+    """Return the text of a value, or None if its type is not allowed in a key."""
     if isinstance(value, Enum):
         return text_of(value.value)
     if isinstance(value, str):
@@ -76,21 +76,21 @@ def text_of(value: object) -> str | None:
 
 
 def kind_of(value: object) -> str:
-    """Name the type of a value, for a message."""
+    """Return the name of a value's type, for a message."""
     if isinstance(value, Enum):
         return f"{type(value).__name__} of {kind_of(value.value)}"
     return "None" if value is None else type(value).__name__
 
 
 def canonical(value: object) -> bytes:
-    """Return bytes that are equal for equal data only; each value tells where it ends."""
+    """Return bytes that are equal for equal data only; each value is prefixed with its length."""
     parts: Iterable[bytes]
     if isinstance(value, Enum):
         return canonical(value.value)
     if value is None or isinstance(value, bool):
         tag, parts = b"c", [str(value).encode()]
     elif isinstance(value, int):
-        tag, parts = b"i", [f"{int(value):x}".encode()]  # hex has no limit of digits
+        tag, parts = b"i", [f"{int(value):x}".encode()]  # hex has no digit limit
     elif isinstance(value, float):
         tag, parts = b"f", [float.__repr__(value).encode()]
     elif (text := text_of(value)) is not None:

@@ -1,1 +1,1 @@
-"""A lock, its leases, and what keeps them alive; knows nothing of tasks or messages."""
+"""Locks, their leases and the watchdog; nothing here depends on tasks or messages."""

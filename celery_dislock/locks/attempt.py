@@ -1,4 +1,4 @@
-"""Who asks for a lock, who is in the way, and under which attempt the running body stands."""
+"""Attempts to take a lock, conflicts, and the attempt of the running task body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None
 
 
 def current_lease() -> Lease | None:
-    """Return the lease under which the running task body runs; None where it runs under none."""
+    """Return the lease of the running task body; None if it has no lease."""
     attempt = current.get()
     return attempt.lease if attempt is not None else None
 
@@ -36,17 +36,17 @@ def in_words(holder: Mapping[str, Any]) -> str:
 
 class Attempt:
     """
-    One attempt of one owner to take a lock, and what came of it.
+    One attempt of one owner to take a lock, and the lease if it succeeded.
 
-    The lease is noted here before anything keeps it alive, so that whoever made the attempt can
-    end it whatever exception came in between, and at whichever instruction.
+    The lease is stored here before the watchdog starts to renew it.  The code that made the attempt
+    can therefore always end the lease, even if an exception is raised at any instruction.
 
     Args:
         owner: The string that identifies this acquisition.
-        holder: What others are told: task, id, worker, pid.
+        holder: Description of the owner for others: task, id, worker, pid.
         sender: Sender of the signals about this lock.
-        caller: The thread or greenlet without which nobody can release the lock; None: the lock
-            ends with an execution, whatever comes.
+        caller: The thread or greenlet that must release the lock; if it ends first, the lease is
+            no longer renewed.  None: the lock of a task, which always ends with its execution.
     """
 
     __slots__ = (
@@ -79,13 +79,13 @@ class Attempt:
         settles: float = 0.0,
     ) -> None:
         """
-        End the lease, if there is one; does nothing the second time.
+        End the lease, if there is one; a second call does nothing.
 
         Args:
-            leaves: Let it run out instead of releasing it.
+            leaves: True: leave the lease to expire instead of releasing it.
             at_least: See :meth:`celery_dislock.locks.lease.Lease.release`.
-            ticket: See there.
-            settles: See there.
+            ticket: See :meth:`celery_dislock.locks.lease.Lease.release`.
+            settles: See :meth:`celery_dislock.locks.lease.Lease.release`.
         """
         if self.lease is not None:
             end = self.lease.leave if leaves else self.lease.release
@@ -93,16 +93,16 @@ class Attempt:
 
 
 class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held; false, where a lease is true."""
+    """An acquisition that was refused because the lock is held; falsy, unlike a lease."""
 
     key: str
     holder: Mapping[str, Any]
     remaining: float  # seconds until the holder's lease ends, unless it is renewed
-    place: int = 0  # in line, that a task would have which can be parked
+    place: int = 0  # in line, that the task would get if it were parked
 
     def __bool__(self) -> bool:
         return False
 
     def error(self) -> LockHeldError:
-        """Make the error that stands for this conflict."""
+        """Make the LockHeldError for this conflict."""
         return LockHeldError(self.key, in_words(self.holder), self.remaining)

@@ -1,12 +1,13 @@
-"""Which thread or greenlet is calling, and which leases it has.
+"""The calling thread or greenlet, and the leases that it has.
 
-In plain Python a thread owns the locks that it takes; inside a greenlet, that greenlet does.  The
-execution of a task is known here too, for as long as its body runs, so that nobody waits for a
-lock that only the waiting thread could release.
+In plain Python a thread owns the locks that it takes.  In a greenlet, the greenlet owns them.  The
+lease of a task's execution is also recorded here while the body runs, so that no thread waits for a
+lock that only the same thread could release.
 
-What a thread has is kept in its thread-local storage, and goes with the thread; what a greenlet
-has goes with the greenlet.  A lease refers to its caller weakly, and asks it whether it has ended:
-that is how the watchdog notices that nobody is left to release it.
+The record of a thread is in its thread-local storage, and the record of a greenlet is in a weak
+dictionary.  Both are dropped when the thread or greenlet ends.  A lease has a weak reference to its
+caller.  Through this reference the watchdog notices that the caller has ended and that nobody can
+release the lease.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ if TYPE_CHECKING:
 
 class Held:
     """
-    A lease that a caller has, and each time that it was taken.
+    A lease that a caller has, and its acquisitions.
 
     Args:
         lock: The lock.
-        attempt: The attempt by which it was taken.
+        attempt: The attempt that took the lock.
         lease: The lease.
-        runtime: What took it in plain Python; it makes a new store when it was closed.
-        execution: Whether it is the lease of a task's execution, which ends with the body.
+        runtime: The runtime of a lock in plain Python.  It makes a new store after it was closed.
+        execution: Whether this is the lease of a task's execution, which ends with the body.
 
     Attributes:
-        entries: One key for each time that it was taken and not released; for a ``with`` block
-            with what undoes that when the interpreter drops the block.
-        running: The ``with`` block that is stopped when the lease is lost; None: nothing is.
-        caller: Who has it.
-        outer: What the caller had of its keys before: of a task, in which this one runs eagerly.
+        entries: One key per acquisition that is not released yet.  For a ``with`` block the value
+            is a weak reference that releases the acquisition if the interpreter drops the block.
+        running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
+        caller: The thread or greenlet that has the lease.
+        outer: Leases that the caller had before for the same keys.  They belong to a task inside
+            which this one runs eagerly.
     """
 
     __slots__ = (
@@ -80,14 +82,14 @@ class Held:
         self._attempt = attempt
 
     def is_of(self, lock: Lock) -> bool:
-        """Tell whether it is a lease of this very lock, all of its keys and no others."""
+        """Return whether the lease is on the same store and has exactly the keys of *lock*."""
         return self.lock.store is lock.store and tuple(self.lock.names) == tuple(lock.names)
 
     def leave(self, entry: object) -> None:
         """
-        Undo one acquisition; with the last, release the lease.
+        Undo one acquisition; after the last one, release the lease.
 
-        May be repeated where an exception that a signal handler raised has cut it short.
+        The call can be repeated if a signal handler's exception has interrupted it.
         """
         self.entries.pop(entry, None)
         if self.entries or self.execution:
@@ -107,7 +109,8 @@ class Caller:
     A thread or a greenlet.
 
     Attributes:
-        entering: What the ``with`` statement will call whose ``__enter__`` runs just now.
+        entering: Weak reference to the :class:`Leaving` of the ``with`` statement whose
+            ``__enter__`` runs next.
     """
 
     __slots__ = ("__weakref__", "_greenlet", "_held", "_pid", "_thread", "entering")
@@ -121,19 +124,19 @@ class Caller:
 
     @property
     def is_greenlet(self) -> bool:
-        """Whether it is a greenlet, and not a thread."""
+        """Whether the caller is a greenlet, not a thread."""
         return self._greenlet is not None
 
     @property
     def dead(self) -> bool:
-        """Whether it has ended; not known of a thread that :mod:`threading` did not start."""
+        """Whether it has ended; unknown for a thread that :mod:`threading` did not start."""
         if self._greenlet is None:
             return not self._thread.is_alive()
         greenlet = self._greenlet()
         return greenlet is None or greenlet.dead
 
     def hold(self, held: Held) -> None:
-        """Note a lease that this caller has."""
+        """Record a lease of this caller."""
         held.caller = ref(self)
         for place in _places(held.lock):
             if place in self._held:
@@ -141,7 +144,7 @@ class Caller:
             self._held[place] = held
 
     def forget(self, held: Held) -> None:
-        """Note that it has the lease no more; does nothing the second time."""
+        """Remove a lease of this caller from the record; a second call does nothing."""
         for place in _places(held.lock):
             if self._held.get(place) is held:
                 outer = held.outer.get(place)
@@ -151,21 +154,21 @@ class Caller:
                     self._held.pop(place, None)
 
     def find(self, lock: Lock) -> Held | None:
-        """Return what it has of this lock, or of one of its keys; None where it has nothing."""
+        """Return this caller's lease of one of the lock's keys; None if there is none."""
         for place in _places(lock):
             held = self._held.get(place)
             if held is not None:
                 if not held.lease.finished:
                     return held
-                self.forget(held)  # its end was cut short just before
+                self.forget(held)  # an exception interrupted the end of this lease
         return None
 
     def refuse_to_wait(self, lock: Lock) -> None:
         """
-        Refuse a wait that only this caller itself could end.
+        Raise an error if the caller would wait for itself.
 
         Raises:
-            LockHeldError: It has a lease of one of the keys.
+            LockHeldError: This caller has a lease of one of the keys.
         """
         for place, key in zip(_places(lock), lock.keys, strict=True):
             held = self._held.get(place)
@@ -173,13 +176,13 @@ class Caller:
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
 
     def described(self, held: Held) -> str:
-        """Say who has a lease, for a message."""
+        """Return a text for messages that names this caller as the holder of a lease."""
         if held.execution:
             return "the task that is running here"
         return "this very greenlet" if self.is_greenlet else "this very thread"
 
     def owned_here(self) -> bool:
-        """Tell whether this is of the process that runs, and not of one that was forked."""
+        """Return whether this record was made in this process, not in the parent before a fork."""
         return self._pid == os.getpid()
 
 
@@ -188,10 +191,10 @@ _greenlets: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()
 
 
 def current_caller() -> Caller:
-    """Return the thread or greenlet that calls."""
+    """Return the record of the calling thread or greenlet."""
     greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
-    if here is not None and here.parent is not None:  # the first greenlet of a thread has none
+    if here is not None and here.parent is not None:  # the first greenlet of a thread has no parent
         caller = _greenlets.get(here)
         if caller is None or not caller.owned_here():
             caller = _greenlets[here] = Caller(here)
@@ -206,18 +209,19 @@ def check_terms(
     held: Held, asked: TaskOptions, caller: Caller, stated: Collection[str] = ()
 ) -> None:
     """
-    Check that a lock which is held can be taken once more on the terms asked for.
+    Check that the caller can take a lock again that it already holds.
 
-    A task's lease lasts as long as its body, so how long it lasts matters only if it was *stated*.
+    A task's lease lasts as long as its body.  Options about the lease's duration are therefore
+    compared with a task's lease only if they are *stated*.
 
     Args:
         held: The lease that the caller has.
-        asked: The options asked for.
-        caller: Who asks.
-        stated: Names of the options that were given, and are not defaults.
+        asked: The requested options.
+        caller: The calling thread or greenlet.
+        stated: Names of the options that were given explicitly.
 
     Raises:
-        LockTermsError: It cannot: an upgrade from shared to exclusive, or other terms.
+        LockTermsError: The request is an upgrade from shared to exclusive, or has other terms.
     """
     lease, has = held.lease, held.lock.options
     differing = [

@@ -1,21 +1,22 @@
-"""Stop a body that is running, from another thread or greenlet.
+"""Stop a running body from another thread or greenlet.
 
-How depends on where the body runs, which :func:`running_here` finds out on the spot:
+The method depends on where the body runs, which :func:`running_here` determines:
 
 ====================  ==========================================================================
-a greenlet            the exception is thrown into it when its hub gets to it
-the main thread       (prefork child, solo worker) a signal, whose handler raises; this also ends
-                      a blocking system call
-any other thread      an asynchronous exception, which CPython raises before the next bytecode:
-                      a blocking call is not interrupted, it ends first
+a greenlet            the hub throws the exception into the greenlet in its next round
+the main thread       (prefork child, solo worker) the handler of a signal raises the exception;
+                      this also interrupts a blocking system call
+any other thread      an asynchronous exception, which CPython raises between two bytecodes;
+                      a blocking call is not interrupted, and must return first
 ====================  ==========================================================================
 
-The body is armed while it runs and disarmed when it has ended, under a mutex: an exception that
-comes too late is dropped.  One that was thrown but not yet raised when the body ends is raised
-between the two, inside the caller's ``finally``: callers nest two of them.
+A target is armed while the body runs and disarmed when the body has ended.  An exception that is
+thrown after that is dropped.  An exception that was thrown before, but is not raised yet, may be
+raised inside the caller's ``finally`` until the target is disarmed.  Callers therefore nest two
+``finally`` clauses.
 
-SIGURG carries the interruption: ignored by default, so a late one is harmless, and used by neither
-Celery nor billiard (SIGUSR1 is the soft time limit).
+The signal is SIGURG.  Its default action is to ignore it, so a late signal is harmless.  Celery and
+billiard do not use it (SIGUSR1 is the soft time limit).
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SIGNAL = getattr(signal, "SIGURG", None)
-MOST_JUMPS = 1000  # after which an asynchronous exception was raised, if there was one
+MOST_JUMPS = 1000  # loop iterations within which a pending asynchronous exception is raised
 
 
 class Target(Protocol):
     """A running body that can be interrupted."""
 
     def throw(self, exc: BaseException) -> None:
-        """Raise the exception in the body, soon, if it still runs; does not wait for that."""
+        """Have the exception raised soon in the body, if the body still runs.  Does not block."""
 
     def disarm(self) -> None:
-        """The body has ended: throw nothing more into what runs there next."""
+        """Stop throwing exceptions here, because the body has ended."""
 
 
 def running_here() -> Target:
-    """Make a target of what the caller runs in; it is armed."""
+    """Return an armed target for the calling thread or greenlet."""
     by = patched_by()
     if by:
         return _GeventTarget() if by == "gevent" else _EventletTarget()
@@ -54,7 +55,7 @@ def running_here() -> Target:
 
 
 def refusal() -> str:
-    """Say why what the caller runs in cannot be stopped; empty where it can."""
+    """Return why the calling thread or greenlet cannot be interrupted; empty if it can."""
     greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
     if here is not None and here.parent is not None and not patched_by():
@@ -65,7 +66,7 @@ def refusal() -> str:
 
 
 def patched_by() -> str:
-    """Return what has patched the threads of this process: gevent, eventlet, or nothing."""
+    """Return "gevent" or "eventlet" if one has patched this process's threads, else ""."""
     if _patched("gevent.monkey", "is_module_patched", "threading"):
         return "gevent"
     return "eventlet" if _patched("eventlet.patcher", "is_monkey_patched", "thread") else ""
@@ -78,7 +79,7 @@ def _patched(module: str, question: str, what: str) -> bool:
 
 class _GeventTarget:
     def __init__(self) -> None:
-        import gevent  # noqa: PLC0415 -- only there when it has patched this process
+        import gevent  # noqa: PLC0415 -- optional; it has patched this process
 
         self._greenlet = gevent.getcurrent()
         self._hub = gevent.get_hub()
@@ -97,7 +98,7 @@ class _GeventTarget:
 
 class _EventletTarget:
     def __init__(self) -> None:
-        import eventlet.hubs  # noqa: PLC0415 -- only there when it has patched this process
+        import eventlet.hubs  # noqa: PLC0415 -- optional; it has patched this process
 
         self._hub = eventlet.hubs.get_hub()
         self._greenlet = eventlet.getcurrent()
@@ -115,7 +116,11 @@ class _EventletTarget:
 
 
 class _MainThreadTarget:
-    """The handler runs in the main thread, as the body does: one assignment arms or disarms."""
+    """Target for the main thread.
+
+    The signal handler runs in the same thread as the body, so arming and disarming need no mutex:
+    each is one assignment.
+    """
 
     armed: ClassVar[tuple[_MainThreadTarget, ...]] = ()  # the outermost body comes first
 
@@ -132,7 +137,7 @@ class _MainThreadTarget:
         signal.pthread_kill(self._ident, self._signum)
 
     def disarm(self) -> None:
-        # Blocks of generators end in any order.
+        # Not always the last one: blocks inside generators end in any order.
         _MainThreadTarget.armed = tuple([one for one in _MainThreadTarget.armed if one is not self])
 
 
@@ -165,11 +170,12 @@ class _ThreadTarget:
 
     def _absorb(self) -> None:
         """
-        Take back what may not have been raised yet.
+        Discard a thrown exception that may not have been raised yet.
 
-        Another exception takes its place and is raised here, by the next jump back at the latest.
-        CPython 3.11 does not take well to none in its place: it goes on looking for one before each
-        instruction, and when the process is traced, before the same one for ever.
+        ``_Absorbed`` replaces the pending exception.  It is raised here, at the next backward jump
+        at the latest, and caught.  Clearing the pending exception instead fails in CPython 3.11:
+        the interpreter keeps checking for one before each instruction, and if the process is
+        traced, it checks before the same instruction forever.
         """
         try:
             self._set_async(_Absorbed)
@@ -183,11 +189,14 @@ class _ThreadTarget:
 
 
 class _Absorbed(BaseException):
-    """Raised and caught in place of an interruption that came too late."""
+    """Replaces an interruption that came too late; raised and caught here."""
 
 
 def _raised_as(exc: BaseException) -> type[BaseException]:
-    """Make a class whose instances stand for *exc*: CPython raises a class, and calls it."""
+    """Make a class whose instances equal *exc*.
+
+    CPython's asynchronous exceptions are classes, which it calls without arguments.
+    """
     kind = type(exc)
 
     def __init__(self: BaseException) -> None:  # noqa: N807

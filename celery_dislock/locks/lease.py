@@ -1,18 +1,20 @@
 """One owner's hold on a lock.
 
-A lease is trusted until ``sent_at + timeout - margin``, where ``sent_at`` is the monotonic time
-before the acquisition or the last successful renewal was *sent*: a slow reply shortens trust,
-never stretches it.  Past that instant the lease is lost for good, even if the server would still
-extend it: whoever asked it in between was told so, and may have acted on it.
+A lease is trusted until ``sent_at + timeout - margin``.  ``sent_at`` is the monotonic time just
+before the acquisition or the last successful renewal was *sent*.  A slow reply therefore shortens
+the trust and never extends it.  After that time the watchdog marks the lease as lost, and it stays
+lost even if the server could still extend it: the owner may already have been told, and acted on
+it.
 
-What a lease is at any moment follows from two facts: when trust ends, and which of the ends below
-it has met.  It meets at most one.
+The state of a lease follows from the time when the trust ends and from how the lease has ended.
+It has ended in at most one of these ways:
 
 ============  ====================================================================
-end           how it came
+end           reason
 ============  ====================================================================
-released      its owner is done with it
-expiring      its owner is done with it, and leaves it to run out
+released      its owner has released it
+expiring      its owner has left it to expire
+abandoned     the thread or greenlet that took it ended without releasing it
 lost          this process can no longer trust it
 ============  ====================================================================
 """
@@ -36,14 +38,14 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lock import Lock
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
-TRUST_MARGIN_RATIO = 0.1  # of the timeout, where that is less
+TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
 RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
 
 
 def trust_in(ttl: float) -> float:
-    """Return for how many seconds a lease is trusted that the server ends after *ttl*."""
+    """Return the seconds for which a lease with an expiry of *ttl* seconds is trusted."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
 
 
@@ -51,19 +53,19 @@ class Lease:
     """
     One owner's hold on a lock, with a deadline.  Made by :meth:`Lock.try_acquire`.
 
-    It belongs to the process that took it: a copy in a forked child is not held there, and its
-    release does nothing.
+    The lease belongs to the process that took it.  In a forked child the copy counts as not held,
+    and releasing it does nothing.
 
     Attributes:
         key: The key of the lock; of several locks, all keys in one text.
         owner: The string that identifies this acquisition.
-        tokens: The fencing token of each lock, by key.  It grows with each new lease of that lock:
-            a resource that remembers the highest it has seen can refuse a holder that was
-            overtaken.
-        renewals: How often the lease has been renewed.
-        capped: True once the cap stopped the renewals.
-        finished: True once its owner is done with it, and the server was told.
-        lost: True once this process can no longer trust the lease, though it had not released it.
+        tokens: The fencing token of each lock, by key.  Each new lease of a lock has a larger
+            token.  A resource that remembers the largest token can refuse an outdated holder.
+        renewals: Number of renewals of the lease.
+        capped: True once the cap has stopped the renewals.
+        finished: True once :meth:`release` or :meth:`leave` is done.  A release may have failed:
+            then the lease ends with its expiry.
+        lost: True once this process can no longer trust the lease and has not released it.
     """
 
     __slots__ = (
@@ -97,43 +99,43 @@ class Lease:
         self.owner = attempt.owner
         self.holder = attempt.holder
         self.sender = attempt.sender
-        self.caller: ref[Caller] | None = attempt.caller  # whose end ends the renewals
+        self.caller: ref[Caller] | None = attempt.caller  # renewals stop when it ends
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
-        self.watch_number = 0  # the keeper's
+        self.watch_number = 0  # set by the watchdog
         self.acquired_at = since
         self.trusted_until = since + trust_in(ttl)
-        # When it is to be renewed; None: never.
+        # Monotonic time of the next renewal; None: no renewals.
         self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
-        self._reserved = ttl < lock.timeout  # until the renewal that gives it its full length
+        self._reserved = ttl < lock.timeout  # until the first renewal sets the full timeout
         self.lost = False
-        self._ended = ""  # how, in words
-        self._released = False  # a release was sent, and may have been carried out
+        self._ended = ""  # how it ended, as a text
+        self._released = False  # True: a release was sent, and may have been carried out
         self.finished = False
         self._pid = os.getpid()
 
     @property
     def token(self) -> int:
-        """The fencing token; of several locks, that of the first key in their order."""
+        """The fencing token; of several locks, the token of the first key."""
         return next(iter(self.tokens.values()))
 
     @property
     def held(self) -> bool:
-        """Whether this process may still trust the lease; asks the local clock, not the server."""
+        """Whether this process may still trust the lease; reads the local clock, not the server."""
         return not self._over and self.lock.clock() < self.trusted_until
 
     @property
     def remaining(self) -> float:
-        """Seconds for which the lease is trusted if it is not renewed; 0 where it is not held."""
+        """Seconds for which the lease is trusted unless renewed; 0 if it is not held."""
         if self._over:
             return 0.0
         return max(0.0, self.trusted_until - self.lock.clock())
 
     @property
     def why_ended(self) -> str:
-        """Why the lease is held no more, or soon will be, in words; empty where it is held."""
+        """Text that says why the lease has ended, or was capped; empty if it is held."""
         if self._over:
             return self._over
         if self.capped:
@@ -142,7 +144,7 @@ class Lease:
 
     @property
     def _over(self) -> str:
-        """How it met its end, in words; empty where it has met none."""
+        """Text that says how the lease has ended; empty if it has not."""
         if self._pid != os.getpid():
             return "it belongs to the process that this one was forked from"
         return self._ended
@@ -157,9 +159,9 @@ class Lease:
 
     def ensure_held(self) -> None:
         """
-        Return if the lease is held; never waits, asks the local clock.
+        Raise an error if the lease is not held.  Never blocks: reads the local clock.
 
-        Call it before a step that must not be done twice, and give that step the token.
+        Call this before a step that must not run twice, and pass the token to that step.
 
         Raises:
             LockLostError: Another execution may hold the lock by now.
@@ -168,7 +170,7 @@ class Lease:
             raise LockLostError(self.key, self.why_ended)
 
     def extend(self, sent_at: float) -> None:
-        """Trust the lease anew after a renewal that was sent at *sent_at*."""
+        """Extend the trust after a successful renewal that was sent at *sent_at*."""
         self.trusted_until = sent_at + self.lock.trust
         if self.due is not None:
             self.due = sent_at + self.lock.timeout / RENEWALS_PER_TIMEOUT
@@ -182,10 +184,10 @@ class Lease:
         Renew the lease now; one round trip.
 
         Returns:
-            False where the server no longer has it: then it is lost.
+            False if the server no longer has the lease.  The lease is lost then.
 
         Raises:
-            StoreError: The server did not answer; the lease is what it was before.
+            StoreError: The server did not answer.  The trust in the lease is unchanged.
         """
         lock = self.lock
         sent_at = lock.clock()
@@ -199,12 +201,15 @@ class Lease:
         return False
 
     def lose(self, reason: str) -> None:
-        """Trust the lease no more; called by its keeper, under the mutex that unwatch waits for."""
+        """Mark the lease as lost.
+
+        Called by the watchdog under its mutex, or after :meth:`Watchdog.unwatch`.
+        """
         self.lost = True
         self._ended = reason
 
     def report_lost(self) -> None:
-        """Say that the lease can no longer be trusted, and do what was asked for then."""
+        """Log that the lease is lost, apply ``lock_on_lost``, and send ``lock_lost``."""
         action = self.lock.options.lock_on_lost
         logger.error(
             "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
@@ -220,7 +225,7 @@ class Lease:
             signals.lock_lost.send(sender=self.sender, lease=self, reason=self._ended)
 
     def report_capped(self) -> None:
-        """Say that the lease is renewed no more, and do what was asked for then."""
+        """Log that the cap is reached, apply ``lock_on_cap``, and send ``lock_capped``."""
         self.capped = True
         action = self.lock.options.lock_on_cap
         logger.warning(
@@ -238,7 +243,7 @@ class Lease:
             signals.lock_capped.send(sender=self.sender, lease=self)
 
     def report_abandoned(self) -> None:
-        """Say that whoever took the lease has ended without releasing it."""
+        """Log that the thread or greenlet that took the lease has ended without releasing it."""
         self._ended = "the thread or greenlet that took it has ended"
         logger.warning(
             "Lock %r of %s is renewed no more and ends in %.1f s: whoever took it has ended "
@@ -252,24 +257,24 @@ class Lease:
         self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
     ) -> None:
         """
-        End the lease; one round trip, and none where that was done before.
+        Release the lease; one round trip, or none if that was done before.
 
-        A lease that the server no longer has is reported as lost.  A server that is away does not
-        raise: the lease then ends with its expiry, and the log says when.
+        If the server no longer has the lease, the lease is reported as lost.  If the server does
+        not answer, no error is raised: the lease ends with its expiry, and the log says when.
 
         Args:
-            at_least: Seconds since its acquisition until which it runs out instead; None: as the
-                options say.
-            ticket: Of a parked task that is done with it; see
+            at_least: Minimum seconds from the acquisition for which the lease lasts.  If they are
+                not over, the lease is left to expire at their end.  None: ``lock_at_least_for``.
+            ticket: Ticket of a parked task that has ended; see
                 :meth:`celery_dislock.servers.store.Store.release`.
-            settles: See there.
+            settles: See :meth:`celery_dislock.servers.store.Store.release`.
         """
         if self.finished or self._pid != os.getpid():
             return
         self._stop("released")
         held = self._finish(self._at_least(at_least), ticket, settles)
         if not held and not self.lost:
-            if self.capped:  # that was told
+            if self.capped:  # the cap was reported before
                 self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
             else:
                 self.lose("it was gone when it was released: expired, taken or deleted")
@@ -281,7 +286,7 @@ class Lease:
     def leave(
         self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
     ) -> None:
-        """Stop renewing the lease and let it run out; the arguments are those of `release`."""
+        """Stop renewing the lease and leave it to expire; takes the arguments of `release`."""
         if self.finished or self._pid != os.getpid():
             return
         self._stop("left to expire")
@@ -303,10 +308,11 @@ class Lease:
         return self.lock.options.lock_at_least_for if given is None else given
 
     def _finish(self, at_least: float, ticket: str, settles: float) -> bool:
-        """Send the release; return False where the lease was gone before it was first sent."""
+        """Send the release; return False if the lease was gone before the first release."""
         lock = self.lock
         trusted = lock.clock() < self.trusted_until
-        sent_before, self._released = self._released, True  # and then cut short by an exception
+        # An earlier call may have been interrupted by an exception after it had sent the release.
+        sent_before, self._released = self._released, True
         try:
             ended = lock.store.release(lock.names, self.owner, at_least, ticket, settles)
         except StoreError as exc:

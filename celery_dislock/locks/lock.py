@@ -1,4 +1,4 @@
-"""A lock by its keys: how it is taken, waited for and kept."""
+"""Take a lock, wait in line for it, and have its lease kept alive."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.store import Store
 
-ASK_AGAIN = 30.0  # seconds after which a waiter asks again at the latest
-PLACE_TIMEOUT = (
-    3 * ASK_AGAIN
-)  # seconds without being asked for, after which a waiter counts as dead
-UNHEARD = (0.1, 2.0)  # seconds after a wait that failed, doubled; less than a turn is reserved for
-UNSAID = 1  # waits in a row that may fail without a word: connections end
-LATE = 0.002  # seconds after a lease's end at which to ask again: the server counts milliseconds
+ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
+PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
+UNHEARD = (0.1, 2.0)  # seconds to pause after a failed wait, doubled; below RESERVED_MS
+UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
+LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -38,22 +36,24 @@ logger = logging.getLogger("celery_dislock")
 
 class Lock:
     """
-    A lock by its keys, as one set of options takes it.  Cheap: it holds nothing, a lease does.
+    The lock of one or several keys, with one set of options.
+
+    Cheap to create: the state of an acquisition is in its lease.
 
     Args:
-        keys: What the lock is about.  Several are taken all or not at all, in this order, which is
-            to be the same for everybody.
-        names: Their names in Redis.
-        options: How it is taken and kept.
-        store: Where.
-        keeper: What renews the leases.
-        clock: Monotonic seconds.
-        pause: Called with seconds to wait before asking again, if waiting in line fails.
+        keys: The keys.  All of several keys are taken, or none, in this order.  Every caller must
+            use the same order.
+        names: The names of the keys' locks in Redis.
+        options: How the lock is taken and kept.
+        store: The store of the lock server.
+        keeper: Renews the leases.
+        clock: Returns monotonic seconds.
+        pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
-        timeout: Seconds until a lease expires that is not renewed.
-        trust: Seconds for which it is trusted, counted from before it was asked for.
-        interval: Seconds between two renewals; None where there are none.
+        timeout: Seconds after which a lease expires unless it is renewed.
+        trust: Seconds for which a lease is trusted, counted from before the request was sent.
+        interval: Seconds between two renewals; None if the lease is not renewed.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Lock:
 
     @property
     def key(self) -> str:
-        """The key, or all of them, as a message names them."""
+        """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
 
     def try_acquire(self, attempt: Attempt, *, fair: bool = True) -> Lease | Conflict:
@@ -101,15 +101,16 @@ class Lock:
         Take the lock if it admits one more lease.  Never waits; one round trip.
 
         Args:
-            attempt: Who asks.  An owner that has the lock already is given it again.
-            fair: Come after those who wait for it.
+            attempt: The attempt.  If its owner already has the lock, the same lease is granted
+                again.
+            fair: True: do not pass the waiters in line.
 
         Returns:
-            The lease, which the watchdog keeps from here on, or the conflict.
+            The lease, which the watchdog renews from now on, or the conflict.
 
         Raises:
-            StoreError: The server did not answer.  The lock may have been taken; if so it frees
-                itself after its timeout, or at once by :meth:`abandon`.
+            StoreError: The server did not answer.  The lock may have been taken.  If so, it ends
+                after its timeout, or at once with :meth:`abandon`.
         """
         try:
             asked_at = self.clock()
@@ -127,27 +128,29 @@ class Lock:
         self, attempt: Attempt, *, timeout: float | None, fair: bool = True
     ) -> Lease | Conflict:
         """
-        Take the lock, waiting in line for it, first come first served.
+        Take the lock, and wait in line for it, first come, first served.  Blocks.
 
-        Whoever releases the lock hands it to the first in line and wakes that one alone.  A waiter
-        asks again when the lease in its way would have run out, so a holder that crashed is
-        noticed at that moment; and often enough to keep its place.
+        A release hands the lock to the first waiter in line and wakes only that waiter.  A waiter
+        also asks the server again when the lease in its way should have expired, so it notices a
+        crashed holder at that time.  It asks at least every ``ASK_AGAIN`` seconds to keep its
+        place.
 
-        What is handed over is a lease for a few seconds, which the first renewal, soon after,
-        brings to its full length.
+        A hand-off grants a lease of a few seconds.  The first renewal follows soon, and sets the
+        full timeout.
 
         Args:
-            attempt: Who asks.
-            timeout: Seconds to wait; None: for as long as it takes.
-            fair: False: pass those who wait, where the lock admits one more.
+            attempt: The attempt.
+            timeout: Maximum seconds to wait; None: no limit.
+            fair: False: pass the waiters in line if the lock admits one more lease.
 
         Returns:
-            The lease, or the conflict that still stood after *timeout*; nothing waits any more.
+            The lease, or the conflict that remained after *timeout*.  After a conflict the attempt
+            is no longer in line.
 
         Raises:
-            LockHeldError: The caller itself has it, and would wait for itself.
-            StoreError: As for :meth:`try_acquire`; the place in line is given up, or runs out.
-            ForbiddenError: The server does not let this user wait in line.
+            LockHeldError: The caller itself holds the lock, and would wait for itself.
+            StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
+            ForbiddenError: The server's access rules forbid this user to wait in line.
         """
         current_caller().refuse_to_wait(self)
         give_up_at = math.inf if timeout is None else self.clock() + timeout
@@ -175,11 +178,12 @@ class Lock:
                     continue
                 if handed is None:
                     continue
-                # Dated by the server's clock, from before it was asked on: never too late.
+                # The place was set after asked_at, for PLACE_TIMEOUT, and the server measured what
+                # remained of it at the grant.  So this time is never later than the real grant.
                 granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
                 if self.clock() < granted_at + trust_in(handed.ttl):
                     return self.keep(attempt, (handed.token,), granted_at, handed.ttl)
-        except BaseException as exc:  # a signal handler's, too, at whichever instruction
+        except BaseException as exc:  # also a signal handler's exception, at any instruction
             if asked or not isinstance(exc, UnreachableError):
                 self.interrupted(attempt)
             raise
@@ -197,42 +201,43 @@ class Lock:
         )
 
     def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
-        """Wait in line; return what can be used as it is, or None: to ask again will tell."""
+        """Wait in line; return a grant that can be used at once, or None: ask again."""
         pause = min(left, refused.remaining + LATE, ASK_AGAIN)
         if refused.nth:
-            pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # those taken are to be kept
+            pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # to keep the locks before it
         handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
-        # Asked for in one piece: several locks, and the expiry that no renewal sets.
+        # Ask again for the other locks of several, and for the full length of a fixed expiry.
         return handed if len(self.names) == 1 and self.interval is not None else None
 
     def _rest(self, error: StoreError, times: int, left: float) -> None:
-        """Pause after a wait that failed: the server refuses to wake us, or was away meanwhile."""
+        """Pause after a failed wait: the server refused the blocking command or did not answer."""
         first, most = UNHEARD
         if times == UNSAID + 1:
             logger.warning(
                 "Waiting for lock %r without being woken, and asking again after %g s at most: %s",
                 *(self.key, most, error),
             )
-        # Of several locks, those taken already are to be kept.
+        # If some of several locks are taken already, ask again in time to keep them.
         most = min(most, self.timeout / RENEWALS_PER_TIMEOUT)
         self.pause(min(first * 2.0 ** min(times - 1, 10), most, left))
 
     def conflict(self, refused: Refused) -> Conflict:
-        """Name the key that a refusal is about."""
+        """Make the conflict of a refusal, with the key that was refused."""
         return Conflict(self.keys[refused.nth], refused.holder, refused.remaining, refused.place)
 
     def keep(self, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         """
-        Make the lease of a attempt that was granted, and have it kept alive.
+        Make the lease of an attempt that was granted, and have the watchdog renew it.
 
         Args:
-            attempt: Who asked.
-            tokens: Of each key.
-            since: When it was asked for, by this process's clock.
-            ttl: Seconds from then on until the lease ends.
+            attempt: The attempt.
+            tokens: The fencing token of each key.
+            since: Time before the request was sent, on this process's clock.
+            ttl: Seconds from *since* until the lease expires.
 
         Raises:
-            StoreError: The grant came too late to be trusted; it was given back.
+            StoreError: The grant came too late to be trusted.  The lock was released again, or ends
+                with its expiry.
         """
         if self.clock() >= since + trust_in(ttl):
             self.abandon(attempt)
@@ -244,9 +249,10 @@ class Lock:
 
     def interrupted(self, attempt: Attempt) -> None:
         """
-        Give up a attempt that an exception has cut short, where it has no lease.
+        Give up an attempt that an exception has interrupted, unless it has a lease.
 
-        The keeper does it where a second exception cuts this short, too.
+        If a second exception interrupts this call, or the server does not answer, the watchdog
+        gives the attempt up.
         """
         if attempt.lease is None:
             self.keeper.clear(self.names, attempt.owner)
@@ -255,10 +261,10 @@ class Lock:
 
     def abandon(self, attempt: Attempt) -> bool:
         """
-        Give up a attempt that was not granted in time: its place, and what it got.
+        Give up an attempt that was not granted in time: its place in line and its leases.
 
         Returns:
-            Whether the server has answered.
+            Whether the server answered.
         """
         try:
             self.store.release(self.names, attempt.owner)

@@ -1,12 +1,13 @@
-"""The locks of tasks, for plain Python: web views, scripts, and the inside of a task's body.
+"""The locks of tasks for plain Python: web views, scripts, and code inside a task's body.
 
-The owner is a thread, or a greenlet where one runs, of one process.  It may take a lock that it has
-once more on the same terms, as with :class:`threading.RLock`, and releases it as often as it took
-it; this is counted here, without a round trip.  All objects for one key count together.  A lock
-that the running task holds counts as the caller's, too.
+The owner is a thread of one process, or a greenlet if the code runs in one.  As with
+:class:`threading.RLock`, the owner can take a lock again that it holds, on the same terms, and must
+release it once per acquisition.  The acquisitions are counted in this process, without a round
+trip, and all lock objects of the same key share one count.  A lock that the running task holds
+counts as the caller's.
 
-A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  So
-every step that ends something can be repeated, and one that is cut short is repeated once.
+A signal handler may raise an exception at any instruction, as Celery's soft time limit does.  Every
+step that releases something can therefore be repeated, and is repeated once if it is interrupted.
 """
 
 from __future__ import annotations
@@ -42,19 +43,19 @@ if TYPE_CHECKING:
 
 class ReentrantLock:
     """
-    A lock that the thread which takes it owns.  Made by :meth:`celery_dislock.Dislock.lock`.
+    A lock that a thread or greenlet owns.  Made by :meth:`celery_dislock.Dislock.lock`.
 
-    Use it in a ``with`` block, which waits for the lock and gives its lease::
+    Use it in a ``with`` block, which waits for the lock and returns the lease::
 
         with dislock.lock("export:7") as lease:
             ...
             lease.ensure_held()
 
-    A block whose lock was lost ends with :class:`LockLostError`; where another exception is on its
-    way, that one goes on, with a note.
+    If the lock was lost, the block ends with :class:`LockLostError`.  If the block itself raised
+    another exception, that exception propagates, with a note about the loss.
 
     Attributes:
-        keys: What the lock is about; several are taken all together.
+        keys: The keys of the lock.  All of several keys are taken, or none.
     """
 
     def __init__(
@@ -72,33 +73,35 @@ class ReentrantLock:
         self._runtime = runtime
         self._timeout = timeout
         self._fair = fair
-        self._stated = stated  # options that are not defaults
+        self._stated = stated  # names of the options given explicitly
 
     def acquire(
         self,
-        blocking: bool = True,  # noqa: FBT001, FBT002 -- as threading's
+        blocking: bool = True,  # noqa: FBT001, FBT002 -- as in threading
         timeout: float | timedelta | None = None,
     ) -> bool:
         """
-        Take the lock; blocks until it is free, for *timeout* seconds at most.
+        Take the lock.  Blocks until it is free, *timeout* seconds at most.
 
         Args:
             blocking: False: do not wait.
-            timeout: Seconds to wait, >= 0; None: for as long as it takes.
+            timeout: Maximum seconds to wait, >= 0; None: no limit.
 
         Returns:
-            Whether the lock is held now; once more, where this thread held it before.
+            True if the lock was taken, or taken again by this thread; False if another owner holds
+            it.
 
         Raises:
-            SettingsError: A timeout that is negative or no number, or given though nothing waits;
-                or the lock was made with ``on_lost="raise"``, which needs a ``with`` block.
+            SettingsError: *timeout* is negative or not a number, or was given with
+                ``blocking=False``; or the lock has ``on_lost="raise"``, which needs a ``with``
+                block.
             LockLostError: This thread held the lock before, and has lost it.
             LockTermsError: This thread holds the lock on other terms.
-            LockHeldError: This thread holds one of several keys by another lock, and would wait
+            LockHeldError: This thread holds one of the keys through another lock, and would wait
                 for itself.
             EventLoopError: An event loop runs in this thread.
-            StoreError: The lock server did not answer.  The lock may have been taken; if so it
-                frees itself after its timeout.
+            StoreError: The lock server did not answer.  The lock may have been taken.  If so, it
+                ends after its timeout at the latest.
         """
         try:
             wait_for = optional(seconds(at_least=0))(timeout)
@@ -113,10 +116,10 @@ class ReentrantLock:
 
     def try_acquire(self) -> Lease | Conflict:
         """
-        Take the lock if it is free.  Never waits; one round trip, none where it is held already.
+        Take the lock if it is free.  Never waits; one round trip, or none if this thread holds it.
 
         Returns:
-            The lease; or the conflict, which is false: who holds the lock, and for how much longer.
+            The lease, or the conflict, which is falsy and has the holder and remaining seconds.
 
         Raises:
             SettingsError, LockLostError, LockTermsError, EventLoopError, StoreError: As for
@@ -128,11 +131,13 @@ class ReentrantLock:
 
     def release(self) -> None:
         """
-        Undo one acquisition of this thread; with the last one the lock is free.
+        Undo one acquisition of this thread; after the last one, release the lock.
+
+        If the server does not answer, the lock ends with its expiry, and no error is raised.
 
         Raises:
             NotOwnerError: This thread does not hold the lock; nothing was changed.
-            LockLostError: The lock had been lost; another may hold it by now.
+            LockLostError: The lock was lost before; another owner may hold it by now.
             StoreError: This thread does not hold the lock, and the server did not say who does.
         """
         held = self._held
@@ -143,12 +148,12 @@ class ReentrantLock:
 
     def extend(self) -> None:
         """
-        Renew the lease now; one round trip.  The watchdog does so by itself.
+        Renew the lease now; one round trip.  Usually not needed: the watchdog renews leases.
 
         Raises:
             NotOwnerError: This thread does not hold the lock.
-            LockLostError: Nor does it any more on the lock server.
-            StoreError: The lock server did not answer; the lease is what it was before.
+            LockLostError: The lease is lost, or the lock server no longer has it.
+            StoreError: The lock server did not answer.  The trust in the lease is unchanged.
         """
         lease = self.lease
         if lease is None:
@@ -159,13 +164,13 @@ class ReentrantLock:
 
     @property
     def lease(self) -> Lease | None:
-        """The lease of this thread; None where it does not hold the lock."""
+        """The lease of this thread; None if it does not hold the lock."""
         held = self._held
         return held.lease if held is not None else None
 
     def locked(self) -> bool:
         """
-        Tell whether anybody holds the lock, or one of its keys; a round trip for each.
+        Return whether any owner holds one of the lock's keys; one round trip per key.
 
         Raises:
             StoreError: The lock server did not answer.
@@ -174,9 +179,9 @@ class ReentrantLock:
 
     def holders(self) -> list[Holding]:
         """
-        Tell who holds the lock: owner, remaining seconds, token, mode and holder of each lease.
+        Return the live leases: owner, remaining seconds, token, mode and holder of each.
 
-        Of several keys, those of the first come first.
+        The leases are in the order of the keys.  One round trip per key.
 
         Raises:
             StoreError: The lock server did not answer.
@@ -210,7 +215,7 @@ class ReentrantLock:
 
     def _exit(
         self,
-        kind: type[BaseException] | None,  # noqa: ARG002 -- as the protocol has it
+        kind: type[BaseException] | None,  # noqa: ARG002 -- the protocol requires it
         exc: BaseException | None,
         traceback: TracebackType | None,  # noqa: ARG002
     ) -> None:
@@ -237,7 +242,7 @@ class ReentrantLock:
 
     @property
     def key(self) -> str:
-        """The key, or all of them, as a message names them."""
+        """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
 
     @property
@@ -249,11 +254,11 @@ class ReentrantLock:
         return held
 
     def _took_before_close(self, held: Held, lock: Lock) -> bool:
-        """Tell whether it is a lease that can still be released, and is renewed no more."""
+        """Return whether the lease was taken before the runtime was closed: release still works."""
         return held.runtime is self._runtime and tuple(held.lock.names) == tuple(lock.names)
 
     def _take(self, entry: object, *, blocking: bool, timeout: float | None) -> Held | Conflict:
-        """Take the lock, or take it once more; note that by *entry*, which releases it."""
+        """Take the lock, perhaps again; *entry* identifies this acquisition for its release."""
         if _an_event_loop_runs():
             raise EventLoopError(self.key)
         caller = current_caller()
@@ -270,7 +275,7 @@ class ReentrantLock:
                 held.lease.ensure_held()
                 held.entries[entry] = None
                 return held
-            held.leave(entry)  # its last release was cut short
+            held.leave(entry)  # the last release was interrupted
         attempt = Attempt(
             process.owner_name(f"{process.host}:{process.pid}:{threading.get_ident()}/"),
             {
@@ -308,11 +313,11 @@ class ReentrantLock:
 
 class Leaving:
     """
-    What one ``with`` statement calls at its end.
+    The ``__exit__`` of one ``with`` statement.
 
-    The interpreter looks it up when the statement begins, and drops it when the statement is left.
-    A signal handler may raise just before the call.  Then nothing else is left that would release
-    the lock, so it is released when this object is dropped.
+    The interpreter looks it up when the statement begins, and drops it when the statement ends.  If
+    a signal handler raises an exception just before the call, ``__exit__`` is never called.  The
+    lock is then released when the interpreter drops this object.
     """
 
     __slots__ = ("__weakref__", "_entry", "_held", "_lock")
@@ -323,14 +328,14 @@ class Leaving:
         self._entry: object = None
 
     def is_for(self, lock: ReentrantLock) -> bool:
-        """Tell whether it ends a block of this lock."""
+        """Return whether this is the exit of a block of *lock*."""
         return self._lock is lock
 
     def entered(self, held: Held, entry: object) -> None:
-        """Note what the statement has to undo."""
+        """Record the acquisition that the statement must undo."""
         self._entry = entry
         self._held = held
-        # Not __del__, which runs always, and would swallow what a signal handler raises in it.
+        # Not __del__: it would always run, and would swallow a signal handler's exception.
         held.entries[entry] = weakref.ref(self, lambda _dropped: held.leave(entry))
 
     def __call__(
@@ -339,12 +344,12 @@ class Leaving:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the block; see :class:`ReentrantLock` for what it raises."""
+        """Undo the block's acquisition; raises as described in :class:`ReentrantLock`."""
         held = self._held
-        if held is None:  # __enter__ was called by hand
+        if held is None:  # __enter__ was called directly
             self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half
             return
-        if self._entry not in held.entries:  # released by hand, and perhaps taken anew
+        if self._entry not in held.entries:  # released in the block, and perhaps taken again
             now = self._lock._held  # noqa: SLF001
             if now is not None and now is not held and now.entries:
                 self._lock._exit(kind, exc, traceback)  # noqa: SLF001
@@ -371,13 +376,13 @@ if not TYPE_CHECKING:
 def _twice(call: Callable[[object], None], entry: object) -> None:
     try:
         call(entry)
-    except BaseException:  # a signal handler's, at whichever instruction
+    except BaseException:  # a signal handler's exception, at any instruction
         call(entry)
         raise
 
 
 def _tell_if_lost(held: Held, exc: BaseException | None) -> None:
-    """Raise LockLostError where the lease was lost; note it where an exception is on its way."""
+    """If the lease was lost, raise LockLostError, or add a note to an exception in progress."""
     lease = held.lease
     if not lease.lost:
         return
@@ -389,7 +394,7 @@ def _tell_if_lost(held: Held, exc: BaseException | None) -> None:
 
 
 def _note(exc: BaseException, note: str) -> None:
-    """Add a note, as Python 3.11 has it."""
+    """Add a note, like ``BaseException.add_note`` of Python 3.11."""
     notes: list[str] = getattr(exc, "__notes__", [])
     exc.__notes__ = [*notes, note]  # type: ignore[attr-defined]
 
@@ -398,5 +403,5 @@ def _an_event_loop_runs() -> bool:
     asyncio: Any = sys.modules.get("asyncio")
     if asyncio is None:
         return False
-    running = getattr(asyncio, "_get_running_loop", None)  # of an import that is under way: none
+    running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
     return running is not None and running() is not None

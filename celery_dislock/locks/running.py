@@ -1,4 +1,4 @@
-"""Stop a body whose lease has ended under it, where its task asks for that."""
+"""Stop a running body when its lease ends, if the task's options ask for that."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
 
 STOPPING = {"raise", "terminate"}  # actions that stop a body
-KILL_AFTER = 1.0  # seconds that a body is given to stop before its pool process is killed
+KILL_AFTER = 1.0  # seconds for the body to stop before its pool process is killed
 
 logger = logging.getLogger("celery_dislock")
 
 
 class StopTask(BaseException):
-    """Thrown into a body that is to be terminated; ``except Exception`` does not catch it."""
+    """Thrown into a body to terminate it; ``except Exception`` does not catch it."""
 
     def __init__(self, error: LockLostError) -> None:
         super().__init__(error)
@@ -32,7 +32,7 @@ class StopTask(BaseException):
 
 
 class Running:
-    """A body that is stopped when its lease ends under it, where its task asks for that."""
+    """A running body, which is stopped when its lease ends if the options ask for that."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
@@ -43,10 +43,11 @@ class Running:
 
     def begin(self) -> None:
         """
-        Begin, unless the lease has ended already and the task asks to be stopped for that.
+        Check just before the body starts that its lease has not ended already.
 
         Raises:
-            LockLostError: It has; the body must not run.
+            LockLostError: The lease has ended, and the options ask to stop the body then.  The
+                body must not run.
         """
         lease = self._lease
         options = lease.lock.options
@@ -55,7 +56,7 @@ class Running:
             raise LockLostError(lease.key, lease.why_ended)
 
     def end(self) -> None:
-        """The body has ended; from here on nothing is thrown into it."""
+        """End the interruptions, because the body has ended; nothing is thrown after this call."""
         with self._mutex:
             self._ended = True
         self._target.disarm()

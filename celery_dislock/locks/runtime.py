@@ -1,7 +1,7 @@
-"""What all locks of one app share in one process: its settings, its store, its watchdog.
+"""What all locks of one app share in one process: settings, store and watchdog.
 
-Made lazily, at the first lock, and anew in a process that was forked meanwhile: a connection or a
-thread is never used on the other side of a fork.  What the parent had is kept there untouched.
+They are created at the first lock.  A forked process creates its own, so a connection or a thread
+is never used on both sides of a fork.  The child leaves the objects of its parent untouched.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from celery_dislock.exceptions import StoreError
     from celery_dislock.servers.replies import Turn
 
-DAMAGED_MOST = 1000  # locks that a process remembers to have reported
+DAMAGED_MOST = 1000  # damaged locks that a process remembers as reported
 
 
 logger = logging.getLogger("celery_dislock")
@@ -43,9 +43,9 @@ class Runtime(Generic[P]):
     """The locks of one app.
 
     Args:
-        conf: Gives the app's configuration; asked when the first lock is needed, not before.
-        make_process: Makes what belongs to one process, from configuration and settings; None: a
-            plain :class:`Process`.
+        conf: Returns the app's configuration; not called before the first lock is needed.
+        make_process: Makes the part of one process from the configuration and the settings; None:
+            a plain :class:`Process`.
     """
 
     def __init__(
@@ -59,64 +59,65 @@ class Runtime(Generic[P]):
 
     @property
     def conf(self) -> Mapping[str, Any]:
-        """The app's configuration as it is now."""
+        """The app's current configuration."""
         return self._conf()
 
     @property
     def enabled(self) -> bool | None:
-        """``dislock_enabled`` as it is now: a worker's command line may have set it."""
+        """The current ``dislock_enabled``, which a worker's command line may have changed."""
         return self._conf().get("dislock_enabled")
 
     @cached_property
     def off(self) -> bool:
-        """Whether tasks take no locks at all; asked for each task, and settled with the first."""
+        """Whether tasks take no locks at all; read at the first task, and then fixed."""
         return self.enabled is False
 
     @cached_property
     def settings(self) -> AppSettings:
-        """The app's settings, checked."""
+        """The checked settings of the app."""
         return app_settings(self._conf())
 
     @property
     def process(self) -> P:
-        """This process's part."""
+        """The store and the watchdog of this process."""
         pid = os.getpid()
         try:
             return self._by_pid[pid]
         except KeyError:
-            # No mutex, which a fork could find taken: what loses this race is not started yet.
+            # No mutex: a fork could inherit it locked.  The object that loses this race has opened
+            # no connection and started no thread yet.
             return self._by_pid.setdefault(pid, self.new_process())
 
     def new_process(self) -> P:
-        """Make a store, a watchdog and connections that share nothing with those there are."""
+        """Make a new store and watchdog, which share nothing with existing ones."""
         return self._make_process(self._conf(), self.settings)
 
     def close(self) -> None:
-        """End what this process has of it; made anew when it is needed again."""
+        """Close the part of this process; the next use makes a new one."""
         process = self._by_pid.pop(os.getpid(), None)
         if process is not None:
             process.close()
 
     def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
-        """Make the lock of these keys; asks nobody."""
+        """Make the lock of these keys; no round trip."""
         process = self.process
         return Lock(keys, self.lock_names(keys), options, process.store, process.watchdog)
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
-        """Names in Redis; the braces keep all that belongs to one lock in one slot of a cluster."""
+        """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""
         prefix = self.settings.dislock_prefix
         return tuple([f"{prefix}:{{{key}}}" for key in keys])
 
 
 class Process:
     """
-    The store and the watchdog of one process; neither connects or starts before its use.
+    The store and the watchdog of one process.  Neither connects or starts before the first use.
 
     Args:
         conf: The app's configuration.
-        settings: Its settings, checked.
+        settings: The checked settings of the app.
         home: See :class:`celery_dislock.servers.store.Store`.
-        hand_over: See there.
+        hand_over: See :class:`celery_dislock.servers.store.Store`.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class Process:
         self._warned = False
         self._away = False
         self._damaged: set[str] = set()
-        self._nonce = token_hex(4)  # process ids, and threads' numbers, come again
+        self._nonce = token_hex(4)  # process ids and thread ids are reused
         self._counter = count(1)
 
     def close(self) -> None:
-        """End the watchdog, and close the connections that are not in use."""
+        """Stop the watchdog, and close the connections that are not in use."""
         watched = len(self.watchdog)
         self.watchdog.stop()
         self.store.close()
@@ -161,7 +162,7 @@ class Process:
             )
 
     def check_patching(self) -> None:
-        """Warn, once, where gevent or eventlet patched this process after its first lock."""
+        """Warn once if gevent or eventlet patched this process after its first lock."""
         if not self._warned and patched_by() != self._patched:
             self._warned = True
             logger.warning(
@@ -172,7 +173,7 @@ class Process:
             )
 
     def lock_server_failed(self, error: StoreError) -> None:
-        """Say that the lock server is away, once until it answers; or that a lock is damaged."""
+        """Log once per outage that the lock server fails, or once per lock that it is damaged."""
         if isinstance(error, DamagedLockError):
             self._report_damage(error)
         elif not self._away:
@@ -188,15 +189,15 @@ class Process:
         logger.error("Tasks of one lock cannot run, and all others go on: %s.", error)
 
     def lock_server_answered(self) -> None:
-        """Say that it is back, where it was away."""
+        """Log the end of an outage, if there was one."""
         if self._away:
             self._away = False
             logger.info("The lock server %s answers again.", self.store.server)
 
     def is_own(self, owner: str) -> bool:
-        """Tell whether an owner is of this very process, and not of one that had its id before."""
+        """Return whether an owner is of this process, not of an earlier one with the same id."""
         return owner.rpartition("/")[2].startswith(f"{self._nonce}.")
 
     def owner_name(self, start: str) -> str:
-        """Make the name of a new owner, like no other's on any machine: what it is, and a count."""
+        """Make a unique name for a new owner: *start*, this process's nonce, and a counter."""
         return f"{start}{self._nonce}.{next(self._counter)}"

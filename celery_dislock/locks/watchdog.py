@@ -1,20 +1,21 @@
-"""Keep held leases alive, and say so when one is lost.
+"""Keep held leases alive, and report the leases that are lost.
 
-One loop per process renews every lease of that process.  It sleeps until the nearest renewal is
-due, takes along those that are due soon after, and renews them in one pipelined round trip, on a
-connection of the store's own for it.
+One loop per process renews every lease of that process.  The loop sleeps until the next renewal is
+due.  Then it renews that lease, and others that are due soon after, in one pipelined round trip on
+a dedicated connection of the store.
 
-Two heaps hold the leases.  *Timers* orders them by when they want attention; *due* orders those
-whose renewal is due by when trust in them ends, so that after an outage the most urgent come first.
-A lease moves from timers to due, and back when it is renewed.  Taking one out is a number set to
-zero: an entry whose number is not its lease's any more is dropped when it comes up.
+Two heaps hold the leases.  *Timers* orders them by the time of the next action.  *Due* orders
+the leases whose renewal is due by the end of the trust in them, so that after an outage the most
+urgent come first.  A lease moves from timers to due, and back when it is renewed.  A lease is
+removed by setting its number to zero: an entry whose number differs from its lease's is stale, and
+is dropped when it reaches the top of its heap.
 
-A lease that a thread or greenlet took in plain Python is not renewed when that one has ended: no
-one is left to release it.  Beside the leases the loop keeps a list of owners that were cut short by
-an exception while they asked for a lock.  What they hold or wait for is released in batches, too.
+If a thread or greenlet that took a lease in plain Python has ended, its lease is no longer renewed,
+because nothing else would release it.  The loop also keeps a list of owners whose attempt to take a
+lock was interrupted by an exception.  Their leases and places in line are released in batches, too.
 
-After each batch the loop looks at its clock again.  A batch that fails is tried again soon, with
-backoff, within the trust that is left; the batches behind it are not made to wait for that.
+After each batch the loop reads its clock again.  A failed batch is retried soon, with backoff, as
+long as its leases are trusted.  The batches after it do not wait for the retry.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.store import Store
 
-BATCH = 500  # renewals in one round trip: some 5 ms of work for the server
-EARLY = 1 / 20  # of the time between two renewals: so much earlier a lease may be taken along
-RETRY_FIRST = 0.1  # seconds until a failed renewal is tried again; doubled each time
-RETRY_MOST = 1.0  # seconds between two tries at most
-WITHIN_MOST = 1.0  # seconds to wait for the server's answer
+BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
+EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
+RETRY_FIRST = 0.1  # seconds until the first retry of a renewal; doubled each time
+RETRY_MOST = 1.0  # maximum seconds until a retry
+WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
 WITHIN_LEAST = 0.05
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
-CLEAR_FOR = 90.0  # seconds; then an owner's place in line and its lease have run out, too
-DEAD_ENTRIES = 1000  # heap entries of ended leases that are worth a clean-up
+CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
+DEAD_ENTRIES = 1000  # number of stale heap entries above which a clean-up is worth its cost
 
 logger = logging.getLogger("celery_dislock")
 
 
 class Entry(NamedTuple):
-    """A lease in one of the heaps; *number* breaks ties and tells a stale entry."""
+    """A lease in one of the heaps; *number* breaks ties and marks stale entries."""
 
     when: float
     number: int
@@ -57,21 +58,21 @@ class Entry(NamedTuple):
 
 
 class Over(NamedTuple):
-    """An owner that is over, and may hold or wait for locks all the same."""
+    """An owner whose attempt was interrupted, and which may still hold or wait for locks."""
 
     names: Sequence[str]
-    until: float  # then they have run out
+    until: float  # monotonic time after which the release is not retried
 
 
 class Watchdog:
-    """The leases of this process.
+    """Renews the leases of this process.
 
-    The thread (a greenlet, under gevent and eventlet) starts with the first lease, and does not
-    outlive the process.
+    The loop runs in a daemon thread, or in a greenlet under gevent and eventlet.  It starts with
+    the first lease.
 
     Args:
-        store: Renews leases.
-        clock: Monotonic seconds.
+        store: Sends the renewals.
+        clock: Returns monotonic seconds.
         threaded: False: no thread is started, and the caller calls :meth:`tick`.
 
     Attributes:
@@ -90,14 +91,14 @@ class Watchdog:
         self._clock = clock
         self._threaded = threaded
         self._thread: threading.Thread | None = None
-        self._loop: object = None  # the one that is to run; any other ends
-        # Entered once more by its thread if a signal handler, or a generator that the interpreter
-        # closes, takes or releases a lock in the middle of a step.
+        self._loop: object = None  # identifies the current loop; any other loop ends
+        # Reentrant: while this thread has the mutex, a signal handler may take or release a lock,
+        # and so may a generator that the interpreter closes.
         self._mutex = threading.RLock()
         self._wake = threading.Condition(self._mutex)
         self._wakes_at = 0.0
         self._numbers = count(1)
-        self._latest = 0  # of them
+        self._latest = 0  # the last number given out
         self._timers: list[Entry] = []
         self._due: list[Entry] = []
         self._watched: set[Lease] = set()
@@ -106,11 +107,11 @@ class Watchdog:
         self._failures = 0  # in a row
 
     def __len__(self) -> int:
-        """Count the leases that are watched."""
+        """Return the number of watched leases."""
         return len(self._watched)
 
     def watch(self, lease: Lease) -> None:
-        """Renew the lease from now on; does not block."""
+        """Renew this lease from now on; does not block."""
         with self._mutex:
             self._watched.add(lease)
             when = self._schedule(lease)
@@ -120,10 +121,10 @@ class Watchdog:
 
     def unwatch(self, lease: Lease) -> None:
         """
-        Leave the lease alone from now on; does not block.
+        Stop renewing this lease; does not block.
 
-        A renewal that is under way may still reach the server before the release does; its answer
-        is ignored.
+        A renewal in progress may still reach the server before the release does.  Its reply is
+        ignored.
         """
         with self._mutex:
             self._drop(lease)
@@ -136,19 +137,19 @@ class Watchdog:
         latest = self._latest
         kept = [entry for entry in self._timers.copy() if _valid(entry)]
         heapify(kept)
-        if self._latest == latest:  # else this thread has added one meanwhile; the next will do
+        if self._latest == latest:  # else a signal handler has added an entry: clean up next time
             self._timers = kept
 
     def clear(self, names: Sequence[str], owner: str) -> None:
         """
-        Release soon what an owner may hold or wait for that is over; does not block.
+        Release soon the leases and places in line of an interrupted attempt; does not block.
 
-        It is tried until the server answers, or all of it has run out, or :meth:`cleared` is
-        called.
+        The release is retried until the server answers or :meth:`cleared` is called, for
+        ``CLEAR_FOR`` seconds at most.
 
         Args:
-            names: Of the locks in Redis.
-            owner: Who asked for them.
+            names: Names of the locks in Redis.
+            owner: The owner of the attempt.
         """
         now = self._clock()
         if not self._over:
@@ -159,15 +160,16 @@ class Watchdog:
         self._ensure_running()
 
     def cleared(self, owner: str) -> None:
-        """Note that an owner neither holds nor waits for anything any more."""
+        """Forget an owner that no longer holds or waits for a lock."""
         self._over.pop(owner, None)
 
     def start(self) -> None:
-        """Start the loop, if it does not run."""
+        """Start the loop, unless it runs."""
         with self._mutex:
             if self._thread is not None and self._thread.is_alive():
                 return
-            # A start that an exception cuts short leaves a thread that finds its loop replaced.
+            # If an exception interrupts this call, the next start replaces the loop, and a thread
+            # that was started here ends.
             self._loop = loop = object()
             thread = self._thread = threading.Thread(
                 target=self._run, args=(loop,), name="dislock-watchdog", daemon=True
@@ -176,9 +178,9 @@ class Watchdog:
 
     def stop(self) -> None:
         """
-        End the loop; blocks until it has ended, which takes as long as a round trip at most.
+        Stop the loop; blocks until it has ended, 2 s at most.
 
-        Leases that are watched are renewed no more.  The next one starts the loop again.
+        Watched leases are no longer renewed, unless a new lease starts the loop again.
         """
         with self._mutex:
             thread, self._thread, self._loop = self._thread, None, None
@@ -192,10 +194,10 @@ class Watchdog:
 
     def tick(self) -> float | None:
         """
-        Do what is due: at most one round trip.
+        Do what is due: one batch of renewals, and one of interrupted attempts; a round trip each.
 
         Returns:
-            Seconds until there may be more to do, 0 for at once, None when there is nothing.
+            Seconds until the next action, 0 if more is due now, None if there is nothing to do.
         """
         now = self._clock()
         reports: list[Callable[[], None]] = []
@@ -226,7 +228,7 @@ class Watchdog:
             return self._idle_for()
 
     def _over_with(self, lease: Lease, now: float) -> Callable[[], None] | None:
-        """Return what reports that a lease is renewed no more; None: it is to be renewed."""
+        """Return the report to make if the lease is no longer renewed; None if it goes on."""
         if lease.trusted_until <= now:
             lease.lose(_why_expired(lease))
             return lease.report_lost
@@ -251,15 +253,15 @@ class Watchdog:
         if not self._timers and not self._over:
             self._wakes_at = float("inf")
             return None
-        # The first entry may be stale, and the loop wake once for nothing.  To look past it would
-        # cost more: where short leases follow one another, each of them would have to wake it.
+        # The first entry may be stale, and then the loop wakes up once for nothing.  Skipping stale
+        # entries would cost more: each of many short leases in a row would have to wake the loop.
         self._wakes_at = self._timers[0].when if self._timers else self._clear_at
         if self._over:
             self._wakes_at = min(self._wakes_at, self._clear_at)
         return max(0.0, self._wakes_at - self._clock())
 
     def _clear(self) -> None:
-        """Release what owners hold or wait for that are over, as many as go in one round trip."""
+        """Release leases and places of interrupted attempts, one batch in one round trip."""
         self._clear_at = self._clock() + RETRY_MOST
         batch = list(islice(self._over.copy().items(), BATCH))
         try:
@@ -352,7 +354,7 @@ class Watchdog:
                 idle = self.tick()
                 with self._mutex:
                     if idle != 0.0:
-                        idle = self._idle_for()  # a lease may have come since
+                        idle = self._idle_for()  # a lease may have been added since
                         if idle != 0.0 and self._loop is loop:
                             self._wake.wait(idle)
             except SURVIVED as exc:

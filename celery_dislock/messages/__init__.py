@@ -1,1 +1,1 @@
-"""A task's message: as it came, what its headers note, and how it is sent again."""
+"""A task's message: the message as received, the notes in its headers, and how to resend it."""

@@ -1,7 +1,7 @@
-"""One delivery of a task to this process: what came, and what it holds until it is over.
+"""One delivery of a task to this process, with its lock and its state until the delivery ends.
 
-Made once, when the guard is entered, and passed along.  It is the only thing of ours on Celery's
-request, under the name ``dislock``.
+The guard creates one object per delivery and passes it along.  Celery's request carries nothing
+else of this package; the attribute is called ``dislock``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ class Delivery:
     Args:
         task: The task.
         request: Celery's request.
-        lock: The task's lock, for these arguments.
-        attempt: The attempt by which it asks for the lock.
-        notes: What its message notes.
+        lock: The lock that the task takes for these arguments.
+        attempt: The attempt to take that lock.
+        notes: The notes in the message's headers.
 
     Attributes:
-        options: The task's options, as they hold for this delivery.
-        outbox: What its body sends under its own id; None while no body runs.
-        ticket: Names this delivery's work in the line of a lock; empty: it cannot be parked.
-        settles: Seconds for its result, in which its broker may deliver it again.
-        was_parked: Whether this was the turn of a parked task.
+        options: The task's options that apply to this delivery.
+        outbox: Messages that the body sends under its own task id; None while no body runs.
+        ticket: Name of this delivery's work in the line of a lock; empty if it cannot be parked.
+        settles: Seconds allowed after the release for storing the result of an ``acks_late`` task,
+            which the broker may redeliver until then; 0 if the task is acknowledged early.
+        was_parked: Whether the delivery claimed the turn of a parked task.
         began: Whether the body was entered.
-        completed: Whether the work is done: this delivery of it does not come again.
+        completed: Whether the work is done, so that this delivery is not expected again.
         leaves: Whether the lease is left to expire instead of being released.
-        at_least: Seconds since its acquisition for which the lease is held; None: as the options
-            say.
-        after_result: Called with the state once the result is stored and what follows is sent.
+        at_least: Seconds after the acquisition for which the lease is kept; None for the value
+            from the options.
+        after_result: Functions called with the task's state, after the result is stored and the
+            callbacks are sent.
     """
 
     __slots__ = (
@@ -100,30 +102,30 @@ class Delivery:
 
     @property
     def is_eager(self) -> bool:
-        """Whether the task is applied here and now, without a message."""
+        """Whether the task runs eagerly: in the calling process, without a message."""
         return bool(self.request.is_eager)
 
     @property
     def result_is_ignored(self) -> bool:
-        """Whether nobody wants to know what becomes of it."""
+        """Whether the task's result is not stored."""
         return result_is_ignored(self.task, self.request)
 
     @property
     def lease(self) -> Lease | None:
-        """The lease under which it runs; None if it has none."""
+        """The lease under which the delivery runs; None if it has none."""
         return self.attempt.lease
 
     def told(self, error: Any, what: str, **kwargs: Any) -> Any:
-        """Log how the delivery ends, in the one line about *error*; returns the error."""
+        """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
         return told(error, self.task.name, self.id, what, **kwargs)
 
     def forget_notes(self) -> None:
-        """Take the notes off: the lock is had, and what follows is a wait of its own."""
+        """Drop the notes once the lock is taken: they do not apply to later messages."""
         self.notes = Notes()
         forget_notes(self.request)
 
     def settle(self) -> None:
-        """End the lease, if there is one; does nothing the second time."""
+        """End the lease, if there is one; a second call does nothing."""
         done = self.completed
         self.attempt.end(
             leaves=self.leaves,

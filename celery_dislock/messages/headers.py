@@ -1,11 +1,11 @@
-"""The notes in a message's headers: what its task has met while it waited for its lock.
+"""The notes in a message's headers, which record how its task has waited for its lock.
 
-Anybody who can publish a message can write them.  So they are read here and nowhere else, once for
-each delivery, and a note that this package would not have written is ignored.  What is left is
-about the message's own task: a forged note does no more than a forged message can do anyway.
+Anybody who can publish a message can forge a note.  Notes are therefore read in this module only,
+and a note that this package would not have written is ignored.  A valid note is about the message's
+own task, so a forged note can do no more harm than a forged message.
 
-A note ends as soon as the lock is had: Celery copies the headers of a task into its retries and
-replacements, and what those meet is a wait of its own.
+The notes are dropped as soon as the lock is taken.  Celery copies a task's headers into its retries
+and replacements, and those start a wait of their own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 PUT_OFF_HEADER = "dislock_put_off"  # times this task was put off in a row
 RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflict="retry" gives up
-HELD_HEADER = "dislock_held"  # owner that has left its lease to this delivery
-GIVEN_UP_HEADER = "dislock_given_up"  # owners that asked in vain, and may be granted the lock
-TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task whose turn it is
+HELD_HEADER = "dislock_held"  # owner whose lease this delivery takes over
+GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold the lock
+TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 
-PUT_OFF_MOST_TIMES = 10**6  # counted; beyond it stays as it is
-UNTIL_MOST = 10.0**11  # seconds since 1970: three thousand years
+PUT_OFF_MOST_TIMES = 10**6  # the count stops here
+UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
-OWNERS_MOST = 8  # that asked in vain: the server has answered about any before these
+OWNERS_MOST = 8  # in the header; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
 
@@ -44,14 +44,14 @@ logger = logging.getLogger("celery_dislock")
 @dataclass
 class Notes:
     """
-    What is noted about one delivery; changed as it goes, and written into the next message.
+    The notes of one delivery, updated while it is handled and written into the next message.
 
     Attributes:
         put_off: Times the task was put off in a row.
-        retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None: not noted yet.
-        held_by: Owner that has left its lease to this delivery.
-        given_up: Owners of this task that asked in vain, and may be granted the lock.
-        parked: Lock and ticket of a parked task whose turn it is.
+        retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None if not set.
+        held_by: Owner whose lease this delivery takes over.
+        given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
+        parked: Lock and ticket of a parked task that has its turn.
         replaced: Why the task lost its place in line.
     """
 
@@ -65,11 +65,11 @@ class Notes:
     @classmethod
     def of(cls, request: Context, prefix: str) -> Notes:
         """
-        Read the notes of a delivery; what is none is ignored, with one warning.
+        Read the notes of a delivery; invalid notes are ignored, with one warning for all.
 
         Args:
-            request: The delivery.
-            prefix: Of the locks' names in Redis: ``dislock_prefix``.
+            request: Celery's request of the delivery.
+            prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
         """
         notes = cls()
         headers = request.headers
@@ -94,7 +94,7 @@ class Notes:
         return notes
 
     def to_headers(self) -> dict[str, Any]:
-        """Return the headers of a message that carries them on."""
+        """Return the headers that pass these notes on to the next message."""
         noted = {
             PUT_OFF_HEADER: self.put_off,
             RETRY_UNTIL_HEADER: self.retry_until,
@@ -108,13 +108,14 @@ class Notes:
 
 def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
-    Return lock and ticket of a delivery whose message says that it is its turn there.
+    Return the lock and the ticket of the turn that a delivery's message brings; None if none.
 
-    None, too, where its turn was another one's of the same task: what that has retried is new work.
+    A turn of another ticket of the same task does not count.  Celery copies headers into a retry,
+    and a retry is new work with a ticket of its own.
 
     Args:
-        request: The delivery.
-        prefix: Of the locks' names in Redis: ``dislock_prefix``.
+        request: Celery's request of the delivery.
+        prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
     """
     headers = request.headers
     given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
@@ -124,7 +125,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
 
 
 def forget_notes(request: Context) -> None:
-    """Take the notes off a request, so that Celery does not copy them into what follows."""
+    """Remove the notes from a request, so that Celery does not copy them into later messages."""
     if request.headers:
         for header in READERS:
             request.headers.pop(header, None)
@@ -170,8 +171,9 @@ def _reason(given: Any, _task_id: str, _prefix: str) -> str | None:
     return given if is_text else None
 
 
-# Where each note is kept, and how it is read: given what the header says, the task's id and the
-# prefix of locks, it returns the note, or None where it is none.
+# For each header, the attribute of Notes and the function that reads the header.  The function gets
+# the header's value, the task's id and the prefix of the locks' names.  It returns the note, or
+# None if the value is not a valid note.
 READERS: dict[str, tuple[str, Callable[[Any, str, str], Any]]] = {
     PUT_OFF_HEADER: ("put_off", _times),
     RETRY_UNTIL_HEADER: ("retry_until", _time),

@@ -1,7 +1,7 @@
-"""A task's message as it came, kept as bytes and published again to where it came from.
+"""A task's message as received: stored as bytes, and published again to the same queue.
 
-What is kept is ours: a line of JSON about the message, and after it the message's body, byte for
-byte.  Nothing of the body is ever decoded here.
+The stored format is one line of JSON about the message, followed by the message's body, byte for
+byte.  The body is never deserialized here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from kombu.messaging import Producer
 
 FORMAT = b"1 "
-AS_IT_CAME = "dislock_message"  # key in a delivery's info, from the worker to its pool process
-# What a message may say of itself beside its headers, and has the same meaning a second time.
+AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
+# Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id", "timestamp")
-DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # headers by which RabbitMQ sees cycles
-RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been cut
+DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects cycles by these
+RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
 class TaskParked(Ignore):  # type: ignore[misc]
-    """Ends a delivery whose task is in line.
+    """Ends a delivery whose task was parked.
 
     Attributes:
         key: The key of the lock.
-        place: In line, counted from 1.
-        holder: Who holds the lock, in words.
+        place: Place in line, counted from 1.
+        holder: Description of the lock's holder.
     """
 
     def __init__(self, key: str, place: int, holder: str) -> None:
@@ -53,15 +53,15 @@ class TaskParked(Ignore):  # type: ignore[misc]
 @dataclass(frozen=True)
 class Message:
     """
-    A task's message as it came.
+    A task's message as received.
 
     Attributes:
-        exchange, routing_key: Where it was published.
-        headers: Its headers, without our notes.
-        content_type, content_encoding: Of the body.
-        properties: Those of its properties that are worth keeping.
-        alone: Whether nobody but its own result waits for the task: no chord, no rest of a chain.
-        body: Its body, uncompressed.
+        exchange, routing_key: Where the message was published.
+        headers: The headers, without our notes and RabbitMQ's dead-letter headers.
+        content_type, content_encoding: Content type and encoding of the body.
+        properties: The properties that are published again.
+        alone: Whether the task has no chord and no rest of a chain.
+        body: The body, uncompressed.
     """
 
     exchange: str
@@ -74,12 +74,12 @@ class Message:
     body: bytes = field(repr=False)
 
     def __str__(self) -> str:
-        """Name the task as Celery's log does."""
+        """Name the task as in Celery's log."""
         return f"{self.headers.get('task')}[{self.headers.get('id')}]"
 
     @classmethod
     def of(cls, request: Context) -> Message | None:
-        """Return the message of a delivery; None where nobody kept it, as for an eager one."""
+        """Return the message of a delivery; None if it was not kept, as for an eager task."""
         info = request.delivery_info or {}
         if AS_IT_CAME not in info:
             return None
@@ -106,7 +106,7 @@ class Message:
         )
 
     def to_bytes(self) -> bytes:
-        """Write the message down."""
+        """Serialize the message."""
         about = {name: value for name, value in vars(self).items() if name != "body"}
         header: str = dumps(about, default_kwargs={"separators": (",", ":")})
         return b"".join((FORMAT, header.encode(), b"\n", self.body))
@@ -114,10 +114,10 @@ class Message:
     @classmethod
     def from_bytes(cls, written: bytes) -> Message:
         """
-        Read a message that was written down.
+        Deserialize a message.
 
         Raises:
-            ValueError: It is damaged, or of a format that this version does not know.
+            ValueError: The bytes are damaged, or in a format that this version does not know.
         """
         if not written:
             raise ValueError("the record of its ticket cannot be read")
@@ -126,7 +126,7 @@ class Message:
             raise ValueError(f"it begins with {written[:20]!r}, which is no format known here")
         try:
             message = cls(**loads(about[len(FORMAT) :]), body=body)
-        except Exception as exc:  # whatever it holds that is none of ours
+        except Exception as exc:  # any malformed content
             raise ValueError(f"it cannot be read: {exc!r}") from exc
         texts, tables = (
             (message.exchange, message.routing_key),
@@ -147,15 +147,15 @@ class Message:
         self, producer: Producer, notes: dict[str, Any], declare: Sequence[Queue] = ()
     ) -> None:
         """
-        Publish the message to where it came from.
+        Publish the message again, to the exchange and routing key that it came from.
 
         Args:
-            producer: Of the broker that it came from.
-            notes: Headers for the next delivery.
+            producer: A producer for the broker that the message came from.
+            notes: Headers to add for the next delivery.
             declare: Queues to declare first.
 
         Raises:
-            Exception: Of the broker's client: it is away, or refuses.
+            Exception: Any error of the broker's client: the broker is away, or refused the message.
         """
         about = dict(self.properties)
         expiration = about.pop("expiration", None)
@@ -179,7 +179,7 @@ class Message:
 
 
 def _can_be_sent(name: str, value: Any) -> bool:
-    """Tell whether a broker takes a property; who sends to Redis can make it anything."""
+    """Tell whether a broker accepts a property; a message in Redis may contain any value."""
     if name == "expiration":
         try:
             return 0 <= float(value) < math.inf
@@ -193,7 +193,7 @@ def _can_be_sent(name: str, value: Any) -> bool:
 
 
 def keep_message(request: Request) -> None:
-    """Let the pool process have the message as it came, beside what Celery makes of it."""
+    """Pass the message as received to the pool process, in the request's ``delivery_info``."""
     message = request.message
     as_it_came = (
         dict(message.headers),
@@ -201,5 +201,5 @@ def keep_message(request: Request) -> None:
         message.content_encoding,
         message.body,
     )
-    # A copy: what the worker shows of its tasks need not have the body in it.
+    # A copy of delivery_info: what `celery inspect` shows of the request must not contain the body.
     request.request_dict["delivery_info"] = {**request.delivery_info, AS_IT_CAME: as_it_came}

@@ -1,4 +1,4 @@
-"""What a body sends under its own task id, kept until its lock is free."""
+"""Messages that a body sends under its own task id, held back until its lock is released."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 class Outbox:
     """
-    A body's retries and replacements.
+    The retries and replacements that a body sends.
 
-    A retry or a replacement that is published at once can start before the body has ended, and
-    meet the lock of the very task that it continues.
+    A retry or replacement that is published at once can start before the body has ended.  It would
+    then find the lock held by the task that it continues.
 
     Attributes:
-        held_by: Owner whose lease the retries take over; None: the lease is released.
+        held_by: Owner whose lease the retries take over; None if the lease is released.
     """
 
     def __init__(self) -> None:
@@ -30,34 +30,34 @@ class Outbox:
         self._replacements: list[Callable[[], Any]] = []
 
     def add_retry(self, apply_async: Callable[..., Any], options: dict[str, Any]) -> None:
-        """Keep a message of this task for later."""
+        """Hold back a retry of this task."""
         self._retries.append((apply_async, options))
 
     def add_replacement(self, send: Callable[[], Any]) -> None:
-        """Keep what takes this task's place for later."""
+        """Hold back the message that replaces this task."""
         self._replacements.append(send)
 
     @property
     def retry_in(self) -> float | None:
-        """Seconds until the last of the retries is due; None where there is none."""
+        """Seconds until the last of the retries is due; None if there are no retries."""
         return max((_delay(options) for _, options in self._retries), default=None)
 
     def send(self) -> None:
         """
-        Publish everything.
+        Publish all messages.
 
         Raises:
-            Reject: Not all of it could be; what Celery's own retry makes of that.
+            Reject: Not all messages could be published; ``Task.retry()`` raises the same.
         """
         try:
             for apply_async, options in self._retries:
                 if self.held_by is not None:
                     headers = {**(options.get("headers") or {}), HELD_HEADER: self.held_by}
-                    options = {**options, "headers": headers}  # noqa: PLW2901 -- the body's own stay
+                    options = {**options, "headers": headers}  # noqa: PLW2901 -- a changed copy
                 apply_async(**options)
             for replace in self._replacements:
                 replace()
-        except Ignore:  # what a replacement ends with
+        except Ignore:  # raised by Celery's on_replace()
             pass
         except Exception as exc:
             raise Reject(exc, requeue=False) from exc

@@ -1,1 +1,1 @@
-"""Parked tasks: put in line on the lock server, given their turn, and looked after."""
+"""Parked tasks: joining a line on the lock server, getting a turn, and recovery by the sweep."""

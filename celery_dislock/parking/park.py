@@ -1,11 +1,12 @@
 """Park a task in line for its lock instead of in a worker slot, and claim its turn.
 
-If a task cannot have its lock, its message is kept in Redis, in line, and acknowledged.  The
-process that releases the lock publishes the message of the first in line again, with its ticket in
-a header, and the lock is reserved for it: the worker that gets it claims its turn and runs it.
+If a task's lock is held, its message is stored in line in Redis and acknowledged.  The process that
+releases the lock reserves the lock for the first task in line.  It then publishes that task's
+message again, with the ticket in a header.  The worker that gets the message claims the turn and
+runs the task.
 
-A ticket belongs to one delivery of work: task id, number of retries, and how often the task was
-replaced.  What a body retries or replaces is new work, whatever headers Celery copies.
+A ticket names one piece of work by task id, number of retries, and number of replacements.  A retry
+or replacement is new work with a ticket of its own, even though Celery copies the headers.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ logger = logging.getLogger("celery_dislock")
 
 class Parking:
     """
-    What one delivery has to do with the line for its lock.
+    Parks one delivery, or claims its turn.
 
     Args:
         delivery: The delivery; its lock has one key.
-        process: What the locks of this process share.
+        process: The store and the lines of this process.
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
@@ -65,34 +66,35 @@ class Parking:
 
     def ask(self) -> Lease | Conflict:
         """
-        Take the lock, or claim this task's turn; nothing is parked yet.
+        Take the lock, or claim this task's turn; does not park the task.
 
         Raises:
             Ignore: The task is in line already, or this is a copy of work that is done.
             StoreError: The lock server did not answer.
         """
         answer = self._answer()
-        assert not isinstance(answer, Full)  # noqa: S101 -- nobody asked for room
+        assert not isinstance(answer, Full)  # noqa: S101 -- only parking is answered Full
         return answer
 
     def park(self, conflict: Conflict, bounds: Bounds) -> Lease | Conflict | Full | None:
         """
-        Put the task in line, unless the lock can be had after all.
+        Park the task, or take the lock if it has become free.
 
-        The state PARKED is stored first: once in line the task may have run and ended before
-        anything else is done here.
+        Stores the state PARKED first.  Once the task is in line, another worker may run it and
+        store its result at any moment, and PARKED must not overwrite that result.
 
         Args:
-            conflict: Why it cannot run now.
-            bounds: Of the line.
+            conflict: The conflict because of which the task is parked.
+            bounds: Limits of the line.
 
         Returns:
-            The lease; or that there is no room; or the conflict with a copy of this task, which
-            runs; or None where the message was not kept, so that nothing can be parked.
+            The lease, if the lock was free; Full, if the line has no room; the conflict, if another
+            delivery of this task runs or is storing its result; or None, if the message was not
+            kept and the task cannot be parked.
 
         Raises:
-            TaskParked: It is in line.
-            StoreError: The lock server did not answer; it may be in line all the same.
+            TaskParked: The task is in line.
+            StoreError: The lock server did not answer.  The task may be in line.
         """
         message = Message.of(self._delivery.request)
         if message is None:
@@ -104,9 +106,9 @@ class Parking:
 
     def result_stored(self, _state: str) -> None:
         """
-        Note that the work of a parked task is done: its result is stored, and what follows is sent.
+        Set a parked task's done-mark, after its result is stored and its callbacks are sent.
 
-        A task that is acknowledged before it runs was done with its release.
+        For a task that is acknowledged early, the release has set the mark already.
         """
         delivery = self._delivery
         if not (delivery.was_parked and delivery.completed and delivery.settles):
@@ -150,16 +152,16 @@ class Parking:
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 
     def _came_from(self) -> str:
-        """Return the lock in whose line it was parked, as its message says; empty: in none."""
+        """Return the lock in whose line the message says it was parked; empty if there is none."""
         lock, ticket = self._delivery.notes.parked or ("", "")
         return lock if ticket == self._delivery.ticket else ""
 
     def _is_done_in(self, lock: str) -> bool:
         """
-        Leave the line of another lock, and tell whether this work was done there.
+        Leave the line of another lock, and tell whether this work was done under that lock.
 
-        The task was parked before its key was declared in another way: it has its turn there, and
-        asks here.
+        The lock differs if the task's ``lock_key`` was changed while it was parked.  Its turn is
+        for the old lock then, and it needs the new one.
         """
         elsewhere = lock and lock != self._delivery.lock.names[0]
         return bool(elsewhere and self._lines.move_out(lock, self._delivery.ticket))
@@ -189,15 +191,15 @@ def acknowledge_unrun(delivery: Delivery) -> NoReturn:
 
 def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> bool:
     """
-    Take a task out of the line that it was parked in before its key was declared in another way.
+    Take a task out of the line in which it was parked before its ``lock_key`` was changed.
 
-    It has its turn there, and asks for its lock as one that comes for the first time.
+    Its turn is for the old lock.  It asks for its present locks like a task that was never parked.
 
     Returns:
-        False where another delivery of it has left that line: this one is a copy.
+        False if this delivery is a copy, because another delivery of the task has left that line.
 
     Raises:
-        StoreError: The lock server did not answer; it may have left.
+        StoreError: The lock server did not answer.  The task may have left the line.
     """
     request = delivery.request
     again = (request.delivery_info or {}).get("redelivered")
@@ -208,22 +210,23 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> b
 
 
 def delivery_of(properties: Mapping[str, Any] | None) -> str:
-    """Name a delivery; as before, where the broker's client keeps the name when it comes again."""
+    """Name a delivery; a redelivery has the same name if the broker's client keeps its tag."""
     tag = (properties or {}).get("delivery_tag")
     return tag if isinstance(tag, str) and tag else uuid4().hex
 
 
 def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:
     """
-    Set a parked task aside that cannot claim its turn, and give its turn on; never raises.
+    Set aside a parked task that cannot claim its turn, and give the turn to the next in line.
 
-    Does nothing where it has claimed its turn, or left the line.
+    Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
+    the line.
 
     Args:
-        lines: Of the broker that it came from.
+        lines: The lines of the broker that the task came from.
         turn: Lock and ticket.
-        task: For the log.
-        why: It cannot; for the log.
+        task: Name of the task for the log.
+        why: Why the task cannot claim its turn, for the log.
     """
     lock, ticket = turn
     try:

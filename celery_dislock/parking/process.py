@@ -1,4 +1,4 @@
-"""What one process of an app has that can park tasks: the locks of any process, and their lines."""
+"""The locks of one process of an app that can park tasks, with the lines of parked tasks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ParkingProcess(Process):
 
     Args:
         conf: The app's configuration.
-        settings: Its settings, checked.
-        publisher: Publishes parked tasks; None: nobody does, and no task can be parked.  Several
-            independent servers keep no lines for it either.
+        settings: The app's checked settings.
+        publisher: Publishes parked tasks; None if no task can be parked.  Not used with several
+            independent lock servers, which keep no lines.
 
     Attributes:
         lines: The parked tasks of this broker.
         log_order: Keeps the log lines about one parked task in order.
-        sweep_name: Name in Redis of the lease under which one worker at a time looks at the lines.
+        sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ParkingProcess(Process):
 
     @property
     def can_park(self) -> bool:
-        """Whether tasks can be parked: there is an app, and one lock server."""
+        """Whether tasks can be parked: there is a publisher, and the lock server keeps lines."""
         return self._publisher is not None
 
     def _hand_over(self, turns: Sequence[Turn]) -> None:
@@ -54,11 +54,11 @@ class ParkingProcess(Process):
             self._publisher.hand_over(self.lines, turns)
 
     def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> None:
-        """End tasks that had to make room in the line of this lock."""
+        """End tasks that were replaced by newer ones in the line of this lock."""
         if replaced and self._publisher is not None:
             self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order)
 
     def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
-        """Set tasks of this lock aside that have ended and do not claim their turns."""
+        """Set aside parked tasks of this lock that have a result but do not claim their turns."""
         if tickets and self._publisher is not None:
             self._publisher.end_unclaimed(self.lines, lock, tickets)

@@ -1,8 +1,8 @@
-"""Publish the messages of parked tasks whose turn it is, and end those that lost their place.
+"""Publish the messages of parked tasks that have their turn, and end tasks that were replaced.
 
-Nothing here raises a broker's error: the caller has released a lock and done its own task, and must
-not fail for another's.  A turn that was not published is given back, or runs out, and is given
-again.
+Errors of the broker are logged here, not raised.  The caller has run its own task and released the
+lock, and must not fail because of another task.  If a message could not be published, its turn is
+given back or runs out, and the task gets another turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Lines
     from celery_dislock.reporting import Order
 
-# Transport options that name a place: two apps that differ in one have different brokers.
+# Transport options that select a broker: apps that differ in one of them have different brokers.
 PLACES = (
     "global_keyprefix",
     "queue_name_prefix",
@@ -54,10 +54,10 @@ logger = logging.getLogger("celery_dislock")
 
 class Publisher:
     """
-    Publishes parked tasks' messages.
+    Publishes the messages of parked tasks.
 
     Args:
-        app: Whose broker they came from.
+        app: The app whose broker the messages came from.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -65,7 +65,7 @@ class Publisher:
 
     @property
     def home(self) -> str:
-        """Name the broker: the same text for all who mean the same one, or nearly so."""
+        """Digest of the broker's URL.  Different spellings of one host give different digests."""
         conf = self._app.conf
         urls = conf.broker_write_url or conf.broker_url or ""
         given = urls.split(";") if isinstance(urls, str) else urls
@@ -75,7 +75,7 @@ class Publisher:
         return hashlib.sha1("\n".join(where).encode(), usedforsecurity=False).hexdigest()[:12]
 
     def hand_over(self, lines: Lines, turns: Sequence[Turn]) -> None:
-        """Publish the messages of parked tasks whose turn it is."""
+        """Publish the messages of parked tasks that have their turn."""
         readable: list[tuple[Turn, Message]] = []
         pending = deque(turns)
         while pending:
@@ -105,13 +105,14 @@ class Publisher:
                 _not_sent(readable[nth:], exc, _give_back(lines, readable[nth:]))
                 return
             except Exception as exc:  # noqa: BLE001 -- any of the broker's client
-                # The others are not to wait for this one.
+                # The error may concern this message alone: go on with the others.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
 
     def _send_anew(self, lines: Lines, turn: Turn, message: Message) -> list[Turn]:
-        """Send a task without its ticket, as new work; return whose turn it is instead.
+        """Send a task without its ticket, as new work; return the turns that are given instead.
 
-        An earlier version wrote the id into the ticket as it is, which no delivery can show.
+        An earlier version wrote the task's id into the ticket unencoded.  No delivery can claim
+        such a ticket.
         """
         try:
             self._publish(message, {})
@@ -130,10 +131,10 @@ class Publisher:
         self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
     ) -> None:
         """
-        End tasks that had to make room in their line: REVOKED, as if they had been skipped.
+        End tasks that were replaced by newer ones in their line, with the result REVOKED.
 
-        Others may end the same tasks at the same moment.  The process that takes one off the list
-        logs it.
+        Several processes may end the same task at the same moment.  The process that removes its
+        ticket logs it.
         """
         key = key_of(lock)
         for ticket, written in replaced.items():
@@ -147,9 +148,9 @@ class Publisher:
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
-                else:  # only a worker that knows the task can read who else must be told
+                else:  # its own worker tells its chord and chain
                     self._publish(message, {REPLACED_HEADER: reason})
-                if lines.leave(lock, ticket) and known:  # else that worker logs it
+                if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
                     line = f"Task {message} skipped: {reason}. It does not run."
                     order.write(ticket, partial(logger.info, "%s", line))
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
@@ -160,20 +161,20 @@ class Publisher:
                 )
 
     def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
-        """Set tasks aside that do not claim their turns, and whose results say that they ended.
+        """Set aside parked tasks that do not claim their turns and whose results say they ended.
 
-        Their queue is served, by a worker that knows nothing of their line: it drops them, fails
-        them, or runs them at each turn.  Others are left alone: their queue may be slow, or be
-        without a worker.
+        A worker that knows nothing of the line serves their queue.  It drops, fails or runs such a
+        task at each turn.  Tasks without a final state are left in line: their queue may be slow
+        or have no worker.
         """
         backend = self._app.backend
         for ticket in tickets:
             try:
-                # Results that come by messages are not for us to take.
+                # Reading a result that is sent as a message would consume it.
                 state = (
                     backend.get_state(task_id_of(ticket)) if backend.persistent else states.PENDING
                 )
-            except NotImplementedError:  # there are no results
+            except NotImplementedError:  # the app stores no results
                 return
             except Exception as exc:  # noqa: BLE001 -- any of the backend's client
                 logger.warning("Could not ask for the result of parked task %s: %s", ticket, exc)
@@ -184,7 +185,7 @@ class Publisher:
 
     def _publish(self, message: Message, notes: dict[str, Any]) -> None:
         with self._app.producer_or_acquire() as producer:
-            # Other brokers know an exchange's kind only where it was declared.
+            # Transports other than AMQP know the type of an exchange only after its declaration.
             known = producer.connection.transport.driver_type == "amqp" or not message.exchange
             message.publish(producer, notes, () if known else self._queues(message.exchange))
 
@@ -207,8 +208,8 @@ class Publisher:
 
 
 def _is_named_for(ticket: str, message: Message) -> bool:
-    """Tell whether a delivery of the message can show the ticket."""
-    task_id = message.headers.get("id")  # of Celery's first protocol the body has it
+    """Tell whether a delivery of the message can claim the ticket."""
+    task_id = message.headers.get("id")  # message protocol 1 has the id in the body
     return not task_id or ticket.startswith(f"{task_name(task_id)}:")
 
 
@@ -223,7 +224,7 @@ def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: st
 
 
 def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
-    """Let the next sweep try again, before the turns run out; return when they are sent again."""
+    """Give back turns for the next sweep; return, for the log, when they are sent again."""
     try:
         for turn, _ in turns:
             lines.give_back(turn.lock, turn.ticket)
@@ -233,10 +234,10 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
 
 
 def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
-    """Report a task that cannot be run; return whose turn it is instead."""
+    """Set aside a task whose message cannot be read; return the turns that are given instead."""
     next_turns: list[Turn] = []
     where = f"is set aside in {aside_of(turn.lock)}"
-    if turn.message:  # else it is there already
+    if turn.message:  # if empty, the script has set it aside already
         try:
             next_turns = lines.set_aside(turn.lock, turn.ticket, turn.message)
         except StoreError as exc:

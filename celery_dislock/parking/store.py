@@ -1,9 +1,11 @@
-"""Parked tasks on a lock server: how they join a line, leave it, and are found.
+"""Parked tasks on a lock server: joining a line, leaving it, and finding all lines.
 
-A parked task is known by its ticket, which names one delivery of work, and is kept as the bytes of
-its message; see ``_parked.lua``.  Each name of a lock that has parked tasks is noted in one hash,
-outside the slots of the locks and before the first is parked, so that a line whose holder died can
-be found.  There is one such hash for each broker: only who has that broker can publish the tasks.
+A parked task is stored under its ticket as the bytes of its message; see ``_parked.lua``.
+
+An index lists the locks that have parked tasks, so that the sweep finds a line whose holder died.
+It is a hash outside the cluster slots of the locks.  A lock is added before its first task is
+parked.  Each broker has its own index, because only a process with that broker can publish the
+tasks.
 """
 
 from __future__ import annotations
@@ -50,20 +52,20 @@ if TYPE_CHECKING:
 
 
 class Ticket(NamedTuple):
-    """What a task shows to be parked, or to claim its turn."""
+    """What a task presents to be parked, or to claim its turn."""
 
-    name: str  # of this delivery of work
-    owners: str  # how the owners of all deliveries of the task begin
-    marked: bool  # its message says that it was parked
-    message: bytes = b""  # to be kept; empty: only ask
+    name: str  # the ticket's name
+    owners: str  # prefix of the owners of all deliveries of the task
+    marked: bool  # the message says that it was parked
+    message: bytes = b""  # stored if the task is parked; empty: do not park
 
 
 class Bounds(NamedTuple):
-    """How many tasks may be parked in one line, and what happens to those beyond."""
+    """Limits of one line of parked tasks, and what happens if the line is full."""
 
-    most: int = 0  # waiting for their turn; 0: any number
-    most_bytes: int = 2**26  # of their messages together
-    overflow: str = "skip"  # the newcomer, or "replace" the oldest
+    most: int = 0  # tasks waiting for their turn; 0: any number
+    most_bytes: int = 2**26  # total size of the parked messages
+    overflow: str = "skip"  # "skip" the new task, or "replace" the oldest
 
 
 UNBOUNDED = Bounds()
@@ -73,12 +75,12 @@ class Lines:
     """
     The parked tasks of one broker on one lock server.
 
-    Every method blocks for a round trip; all are safe to call from many threads but :meth:`sweep`.
+    Every method blocks for a round trip.  All methods but :meth:`sweep` are thread-safe.
 
     Args:
         server: The lock server.
-        prefix: Of the locks' names.
-        home: The broker, by a name without spaces.
+        prefix: Prefix of the locks' names in Redis.
+        home: Name of the broker, without spaces.
         hand_over: See :class:`celery_dislock.servers.store.Store`.
     """
 
@@ -107,24 +109,26 @@ class Lines:
         bounds: Bounds = UNBOUNDED,
     ) -> Granted | Refused | Parked | Full | Done:
         """
-        Take a lock for a task, or park the task in line; or only ask, where it shows no message.
+        Take a lock for a task or claim its turn; otherwise park the task if it has a message.
 
         Args:
-            lock: Name of the lock in Redis; :meth:`enlist` it before a task is parked.
-            owner: Who asks; no two acquisitions share it.
+            lock: Name of the lock in Redis; call :meth:`enlist` before a task is parked.
+            owner: Name of this acquisition; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0.
-            holder: JSON object that others are shown while the lock is held.
-            ticket: What is to be parked.
+            holder: JSON object that describes the holder to others.
+            ticket: The task's ticket, and the message to park.
             mode: "exclusive" or "shared".
-            limit: Leases at a time of an exclusive lock, > 0.
-            bounds: Of the line.
+            limit: Maximum number of leases of an exclusive lock, > 0.
+            bounds: Limits of the line.
 
         Returns:
-            Granted: run; Refused: held, and nothing was parked; Parked; Full; or Done: this is a
-            copy of work that has been done.
+            Granted if the task may run; Refused if the lock is held and nothing was parked; Parked
+            if the task is in line; Full if the line has no room; Done if the task is a copy of
+            work that is done.
 
         Raises:
-            StoreError: The server did not answer; the lock may have been taken, or the task parked.
+            StoreError: The server did not answer.  The lock may have been taken, or the task
+                parked.
         """
         state, given, *rest = self._server.run(
             PARK,
@@ -150,17 +154,17 @@ class Lines:
 
     def leave(self, lock: str, ticket: str) -> bool:
         """
-        Take a parked task out of line whose work is over, and give its turn on.
+        Take a parked task that has ended out of line, and give its turn to the next.
 
         Args:
             lock: Name of the lock in Redis.
-            ticket: The task's.
+            ticket: The task's ticket.
 
         Returns:
-            Whether it was there.
+            Whether the ticket was there: in line, running or replaced.
 
         Raises:
-            StoreError: The server did not answer; it may have left.
+            StoreError: The server did not answer.  The task may have left the line.
         """
         left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1)
         self._publish(given)
@@ -168,13 +172,14 @@ class Lines:
 
     def move_out(self, lock: str, ticket: str) -> bool:
         """
-        Take a parked task out of the line of a lock that is not its own any more.
+        Take a parked task out of the line of a lock that the task no longer uses.
 
         Returns:
-            Whether its work was done there; False: it is to run elsewhere.
+            True if the task's work was done under that lock; False if the task must run under its
+            new lock.
 
         Raises:
-            StoreError: The server did not answer; it may have left.
+            StoreError: The server did not answer.  The task may have left the line.
         """
         left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0)
         self._publish(given)
@@ -182,20 +187,22 @@ class Lines:
 
     def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
         """
-        Take a parked task out of line that cannot claim its turn, and give its turn on.
+        Take a parked task that cannot claim its turn out of line, and give its turn to the next.
 
         Args:
             lock: Name of the lock in Redis.
-            ticket: The task's.
-            delivery: Names the delivery that is to run it without a lock; empty: it is set aside.
+            ticket: The task's ticket.
+            delivery: Name of the delivery that will run the task without a lock; empty to set the
+                task aside.
 
         Returns:
-            True where it was in line, or had its turn, or where the delivery is to run it and
-            nothing is known of it; and again to the same delivery.  False where it has claimed its
-            turn, was set aside or is done, or there is none to set aside: nothing was changed.
+            True if the task was in line or had its turn.  With *delivery*, also True if the server
+            knows nothing of the task, or if the same delivery asks again.  False if the task has
+            claimed its turn, was set aside, or is done, or if there is no task to set aside: then
+            nothing was changed.
 
         Raises:
-            StoreError: The server did not answer; it may have left.
+            StoreError: The server did not answer.  The task may have left the line.
         """
         withdrawn, given = self._server.run(WITHDRAW, [lock], self._home, ticket, delivery)
         self._publish(given)
@@ -203,34 +210,34 @@ class Lines:
 
     def give_back(self, lock: str, ticket: str) -> None:
         """
-        Put a parked task back in line whose message could not be published.
+        Put a parked task whose message could not be published back in line.
 
         Raises:
-            StoreError: The server did not answer; its turn runs out by itself.
+            StoreError: The server did not answer.  The turn runs out by itself.
         """
         self._server.run(GIVE_BACK, [lock], ticket)
 
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """
-        Take a parked task whose message nobody can read out of line, for people to see.
+        Take a parked task out of line, and keep *message* for people to inspect.
 
         Args:
             lock: Name of the lock in Redis.
-            ticket: The task's.
-            message: What is to be kept; empty: nothing.
+            ticket: The task's ticket.
+            message: The bytes to keep; empty to keep nothing.
 
         Returns:
-            Whose turn it is now; the caller is to publish them.
+            The turns that are given now; the caller must publish them.
 
         Raises:
-            StoreError: The server did not answer; it may be set aside.
+            StoreError: The server did not answer.  The task may have been set aside.
         """
         _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0)
         return turns(given)
 
     def enlist(self, lock: str) -> None:
         """
-        Note that a lock is about to have parked tasks.
+        Add a lock to the index, before a task is parked for it.
 
         Raises:
             StoreError: The server did not answer.
@@ -239,11 +246,11 @@ class Lines:
 
     def delist(self, lock: str, number: bytes) -> None:
         """
-        Strike off a lock without parked tasks, unless it was enlisted again meanwhile.
+        Remove a lock without parked tasks from the index, unless it was enlisted again meanwhile.
 
         Args:
             lock: Name of the lock in Redis.
-            number: What :meth:`page` gave before the line was found empty.
+            number: The lock's number from :meth:`page`, read before the line was found empty.
 
         Raises:
             StoreError: The server did not answer.
@@ -252,7 +259,7 @@ class Lines:
 
     def any(self) -> bool:
         """
-        Tell whether any lock has, or has just had, parked tasks.
+        Tell whether the index lists any lock: one that has, or recently had, parked tasks.
 
         Raises:
             StoreError: The server did not answer.
@@ -262,15 +269,15 @@ class Lines:
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
         """
-        Read some names of locks that have parked tasks.
+        Read one page of the index of locks that have parked tasks.
 
         Args:
-            cursor: b"0" to begin with, then what the last page gave.
-            count: Of locks, more or less.
+            cursor: b"0" for the first page, then the cursor that the previous page returned.
+            count: Approximate number of locks per page.
 
         Returns:
-            How many there are in all, the next cursor, b"0" where this was the last page, and a
-            number for each lock's name, for :meth:`delist`.
+            The total number of locks, the cursor of the next page (b"0" after the last page), and
+            the page: each lock's name with its number for :meth:`delist`.
 
         Raises:
             StoreError: The server did not answer.
@@ -281,16 +288,16 @@ class Lines:
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
         """
-        Hand on locks that nobody has released, in one pipelined round trip.
+        Hand off locks that are free but were not handed off, in one pipelined round trip.
 
-        For one thread only, on a connection of its own.
+        Uses a connection of its own.  Call it from one thread only.
 
         Args:
             locks: Names of the locks in Redis.
 
         Returns:
-            What was found, by lock, or that the lock is damaged; those that could not be looked at
-            for another reason are missing.
+            By lock: what was found, or the error if the lock is damaged.  Locks that failed for
+            another reason are missing.
 
         Raises:
             StoreError: The server did not answer.

@@ -1,9 +1,10 @@
-"""Hand on the locks of lines that nobody else hands on.
+"""Hand off free locks that have tasks in line but were not handed off.
 
-A holder that crashed hands nothing on, and a process may die before it has published a parked task.
-So one worker at a time, under a lease of its own, looks through the lines of its broker, a page at
-a time in its event loop: each line once within a third of the watchdog timeout.  Each line costs a
-script; a line whose lock is held is left as it is.
+A holder that crashed does not hand off its lock, and a process may die before it has published a
+parked task.  Therefore one worker at a time sweeps the lines of its broker, under a lease of its
+own.  The sweep runs in the worker's timer, one page at a time, and visits each line once within a
+third of the watchdog timeout.  Each line costs one script call.  A line whose lock is held is left
+as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.parking.process import ParkingProcess
 
-PAGE = 100  # lines that are looked at in one go: the event loop waits for them
+PAGE = 100  # lines per step, which blocks the worker's event loop
 FIRST = b"0"  # cursor of the first page
 
 logger = logging.getLogger("celery_dislock")
@@ -32,9 +33,10 @@ logger = logging.getLogger("celery_dislock")
 
 def interval(tasks: Iterable[TaskOptions]) -> float | None:
     """
-    Return in how many seconds all lines are looked at once; None if there are no tasks.
+    Return the number of seconds within which all lines are swept once; None if there are no tasks.
 
-    The tasks that park decide.  Where none does, a line may have been left by those that did.
+    The shortest timeout of the tasks that park decides.  If no task parks, all tasks count, because
+    tasks that used to park may have left a line.
     """
     known = list(tasks)
     timeouts = [
@@ -46,18 +48,18 @@ def interval(tasks: Iterable[TaskOptions]) -> float | None:
 
 class Sweep:
     """
-    Looks through the lines of one broker, whenever it is called.
+    Sweeps the lines of one broker, a page per step.
 
-    For one thread only.
+    Use it from one thread only.
 
     Args:
-        process: A store of its own: no other thread may use its connections.
-        name: The lease under which one worker at a time sweeps: its name in Redis.
-        worker: Who sweeps, for messages.
-        every: Seconds in which all lines are looked at once.
-        looks_first: Look whether there are lines before the lease is taken: in a worker whose tasks
-            do not park there most often are none.
-        clock: Monotonic seconds.
+        process: The store and lines to use; no other thread may use their connections.
+        name: Name in Redis of the lock under which one worker at a time sweeps.
+        worker: Name of this worker, for messages.
+        every: Seconds within which all lines are swept once.
+        looks_first: Check that there are any lines before taking the lease.  If a worker's tasks do
+            not park, there usually are none.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -81,9 +83,9 @@ class Sweep:
 
     def step(self) -> float:
         """
-        Look at a page of lines, where no other worker does; blocks for a few round trips.
+        Sweep one page of lines, unless another worker sweeps; blocks for a few round trips.
 
-        Whatever goes wrong is logged: the next step goes on.
+        Errors are logged, and the next step tries again.
 
         Returns:
             Seconds until the next step is due.
@@ -97,17 +99,17 @@ class Sweep:
             logger.exception("Could not look through the lines of parked tasks; trying again.")
         else:
             self._process.lock_server_answered()
-            # What the step took is part of its time.
+            # The interval includes the time that this step took.
             return max(0.0, self._every / pages - (self._clock() - began))
         self._cursor = FIRST
         return self._every
 
     def _look(self) -> int:
-        """Look at a page; return how many there are."""
+        """Sweep one page; return the number of pages."""
         process = self._process
         if self._looks_first and self._cursor == FIRST and not process.lines.any():
             return 1
-        ttl = 2 * self._every  # over before the lease of a task that died with this worker
+        ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
         if not isinstance(
             process.store.acquire([self._name], self._owner, ttl, self._holder), Granted
         ):
@@ -122,10 +124,10 @@ class Sweep:
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-        return 1 if total < PAGE else 2 + total // PAGE  # one more: pages are uneven
+        return 1 if total < PAGE else 2 + total // PAGE  # one more, as page sizes vary
 
     def end(self) -> None:
-        """Let another worker sweep."""
-        with contextlib.suppress(StoreError):  # it ends by itself
+        """Release the lease, so that another worker can sweep."""
+        with contextlib.suppress(StoreError):  # the lease expires by itself
             self._process.store.release([self._name], self._owner)
         self._process.store.close()

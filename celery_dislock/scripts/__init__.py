@@ -1,10 +1,11 @@
 """The Lua scripts of the store, one file per operation.
 
-A line ``-- include: _lease`` stands for that part, which says how a lease is written; ``_parked``
-says how parked tasks are, and is included where the first of it is needed, not before.
+A line ``-- include: _lease`` is replaced by the text of ``_lease.lua``, which describes how a lease
+is stored.  ``_parked.lua`` describes how parked tasks are stored.  ``release.lua`` includes it only
+after the point where most calls have returned.
 
-The server knows a script by its digest once it was sent its text.  So a script is sent by its
-digest, and by its text after the error ``NOSCRIPT``.
+The server caches a script under its digest after the first call with the script's text.  A script
+is therefore sent by its digest, and sent by its text only after the error ``NOSCRIPT``.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Script:
-    """A Lua script as the server knows it."""
+    """A Lua script and its digest."""
 
     text: str
     sha: str
 
     @classmethod
     def load(cls, name: str) -> Script:
-        """Read a script that is part of this package, with the parts that it includes."""
+        """Read a script of this package, with its includes."""
         text = read_lua(name)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     def by_digest(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
-        """Return the command that runs it where the server has its text already."""
+        """Return the command that runs the script if the server has cached it."""
         return (b"EVALSHA", self.sha, len(keys), *keys, *arguments)
 
     def by_text(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
-        """Return the command that runs it anywhere, and leaves its text with the server."""
+        """Return the command that sends and runs the script; the server then caches it."""
         return (b"EVAL", self.text, len(keys), *keys, *arguments)
 
 
@@ -66,13 +67,13 @@ DELIST = Script.load("delist")
 LINES = Script.load("lines")
 TRY = Script.load("try")
 
-# How replies begin that have more than one shape; _states.lua has the same.
+# First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 
 @cache
 def commands() -> tuple[str, ...]:
-    """Return the commands of Redis that the scripts run."""
+    """Return the Redis commands that the scripts call."""
     files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".lua")]
     return tuple(sorted({name for file in files for name in CALL.findall(file.read_text("utf-8"))}))

@@ -1,7 +1,7 @@
-"""The names of Redis keys, as the scripts write them.
+"""The names of the Redis keys that the scripts use.
 
-The keys of a lock begin with its name and end as ``_names.lua`` says, which is read here: what
-Python names, and what it tells people, is what the scripts use.
+Each key of a lock begins with the lock's name, and ends with one of the endings in ``_names.lua``.
+The endings are read from that file, so Python and the scripts use the same names.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ _ENDING = re.compile(r"^local ([A-Z]+) = '(:.*?)' +-- (\w+)", re.MULTILINE)
 _FOUND = _ENDING.findall(read_lua("_names"))
 _ENDS = {name: end for name, end, _ in _FOUND}
 
-# The type of each key that a lock has one of, by what follows the lock's name.
+# Redis type of each key that exists at most once per lock, by the ending after the lock's name.
 KINDS = {"": "hash"} | {end: kind for _, end, kind in _FOUND if end[-1].isalpha()}
 
 
 def wake_list(lock: str, owner: str) -> str:
-    """Name the list on which an owner that waits for the lock is told news."""
+    """Name the list through which a waiting owner is woken."""
     return f"{lock}{_ENDS['WAKE']}{owner}"
 
 
 def mark_of(lock: str, task_id: str) -> str:
-    """Name the mark about a task beside the lock."""
+    """Name the key of a task's mark beside the lock."""
     return f"{lock}{_ENDS['MARK']}{task_id}"
 
 
 def aside_of(lock: str) -> str:
-    """Name the hash of the parked tasks that nobody could read or run."""
+    """Name the hash of a lock's parked tasks that were set aside."""
     return f"{lock}{_ENDS['ASIDE']}"
 
 
 def index_of_lines(prefix: str, home: str) -> str:
-    """Name the hash of the locks that have tasks of one broker in line."""
+    """Name the index of the locks that have parked tasks of one broker."""
     return f"{prefix}:lines:{home}"
 
 
 def sweep_lock(prefix: str, home: str) -> str:
-    """Name the lock of the worker that looks after these lines."""
+    """Name the lock under which one worker at a time sweeps the lines of one broker."""
     return f"{prefix}:sweep:{{{home}}}"

@@ -1,1 +1,1 @@
-"""The lock server: its connections and scripts, whatever its kind, and the leases on it."""
+"""The lock server of any kind: its connections, its scripts, and the leases on it."""

@@ -1,13 +1,13 @@
-"""A Redis Cluster as the lock server: each lock on the node that has its slot.
+"""Use a Redis Cluster as the lock server: each lock is on the node that has its slot.
 
-All keys of a lock share a hash tag, so a script has all its keys on one node.  Which node has
-which slot is asked when the first lock is needed, and again whenever a node answers that a slot has
-moved or does not answer at all; what was sent to it is sent again to where it belongs, since
-everything is safe to send twice.
+All keys of a lock share a hash tag, so a script finds all its keys on one node.  The slot map is
+read when the first lock is needed.  It is read again when a node answers that a slot has moved, or
+does not answer.  The script is then sent again, to the node that has the slot now: all scripts are
+safe to send twice.
 
-A node that is away is away for the locks in its slots alone, until the cluster has given them to a
-replica.  Renewals are sent to all nodes before the first reply is read: the leases on the others
-are renewed in time, whatever becomes of one.
+If a node is away, only the locks in its slots are away, until the cluster has promoted a replica.
+Renewals are sent to all nodes before the first reply is read, so a node that does not answer does
+not delay the renewals on the others.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     Address = tuple[str, int]
 
-REDIRECTS = 5  # times a command follows a slot that moves, as Redis's own clients do
-WHOLE_PAUSE = 0.05  # seconds between two looks whether a slot that moves has arrived
-WHOLE_LOOKS = 40  # for two seconds, as long as for a reply; then its locks are away
-ASKED = 4  # nodes there is time to ask for the slots, where none answers
+REDIRECTS = 5  # redirections that one command follows; Redis's own clients have a limit, too
+WHOLE_PAUSE = 0.05  # seconds between two attempts while the keys of a slot are on two nodes
+WHOLE_LOOKS = 40  # attempts, two seconds in all; after that TRYAGAIN counts as a failure
+ASKED = 4  # nodes that can be asked for the slot map in the given time if none answers
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
 
@@ -49,20 +49,20 @@ class Cluster:
     """
     The nodes of a Redis Cluster.
 
-    Safe to use from many threads or greenlets, but for :meth:`run_many`.
+    Safe to use from many threads or greenlets, except :meth:`run_many`.
 
     Args:
-        url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``; the
-            other nodes are found from any of these.
-        options: Keyword arguments of redis-py's Connection, on top of the URL's.
-        pause: Called with seconds to wait between two attempts.
+        url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``.  Any
+            of these nodes can name the others.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
+        pause: Called with the seconds to wait between two attempts.
         min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
 
     Attributes:
-        name: The URL as a message may show it.
+        name: The URL without its password, for messages.
     """
 
     keeps_lines = True
@@ -88,17 +88,17 @@ class Cluster:
         self._pause = pause
         self._min_replicas = min_replicas
         self._seeds = seeds
-        self._known: list[Address] = list(seeds)  # whom to ask, the most promising first
+        self._known: list[Address] = list(seeds)  # asked for the slot map, in this order
         self._nodes: dict[Address, Node] = {}
-        self._slots: list[Address | None] = []  # by slot; empty until asked
-        self._failing: set[Address] = set()  # those that did not answer the last batch
+        self._slots: list[Address | None] = []  # master of each slot; empty until asked
+        self._failing: set[Address] = set()  # nodes that did not answer the last batch
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Group keys, in their order, by what one script can be given: those of one slot."""
+        """Group consecutive keys of one slot.  One script can take the keys of one group."""
         return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """Run a script on the node of its locks; see :meth:`Node.run`."""
+        """Run a script on the node that has its locks; see :meth:`Node.run`."""
         return self.exchange(script, keys, *arguments)[0]
 
     def exchange(
@@ -114,7 +114,7 @@ class Cluster:
             except StoreError as exc:
                 error, cause = exc, exc.raw
             else:
-                return reply, failures + looks > 0  # a script that missed a key has begun
+                return reply, failures + looks > 0  # after TRYAGAIN, the script may have begun
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
                 address, asking = self._redirect(cause)
@@ -133,10 +133,10 @@ class Cluster:
 
     def send(self, *command: str | bytes | int) -> Any:
         """
-        Send a command that is about no lock to one of the nodes that have slots.
+        Send a command that concerns no lock to one of the nodes that have slots.
 
         Raises:
-            StoreError: None of them answered, or there are slots without a node.
+            StoreError: No node answered, or a slot is on no node.
         """
         error = StoreError(self.name, "it has no nodes")
         for send in self.senders():
@@ -147,7 +147,12 @@ class Cluster:
         raise error
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return what sends a command to each node that has slots; raises as :meth:`send`."""
+        """
+        Return a function for each node that has slots, which sends that node a command.
+
+        Raises:
+            StoreError: No node answered with the slot map, or a slot is on no node.
+        """
         if not self._slots or None in self._slots:
             self._find_slots()
             if None in self._slots:
@@ -160,7 +165,11 @@ class Cluster:
         return [(b"BLPOP", key, b"no time"), (b"ASKING",), (b"CLUSTER", b"SLOTS"), *waits]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
-        """See :meth:`celery_dislock.servers.node.Node.pop`; only what a node sent on is resent."""
+        """
+        See :meth:`celery_dislock.servers.node.Node.pop`.
+
+        The command is sent again only after a redirection.
+        """
         address, asking = self._owner(key_slot(key.encode())), False
         for _ in range(REDIRECTS):
             try:
@@ -179,11 +188,12 @@ class Cluster:
         """
         Run a script many times, in one pipelined round trip to each node concerned.
 
-        For one thread only.  Nothing is resent but what a node sent on to another; *within* is for
-        the first reply of each node.  See :meth:`celery_dislock.servers.node.Node.run_many`.
+        For one thread only.  A call is sent again only after a redirection.  *within* limits the
+        time until the first reply of each node.  See
+        :meth:`celery_dislock.servers.node.Node.run_many`.
 
         Raises:
-            StoreError: No node says which has which slot.
+            StoreError: No node answered with the slot map.
         """
         until = time.monotonic() + within
         if not self._slots:
@@ -197,7 +207,7 @@ class Cluster:
                 replies[number] = self._uncovered(slot)
             else:
                 batches.setdefault(address, []).append(number)
-        # Those last that failed last: to connect to one that is away may take all of its time.
+        # Nodes that failed the last time come last: connecting to one may use up all of the time.
         order = sorted(batches, key=self._failing.__contains__)
         asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
         answers, self._failing = ask_all(script, asked, within=max(until - time.monotonic(), LEAST))
@@ -209,7 +219,7 @@ class Cluster:
     def _follow(
         self, script: Script, calls: Sequence[Call], replies: dict[int, Any], until: float
     ) -> None:
-        """Send on what nodes have sent on, and ask for the slots again where they seem to move."""
+        """Follow redirections; read the slot map again if a slot has moved or a node failed."""
         unsettled = moved = False
         for number, reply in replies.items():
             cause = reply.raw if isinstance(reply, StoreError) else None
@@ -241,14 +251,14 @@ class Cluster:
                 f"{self.name} at {host}:{port}",
                 lambda _within: self._make(host=host, port=port),
                 pause=self._pause,
-                resends=0,  # here it is decided where to send it again
+                resends=0,  # exchange() sends again, perhaps to another node
                 min_replicas=self._min_replicas,
             )
             return self._nodes.setdefault(address, node)
 
     def _redirect(self, told: AskError) -> tuple[Address, bool]:
-        """Return the node to send it to, and whether to ask that one for a slot on its way."""
-        # MOVED, which is a kind of ASK to redis-py, holds for all that comes; ASK for this once.
+        """Return the node to send the command to, and whether to send ASKING first."""
+        # MOVED holds from now on, ASK for this command only.  MovedError is a kind of AskError.
         if not isinstance(told, MovedError):
             return told.node_addr, True
         self._find_slots(first=told.node_addr)
@@ -276,15 +286,15 @@ class Cluster:
         within: float | None = None,
     ) -> None:
         """
-        Ask one node after another which has which slot, until one answers.
+        Read the slot map from one node after another, until one answers.
 
         Args:
-            first: The node that is most likely to know.
-            last: One that has just failed.
-            within: Seconds for all of them; None: as many as for a reply.
+            first: The node that is most likely to have the current slot map.
+            last: A node that has just failed.
+            within: Seconds for all nodes together; None: the timeout of one reply.
 
         Raises:
-            StoreError: None answered; what was known before still counts.
+            StoreError: No node answered with a slot map.  The previous one is kept.
         """
         known = [*([first] if first else []), *self._known]
         order = sorted(dict.fromkeys(known), key=lambda a: a == last or a in self._failing)
@@ -297,7 +307,7 @@ class Cluster:
                 reply = self._node(address).ask("CLUSTER", "SLOTS", within=each)
             except StoreError as exc:
                 error = exc
-                # Another is asked first the next time.
+                # The node that failed moves to the end.
                 self._known = sorted(self._known, key=address.__eq__)
                 if time.monotonic() < until:
                     continue

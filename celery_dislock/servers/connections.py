@@ -1,10 +1,10 @@
-"""The wire to one Redis process: how connections are made, kept and used.
+"""Make, keep and use the connections to one Redis process.
 
-Connections are made by redis-py and used one command at a time, without its client and pool on
-top: those cost more per command than the command.  An idle connection waits on a stack; there are
-never more of them than callers were at once in a command.  A connection on which anything went
-wrong, an exception raised by a signal handler included, is closed and never used again: the next
-reply on it might belong to the command before.
+Connections are redis-py's, and each carries one command at a time.  redis-py's client and pool are
+not used, since they cost more time per command than the command itself.  Idle connections are kept
+on a stack.  Their number never exceeds the largest number of commands that ran at the same time.
+After any error, also an exception raised by a signal handler, the connection is closed and never
+used again: the next reply on it could belong to the previous command.
 """
 
 from __future__ import annotations
@@ -41,57 +41,58 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     Command = tuple[str | bytes | float, ...]
-    # Given the seconds it may take to find the server, or None for the options' own.
+    # Given the seconds to find the server; None: the timeout in the options.
     Connect = Callable[[float | None], redis.Connection]
-    # Given a connection, and the seconds it may take; raises redis.ConnectionError.
+    # Given a connection and the seconds for the check; raises redis.ConnectionError.
     Confirm = Callable[[redis.Connection, float | None], None]
 
-SOCKET_TIMEOUT = 2.0  # seconds for a reply, and for a connection, before it counts as lost
+SOCKET_TIMEOUT = 2.0  # seconds to wait for a reply, and to connect
 
 DOTTED = re.compile(r"\w+([.:]\w+)+")  # the name of an object in a module
 
-CLUSTER_ERRORS = {  # those that redis-py 5 does not tell from others
+CLUSTER_ERRORS = {  # redis-py 5 raises them as plain ResponseError
     "ASK": AskError,
     "CLUSTERDOWN": ClusterDownError,
     "MOVED": MovedError,
     "TRYAGAIN": TryAgainError,
 }
 
-# What a script answers where a key of its lock, or a record in it, is not as the scripts write it.
+# Errors of a script that finds a key of the wrong type, or a record that it cannot read.
 DAMAGE = re.compile(r"WRONGTYPE|dislock: |is not an integer|(?<!@)user_script:\d+: ")
-# What Redis puts around that: before 7.0 in front of it, and from then on behind it.
+# Text to remove from such an error: what Redis adds, before 7.0 in front of it and since 7.0 after
+# it, and the prefix that the scripts write.
 AROUND = re.compile(
     r"^Error running script \(.*?\): (@?user_script:\d+: )*|dislock: "
     r"| script: \w+, on @user_script.*$"
 )
-# How a script's error ends that missed a key where a slot moves.
+# Part of the error of a script that misses a key because the slot is being moved.
 ON_ANOTHER_NODE = "attempted to access a non local key"
 
-# What a server that is away raises: redis-py's errors, and its retry of a plain OSError.
+# Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 
-class Answered(Ours):  # as NoScriptError: the connection is as good as before
-    """The server answered, though not as was wished."""
+class Answered(Ours):  # like NoScriptError: the connection can still be used
+    """The server answered, but not with the wanted result."""
 
 
 class Silence(Ours, redis.TimeoutError):
-    """No reply has begun to come in time; the connection is open still."""
+    """No reply began to arrive in time; the connection is still open."""
 
 
 class Demoted(Ours, redis.ConnectionError):
-    """The server says that it is a replica."""
+    """The server answered that it is a replica."""
 
 
 class Wire:
     """
-    The connections to one Redis process, for the commands of many threads or greenlets.
+    The connections to one Redis process.  Safe to use from many threads or greenlets.
 
-    What goes wrong is raised as redis-py has it.
+    Failures are raised as redis-py's errors.
 
     Args:
-        connect: Makes a connection; it need not connect yet.
-        confirm: Sees that a connection leads to the right server when a reply has come.
+        connect: Makes a connection, which need not be connected yet.
+        confirm: Checks, after each reply, that the connection leads to the right server.
     """
 
     def __init__(self, connect: Connect, confirm: Confirm | None = None) -> None:
@@ -103,24 +104,24 @@ class Wire:
         self, command: Command, before: Command | None = None, within: float | None = None
     ) -> redis.Connection:
         """
-        Send a command.
+        Send a command; :meth:`finish` reads the reply.
 
         Args:
-            command: What is to be carried out.
-            before: What is sent first, and answered.
-            within: Seconds for a connection, where none is idle; None: the options' own.
+            command: The command.
+            before: A command to send first, whose reply is read and dropped.
+            within: Seconds to connect if no connection is idle; None: the timeout in the options.
 
         Returns:
-            Where :meth:`finish` is to read the reply.
+            The connection, for :meth:`finish`.
         """
         return self.send(self.connected(within), command, before)
 
     def connected(self, within: float | None = None) -> redis.Connection:
         """
-        Take a connection for :meth:`send`: an idle one, or a new one, which connects.
+        Return a connection for :meth:`send`: an idle one, or a new one that is connected first.
 
         Args:
-            within: Seconds to connect; None: the options' own.
+            within: Seconds to connect; None: the timeout in the options.
         """
         with contextlib.suppress(IndexError):
             return self._idle.pop()
@@ -135,7 +136,7 @@ class Wire:
     def send(
         self, connection: redis.Connection, command: Command, before: Command | None = None
     ) -> redis.Connection:
-        """Send a command, and before it another, which is answered; see :meth:`start`."""
+        """Send a command on this connection, after *before*; see :meth:`start`."""
         try:
             if before:
                 connection.send_packed_command(pack(connection, *before), check_health=False)
@@ -155,14 +156,14 @@ class Wire:
         undo: Command | None = None,
     ) -> Any:
         """
-        Read the reply to what was sent.
+        Read the reply to a command.
 
         Args:
-            connection: Where it was sent.
-            then: What else there is to be done on that connection; given the reply.
-            within: Seconds until the reply begins to come; None: the connection's own.
-            undo: What to send where none does.  The command may still be carried out at any later
-                time; this is so after it.
+            connection: The connection on which the command was sent.
+            then: Called with the connection and the reply, for further commands on it.
+            within: Seconds until the reply begins to arrive; None: the connection's timeout.
+            undo: Command to send if no reply begins to arrive.  The server may still run the first
+                command at any later time, and runs *undo* after it.
 
         Returns:
             The reply, strings as bytes.
@@ -186,7 +187,7 @@ class Wire:
         return reply
 
     def close_idle(self) -> None:
-        """Close the connections that wait for a command."""
+        """Close the idle connections."""
         with contextlib.suppress(IndexError):  # other threads take from the stack, too
             while True:
                 self._idle.pop().disconnect()
@@ -196,17 +197,20 @@ def connection_maker(
     name: str, url: str, options: Mapping[str, Any]
 ) -> Callable[..., redis.Connection]:
     """
-    Return what makes the connections of this URL; its keyword arguments win over the URL's.
+    Return a function that makes connections to this URL.
+
+    Keyword arguments of that function override those of the URL and the options.
 
     Args:
-        name: The setting's value as a message may show it.
-        url: redis://, rediss:// or unix://; Celery's redis+socket:// is understood.
-        options: Keyword arguments of redis-py's Connection, on top of the URL's; ``ssl`` makes a
-            redis:// a rediss://, as in Celery's ``broker_use_ssl``; ``credential_provider`` may be
-            a dotted name, as in kombu, and takes the place of user and password.
+        name: The URL without its password, for messages.
+        url: redis://, rediss:// or unix://; Celery's redis+socket:// is accepted, too.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
+            ``ssl`` turns redis:// into rediss://, as in Celery's ``broker_use_ssl``.
+            ``credential_provider`` may be a dotted name, as in kombu, and replaces user and
+            password.
 
     Raises:
-        SettingsError: The URL or an option is not redis-py's.
+        SettingsError: redis-py does not accept the URL or an option.
     """
     settings: dict[str, Any] = {
         "socket_timeout": SOCKET_TIMEOUT,
@@ -226,20 +230,20 @@ def connection_maker(
         pool.connection_class(**pool.connection_kwargs)
     except SettingsError:
         raise
-    except TypeError as exc:  # unknown to the kind of connection that the URL asks for
+    except TypeError as exc:  # not an option of the connection class that the URL selects
         option, names = "dislock_transport_options", sorted(settings)
         raise SettingsError("app.conf", option, names, unknown_option(exc)) from None
     except (ValueError, RedisError):
-        # Not from its cause, which may quote the password.
+        # Raised without its cause, which may quote the password.
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
     if arguments.get("db"):
-        arguments["db"] = str(arguments["db"])  # see pack(): redis-py sends it as it is
+        arguments["db"] = str(arguments["db"])  # as text, see pack(): redis-py does not convert it
 
     def make(**more: Any) -> redis.Connection:
         connection: redis.Connection = kind(**{**arguments, **more})
-        # redis-py greets the server with a number: HELLO 3.
+        # redis-py sends the 3 of HELLO 3 as an int; see pack().
         connection._command_packer = _AsText(connection._command_packer)  # noqa: SLF001
         return connection
 
@@ -247,7 +251,7 @@ def connection_maker(
 
 
 class _AsText:
-    """Packs redis-py's own commands as :func:`pack` does ours."""
+    """Pack redis-py's HELLO with text arguments, as :func:`pack` does for other commands."""
 
     def __init__(self, packer: Any) -> None:
         self._packer = packer
@@ -261,7 +265,7 @@ class _AsText:
 def _use_provider(arguments: dict[str, Any]) -> None:
     given = arguments["credential_provider"]
     option, remedy = "dislock_transport_options", "give a redis.CredentialProvider, or its name"
-    # An object may show what it holds.
+    # The repr of a provider object may show its password.
     named = isinstance(given, str) and DOTTED.fullmatch(given)
     shown = {"credential_provider": given if named else HIDDEN}
     try:
@@ -278,9 +282,9 @@ def _use_provider(arguments: dict[str, Any]) -> None:
 
 def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
     """
-    Pack a command for its way, numbers as text.
+    Pack a command, with numbers as text.
 
-    hiredis 3.5 can crash the process where a signal handler raises while it packs an int.
+    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
     """
     return connection.pack_command(
         *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
@@ -292,13 +296,13 @@ def _as_text(part: Any) -> str | bytes:
 
 
 def unknown_option(exc: TypeError) -> str:
-    """Say which argument of a connection is unknown; nothing else of the error's text."""
+    """Return which connection option is unknown, without the rest of the error's text."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
     return f"redis-py has no option {found[1]!r} here" if found else "one of them has a wrong type"
 
 
 def connect_within(connect: Connect, within: float | None) -> redis.Connection:
-    """Make a connection that is given *within* seconds to connect, and for each reply."""
+    """Make a connection with *within* seconds to connect, and for each reply."""
     connection = connect(within)
     if within is not None:
         connection.socket_connect_timeout = connection.socket_timeout = within
@@ -310,12 +314,12 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
     Read a reply, strings as bytes.
 
     Args:
-        connection: Where a command was sent.
-        within: Seconds until it begins to come; None: the connection's own.
+        connection: The connection on which a command was sent.
+        within: Seconds until the reply begins to arrive; None: the connection's timeout.
 
     Raises:
-        Silence: It did not begin to come.
-        redis.RedisError: It is an error, or the connection broke.
+        Silence: No reply began to arrive in time.
+        redis.RedisError: The reply is an error, or the connection broke.
     """
     if within is not None and not connection.can_read(timeout=within):
         raise Silence(f"no reply within {within:.2f} s")
@@ -327,37 +331,43 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         code, _, told = str(exc).partition(" ")
         if ON_ANOTHER_NODE in str(exc):
             raise TryAgainError("its slot of the cluster is being moved to another node") from exc
-        if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5 leaves them plain
+        if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
             raise CLUSTER_ERRORS[code](told) from exc
         raise
 
 
 def demoted(exc: BaseException) -> bool:
-    """Tell whether the server says it is a replica; before Redis 7 a script's error hides it."""
+    """
+    Tell whether the server answered that it is a replica.
+
+    Before Redis 7, the code READONLY is not at the start of a script's error.
+    """
     return isinstance(exc, redis.ReadOnlyError) or (
         isinstance(exc, ResponseError) and "READONLY" in str(exc)
     )
 
 
 def is_answer(error: StoreError) -> bool:
-    """Tell whether the server has answered, with an error; else it is away."""
+    """Tell whether the error is the server's reply.  If not, the server counts as away."""
     return isinstance(error.raw, ResponseError)
 
 
 def close(connection: redis.Connection | None) -> None:
-    """Close a connection, where there is one."""
+    """Close the connection, if there is one."""
     if connection is not None:
         connection.disconnect()
 
 
 def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> StoreError:
     """
-    Make the error of a server; raise it ``from None``, see its ``raw``.
+    Make a StoreError of a client's error.
+
+    Raise it ``from None``: the text of *exc* may hold a password.  *exc* is kept in ``raw``.
 
     Args:
-        name: The server's.
-        exc: What went wrong.
-        locks: Names of the locks that it was asked about by a script; empty: none.
+        name: Name of the server.
+        exc: The client's error.
+        locks: Names of the locks that the script was run on; empty: no script.
     """
     reason = reason_of(exc)
     error = StoreError(name, reason)
@@ -370,7 +380,7 @@ def store_error(name: str, exc: BaseException, locks: Sequence[str] = ()) -> Sto
 
 
 def locks_of(command: Command) -> list[str]:
-    """Name the locks that a command is about, where it runs a script."""
+    """Return the locks that a script command is run on; empty for other commands."""
     if command[0] not in {b"EVAL", b"EVALSHA"}:
         return []
     number = int(command[2])

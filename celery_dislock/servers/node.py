@@ -1,9 +1,11 @@
-"""One Redis process, as the lock server by itself or as a part of one.
+"""One Redis process, as the lock server or as one node of it.
 
-Everything that is sent is safe to send twice, so a command whose reply was lost is simply sent
-again on a fresh connection, a few times, before the server counts as away; but not after a
-connection that took all of its time.  So is what was sent to one that says it is a replica: it was
-the master once, and a fresh connection may lead to the one that is now.
+Scripts are safe to send twice.  If a reply is lost, the command is sent again on a fresh
+connection, up to RESENDS times, before the server counts as away.  It is not sent again if the
+attempt to connect timed out.
+
+A command is also sent again if the server answers that it is a replica.  That server was the master
+before, and a fresh connection may lead to the new master.
 """
 
 from __future__ import annotations
@@ -40,33 +42,33 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command, Connect
     from celery_dislock.servers.pipeline import Call
 
-RESENDS = 2  # times a command is sent again when its reply is lost
+RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
-REPLICAS_WITHIN = 1.0  # seconds for the replicas to have an acquisition
+REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
 
 
 class Watching(Protocol):
-    """What knows which server is the master."""
+    """An object that knows which server is the master."""
 
     def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
-        """See that a connection leads to the master; else raise redis.ConnectionError."""
+        """Raise redis.ConnectionError if the connection does not lead to the master."""
 
     def close(self) -> None:
-        """Close the connections that it has to others."""
+        """Close its own connections."""
 
 
 class Node:
     """One Redis process, and the connections to it.
 
-    Safe to use from many threads or greenlets, but for the methods that end in ``_many``.
+    Safe to use from many threads or greenlets, except :meth:`run_many`.
 
     Args:
-        name: What errors call it.
-        connect: Makes a connection; it need not connect yet.
-        pause: Called with seconds to wait between two attempts.
-        resends: Times a command is sent again when its reply is lost.
-        min_replicas: An acquisition counts only when so many replicas have it.
-        watched_by: Who says which server is the master; None: the one of the URL.
+        name: Name of the server in errors.
+        connect: Makes a connection, which need not be connected yet.
+        pause: Called with the seconds to wait between two attempts.
+        resends: Times a command is sent again if its reply is lost.
+        min_replicas: Number of replicas that must have an acquisition before it counts.
+        watched_by: Knows which server is the master; None: the server of the URL is used.
     """
 
     keeps_lines = True
@@ -99,20 +101,20 @@ class Node:
         asking: bool = False,
     ) -> Any:
         """
-        Run a script; blocks for a round trip, or a few where replies are lost.
+        Run a script.  Blocks for one round trip, or for a few if replies are lost.
 
         Args:
             script: The script.
-            keys: The locks, all in one slot where this is a node of a cluster.
-            arguments: Of the script.
-            asking: They may be on its way to this node of a cluster; see ASK there.
+            keys: The locks.  In a cluster, all must be in one slot.
+            arguments: Arguments of the script.
+            asking: Send ASKING first: the slot is being moved to this node of a cluster.
 
         Returns:
-            Its reply, strings as bytes.
+            The script's reply, strings as bytes.
 
         Raises:
-            StoreError: No reply came, or an error; the script may have run, unless it is an
-                UnreachableError.
+            StoreError: No reply arrived, or the reply is an error.  The script may have run, unless
+                the error is an UnreachableError.
         """
         return self.exchange(script, keys, *arguments, asking=asking)[0]
 
@@ -124,9 +126,10 @@ class Node:
         asking: bool = False,
     ) -> tuple[Any, bool]:
         """
-        Run a script, see :meth:`run`; return its reply, and whether a reply before it was lost.
+        Run a script as :meth:`run` does; return its reply, and whether an earlier one was lost.
 
-        In that case the script may have run before, and its reply tell what it found then.
+        If one was lost, the script may have run twice.  The reply is then that of the last run,
+        which found the changes of the first.
         """
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
@@ -144,7 +147,7 @@ class Node:
             raise self._error(exc) from None
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Group keys, in their order, by what one script can be given: here all of them."""
+        """Return all keys as one group, since one script can take them all."""
         return [keys]
 
     def send(self, *command: str | bytes | int) -> Any:
@@ -152,7 +155,7 @@ class Node:
         Send a command; see :meth:`run`.
 
         Raises:
-            StoreError: No reply came, or an error; the command may have been carried out.
+            StoreError: No reply arrived, or the reply is an error.  The command may have run.
         """
         try:
             return self._exchange(command)[0]
@@ -160,12 +163,12 @@ class Node:
             raise self._error(exc) from None
 
     def asks(self, key: str) -> list[Command]:
-        """Return a form that does nothing of each command that is sent beside scripts."""
+        """Return each command that is sent outside scripts, in a form that changes nothing."""
         waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
         return [(b"BLPOP", key, b"no time"), *waits]
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return what sends a command to each server that has locks: here one."""
+        """Return a function for each server that has locks, which sends it a command: here one."""
         return [self.send]
 
     def _exchange(
@@ -174,7 +177,7 @@ class Node:
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
     ) -> tuple[Any, bool]:
-        sent = self._resends == 0  # or it may have been sent before, by who resends it
+        sent = self._resends == 0  # then the caller resends, and may have sent it before
         for attempt in range(1 + self._resends):
             connection = None
             try:
@@ -185,8 +188,8 @@ class Node:
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:
-                self._wire.close_idle()  # they are from before the server went away, too
-                # A connection that takes all of its time is not tried again: it would again.
+                self._wire.close_idle()  # they are older than the failure, too
+                # A connection attempt that timed out is not repeated: the next would, too.
                 too_slow = connection is None and isinstance(exc, redis.TimeoutError)
                 if attempt == self._resends or too_slow:
                     error = self._error(exc)
@@ -197,7 +200,7 @@ class Node:
         raise AssertionError("unreachable")  # pragma: no cover
 
     def _wrong_kind(self, locks: Sequence[str]) -> str:
-        """Say which key of a lock is of a wrong type; empty where none is, or nobody tells."""
+        """Describe the key that has a wrong type; empty if none has, or no reply arrives."""
         with contextlib.suppress(StoreError):
             for key, kind in ((lock + end, kind) for lock in locks for end, kind in KINDS.items()):
                 found = self.send(b"TYPE", key).decode()
@@ -206,7 +209,11 @@ class Node:
         return ""
 
     def _await_replicas(self, connection: redis.Connection, reply: Any) -> None:
-        """See that replicas have what was granted or parked; WAIT is asked where it was written."""
+        """
+        Wait until enough replicas have the lease or the parked task.
+
+        WAIT covers the writes of its own connection, so it is sent on that connection.
+        """
         if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
@@ -221,22 +228,23 @@ class Node:
 
     def pop(self, key: str, seconds: float, *, asking: bool = False) -> bytes | None:
         """
-        Take an element from a list; blocks until there is one, *seconds* at most (BLPOP).
+        Take an element from a list (BLPOP).  Blocks for at most *seconds*.
 
-        Nothing is resent: what was taken may be lost with its reply, so ask the server what is.
-        The time is measured here: a server that has nothing else to do ends a BLPOP up to a tenth
-        of a second late.  The connection on which it had not answered by then is closed.
+        Nothing is resent: an element may have been taken and lost with the reply, so the caller
+        must ask the server for the state of the lock.  The time is measured here, since an idle
+        server ends a BLPOP up to 0.1 s late.  If no reply arrives in time, the connection is
+        closed.
 
         Args:
             key: Name of the list.
-            seconds: > 0, a fraction allowed.
+            seconds: Seconds to wait, > 0, may be a fraction.
             asking: See :meth:`run`.
 
         Returns:
-            The element; None where there was none.
+            The element; None if none arrived in time.
 
         Raises:
-            StoreError: No reply came, or an error; an element may have been taken.
+            StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
         before = (b"ASKING",) if asking else None
         try:
@@ -250,30 +258,34 @@ class Node:
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
-        Run a script many times in one pipelined round trip, on a connection of its own.
+        Run a script many times in one pipelined round trip, on a separate connection.
 
-        For one thread only, which has its own idea of when to try again: nothing is resent.
+        For one thread only.  Nothing is resent: the caller decides when to try again.
 
         Args:
             script: The script.
-            calls: Key and arguments of each run.
-            within: Seconds for the connection, where there is none yet, and for the first reply.
+            calls: Key and arguments of each call.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
 
         Returns:
-            The reply to each; a StoreError in place of the one that failed.
+            The reply to each call, or a StoreError if the reply is an error.
 
         Raises:
-            StoreError: The server did not answer; each may have run or not.
+            StoreError: The server did not answer.  Each call may have run or not.
         """
         self.batch.send(script, calls, within=within)
         return self.batch.read(script, calls, within=within)
 
     def ask(self, *command: str, within: float | None) -> Any:
         """
-        Send a command on a connection of its own, once; it may take *within* seconds to answer.
+        Send a command once, on a new connection that is closed afterwards.
+
+        Args:
+            command: The command.
+            within: Seconds to connect, and for the reply; None: the timeouts in the options.
 
         Raises:
-            StoreError: No reply came, or an error.
+            StoreError: No reply arrived, or the reply is an error.
         """
         connection: redis.Connection | None = None
         try:
@@ -293,7 +305,7 @@ class Node:
             self._watched_by.close()
 
     def close_idle(self) -> None:
-        """Close those that wait for a command; the batches keep theirs."""
+        """Close the idle connections; the connection of the batches stays open."""
         self._wire.close_idle()
 
     def _error(self, exc: Exception) -> StoreError:
@@ -306,14 +318,14 @@ def _unreachable(error: StoreError) -> UnreachableError:
     return unreachable
 
 
-class _TooFewReplicas(Answered):  # no error yet: the lock is given back first
+class _TooFewReplicas(Answered):  # becomes a StoreError after the lock was released
     pass
 
 
 def single(
     url: str, options: Mapping[str, Any], *, pause: Callable[[float], None], min_replicas: int = 0
 ) -> Node:
-    """Return the one server of this URL."""
+    """Return the lock server of a URL that names a single server."""
     name = without_password(url)
     make = connection_maker(name, url, options)
     return Node(name, lambda _within: make(), pause=pause, min_replicas=min_replicas)

@@ -1,10 +1,11 @@
-"""What the lock server's user must be allowed to do, found out by trying it.
+"""Check that the lock server's user may do what locks need, by trying each command.
 
-A command that is forbidden is noticed when it is first needed: one that only a waiter sends, or a
-renewal after a restart, fails a task in the night.  So a worker tries each of them when it starts.
-Which commands the scripts run is read from the scripts themselves.  The server checks what a user
-may do before it looks at the arguments, so a command that ends in another error is allowed; nothing
-is tried on a key that is in use.
+Without this check, a forbidden command is noticed only when it is first needed.  A command that
+only a waiter sends may then fail a task long after the worker has started.  So a worker tries all
+commands when it starts.  The list of commands that the scripts run is read from the scripts.
+
+The server checks a user's permissions before it looks at the arguments.  So a command that fails
+with another error is allowed.  No command is tried on a key that is in use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command
     from celery_dislock.servers.server import Server
 
-UNKNOWN = Script("", "0" * 40)  # what no script's digest is
+UNKNOWN = Script("", "0" * 40)  # a digest that no script has
 
 _KEY = re.compile(r"(can't|permissions? to) access .*\bkeys?\b", re.IGNORECASE)
 _COMMAND = re.compile(
@@ -33,17 +34,17 @@ _COMMAND = re.compile(
 
 def check_rights(server: Server, prefix: str) -> None:
     """
-    Check that the server's user may do all that locks need; a few round trips to each server.
+    Check that the server's user may do all that locks need.  A few round trips to each server.
 
-    A server that does not answer is passed over.
+    A server that does not answer is skipped.
 
     Args:
         server: The lock server.
-        prefix: Of all names: ``dislock_prefix``.
+        prefix: Prefix of all names in Redis: ``dislock_prefix``.
 
     Raises:
-        ForbiddenError: Names the commands and keys that are forbidden, and how to allow them.
-        StoreError: It is not known which servers there are.
+        ForbiddenError: A command or key is forbidden.  The message says which, and how to allow it.
+        StoreError: The list of servers could not be read.
     """
     missing: set[str] = set()
     keys = False
@@ -57,7 +58,7 @@ def check_rights(server: Server, prefix: str) -> None:
 
 
 def _errors(send: Callable[..., Any], server: Server, prefix: str) -> list[tuple[str, str]]:
-    """Return what was tried on one server and ended in an error, and the error's text."""
+    """Try the commands on one server; return name and error text of each that failed."""
     lock = f"{prefix}:{{startup-check}}"
     tried = f"{lock}:tried"
     names = (tried, lock, index_of_lines(prefix, "x"), sweep_lock(prefix, "x"))

@@ -1,7 +1,7 @@
-"""Many runs of one script in one pipelined round trip: how the watchdog renews its leases.
+"""Run one script many times in one pipelined round trip, as the watchdog does to renew leases.
 
-Each server has one connection for it, beside those of its other commands, with times of its own.
-It is used by one thread only, which knows best when to try again: nothing is resent here.
+Each server has a separate connection for these batches, with its own timeouts.  Only one thread
+uses it.  Nothing is resent here, since that thread decides when to try again.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 class NothingSent(Ours, redis.ConnectionError):
-    """There is no connection on which a reply could come."""
+    """There is no connection, so no reply can arrive."""
 
 
-LEAST = 0.05  # seconds for what must be asked when the time is used up
+LEAST = 0.05  # seconds for a request that is sent although the time is used up
 
 Key = TypeVar("Key")
 
 
 class Batch:
     """
-    What one server is asked in batches.
+    The batches that are sent to one server, on one connection.
 
     Args:
-        name: What errors call the server.
-        connect: Makes a connection; it need not connect yet.
+        name: Name of the server in errors.
+        connect: Makes a connection, which need not be connected yet.
         confirm: See :class:`celery_dislock.servers.connections.Wire`.
     """
 
@@ -53,15 +53,15 @@ class Batch:
 
     def send(self, script: Script, calls: Sequence[Call], *, within: float) -> None:
         """
-        Ask; nothing may come before :meth:`read`.
+        Send the calls.  :meth:`read` must follow before anything else is sent.
 
         Args:
             script: The script.
-            calls: Key and arguments of each run.
-            within: Seconds for the connection, where there is none yet.
+            calls: Key and arguments of each call.
+            within: Seconds to connect if there is no connection yet.
 
         Raises:
-            StoreError: The server is away; each may have run or not.
+            StoreError: The server is away.  Each call may have run or not.
         """
         with self._connected():
             if self._connection is None:
@@ -70,18 +70,18 @@ class Batch:
 
     def read(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
-        Read what was asked for.
+        Read the replies to the calls that were sent.
 
         Args:
-            script: As sent.
-            calls: As sent.
+            script: The script that was sent.
+            calls: The calls that were sent.
             within: Seconds for the first reply.
 
         Returns:
-            The reply to each; a StoreError in place of the one that failed.
+            The reply to each call, or a StoreError if the reply is an error.
 
         Raises:
-            StoreError: The server did not answer; each may have run or not.
+            StoreError: The server did not answer.  Each call may have run or not.
         """
         with self._connected():
             connection = self._connection
@@ -89,7 +89,7 @@ class Batch:
                 raise NothingSent("nothing was sent")
             replies = _read_all(connection, calls, within)
             unknown = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-            if unknown:  # the first brings the script, for which EVAL is all that is needed
+            if unknown:  # the first is sent again as EVAL, which loads the script for the others
                 again = [calls[number] for number in unknown]
                 _send_all(connection, script, again, bring=True)
                 answers = _read_all(connection, again, within)
@@ -122,19 +122,20 @@ def ask_all(
     script: Script, batches: Mapping[Key, tuple[Batch, Sequence[Call]]], *, within: float
 ) -> tuple[dict[Key, list[Any]], set[Key]]:
     """
-    Ask several servers at once: all are sent to, in this order, before the first reply is read.
+    Run a script on several servers at once.
 
-    One that is away delays no other's answer, and all of them together take no longer than one;
-    but to connect to one that is away may take all of the time, so those are to come last.
+    The calls are sent to all servers, in the order of *batches*, before the first reply is read.
+    So all servers together take no longer than one, and one that is away does not delay the others.
+    But connecting to a server that is away may use up all of the time: such servers must come last.
 
     Args:
         script: The script.
-        batches: By whatever tells the servers apart, each one's batch and calls.
-        within: Seconds until the first reply of each.
+        batches: Batch and calls of each server, under a key that identifies the server.
+        within: Seconds until the first reply of each server.
 
     Returns:
-        The replies of each server, see :meth:`Batch.read`, and the servers that did not answer, for
-        which one error stands in place of each reply.
+        The replies of each server, see :meth:`Batch.read`, and the set of servers that did not
+        answer.  For such a server, each reply is the same StoreError.
     """
     until = time.monotonic() + within
     replies: dict[Key, list[Any]] = {}

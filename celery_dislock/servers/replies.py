@@ -1,4 +1,4 @@
-"""What a lock server answers, as Python has it."""
+"""Parse the replies of a lock server."""
 
 from __future__ import annotations
 
@@ -16,63 +16,63 @@ NAMES = {letter: mode for mode, letter in MODES.items()}
 
 
 class Granted(NamedTuple):
-    """The locks were taken, or their owner had them already."""
+    """The locks were taken, or the owner already held them."""
 
-    tokens: tuple[int, ...]  # of each lock
-    claimed: bool = False  # by a parked task, whose turn it was
+    tokens: tuple[int, ...]  # fencing token of each lock
+    claimed: bool = False  # the task was parked, and this is its claim
 
 
 class Refused(NamedTuple):
-    """A lock does not admit another lease; of those in the way, the one that ends first."""
+    """A lock was refused.  Described is the lease in the way that ends first."""
 
     owner: str
     remaining: float  # seconds
     holder: Mapping[str, Any]
-    nth: int = 0  # of the locks asked for, the one that refused
-    place: int = 0  # in line, that a task which can be parked would have
+    nth: int = 0  # index of the lock that refused, among the locks asked for
+    place: int = 0  # place in line, from 1, that the task would get if it were parked; 0: none
 
 
 class Handed(NamedTuple):
-    """The lock was handed over by whoever released it."""
+    """A hand-off: the waiter was given the lock."""
 
     token: int
-    ttl: float  # seconds from then on until the lease ends, unless renewed
-    place_left: float  # seconds that the place in line would still have been kept then
+    ttl: float  # seconds from the hand-off until the lease ends, unless renewed
+    place_left: float  # seconds for which the place in line was still kept at the hand-off
 
 
 class Turn(NamedTuple):
-    """A parked task whose turn it is, for the caller to publish; or one that nobody can read."""
+    """A parked task that has its turn and must be published, or whose record cannot be read."""
 
-    lock: str  # its name in Redis
+    lock: str  # name of the lock in Redis
     ticket: str
-    message: bytes | None  # empty: its record was damaged, and is set aside; None: it is gone
+    message: bytes | None  # empty: the record was damaged and is set aside; None: it is gone
 
 
 class Parked(NamedTuple):
-    """The task is in line."""
+    """The task is in line.  The caller ends the tasks that were replaced."""
 
-    place: int  # counted from 1; 0: it has its turn already
+    place: int  # counted from 1; 0: the task already has its turn
     conflict: Refused
-    replaced: Mapping[str, bytes] = {}  # tickets that made room, and their messages: to be told
+    replaced: Mapping[str, bytes] = {}  # ticket -> message: tasks that lost their place
 
 
 class Full(NamedTuple):
-    """There is no room in the line."""
+    """The line is full."""
 
-    waiting: int  # in it
+    waiting: int  # tasks in line
     conflict: Refused
 
 
 class Done(NamedTuple):
-    """This work is done: what came was a copy of it."""
+    """The task is done or set aside; this delivery is a copy."""
 
 
 class Swept(NamedTuple):
-    """The line of a lock, looked at."""
+    """What the sweep found in the line of one lock."""
 
     parked: int  # tasks in line, or with their turn
-    replaced: Mapping[str, bytes]  # as above
-    unclaimed: tuple[str, ...] = ()  # tickets that have not claimed many turns in a row
+    replaced: Mapping[str, bytes]  # as in Parked
+    unclaimed: tuple[str, ...] = ()  # tickets that did not claim several turns in a row
 
 
 class Holding(NamedTuple):
@@ -83,16 +83,16 @@ class Holding(NamedTuple):
     token: int
     mode: str
     holder: Mapping[str, Any]
-    expiring: bool = False  # its owner is done with it
+    expiring: bool = False  # its owner is done, and the lease only runs out
 
 
 def text(written: bytes) -> str:
-    """Read a name from Redis, where anybody may have written it."""
+    """Decode a name from Redis, which may not be valid UTF-8."""
     return written.decode(errors="replace")
 
 
 def holder_of(written: bytes) -> Mapping[str, Any]:
-    """Read who holds a lock, for messages; what was written by hand is shown as it is."""
+    """Parse a holder, for messages; text that is no JSON object is shown, shortened."""
     try:
         holder = json.loads(written)
     except (ValueError, RecursionError):
@@ -103,13 +103,13 @@ def holder_of(written: bytes) -> Mapping[str, Any]:
 def refused(
     remaining_ms: int, owner: bytes, holder: bytes, *, nth: int = 0, place: int = 0
 ) -> Refused:
-    """Read what a script tells of the lease that is in the way."""
+    """Parse a refusal of a script: the lease that is in the way."""
     who = text(owner).removeprefix("~")
     return Refused(who, remaining_ms / 1000, holder_of(holder), nth, place)
 
 
 def turns(reply: Sequence[bytes]) -> list[Turn]:
-    """Read whose turn it is."""
+    """Parse the parked tasks that have their turn."""
     return [
         Turn(text(lock), text(ticket), message)
         for lock, ticket, message in zip(*[iter(reply)] * 3, strict=True)
@@ -117,17 +117,17 @@ def turns(reply: Sequence[bytes]) -> list[Turn]:
 
 
 def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
-    """Read tickets and their messages."""
+    """Parse tickets and their messages."""
     return {text(ticket): message for ticket, message in zip(*[iter(reply)] * 2, strict=True)}
 
 
 def milliseconds(seconds: float) -> int:
-    """Convert a duration, rounded up: a lease never ends before its time."""
+    """Convert seconds to milliseconds, rounded up so that no lease ends early."""
     return -int(-seconds * 1000 // 1)
 
 
 def holdings(reply: Sequence[Any]) -> list[Holding]:
-    """Read the reply of holders.lua."""
+    """Parse the reply of holders.lua."""
     return [
         Holding(
             text(owner).removeprefix("~"),
@@ -142,7 +142,12 @@ def holdings(reply: Sequence[Any]) -> list[Holding]:
 
 
 def renewed(replies: Sequence[Any]) -> bool | StoreError:
-    """Tell what the replies for the locks of one lease mean together."""
+    """
+    Combine the replies to the renewals of one lease's locks.
+
+    Returns:
+        False if a lock is no longer held; else the first error, if there is one; else True.
+    """
     if 0 in replies:
         return False
     return next((reply for reply in replies if isinstance(reply, StoreError)), True)

@@ -1,13 +1,13 @@
-"""A lock server that Sentinels watch: what counts is the answer of the one they call master.
+"""Use a lock server that Sentinels watch: only replies of the current master count.
 
-A master that was stopped and replaced does not know it.  When it goes on, it is a master on every
-connection that it had, for the seconds until a Sentinel reaches it, and what is written there is
-lost.  So a reply counts only when the Sentinels have said at most CONFIRMED_FOR before it that the
-server is the master.  They are asked when their last answer is older, and not while nobody sends
-anything: no thread, and nothing between a command and its server.
+A master that was paused and replaced does not know that.  When it resumes, it is still a master on
+all its old connections, until a Sentinel reaches it some seconds later.  What is written to it in
+that time is lost.  So a reply counts only if the Sentinels name the server as the master, in an
+answer that is at most CONFIRMED_FOR old.  If their last answer is older, they are asked when the
+reply arrives.  This needs no background thread, and no proxy between client and server.
 
-One Sentinel may be behind the others, or cut off together with the old master.  All are asked, and
-the answer of the highest epoch holds: each failover has a higher one.
+One Sentinel may lag behind the others, or be cut off together with the old master.  So all
+Sentinels are asked, and the answers of the highest epoch count: each failover has a higher epoch.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
     Address = tuple[str, int]
 
-NAMED = 5  # Sentinels whose answers an error tells
-CONFIRMED_FOR = 0.5  # seconds for which an answer of the Sentinels holds
-LEFT_ALONE = 10  # times as long as its failure took, one that does not answer is not asked again
+NAMED = 5  # most Sentinels whose answers an error quotes
+CONFIRMED_FOR = 0.5  # seconds for which an answer of the Sentinels counts
+LEFT_ALONE = 10  # a Sentinel that fails is skipped for this many times the failure's duration
 
 logger = logging.getLogger("celery_dislock")
 
 
-class NoMaster(Ours, redis.ConnectionError):  # reads as what is the case
-    """The Sentinels name no master, or another than was asked."""
+class NoMaster(Ours, redis.ConnectionError):
+    """The Sentinels name no master, or another one than the server that answered."""
 
 
 class NoSentinel(NoMaster, redis.TimeoutError):
-    """One of them did not answer in time, and none named a master."""
+    """No Sentinel gave an answer that counts, and at least one timed out."""
 
 
 class Said(NamedTuple):
-    """What one Sentinel says of the master."""
+    """What one Sentinel says about the master."""
 
-    epoch: int  # of the failover that made it the master
-    address: Address | None  # None: it is down
-    is_replaced: bool = False  # another is about to become the master
+    epoch: int  # of the failover that made this server the master
+    address: Address | None  # None: the master is down
+    is_replaced: bool = False  # another server is about to become the master
 
 
 class Asked:
@@ -70,8 +70,8 @@ class Asked:
     One Sentinel, and the connection to it.
 
     Args:
-        address: Where it is.
-        connect: Makes a connection; it need not connect yet.
+        address: Host and port.
+        connect: Makes a connection, which need not be connected yet.
     """
 
     def __init__(self, address: Address, connect: Callable[[], Any]) -> None:
@@ -82,17 +82,22 @@ class Asked:
 
     def ask(self, master: str, within: float, others: int = 0) -> Said | None:
         """
-        Ask who is master; blocks for a round trip, and *within* seconds at most.
+        Ask this Sentinel for the master.  Blocks for a round trip.
+
+        Args:
+            master: Name that the Sentinels have for the master.
+            within: Seconds to connect, and for each of two replies.
+            others: Number of other Sentinels that this one must know for its answer to count.
 
         Returns:
-            Its answer; None where it knows fewer than so many *others*.
+            The answer; None if the Sentinel knows fewer than *others* other Sentinels.
 
         Raises:
-            redis.RedisError, OSError: It did not answer, or does not know the master.
+            redis.RedisError, OSError: The Sentinel did not answer, or does not know the master.
         """
         kept, self._connection = self._connection, None
         if kept is not None:
-            with contextlib.suppress(redis.ConnectionError, OSError):  # cut: another is made
+            with contextlib.suppress(redis.ConnectionError, OSError):  # it broke: make a new one
                 return self._ask(kept, master, within, others)
         connection = connect_within(lambda _: self._connect(), within)
         return self._ask(connection, master, within, others)
@@ -118,14 +123,14 @@ class Asked:
 
 class Sentinels:
     """
-    Who is master, as the Sentinels say.  Safe to use from many threads or greenlets.
+    The Sentinels of one master.  Safe to use from many threads or greenlets.
 
     Args:
-        sentinels: All of them.
-        master: The name that they have for it.
-        others: How many others one must know for its answer to count.
-        timeout: Seconds to wait for all of them together.
-        clock: Monotonic seconds.
+        sentinels: All Sentinels of the master.
+        master: Name that the Sentinels have for the master.
+        others: Number of other Sentinels that a Sentinel must know for its answer to count.
+        timeout: Seconds to wait for all Sentinels together.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -142,8 +147,8 @@ class Sentinels:
         self._others = others
         self._timeout = timeout
         self._clock = clock
-        # One asks, and the others have its answer.  A signal handler that uses locks in the middle
-        # of that asks, too.
+        # One thread asks at a time, and confirm() in the others uses its answer.  Reentrant: a
+        # signal handler that interrupts the asking thread and uses locks must be able to ask.
         self._mutex = threading.RLock()
         self._named: Address | None = None
         self._holds_until = 0.0
@@ -151,28 +156,28 @@ class Sentinels:
 
     def find(self, within: float | None = None) -> Address:
         """
-        Ask who is master, for a new connection to it.
+        Ask the Sentinels for the master, to connect to it.
 
         Args:
-            within: Seconds that it may take; None: the timeout.
+            within: Seconds for the answer; None: the *timeout* of this object.
 
         Raises:
-            redis.ConnectionError: None of them answered, or they name no master.
+            redis.ConnectionError: No Sentinel answered, or they name no master.
         """
         return self._alone(within, lambda: self._ask(within))
 
     def confirm(self, connection: redis.Connection, within: float | None = None) -> None:
         """
-        See that a connection leads to the master; most often the last answer tells.
+        Check that a connection leads to the master.  Asks only if the last answer is too old.
 
-        While no Sentinel answers, the last one that was named is taken for the master.
+        While no Sentinel answers, the server that was named last counts as the master.
 
         Args:
-            connection: To the server whose reply has come.
+            connection: Connection to the server whose reply has arrived.
             within: As for :meth:`find`.
 
         Raises:
-            redis.ConnectionError: Another is the master, or none.
+            redis.ConnectionError: Another server is the master, or none is.
         """
         named = self._confirmed()
         if named is None:
@@ -183,7 +188,7 @@ class Sentinels:
             raise NoMaster(f"the Sentinels call {_at(named)} the master now")
 
     def _confirmed(self) -> Address | None:
-        """Return who was named of late."""
+        """Return the master that was named last, if that answer still counts."""
         return self._named if self._clock() < self._holds_until else None
 
     def close(self) -> None:
@@ -194,11 +199,12 @@ class Sentinels:
                 sentinel.close()
 
     def _alone(self, within: float | None, ask: Callable[[], Address]) -> Address:
-        """Ask while no other thread does; a signal handler of the asking thread may ask, too."""
+        """Ask while no other thread does.  A signal handler of the asking thread may ask, too."""
         if within is None:
-            with self._mutex:  # which frees it wherever a signal handler raises
+            with self._mutex:  # released wherever a signal handler raises
                 return ask()
-        if not self._mutex.acquire(timeout=within):  # for a thread, which no signal reaches
+        # A limit is given by background threads, which run no signal handlers, and at worker start.
+        if not self._mutex.acquire(timeout=within):
             raise NoSentinel("the Sentinels have not answered yet")
         try:
             return ask()
@@ -234,11 +240,11 @@ class Sentinels:
 
     def _ask_all(self, within: float | None) -> tuple[list[Said], list[str], bool]:
         """
-        Ask those that have answered of late; the others where none of these does.
+        Ask the Sentinels that did not fail recently; ask the others only if none of those answers.
 
         Returns:
-            The answers; for a message, why each of the others does not name a master; and whether
-            one of them did not answer in time.
+            The answers; for messages, why each other Sentinel names no master; and whether a
+            Sentinel timed out.
         """
         now = self._clock()
         until = now + min(self._timeout, self._timeout if within is None else within)
@@ -274,7 +280,7 @@ class Sentinels:
 
 
 def choose(answers: Sequence[Said]) -> Address | None:
-    """Return who is master by the answers of the highest epoch; None: nobody."""
+    """Return the master that the answers of the highest epoch name; None: they name none."""
     newest = max((one.epoch for one in answers), default=0)
     heard = [one for one in answers if one.epoch == newest]
     if any(one.is_replaced for one in heard):
@@ -284,13 +290,16 @@ def choose(answers: Sequence[Said]) -> Address | None:
 
 def said(state: Any, named: Sequence[bytes], others: int) -> Said | None:
     """
-    Read what a Sentinel says.
+    Parse the answer of one Sentinel.
 
     Args:
-        state: The reply to SENTINEL MASTER, whose address changes when the failover is over.
-        named: The reply to SENTINEL GET-MASTER-ADDR-BY-NAME: it is another from the moment at
-            which the next master is one.
-        others: How many other Sentinels it must know for its answer to count.
+        state: Reply to SENTINEL MASTER.  Its address changes when the failover is over.
+        named: Reply to SENTINEL GET-MASTER-ADDR-BY-NAME.  It changes earlier, as soon as the next
+            master is a master.
+        others: Number of other Sentinels that this one must know for its answer to count.
+
+    Returns:
+        The answer; None if it does not count.
     """
     pairs = state.items() if isinstance(state, dict) else zip(*[iter(state)] * 2, strict=True)
     fields = {bytes(name): value for name, value in pairs}
@@ -315,15 +324,15 @@ def watched(
     url: str, options: Mapping[str, Any], *, pause: Callable[[float], None], min_replicas: int = 0
 ) -> Node:
     """
-    Return the server that these Sentinels call master, whichever it is at the time.
+    Return the lock server of a sentinel:// URL, which always uses the current master.
 
     Args:
-        url: ``sentinel://[user:password@]host:port;sentinel://host:port/db``; user and password are
-            the Redis servers', not the Sentinels'.
+        url: ``sentinel://[user:password@]host:port;sentinel://host:port/db``.  User and password
+            are those of the Redis servers, not of the Sentinels.
         options: kombu's ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; the rest
             are keyword arguments of redis-py's connections to the master.
         pause: See :class:`celery_dislock.servers.node.Node`.
-        min_replicas: See there, too.
+        min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
@@ -349,7 +358,7 @@ def watched(
         )
     make = connection_maker(name, servers, options)
     patience = options.get("socket_timeout") or SOCKET_TIMEOUT
-    # All of them together are given as long as one server, unless the time of each is given.
+    # All Sentinels together get the timeout of one server, unless sentinel_kwargs has a timeout.
     each = asking.setdefault("socket_timeout", patience / len(addresses))
     asking.setdefault("socket_connect_timeout", each)
     asking.setdefault("retry", Retry(NoBackoff(), 0))

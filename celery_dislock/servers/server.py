@@ -1,6 +1,6 @@
-"""The lock server of a URL: one Redis, one that Sentinels watch, a Redis Cluster, or several.
+"""Choose the kind of lock server for a URL: one Redis, Sentinels, a Redis Cluster, or several.
 
-What is common to all of them is a :class:`Server`, which is all that a store knows.
+All kinds have the interface :class:`Server`, which is all that a store uses.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 
 __all__ = ["RESENDS", "SOCKET_TIMEOUT", "Server", "locks_pattern", "scan", "server_for"]
 
-SCANNED = 500  # names that a server looks at in one step
+SCANNED = 500  # names that a server examines in one step of a scan
 
 
 class Server(Protocol):
     """
-    Where locks are kept.  Safe to use from many threads or greenlets, but for :meth:`run_many`.
+    A lock server.  Safe to use from many threads or greenlets, except :meth:`run_many`.
 
     Attributes:
-        name: The URL as a message may show it.
-        keeps_lines: Whether it can keep waiters, and parked tasks, in line.
+        name: The URL without its password, for messages.
+        keeps_lines: Whether the server can keep waiters and parked tasks in line.
     """
 
     name: str
     keeps_lines: bool
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Group keys, in their order, by what one script can be given."""
+        """Group consecutive keys that one script can take together."""
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """See :meth:`Node.run`, as for the others; keys that go together."""
+        """Run a script on the keys of one group; see :meth:`Node.run`."""
 
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
-        """Run a script; return its reply too, and whether a reply before it was lost."""
+        """Run a script; return its reply, and whether an earlier reply was lost."""
 
     def send(self, *command: str | bytes | int) -> Any:
-        """Send a command that is about no key."""
+        """Send a command that concerns no key."""
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return, for each server that has locks of its own, what sends that one a command."""
+        """Return a function for each server that has locks, which sends that server a command."""
 
     def asks(self, key: str) -> Sequence[Command]:
-        """Return a form that does nothing of each command that is sent beside scripts."""
+        """Return each command that is sent outside scripts, in a form that changes nothing."""
 
     def pop(self, key: str, seconds: float) -> bytes | None:
-        """Take an element from a list; blocks until there is one, *seconds* at most."""
+        """Take an element from a list.  Blocks for at most *seconds*."""
 
     def run_many(
         self, script: Script, calls: Sequence[tuple[str | bytes | int, ...]], *, within: float
@@ -78,17 +78,17 @@ def server_for(
     pause: Callable[[float], None] = time.sleep,
 ) -> Server:
     """
-    Return the lock server of a URL.  Connects to nothing yet.
+    Return the lock server of a URL.  Does not connect yet.
 
     Args:
         url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
-            redis+cluster:// or rediss+cluster://; or a list of independent servers' URLs, three or
-            more of the single kinds.
-        options: Keyword arguments of redis-py's Connection, on top of the URL's, and:
-            ``ssl`` for TLS where the URL does not say so; for sentinel:// kombu's ``master_name``,
-            ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``, see
-            :class:`celery_dislock.servers.node.Node`.
-        pause: Called with seconds to wait between two attempts.
+            redis+cluster:// or rediss+cluster://; or a list of three or more URLs of independent
+            single servers.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.  Also
+            ``ssl`` for TLS if the URL does not ask for it; for sentinel:// kombu's
+            ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``,
+            see :class:`celery_dislock.servers.node.Node`.
+        pause: Called with the seconds to wait between two attempts.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
@@ -106,10 +106,10 @@ def server_for(
 
 
 def locks_pattern(prefix: str) -> str:
-    """Return the pattern of SCAN that the locks of this prefix match, and what is beside them not.
+    """Return the SCAN pattern that matches the locks of a prefix, but not their other keys.
 
     Args:
-        prefix: Any text; it stands for itself.
+        prefix: Any text, matched literally.
     """
     escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
     return f"{escaped}:{{*}}"
@@ -117,11 +117,11 @@ def locks_pattern(prefix: str) -> str:
 
 def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:
     """
-    Find the names on a server that match, step by step; each is a round trip.
+    Yield the matching names on a server, in batches.  Each batch is one round trip.
 
     Args:
-        send: Sends that server a command.
-        pattern: See SCAN.
+        send: Sends a command to that server.
+        pattern: Pattern as SCAN takes it.
 
     Raises:
         StoreError: The server did not answer.

@@ -1,4 +1,4 @@
-"""The leases on a lock server: what the scripts are told, and what their answers mean."""
+"""Take, renew and end the leases on a lock server, through its scripts."""
 
 from __future__ import annotations
 
@@ -43,29 +43,30 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """The leases on one lock server, or on several that are one by majority.
+    """The leases on one lock server, or on several servers of which a majority decides.
 
-    Every method blocks for a round trip, no longer than the socket timeouts allow; all are safe to
-    call from many threads or greenlets.
+    A method blocks for one round trip, unless it says otherwise, within the limits of the socket
+    timeouts.  All methods are safe to call from many threads or greenlets, except
+    :meth:`all_holders`, :meth:`renew` and :meth:`clear`.
 
-    What takes several locks treats them as one.  It is given their names in Redis, in the one order
-    in which everybody takes them; in a cluster it needs a round trip for each slot among them.
+    A method that takes several locks treats them as one.  Their names in Redis must be in the one
+    order that all callers use.  In a cluster the call needs a round trip for each slot.
 
     Args:
-        url: See :func:`celery_dislock.servers.server.server_for`, as for the others.
-        options: Keyword arguments of redis-py's Connection, on top of the URL's.
-        pause: Called with seconds to wait between two attempts.
+        url: See :func:`celery_dislock.servers.server.server_for`.
+        options: See :func:`celery_dislock.servers.server.server_for`.
+        pause: Called with the seconds to wait between two attempts.
         home: The broker whose parked tasks the caller can publish; empty: none.
-        hand_over: Called with parked tasks whose turn a release has brought; it is to publish them,
-            and not to raise.
+        hand_over: Called with the parked tasks that a release has given their turn.  It must
+            publish them, and must not raise.
 
     Raises:
-        SettingsError: The URL or an option is not redis-py's.
+        SettingsError: The URL or an option cannot be used.
 
     Attributes:
-        server: The server's URL as a message may show it.
-        lock_server: The server itself, for what else is kept there.
-        home: As above.
+        server: The server's URL without its password, for messages.
+        lock_server: The server itself, for code that keeps other data there.
+        home: The argument of that name; empty if the server keeps no lines.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Store:
         self.server = self.lock_server.name
         self.home = home if self.lock_server.keeps_lines else ""
         self._hand_over = hand_over
-        self._confirms = bool(options and options.get("min_replicas"))  # WAIT comes with acquire
+        self._confirms = bool(options and options.get("min_replicas"))  # only acquire() sends WAIT
 
     def acquire(
         self,
@@ -96,25 +97,27 @@ class Store:
         fair: bool = True,
     ) -> Granted | Refused:
         """
-        Take the locks, or confirm and renew the leases that their owner already has.
+        Take the locks, or renew the leases if the owner already has them.
 
         Args:
-            locks: Names of the locks in Redis; all are taken, or none.
-            owner: Who asks; no two acquisitions share it.
+            locks: Names of the locks in Redis.  Either all are taken or none, unless *place* is
+                given.
+            owner: Owner of the leases; each acquisition has its own.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
             mode: "exclusive" or "shared".
-            limit: Leases at a time of an exclusive lock, > 0.
-            place: Seconds for which an owner that is refused stands in line at the lock that
-                refused it, and keeps those before it; it is to ask again before they are over.
-                0: it does not wait.
-            fair: Come after those who wait already.
+            limit: Maximum number of leases of an exclusive lock at a time, > 0.
+            place: Seconds for which a refused owner keeps its place in line at the lock that
+                refused it.  The owner also keeps the leases on the locks before that one.  It must
+                ask again before this time is over.  0: do not wait in line.
+            fair: True: come after those who already wait.
 
         Returns:
             The fencing tokens, or the lease that is in the way.
 
         Raises:
-            StoreError: The server did not answer; the locks may have been taken, see there.
+            StoreError: The server did not answer.  The locks may have been taken: their leases end
+                with their expiry, or at once when the owner asks again.
         """
         terms = (
             milliseconds(ttl),
@@ -141,18 +144,18 @@ class Store:
 
     def _give_back(self, locks: Sequence[str], owner: str) -> None:
         if locks:
-            with contextlib.suppress(StoreError):  # they end with their expiry
+            with contextlib.suppress(StoreError):  # the leases end with their expiry
                 self.release(locks, owner)
 
     def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """
-        Wait to be handed the lock; blocks for *seconds* at most.
+        Wait for a hand-off of the lock.  Blocks for at most *seconds*.
 
         Returns:
-            What was handed over; None: ask again.
+            The hand-off; None: call :meth:`acquire` again.
 
         Raises:
-            StoreError: The server went away; ask again.
+            StoreError: The server did not answer; call :meth:`acquire` again.
         """
         told = self.lock_server.pop(wake_list(lock, owner), seconds)
         if not told or self._confirms:
@@ -162,7 +165,7 @@ class Store:
 
     def holders(self, lock: str) -> list[Holding]:
         """
-        Ask who holds the lock.
+        Return the live leases of a lock.
 
         Raises:
             StoreError: The server did not answer.
@@ -171,21 +174,21 @@ class Store:
 
     def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
         """
-        Ask who holds which lock, of all there are.
+        Return the live leases of all locks, in batches.
 
-        Reads every name on the server, so it is for a worker's start and for tools.  What is taken
-        or released meanwhile may be among them or not, and a lock may come twice.  For one thread
-        only, as :meth:`renew` is.
+        Reads every name on the server, so use it at a worker's start and in tools only.  A lease
+        that is taken or released meanwhile may be included or not, and a lock may come twice.  For
+        one thread only, like :meth:`renew`.
 
         Args:
-            prefix: Of the locks' names: ``dislock_prefix``.
+            prefix: Prefix of the locks' names: ``dislock_prefix``.
 
         Returns:
-            The leases of locks that are held, by the lock's name in Redis, some hundred at a time,
-            so that a caller can stop.
+            The leases by the lock's name in Redis, in batches of up to some hundred locks, so that
+            the caller can stop early.
 
         Raises:
-            StoreError: A server did not answer; those on the others have come before.
+            StoreError: A server did not answer.  The locks on the others came before.
         """
         error = None
         for send in self.lock_server.senders():
@@ -205,7 +208,7 @@ class Store:
         return {
             lock: holdings(reply)
             for lock, reply in zip(locks, replies, strict=True)
-            if not isinstance(reply, StoreError)  # something else has such a name
+            if not isinstance(reply, StoreError)  # not a lock, or its node is away
         }
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
@@ -213,7 +216,7 @@ class Store:
         Reset the expiry of the owner's leases.
 
         Returns:
-            False where the owner does not hold all of the locks: nothing was created or revived.
+            False if the owner does not hold all of the locks.  No lease is created or revived.
 
         Raises:
             StoreError: The server did not answer; the leases may have been renewed or not.
@@ -229,20 +232,21 @@ class Store:
         settles: float = 0.0,
     ) -> bool:
         """
-        End the owner's leases, or its wait for them, and hand the locks on to those who wait.
+        End the owner's leases or its places in line, and hand the locks to the next in line.
 
         Args:
             locks: Names of the locks in Redis.
-            owner: Whose leases.
-            at_least: Seconds since their acquisition until which they are to run out instead.
-            ticket: Of a task that may have been parked, and has ended.
-            settles: Seconds for its result and what follows, which are on their way; then a copy
-                may run.  0: it is done, and no copy is to run.
+            owner: Owner of the leases.
+            at_least: Seconds since the acquisition.  A lease that is younger is left to run out at
+                that age.  0: end it now.
+            ticket: Ticket of a task that has ended, and may have been parked; empty: none.
+            settles: Seconds in which the task's result may still be on its way.  A copy that comes
+                later may run.  0: the task is done, and no copy may run.
 
         Returns:
-            True where the owner held all of them until now.  That is assumed where a reply was
-            lost on the way: the command was sent again, and may have found its own work.  False
-            where one was gone before.
+            True if the owner held all of the locks until now.  Also True if a reply was lost: the
+            command was sent again, and may have found its own work.  False if a lease was gone
+            before.
 
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
@@ -253,16 +257,16 @@ class Store:
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
     ) -> int:
         """
-        End what owners hold or wait for that begin with *owner_start*; their process is gone.
+        End the leases and places in line of a dead process, and hand the locks on.
 
         Args:
             locks: Names of the locks in Redis.
-            owner_start: All of the owners' names but the counter of their acquisition.
-            at_least: Seconds since their acquisition until which leases are to run out instead;
-                None: they are left to expire, and only the places in line are given up.
+            owner_start: Start of the owners' names: all but the counter of the acquisition.
+            at_least: As for :meth:`release`.  None: leave the leases to expire, and give up only
+                the places in line.
 
         Returns:
-            How many leases were ended.
+            Number of leases that were ended.
 
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
@@ -287,7 +291,7 @@ class Store:
                 reply, resent = self.lock_server.exchange(
                     script, together, owner, at_least_ms, *publisher
                 )
-            except StoreError as exc:  # of one node; the others are not to wait for it
+            except StoreError as exc:  # of one node; go on with the others
                 error = exc
                 continue
             if isinstance(reply, list):
@@ -304,18 +308,19 @@ class Store:
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
     ) -> list[bool | StoreError]:
         """
-        Reset the expiry of many leases in one pipelined round trip, on a connection of its own.
+        Reset the expiry of many leases in one pipelined round trip, on a separate connection.
 
-        Called by one thread only, the watchdog's, which has its own idea of when to try again:
-        nothing is resent here.
+        For one thread only, the watchdog's.  Nothing is resent: that thread decides when to try
+        again.
 
         Args:
-            leases: Names of the locks in Redis, owner, and expiry in seconds from now, each.
-            within: Seconds for the connection, where there is none yet, and for the first reply.
+            leases: For each lease the names of the locks in Redis, the owner, and the expiry in
+                seconds from now.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
 
         Returns:
-            For each lease in turn: True renewed, False no longer held, one of its locks at least,
-            or the error that the server answered for this one.
+            For each lease, in the same order: True if it was renewed, False if at least one of its
+            locks is no longer held, or the error that the server returned.
 
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.
@@ -326,49 +331,51 @@ class Store:
 
     def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
         """
-        End what many owners hold or wait for that are over, in one pipelined round trip.
+        End the leases and places in line of many owners, in one pipelined round trip.
 
-        For one thread only, as :meth:`renew`, on the same connection.  Parked tasks have their turn
-        when the next sweep comes by.
+        For one thread only, like :meth:`renew`, and on the same connection.  Parked tasks get their
+        turn at the next sweep.
 
         Args:
-            owners: Names of the locks in Redis and the owner, each.
-            within: Seconds for the connection, where there is none yet, and for the first reply.
+            owners: For each owner the names of the locks in Redis, and the owner.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
 
         Raises:
-            StoreError: The server did not answer; any of them may have been ended.
+            StoreError: The server did not answer; each lease and place may have been ended or not.
         """
         calls = [(lock, owner, 0) for locks, owner in owners for lock in locks]
         self.lock_server.run_many(RELEASE, calls, within=within)
 
     def ping(self) -> dict[str, Any]:
         """
-        Ask the server who it is.
+        Ask the server for information about itself.
 
         Returns:
-            The fields of ``INFO``'s server, memory and replication sections, as text.
+            The fields of ``INFO``, as text.
 
         Raises:
-            StoreError: It did not answer, or refused.
+            StoreError: The server did not answer, or refused the command.
         """
         info = self.lock_server.send(b"INFO").decode()
         return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         """
-        Go on with leases that another owner has left to run out; nobody gets in between.
+        Take over leases that another owner has left to run out.
+
+        The locks are at no time free in between.
 
         Args:
             locks: Names of the locks in Redis.
-            left_by: The owner that has left them, by a release with *at_least*.
-            owner: Who goes on.  The expiry stays as it is until it acquires or renews.
+            left_by: The owner that has left the leases, by a release with *at_least*.
+            owner: The new owner.  The expiry stays the same until the new owner acquires or renews.
             holder: JSON object that others are shown from now on.
 
         Returns:
-            How many were taken over: none where they have ended, or another was quicker.
+            Number of leases that were taken over: 0 if they have ended, or another owner was first.
 
         Raises:
-            StoreError: The server did not answer; they may have been taken over.
+            StoreError: The server did not answer; the leases may have been taken over.
         """
         return sum(
             self.lock_server.run(TAKE_OVER, together, left_by, owner, holder)
@@ -377,7 +384,7 @@ class Store:
 
     def remember(self, lock: str, task_id: str, mark: str, seconds: float) -> None:
         """
-        Leave a mark about a task beside the lock, for so many seconds.
+        Store a mark about a task beside the lock, for *seconds*.
 
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
@@ -386,7 +393,7 @@ class Store:
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
-        Return the mark that was left about a task; None where there is none.
+        Return the mark about a task; None if there is none.
 
         Raises:
             StoreError: The server did not answer.

@@ -1,1 +1,1 @@
-"""What happens around a task's body: the guard, conflicts, redelivery and crash release."""
+"""The code around a task's body: the guard, conflicts, redelivery and crash release."""

@@ -1,4 +1,4 @@
-"""How one delivery asks for its lock, and what becomes of it while the lock server is away."""
+"""Acquire the lock for one delivery, and handle a lock server that does not answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Bounds
     from celery_dislock.servers.replies import Full
 
-DAMAGED_TRIES = 5  # times a task is put off before it fails for a damaged lock: half a minute
+DAMAGED_TRIES = 5  # times put off, about 30 s in all, before a task fails for a damaged lock
 
 T = TypeVar("T")
 
@@ -36,18 +36,18 @@ logger = logging.getLogger("celery_dislock")
 
 class Acquisition:
     """
-    One delivery's questions for its lock.
+    Acquires the lock for one delivery.
 
-    Every method blocks.  If the lock server is away, ``dislock_on_unavailable`` decides: the
-    delivery ends, or the method returns None and the body runs without its lock.
+    Every public method blocks.  If the lock server is away, ``dislock_on_unavailable`` decides
+    whether the delivery ends, or the method returns None and the body runs without its lock.
 
     Args:
         delivery: The delivery.
         runtime: The locks of its app.
 
     Attributes:
-        delivery: As given.
-        parking: What the delivery has to do with the line for its lock; None if it has no line.
+        delivery: The delivery.
+        parking: Parks the delivery, or claims its turn; None if the delivery cannot be parked.
     """
 
     def __init__(self, delivery: Delivery, runtime: Runtime[ParkingProcess]) -> None:
@@ -75,31 +75,33 @@ class Acquisition:
         return self._asked(self._first, first=bool(self.delivery.request.headers))
 
     def wait(self, seconds: float) -> Lease | Conflict | None:
-        """Wait in line for the lock, in this worker slot."""
+        """Wait in line for the lock for *seconds* at most; occupies the worker slot."""
         delivery = self.delivery
         return self._asked(partial(delivery.lock.acquire, delivery.attempt, timeout=seconds))
 
     def park(
         self, parking: Parking, conflict: Conflict, bounds: Bounds
     ) -> Lease | Conflict | Full | None:
-        """Put the task in line without a slot; see :meth:`Parking.park`."""
+        """Park the task; see :meth:`Parking.park`."""
         return self._asked(partial(parking.park, conflict, bounds))
 
     def unavailable(self, error: StoreError, owner: str | None) -> None:
         """
-        Do as ``dislock_on_unavailable`` says if the lock server does not answer.
+        Apply ``dislock_on_unavailable`` after the lock server did not answer.
 
-        It may still carry out what it was sent, and grant the lock to *owner*, which nobody waits
-        for any more: the next delivery ends that lease before it asks for its own.  None: it was
-        not asked.
+        Returns only if the body runs without its lock.
 
-        Returns:
-            If the body runs without its lock.
+        Args:
+            error: The error of the lock server.
+            owner: Owner for which the lock was requested; None if it was not requested.  The
+                server may still grant the lock to this owner.  If the task is put off, its next
+                delivery releases that lease first.
 
         Raises:
-            Retry: Put off, and nothing is lost.
-            StoreError: The task fails; so does an eager one, which cannot be put off, and one whose
-                lock is damaged, after some tries.
+            Retry: The task was put off.
+            Reject: The broker is away too, and will deliver the message again.
+            StoreError: The task fails.  An eager task always fails, because it cannot be put off.
+                A task whose lock is damaged fails after some tries.
         """
         delivery, key = self.delivery, self.delivery.lock.key
         self._process.lock_server_failed(error)
@@ -117,24 +119,24 @@ class Acquisition:
         come_again(delivery, error, put_off(delivery, reason), reason)
 
     def _keep_what_was_parked(self, *, parks: bool, was_parked: bool) -> None:
-        """Do not drop what was parked for another strategy that its task has by now."""
+        """Do not let a changed ``lock_on_conflict`` drop a task that was parked or put off."""
         delivery, options = self.delivery, self.delivery.options
         if not was_parked and delivery.notes.retry_until is None:
             return
-        if len(delivery.lock.names) > 1:  # several keys have no line: it comes again, and again
+        if len(delivery.lock.names) > 1:  # several keys have no line
             if options.lock_on_conflict in {"skip", "raise", "reject"}:
                 delivery.options = replace(options, lock_on_conflict="retry")
         elif was_parked and not parks:
             delivery.options = replace(options, lock_on_conflict="queue")
 
     def _ask_for_several(self, turn: tuple[str, str]) -> Lease | Conflict:
-        """Ask for a task that was parked when it had one key."""
+        """Take the locks for a task that has several keys now, and was parked when it had one."""
         if not leave_old_line(self._process.lines, self.delivery, turn):
             acknowledge_unrun(self.delivery)
         return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(self, ask: Callable[[], T], *, first: bool = False) -> T | None:
-        """Ask; if the server gives no answer, do as ``dislock_on_unavailable`` says."""
+        """Call *ask*; if the server does not answer, apply ``dislock_on_unavailable``."""
         attempt, owner = self.delivery.attempt, None
         try:
             if first:
@@ -146,10 +148,10 @@ class Acquisition:
         except StoreError as exc:
             self.unavailable(exc, owner)
             return None
-        except Ignore:  # parked, or a copy: it asked, and got nothing
+        except Ignore:  # parked, or a copy: the server has answered
             self._process.lock_server_answered()
             raise
-        except BaseException:  # a signal handler's, perhaps after the server has granted the lock
+        except BaseException:  # of a signal handler, perhaps with the lock granted already
             self.delivery.lock.interrupted(attempt)
             self.delivery.settle()
             raise
@@ -157,12 +159,12 @@ class Acquisition:
         return answer
 
     def _end_given_up(self) -> None:
-        """End the leases that earlier deliveries were granted while nobody listened."""
+        """Release leases that earlier deliveries may have been granted after they gave up."""
         for owner in self.delivery.notes.given_up:
             self._process.store.release(self.delivery.lock.names, owner)
 
     def _take_over(self) -> None:
-        """Go on with the lease that an earlier delivery has left to this one."""
+        """Take over the lease that an earlier delivery has left for this one."""
         left_by, lock, attempt = (
             self.delivery.notes.held_by,
             self.delivery.lock,
@@ -173,5 +175,5 @@ class Acquisition:
         taken = self._process.store.take_over(
             lock.names, left_by, attempt.owner, json.dumps(attempt.holder)
         )
-        if 0 < taken < len(lock.names):  # all of them, or none
+        if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
             lock.abandon(attempt)

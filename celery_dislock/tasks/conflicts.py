@@ -1,8 +1,11 @@
-"""What a task does that comes second: one function for each strategy.
+"""What a task does if its lock is held: one function for each strategy.
 
-Each either returns a lease, because the task has waited for it, or ends the delivery with an
-exception of Celery's or ours.  Whatever it does, a caller's ``get()`` ends, or goes on waiting for
-a task that is still to run; chords and chains are told.
+A strategy returns the lease after the task has waited for it, or ends the delivery with an
+exception of Celery's or ours.  It returns None if the lock server is away and the body runs without
+its lock.
+
+With every strategy, a caller's ``get()`` ends, or waits for a task that will still run.  Chords and
+chains are notified.
 """
 
 from __future__ import annotations
@@ -33,28 +36,29 @@ if TYPE_CHECKING:
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.tasks.acquisition import Acquisition
 
-CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # older ones leave their callers waiting
+CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
 
 
 def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
-    """Tell whether the lock is held by another delivery of this very task."""
+    """Tell whether the lock is held by, or reserved for, another delivery of the same task."""
     mine = task_name(delivery.id) if "parked" in conflict.holder else delivery.id
     return conflict.holder.get("id") == mine and not delivery.is_eager
 
 
 def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
-    Do as ``lock_on_conflict`` says.
+    Apply ``lock_on_conflict``.
 
-    A copy of the task that holds the lock is put off, whatever that says: after a dead worker or a
-    lost connection it may be the only copy of that work.
+    A copy of the task that holds the lock is put off instead, with any strategy.  After a dead
+    worker or a lost connection, the copy may be the only message left of that work.
 
     Raises:
-        Ignore: Skipped, and the result says REVOKED and why; or a copy, which comes again later.
+        Ignore: The task is skipped and its result is REVOKED with the reason; or the task is
+            parked; or the delivery is a copy, and is put off or acknowledged unrun.
         LockHeldError: The task fails.
-        Retry: The task comes again later.
-        Reject: The broker gets the message back.
-        SettingsError: A callable has returned what is no strategy.
+        Retry: The task was put off.
+        Reject: The message goes back to the broker.
+        SettingsError: A callable has returned a value that is not a strategy.
     """
     delivery = asking.delivery
     signals.lock_conflict.send(sender=delivery.task, conflict=conflict, task_id=delivery.id)
@@ -67,26 +71,26 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
 
 
 def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
-    """Do not run; the result is REVOKED, which a chord and the rest of a chain are told."""
+    """Skip the task: store REVOKED, and notify its chord and the rest of its chain."""
     end_unrun(asking.delivery, str(conflict.error()))
 
 
 def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
-    """Do not run; the result is REVOKED, and says why; raises Ignore."""
+    """End a task without running it: store REVOKED with the reason, and raise Ignore."""
     if not delivery.is_eager:
         _end(delivery, TaskRevokedError(reason), states.REVOKED)
     raise delivery.told(Ignore(reason), f"skipped: {reason}. It does not run.")
 
 
 def fail(_asking: Acquisition, conflict: Conflict) -> NoReturn:
-    """Fail, with the holder in the error."""
+    """Fail with a LockHeldError that names the holder."""
     raise conflict.error()
 
 
 def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
-    """Come again later, until ``lock_retry_for`` is over; an eager task cannot, and fails."""
+    """Put the task off; fail after ``lock_retry_for``, or at once if the task is eager."""
     delivery = asking.delivery
-    now = time.time()  # of this machine, as Celery's ETA is, and the headers of a message carry it
+    now = time.time()  # wall clock, like Celery's ETA: a message header carries the time
     until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_retry_for)
     delivery.notes.retry_until = until
     error = conflict.error()
@@ -97,17 +101,17 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
 
 
 def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
-    """Wait in line, in this slot; after ``lock_wait_timeout`` fail."""
+    """Wait in line in this worker slot; fail after ``lock_wait_timeout``."""
     answer = asking.wait(asking.delivery.options.lock_wait_timeout)
     if not isinstance(answer, Conflict):
         return answer
-    if is_a_copy(asking.delivery, answer):  # another got its turn first
+    if is_a_copy(asking.delivery, answer):  # another delivery of this task was first
         put_off_copy(asking.delivery, answer)
     fail(asking, answer)
 
 
 def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
-    """Wait in line without a slot; an eager task cannot, nor one that needs several locks."""
+    """Park the task; an eager task or one with several keys fails, as it cannot be parked."""
     options = asking.delivery.options
     if asking.parking is None:
         fail(asking, conflict)
@@ -115,7 +119,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
     answer = asking.park(asking.parking, conflict, bounds)
-    if answer is None:  # its message was not kept
+    if answer is None:  # the message was not kept, or the lock server is away
         retry(asking, conflict)
     if isinstance(answer, Full):
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} wait in it"
@@ -126,7 +130,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
 
 
 def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
-    """Give the message back for good: to the dead-letter exchange, where its queue has one."""
+    """Reject the message without requeueing, so that its queue may dead-letter it."""
     delivery = asking.delivery
     rejection = Reject(str(conflict.error()), requeue=False)
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
@@ -146,7 +150,7 @@ STRATEGIES: dict[str, Callable[[Acquisition, Conflict], Lease | None]] = {
 
 
 def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: Conflict) -> str:
-    """Let a callable choose; a predicate that leaves a caller waiting becomes a strategy."""
+    """Let a callable choose; an Ignore, Reject or Retry that it raises stands for a strategy."""
     try:
         chosen = decide(task, conflict)
     except Ignore:
@@ -170,24 +174,24 @@ def _ask(decide: Callable[[Task, Conflict], str | None], task: Task, conflict: C
 
 
 def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
-    """Send a copy of a task that runs again for later; the result belongs to the one that runs."""
+    """Put off a copy of a task that runs; raises Ignore, which leaves the result untouched."""
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
     )
-    # A parked task's turn that came late was given twice: nothing to worry about.
+    # A turn that is claimed late may be given twice, which needs no warning.
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO
     delay = put_off(delivery, reason, at_most=conflict.remaining)
     raise delivery.told(Ignore(reason), f"put off for {delay:.1f} s: {reason}", level=level)
 
 
 def come_again(delivery: Delivery, error: Exception, delay: float, reason: str) -> NoReturn:
-    """End a delivery that was sent again for later; raises Retry."""
+    """End a delivery that was put off; raises Retry."""
     retried = Retry(str(error), exc=error, when=delay)
     raise delivery.told(retried, f"put off for {delay:.1f} s: {reason}")
 
 
 def _end(delivery: Delivery, error: Exception, state: str, *, call_errbacks: bool = False) -> None:
-    """Store the result, and tell the chord and the rest of the chain; Ignore alone tells nobody."""
+    """Store the result, and notify the chord and the rest of the chain; Ignore does neither."""
     delivery.task.backend.mark_as_failure(
         delivery.id,
         error,

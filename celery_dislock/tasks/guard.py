@@ -1,6 +1,6 @@
-"""The guard around a task's body: it takes the lock, runs the body under it, and releases it.
+"""The guard around a task's body: it takes the lock, runs the body, and releases the lock.
 
-An exception that a signal handler raises in the middle of the release does not end it.
+The release is completed even if a signal handler raises an exception in the middle of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
 
 
-# States in which a delivery is over; a body that the worker's end has stopped comes again.
+# States that end a delivery.  A task that is stopped with its worker has none of them, and its
+# message may be redelivered.
 ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
 
 logger = logging.getLogger("celery_dislock")
@@ -60,8 +61,8 @@ class Guard:
     Attributes:
         runtime: What the locks of the app share.
         options: The task's options.
-        timeout: Seconds until a lease of this task expires that is not renewed.
-        releases_on_failure: Whether an execution that ends badly frees the lock.
+        timeout: Seconds until a lease of this task expires if it is not renewed.
+        releases_on_failure: Whether a failed execution releases the lock.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Guard:
     def run(
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run the body under the task's lock, or end the delivery if the lock cannot be had."""
+        """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
         delivery = self._delivery(task, request, self._keys_of(args, kwargs))
@@ -104,7 +105,7 @@ class Guard:
             return self._run(delivery, partial(body, *args, **kwargs))
         finally:
             try:
-                delivery.settle()  # again, if a signal handler's exception has cut it short
+                delivery.settle()  # completes a release that an exception interrupted
             finally:
                 current.reset(previous)
 
@@ -137,7 +138,7 @@ class Guard:
             delivery.leaves = not self.options.release_on_failure
             raise exc.error from exc
         except BaseException as exc:
-            delivery.completed = isinstance(exc, Exception)  # any other stops the worker
+            delivery.completed = isinstance(exc, Exception)  # others stop the worker
             delivery.leaves = not self.options.release_on_failure
             raise
         else:
@@ -183,7 +184,7 @@ class Guard:
         outbox.held_by = delivery.attempt.owner
 
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
-        """Make what stands for this delivery."""
+        """Create the Delivery, and attach it to the request."""
         process = self.runtime.process
         holder = {
             "task": task.name,
@@ -202,23 +203,23 @@ class Guard:
 
     @property
     def parks(self) -> bool:
-        """Whether a delivery of this task may be parked, and so must bring its message."""
+        """Whether this task may be parked, so that its requests must keep their messages."""
         return self._parks and not self.runtime.off
 
     def ended(self, request: Context, state: str, retval: Any) -> None:
         """
-        Take a parked task out of line that has ended before this guard could claim its turn.
+        Take a parked task out of line that ended before this guard could claim its turn.
 
-        Its ``before_start`` has raised, or its key cannot be built from its arguments.  What fails
-        is set aside.  One whose turn another delivery has claimed goes on.  Never raises; blocks
-        for a round trip.
+        Its ``before_start`` raised an exception, or its key could not be built from its arguments.
+        A task that failed is set aside.  If another delivery has claimed the turn, nothing is
+        changed.  Logs a StoreError instead of raising it; blocks for a round trip.
         """
         if state not in ENDS or Delivery.of(request) is not None or not self._can_park:
             return
         turn = self._turn_of(request)
         if turn is None:
             return
-        if isinstance(retval, Reject) and retval.requeue:  # the message comes back
+        if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
             return
         lines = self.runtime.process.lines
         what = f"{request.task}[{turn[1]}]"
@@ -228,7 +229,7 @@ class Guard:
         try:
             lines.withdraw(*turn, delivery_of(request.properties))
         except StoreError as exc:
-            logger.error(  # noqa: TRY400 -- the reason says it all
+            logger.error(  # noqa: TRY400 -- the reason is enough
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
             )
 
@@ -238,30 +239,31 @@ class Guard:
 
     def revoked(self, request: Context) -> None:
         """
-        Take a parked task that was revoked, or has expired, out of line; blocks for a round trip.
+        Take a parked task that was revoked or has expired out of line; blocks for a round trip.
 
         Raises:
-            StoreError: The lock server did not answer; its turn will come, and be revoked again.
+            StoreError: The lock server did not answer.  The task stays in line, and will be revoked
+                again at its next turn.
         """
         if not self._can_park:
             return
-        # Which warns of forged ones.
+        # Notes.of() warns of forged notes, and own_turn() does not.
         noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked
         if noted is not None and noted == self._turn_of(request):
             self.runtime.process.lines.leave(*noted)
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
-        Release what an execution held whose process has ended; blocks for a round trip.
+        Release the lock of an execution whose process has ended; blocks for a round trip.
 
-        With ``release_on_failure`` False its lease is left to expire, and only its place in line is
-        given up.
+        If ``release_on_failure`` is False, the lease is left to expire, and only the place in line
+        is given up.
 
         Returns:
-            How many leases were ended.
+            The number of leases that were ended.
 
         Raises:
-            StoreError: The lock server did not answer; the lease ends with its expiry.
+            StoreError: The lock server did not answer.  The lease ends with its expiry.
         """
         if self.runtime.off:
             return 0
@@ -274,7 +276,7 @@ class Guard:
         """Name the keys of an execution for the log."""
         try:
             return ", ".join(map(repr, self._keys_of(args, kwargs)))
-        except Exception as exc:  # noqa: BLE001 -- whatever a user's callable raises
+        except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
             return f"unknown: {exc!r}"
 
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:

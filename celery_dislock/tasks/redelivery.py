@@ -1,18 +1,19 @@
-"""The same task twice: a message that was delivered again, for whatever reason.
+"""Copies of a task: messages that are delivered again, for any reason.
 
-A copy never runs beside the task, and is never dropped: it may be the only one of that work.  An
-exclusive lock sees to the first by itself; where a lock admits several, its holders are looked at.
+A copy never runs beside the execution that it repeats.  It is not dropped either, because it may be
+the only message left of that work.  An exclusive lock keeps a copy from running by itself.  If a
+lock admits several leases, a copy looks for the task among the holders.
 
-A task that asks for it leaves a mark in Redis when it succeeds, beside its lock: what comes later
-is acknowledged unrun.  The mark is set in two steps, because a success is not over when the body
-is: its callbacks, the next step of its chain and its result come after the release.
+With ``lock_dedupe_redelivered``, a task that succeeds leaves a mark in Redis, beside its lock.  A
+later copy that finds the mark is acknowledged without running.  The mark is set in two steps,
+because the callbacks, the next step of the chain and the result follow after the release:
 
 =========  ===============================================================================
-mark       what a copy does that finds it
+mark       what happens to a copy that finds it
 =========  ===============================================================================
-ended      is put off: the body has succeeded, and what follows is on its way.  Lasts as long
-           as a lease; where the process dies in between, the copy runs
-done       is acknowledged
+ended      The copy is put off: the body has succeeded, and its result is not stored yet.
+           The mark lasts as long as a lease.  If the process dies meanwhile, the copy runs.
+done       The copy is acknowledged without running.
 =========  ===============================================================================
 """
 
@@ -39,11 +40,11 @@ logger = logging.getLogger("celery_dislock")
 
 class Copies:
     """
-    What one delivery, which has its lock, has to do with others of its task.
+    Finds other deliveries of the same task, and leaves marks for them.
 
     Args:
-        delivery: The delivery.
-        store: Where its lock is kept.
+        delivery: The delivery, which has its lock.
+        store: The store of its lock.
     """
 
     def __init__(self, delivery: Delivery, store: Store) -> None:
@@ -54,10 +55,10 @@ class Copies:
 
     def look_for_others(self) -> None:
         """
-        Give up the lock and end this delivery, where another runs or has succeeded.
+        Release the lock and end this delivery, if another delivery runs or has succeeded.
 
         Raises:
-            Ignore: Put off, or acknowledged unrun.
+            Ignore: This delivery is a copy; it was put off, or is acknowledged without running.
             StoreError: The lock server did not answer.
         """
         try:
@@ -77,7 +78,7 @@ class Copies:
         mark = self._store.recall(self._lock.names[0], self._delivery.id)
         state, _, retries = (mark or "").partition(" ")
         if not retries.isdecimal() or int(retries) < self._delivery.request.retries:
-            return  # none, or of an attempt before this one
+            return  # no mark, or one of an earlier retry
         if state == ENDED:
             self._put_off("this task has just succeeded under", self._lock.timeout)
         if state == DONE:
@@ -93,12 +94,12 @@ class Copies:
         raise self._delivery.told(Ignore(reason), what, level=logging.WARNING)
 
     def body_succeeded(self) -> None:
-        """Set the first mark, where the task asks for marks; before the lock is released."""
+        """Set the mark *ended* before the lock is released, if the task's options ask for marks."""
         if self._lock.options.lock_dedupe_redelivered:
             self._ended = self._mark(ENDED, self._lock.timeout)
 
     def result_stored(self, state: str) -> None:
-        """Set the second mark; after the result is stored and callbacks are sent."""
+        """Set the mark *done* after the result is stored and the callbacks are sent."""
         if self._ended and state == SUCCESS:
             self._mark(DONE, self._lock.options.lock_dedupe_for)
 

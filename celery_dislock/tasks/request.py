@@ -1,13 +1,14 @@
 """Release the lock of an execution whose process died.
 
-In prefork the main process learns that a child is gone, and which task it was executing: it knows
-that execution's owner but for the counter, and computes the key from the message's own arguments.
-The release waits until the process has really ended: a hard time limit is reported before the
-child is killed, and so may be a child's own exit.
+With prefork, the main process learns that a child is gone, and which task the child was executing.
+It knows that execution's owner except for the counter, and computes the key from the arguments in
+the message.  The release waits until the process has ended.  A hard time limit is reported before
+the child is killed, and a child's own exit may be reported too early as well.
 
-The work is done in the worker's event loop, in steps that never wait for the child, and for the
-lock server no longer than the socket timeout: a thread here would be alive at the very moment at
-which the main process forks the child's replacement.  Pools without an event loop get a timer.
+The release runs in the worker's event loop, in steps that never wait for the child, and wait for
+the lock server no longer than the socket timeout.  A thread is not used, because it could be
+running while the main process forks the child's replacement.  Workers without an event loop use a
+timer.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from celery_dislock.messages.message import TaskParked, keep_message
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PID_MAX = 2**22  # of Linux, the highest there is
-CHECK_EVERY = 0.05  # seconds between two looks at a process that is about to end
+PID_MAX = 2**22  # highest process id on Linux
+CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
@@ -41,19 +42,19 @@ logger = logging.getLogger("celery_dislock")
 
 @cache
 def recovering(base: type | str) -> type:
-    """Extend a task's Request class, or the one of that name, by the release after a death."""
+    """Extend a Request class, given as class or name, by the release after a process died."""
 
     class Request(symbol_by_name(base)):  # type: ignore[misc]
         """A request whose execution's lock is released when its process dies."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # What was parked once may be so again, whatever its strategy is now.
+            # A task that was parked before may be parked again, with any strategy.
             if self.task.dislock_guard.parks or TICKET_HEADER in (self.message.headers or ()):
                 keep_message(self)
 
         def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-            # First of all: what follows may send the message back to the queue.
+            # Before Celery's own handling, which may requeue the message.
             exc = exc_info.exception
             exc = getattr(exc, "exc", exc)
             if isinstance(exc, DEATHS):
@@ -107,12 +108,12 @@ def _soon(call: Callable[[], None]) -> None:
 
 
 def _is_child(pid: int | None) -> bool:
-    """Tell a pool process from this one (thread pools), and from a greenlet's ``id()``."""
+    """Tell a pool process from this process (thread pools) and from a greenlet's ``id()``."""
     return pid is not None and pid != os.getpid() and pid <= PID_MAX
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether there is such a process on this machine, of any user."""
+    """Tell whether a process with this id is alive on this machine, under any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -123,7 +124,7 @@ def is_alive(pid: int) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Tell whether it has ended, and nobody has taken notice; False where there is no /proc."""
+    """Tell whether the process has ended but was not reaped; False if there is no /proc."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:

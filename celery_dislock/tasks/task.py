@@ -1,10 +1,12 @@
-"""The base class of tasks that always lock, and how the guard gets around a body.
+"""The base class of tasks that lock, and the installation of the guard around a task's body.
 
-A signal handler cannot stop a Celery task, and an override in a user's class can forget its
-``super()``.  So the guard is put around whatever ``__call__`` a task class has at the moment the
-class is bound to its app, outermost and outside autoretry; acquire, body and release stand in one
-function.  The release comes right after the body, before Celery publishes callbacks and the next
-step of a chain; an exception that a signal handler raises in the middle of it does not end it.
+A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
+``super()``.  The guard is therefore put around a task class's ``__call__`` when the class is bound
+to its app.  It is outside of everything else, including autoretry.  One function acquires the lock,
+runs the body and releases the lock.
+
+The lock is released right after the body, before Celery publishes callbacks and the next step of a
+chain.  The release is completed even if a signal handler raises an exception in the middle of it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ logger = logging.getLogger("celery_dislock")
 
 
 def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
-    """Return what the locks of this app share; each app has its own."""
+    """Return the runtime that all locks of this app share; each app has its own."""
     try:
         runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
     except KeyError:
@@ -56,10 +58,10 @@ def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
 
 
 class SingletonTask(Task):  # type: ignore[misc]
-    """A task of which one runs at a time for each key, across all workers.
+    """A task that locks: one execution runs at a time for each key, across all workers.
 
-    Options are declared with the task; without a ``lock_key`` the key is the task's name and a
-    digest of all its arguments::
+    Options are declared with the task.  Without a ``lock_key``, the key consists of the task's name
+    and a digest of all its arguments::
 
         @app.task(base=SingletonTask, lock_key="export:<corp_id>")
         def export(corp_id): ...
@@ -77,38 +79,39 @@ class SingletonTask(Task):  # type: ignore[misc]
         """
         name = _name_of(cls, app)
         if name is None:
-            # A base class that something has looked at: `hasattr(SingletonTask, "app")` comes here.
-            # Were it bound, its subclasses would inherit what the current app has set.
+            # A base class.  Reading its `app`, as `hasattr(SingletonTask, "app")` does, comes here.
+            # If it were bound, its subclasses would inherit the current app's settings.
             return app
         bound = super().bind(app)
         try:
             install(cls, app)
         except SettingsError as exc:
-            # Celery registers a task and binds it then.  The next use would find it unguarded.
+            # Celery registers a task before it binds it.  Without this, the task could be used
+            # without its guard.
             _registered(app).pop(name, None)
-            if _command_line_loads_the_app():  # and would show a traceback
+            if _command_line_loads_the_app():  # which would show a traceback
                 raise SystemExit(exc.format_message()) from None
             raise
         return bound
 
     @property
     def lease(self) -> Lease | None:
-        """The lease under which this execution runs; None where it takes no lock."""
+        """The lease of the current execution; None if it runs without a lock."""
         return lease_of(self)
 
 
 def lease_of(task: Task) -> Lease | None:
-    """Return the lease of the task's current execution."""
+    """Return the lease of the task's current execution; None if it runs without a lock."""
     delivery = Delivery.of(task.request)
     return delivery.lease if delivery is not None else None
 
 
 def install(task: type[Task], app: Celery) -> None:
     """
-    Put the guard around a task class's ``__call__``, unless it is there or not wanted.
+    Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
 
-    Celery's own tasks (``celery.chord_unlock`` and so on) are guarded only where a ``lock_key``
-    says so: they inherit the app's base class, but nobody means them.
+    Celery's own tasks, such as ``celery.chord_unlock``, are guarded only if they have a
+    ``lock_key``.  They inherit the app's base class, but are not meant to lock.
 
     Raises:
         SettingsError: One of the task's options cannot be used.
@@ -130,9 +133,9 @@ def install(task: type[Task], app: Celery) -> None:
         task.lease = property(lease_of)
     leave_out_what_is_told()
     request_class = task.Request
-    if not isinstance(request_class, property):  # that of a guarded class which this one extends
+    if not isinstance(request_class, property):  # not inherited from a guarded class
         task.Request = property(lambda _self: recovering(request_class))
-    # Of all of them: a task may have been parked before it was declared in another way.
+    # For every guarded task: one that does not park now may have been parked under other options.
     task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
     task_postrun.connect(_after_result, dispatch_uid="dislock_after_result")
 
@@ -149,14 +152,14 @@ def guard_tasks(app: Celery) -> None:
 
 
 def _command_line_loads_the_app() -> bool:
-    """Tell whether Celery's command line is importing an app: a module that uses its own tasks."""
+    """Tell whether Celery's command line is importing the app, whose module uses its tasks."""
     context = click.get_current_context(silent=True)
     return context is not None and context.command.name == "celery" and context.obj is None
 
 
 def _registered(app: Celery) -> dict[str, Task]:
-    """Return an app's tasks as they are now; ``app.tasks`` would make them final first."""
-    tasks: dict[str, Task] = app._tasks  # noqa: SLF001 -- there is no other way
+    """Return an app's registered tasks without finalizing the app, which ``app.tasks`` does."""
+    tasks: dict[str, Task] = app._tasks  # noqa: SLF001 -- Celery has no public name
     return tasks
 
 
@@ -164,12 +167,12 @@ def _name_of(task: type[Task], app: Celery) -> str | None:
     """Return a task class's name; None for a base class."""
     if task.name is not None:
         return str(task.name)
-    # Celery gives a task without a name one of its own, which it keeps in the instance.
+    # For a task without a name, Celery generates one and stores it in the instance only.
     return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
 
 
 def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make the ``__call__`` of a guarded task around the one that users gave it, if any."""
+    """Make the ``__call__`` of a guarded task, around a user-defined one if there is one."""
 
     def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         request = self.request_stack.top
@@ -180,9 +183,9 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
             return guard.run(self, request, body, args, kwargs)
         except (Ignore, Retry, Reject) as exc:
             delivery = Delivery.of(request)
-            if delivery is None or delivery.began:  # the body's own
+            if delivery is None or delivery.began:  # raised by the body
                 raise
-            # Celery would copy each frame, and send them all to the main process.
+            # Without a traceback, whose frames Celery would copy and send to the main process.
             raise exc.with_traceback(None) from None
 
     __call__.dislock_inner = own_call  # type: ignore[attr-defined]
@@ -215,14 +218,14 @@ def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
 
 
 def _outbox_of(task: Task) -> Outbox | None:
-    """Return the outbox of the body that runs here; None where none does, or an eager one."""
+    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
     request = task.request_stack.top
     delivery = Delivery.of(request)
     return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
 def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what a body sends under its own id wait for its lock to be free: Task.retry's message."""
+    """Hold back messages that a body sends under its own id, as Task.retry does, until release."""
 
     @wraps(apply_async)
     def send(self: Task, *args: Any, **options: Any) -> Any:
@@ -236,7 +239,7 @@ def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., An
 
 
 def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what takes a task's place wait for its lock to be free."""
+    """Hold back the message that replaces a task until the task's lock is released."""
 
     @wraps(on_replace)
     def send(self: Task, signature: Any) -> Any:
@@ -245,7 +248,7 @@ def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., An
             outbox.add_replacement(partial(on_replace, self, signature))
             raise Ignore("Replaced by new task")
         delivery = Delivery.of(self.request)
-        if delivery is not None:  # eager: what takes the task's place runs here and now
+        if delivery is not None:  # eager: the replacement runs inside this call
             delivery.settle()
         return on_replace(self, signature)
 
@@ -253,12 +256,12 @@ def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., An
 
 
 _OPTIONS = {f.name for f in fields(TaskOptions)}
-# Never ask a task class with hasattr() or getattr() for names that are not known: `app` binds it.
+# Do not call hasattr() or getattr() on a task class with unknown names: reading `app` binds it.
 _OF_EVERY_TASK = {name for cls in SingletonTask.__mro__ for name in vars(cls)}
 
 
 def declared_options(task: type[Task]) -> dict[str, Any]:
-    """Collect the attributes of a task class that are options of ours, or look like it."""
+    """Collect the attributes of a task class that are lock options, or may be misspelled ones."""
     found: dict[str, Any] = {}
     for cls in reversed(task.__mro__):
         if cls is not SingletonTask and cls not in Task.__mro__:
@@ -273,16 +276,16 @@ def _is_declared(cls: type, name: str) -> bool:
         return True
     if name.startswith("_") or name in _OF_EVERY_TASK:
         return False
-    # A class body may define methods of any name; to a decorator all that is given is options.
+    # A class body may define methods of any name.  Arguments of a task decorator are all options.
     return "_decorated" in vars(cls) or not callable(vars(cls)[name])
 
 
 def _custom_call(task: type[Task]) -> Callable[..., Any] | None:
-    """Return the ``__call__`` that users gave the task, as Celery's tracer looks for it."""
+    """Return the user-defined ``__call__`` of a task, found in the same way as by Celery."""
     for cls in task.__mro__:
         if cls is Task:
             return None
         if "__call__" in vars(cls):
             call: Callable[..., Any] = vars(cls)["__call__"]
-            return getattr(call, "dislock_inner", call)  # a guard's own is not to be guarded again
+            return getattr(call, "dislock_inner", call)  # do not guard a guard's __call__
     return None

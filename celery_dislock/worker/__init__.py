@@ -1,1 +1,1 @@
-"""What a worker does beside its tasks: start-up, shutdown, sweeping and strange arrivals."""
+"""The worker's part: start-up, shutdown, the sweep, and messages that no guard handles."""

@@ -1,13 +1,14 @@
-"""See to messages of parked tasks that come to a worker where no guard will claim their turn.
+"""Handle messages of parked tasks in a worker where no guard will claim their turns.
 
-Such a turn would run out, be given again, and so for ever.  So the worker's main process looks at
-each message that says that it is its own task's turn:
+Such a turn would run out and be given again, without end.  Therefore the worker's main process
+checks each message that brings a turn:
 
-- No task can be made of it: its name is not known here, or its body is damaged.  Celery drops it.
-  Its task leaves the line with FAILURE as its result, and is set aside.
-- Its task takes no lock in this worker.  It leaves the line and runs; a second copy of it does not.
+- The task is unknown in this worker, or the message's body is damaged.  Celery drops the message.
+  The task leaves the line with the result FAILURE, and is set aside.
+- The task takes no lock in this worker.  It leaves the line and runs.  Other copies of the message
+  do not run.
 
-A message that was not parked costs one look at its headers.
+For other messages, only the headers are checked.
 """
 
 from __future__ import annotations
@@ -32,38 +33,38 @@ if TYPE_CHECKING:
     from celery.worker.consumer import Consumer
     from kombu.message import Message
 
-# What a consumer calls about a message that it drops: which argument is the message, and whether a
-# result is stored.
+# The consumer's methods that drop a message: which argument is the message, and whether Celery
+# stores a result.
 DROPS = {
     "on_decode_error": (0, False),
     "on_unknown_message": (1, False),
     "on_invalid_task": (1, False),
     "on_unknown_task": (1, True),
 }
-PARTS = 3  # of a body: arguments, keyword arguments, and what Celery embeds
+PARTS = 3  # of a body: arguments, keyword arguments and embedded options
 
 logger = logging.getLogger("celery_dislock")
 
 
 class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
-    """Part of a worker's consumer: looks at each message before Celery makes a task of it."""
+    """Bootstep of a worker's consumer: checks each message before Celery makes a task of it."""
 
     label = "Dislock arrivals"
 
     def __init__(self, consumer: Consumer, **kwargs: Any) -> None:
         super().__init__(consumer, **kwargs)
         arrivals = Arrivals(consumer)
-        for name, (nth, tells) in DROPS.items():  # the other steps ask for these when they start
+        for name, (nth, tells) in DROPS.items():  # the other steps read them at their start
             setattr(consumer, name, arrivals.dropping(getattr(consumer, name), nth, tells=tells))
         consumer.update_strategies = arrivals.looking(consumer.update_strategies)
 
 
 class Arrivals:
     """
-    What a consumer's messages say of their turns.
+    Checks a consumer's messages for turns of parked tasks.
 
     Args:
-        consumer: Of a worker, in its main process.
+        consumer: The consumer in a worker's main process.
     """
 
     def __init__(self, consumer: Consumer) -> None:
@@ -72,12 +73,12 @@ class Arrivals:
         self._runtime = runtime_of(consumer.app)
 
     def dropping(self, drop: Callable[..., Any], nth: int, *, tells: bool) -> Callable[..., Any]:
-        """Let the tasks of messages that are dropped leave their lines.
+        """Wrap a method that drops messages, so that parked tasks leave their lines.
 
         Args:
             drop: The consumer's method.
-            nth: Of its arguments, the message.
-            tells: Whether it stores a result.
+            nth: Index of the message in the method's arguments.
+            tells: Whether the method stores a result.
         """
 
         def dropped(*args: Any) -> Any:
@@ -99,7 +100,7 @@ class Arrivals:
             return
         if not tells:
             self._store_failure(request, error)
-        if isinstance(error, KeyError):  # of the registry
+        if isinstance(error, KeyError):  # of Celery's task registry
             error = InvalidTaskError("this worker knows no task of that name")
         try:
             if not self._runtime.process.can_park:
@@ -126,7 +127,7 @@ class Arrivals:
             )
 
     def looking(self, update_strategies: Callable[[], Any]) -> Callable[[], Any]:
-        """Let all messages be looked at before they are made tasks."""
+        """Wrap ``update_strategies``, so that each message is checked before Celery handles it."""
 
         def update() -> None:
             update_strategies()
@@ -148,10 +149,10 @@ class Arrivals:
 
     def _goes_on(self, name: str, message: Message, body: Any) -> bool:
         """
-        Tell whether Celery should make a task of the message; False: it is dealt with.
+        Tell whether Celery should make a task of the message; False to only acknowledge it.
 
         Raises:
-            InvalidTaskError: No task can be made of it.
+            InvalidTaskError: The message's body is damaged.
         """
         request = _request_of(message)
         turn = self._turn_of(request) if request is not None else None
@@ -181,7 +182,7 @@ class Arrivals:
                 *(name, request.id, lock, exc),
             )
             return True
-        if message.delivery_info.get("redelivered"):  # perhaps the one that was to run
+        if message.delivery_info.get("redelivered"):  # may be the delivery that was allowed to run
             return True
         logger.info(
             "Task %s[%s] acknowledged unrun: another copy of it has left the line for lock %s.",
@@ -191,21 +192,21 @@ class Arrivals:
 
 
 def _request_of(message: Message) -> Context | None:
-    """Read a message's headers; None where they say nothing of a turn."""
+    """Return a request with the message's headers; None if they bring no turn."""
     headers = message.headers
     if not isinstance(headers, dict) or TICKET_HEADER not in headers:
         return None
-    # Of Celery's first protocol the body has the id.
+    # In message protocol 1 the headers have no id; the correlation id is the same.
     about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
     return Context(about)
 
 
 def _check(payload: Any) -> None:
     """
-    Check the shape of a body; Celery's workers end with one that is damaged.
+    Check the structure of a body, because a damaged one would stop Celery's worker.
 
     Raises:
-        InvalidTaskError: No task can be made of it.
+        InvalidTaskError: The body is damaged.
     """
     if isinstance(payload, dict) and "args" in payload:
         return

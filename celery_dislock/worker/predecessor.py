@@ -1,20 +1,20 @@
-"""Release, when a worker starts, what a dead one of the same name has left behind.
+"""Release, when a worker starts, the leases of a dead worker of the same name.
 
-A worker that is killed as a whole, or loses its power, leaves its leases to expire.  The one that
-comes back under its node name need not wait for that: it looks through the locks on the server and
-ends the leases of its own name, once, before it has a pool.
+If a worker is killed with all its processes, or its machine loses power, its leases stay until
+they expire.  A worker that starts under the same node name does not wait for that.  Once, before
+its pool starts, it searches the lock server for leases of its own name and ends them.
 
-To free the lock of a worker that lives would be worse than any wait.  So a lease is ended only
-where all of this speaks for a death:
+Releasing the lock of a live worker would be worse than any wait.  A lease is therefore ended only
+if all of these are true:
 
-- its process was on a machine of this name, and there is no such process here: the child of a
-  worker that is just being shut down is one, and answers no ping;
-- no worker of that name answers a ping on the broker: in another container of that machine, its
-  process could not be seen from here;
-- it was to be released at the end of its task, whatever came: a lease that was left to expire on
-  purpose looks the same.
+- The lease's process was on a machine with this host name, and no process with its id exists here.
+  This protects a child of a worker that is shutting down, which answers no ping.
+- No worker of that name answers a ping on the broker.  This protects a worker in another container
+  of the same machine, whose process cannot be seen from here.
+- The task always releases its lock at its end.  Otherwise the lease may have been left to expire on
+  purpose, which looks the same.
 
-Any other is left to expire, and the log says why.
+Any other lease is left to expire, and the log says why.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.replies import Holding
 
-SEARCH_FOR = 5.0  # seconds, after which the locks that were not looked at are left to expire
-PING_FOR = 1.0  # seconds for a worker's answer
-PINGS = 2  # the first may find it busy
-REPLIES = 8  # read for each, at most: one of somebody else's must not end the wait
+SEARCH_FOR = 5.0  # seconds; locks not found by then are left to expire
+PING_FOR = 1.0  # seconds to wait for a worker's reply
+PINGS = 2  # a busy worker may miss the first
+REPLIES = 8  # messages read per ping, at most: an unrelated one must not end the wait
 
 logger = logging.getLogger("celery_dislock")
 
 
 class Left(NamedTuple):
-    """A lease of a worker with this one's name."""
+    """A lease of a worker with the same name as this worker."""
 
-    lock: str  # its name in Redis
+    lock: str  # the lock's name in Redis
     lease: Holding
 
     def __str__(self) -> str:
@@ -58,12 +58,12 @@ class Left(NamedTuple):
 
 def release_left_behind(worker: WorkController, runtime: Runtime[Any]) -> None:
     """
-    Release what a dead worker of this one's name holds; blocks for some seconds at most.
+    Release the leases of a dead worker of the same name; blocks for a few seconds at most.
 
-    Whatever goes wrong is logged: the leases end with their expiry, and the worker starts.
+    Errors are logged.  The leases end with their expiry then, and the worker starts anyway.
 
     Args:
-        worker: The worker, which has no pool yet.
+        worker: The worker that starts; it has no pool yet.
         runtime: The locks of its app.
     """
     try:
@@ -135,13 +135,13 @@ def _guard(app: Celery, lease: Holding) -> Any:
 
 
 def _why_not(app: Celery, process: Process, lease: Holding) -> str | None:
-    """Tell why a lease is not to be ended by this worker; None: it may be."""
+    """Return why this worker must not end a lease; None if it may."""
     host, pid = lease.holder.get("host"), lease.holder.get("pid")
     if host != process.host:
         return "its process was on another machine, and may live there"
     if not isinstance(pid, int) or not 0 < pid <= PID_MAX:
         return "its process is not known"
-    # In a container the first process has the same id each time.
+    # In a container, the first process has the same id at each start.
     gone = not process.is_own(lease.owner) if pid == os.getpid() else not is_alive(pid)
     if not gone:
         return f"there is a process {pid}"
@@ -154,9 +154,9 @@ def _why_not(app: Celery, process: Process, lease: Holding) -> str | None:
 
 
 def _why_none(worker: WorkController) -> str | None:
-    """Say why this worker must not end any lease; None: no other worker of its name lives."""
+    """Return why this worker must not end any lease; None if no other worker has its name."""
     app, name = worker.app, worker.hostname
-    # One of its own, with no part of what is inherited over a fork.
+    # A new Control: app.control's producer pool may have been inherited over a fork.
     control = type(app.control)(app)
     control.mailbox.producer_pool = None
     if issubclass(worker.pool_cls, solo.TaskPool):
@@ -165,7 +165,7 @@ def _why_none(worker: WorkController) -> str | None:
         return f"remote control is off, so nobody can tell whether another worker {name} lives"
     try:
         with app.connection_for_write() as connection:
-            connection.connect()  # not for ever, where the broker is away
+            connection.connect()  # limited attempts: the broker may be away
             if not connection.supports_exchange_type("fanout"):
                 return "the broker has no remote control, so another worker may live"
             for _ in range(PINGS):

@@ -1,6 +1,6 @@
-"""What a worker warns of when it starts: settings that are legal, and will cost somebody a lock.
+"""Warnings at a worker's start: settings that are valid, but can make tasks lose or miss locks.
 
-Each warning says what is set, what will come of it, and what to set instead.
+Each warning says what is set, what follows from it, and what to set instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
-PLACEHOLDER = re.compile(r"<[^<>]*>")  # of a key template: an argument
-NAMED = 5  # tasks that a warning names before it says "and others"
+PLACEHOLDER = re.compile(r"<[^<>]*>")  # an argument in a key template
+NAMED = 5  # maximum number of tasks that a warning names
 
 
 def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
     """
-    Warn of tasks that are not locked here, or are delivered again while they hold their lock.
+    Warn of tasks that get no lock here, and of options that do not work as intended.
 
     Args:
-        app: The app; its tasks are guarded already.
-        enabled: ``dislock_enabled``.
+        app: The app, whose tasks have their guards already.
+        enabled: The value of ``dislock_enabled``.
     """
     tasks = [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]
     guarded = [task for task in tasks if hasattr(task, "dislock_guard")]
@@ -74,7 +74,7 @@ def _asks_for_a_lock(task: Task) -> bool:
 
 
 def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
-    """Warn of tasks that the broker delivers again before they can have ended."""
+    """Warn of tasks that the broker may redeliver while they still run."""
     if not guarded:
         return
     if app.connection_for_read().transport_cls not in {"redis", "rediss", "sentinel"}:
@@ -101,7 +101,7 @@ def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
 
 
 def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
-    """Warn of keys for which some tasks wait in a slot and others are parked."""
+    """Warn of keys for which some tasks wait in a worker slot and others are parked."""
     strategies: dict[object, dict[str, set[str]]] = {}
     for task in guarded:
         options = task.dislock_guard.options
@@ -109,7 +109,7 @@ def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
             continue
         keys = options.lock_key if isinstance(options.lock_key, tuple) else (options.lock_key,)
         for key in keys:
-            if key is not None:  # no other task has that key
+            if key is not None:  # without lock_key, no other task has the same key
                 shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
                 names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
                 names.add(task.name)
@@ -136,10 +136,10 @@ def _cap(options: TaskOptions) -> tuple[float | None, str]:
 
 def about_server(info: Mapping[str, Any]) -> Iterator[str]:
     """
-    Warn of a lock server that may lose locks, or takes none.
+    Warn of a lock server that may evict locks, or that is a replica and accepts none.
 
     Args:
-        info: The fields of its ``INFO``.
+        info: The fields of the server's ``INFO`` reply.
     """
     policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction" and int(info.get("maxmemory", 0)) > 0:

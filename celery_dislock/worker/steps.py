@@ -1,4 +1,4 @@
-"""The parts of a worker's start-up and shutdown that are about locks."""
+"""Bootsteps for locks in a worker's start-up and shutdown."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("celery_dislock")
 
 
 class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Part of a worker's start-up: applies the command line, and checks the lock server.
+    """Bootstep of a worker: applies the command line options, and checks the lock server.
 
-    Runs while the worker is put together, so that one that must not start has not forked yet.
+    The check runs in the constructor, so a worker that must not start has not forked yet.
     """
 
     label = "Dislock"
@@ -51,7 +51,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             conf.dislock_url = single
         self.locking = runtime_of(
             worker.app
-        ).enabled  # not "enabled": that would leave out the step
+        ).enabled  # Celery skips a step whose attribute "enabled" is false
         self._check: Any = None
         try:
             self.server, self.warnings = check_lock_server(worker.app)
@@ -65,19 +65,19 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             release_left_behind(worker, runtime_of(worker.app))
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
-        """Look for dead pool processes more often than Celery does, to free their locks.
+        """Check for dead pool processes more often than Celery does, to release their locks.
 
-        Celery is not always told of a child that was killed, and then finds out within five
-        seconds.
+        Celery does not always notice at once that a child was killed.  By itself it may take up to
+        five seconds.
         """
         maintain_pool = getattr(worker.pool, "maintain_pool", None)
         if maintain_pool is not None and self.server:
             if self._check is not None:
-                self._check.cancel()  # a consumer that reconnects registers again
+                self._check.cancel()  # called again when the consumer reconnects
             self._check = hub.call_repeatedly(POOL_CHECK_EVERY, maintain_pool)
 
     def start(self, _worker: WorkController) -> None:
-        """Say in the worker's log what holds."""
+        """Log whether locks are on, and the warnings."""
         if self.server:
             logger.info("Locks are on; lock server: %s, prefix: %s", self.server, self.prefix)
         elif self.locking is False:
@@ -90,10 +90,10 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Part of a worker that locks: hands on the lines of parked tasks that nobody hands on.
+    """Bootstep of a worker that locks: sweeps the lines of parked tasks.
 
-    Its own tasks need not park.  A task that did, before it was declared in another way, may be in
-    line, and the lock is reserved for it.
+    The step also runs if no task of this worker parks.  A task that parked before its options were
+    changed may be in line, and the lock may be reserved for it.
     """
 
     label = "Dislock sweep"
@@ -104,7 +104,7 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._entry: Any = None
 
     def include_if(self, worker: WorkController) -> bool:
-        """Tell whether this worker has tasks that lock, and a lock server that keeps lines."""
+        """Tell whether this worker has tasks that lock, and tasks can be parked."""
         runtime = runtime_of(worker.app)
         guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
         options = [guard.options for guard in guards if guard is not None]
@@ -114,7 +114,7 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         return every is not None and not runtime.off and runtime.process.can_park
 
     def start(self, worker: WorkController) -> None:
-        """Look at the lines from now on, a page at a time."""
+        """Start the sweep, one page at a time."""
         runtime = runtime_of(worker.app)
         process = runtime.new_process()
         self._sweep = Sweep(
@@ -129,27 +129,27 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._again(worker, self._sweep.step())
 
     def stop(self, _worker: WorkController) -> None:
-        """Let another worker do it."""
+        """Stop the sweep, and let another worker sweep."""
         if self._entry is not None:
             self._entry.cancel()
             self._sweep.end()
 
 
 def check_lock_server(app: Celery) -> tuple[str, list[str]]:
-    """Guard the tasks, and find the server of their locks; under ``--dislock`` it must answer.
+    """Guard the tasks and check the lock server, which must answer with ``--dislock``.
 
     Returns:
-        The server's URL without its password, empty where nothing is locked; and what the worker is
-        to warn of.
+        The lock server's URL without its password, or empty if no task locks; and the warnings for
+        the worker's log.
 
     Raises:
-        SettingsError: An option of a task cannot be used, or there is no lock server.
-        StoreError: It does not answer, or forbids what locks need.
+        SettingsError: An option of a task cannot be used, or no lock server is configured.
+        StoreError: The lock server does not answer, or denies commands that locks need.
     """
     runtime = runtime_of(app)
     if runtime.enabled is not False:
         app_settings(app.conf)
-    for task in app.tasks.values():  # bound, perhaps, before the command line named the servers
+    for task in app.tasks.values():  # may be bound before the command line was read
         if hasattr(task, "dislock_guard"):
             check_servers(task.name, task.dislock_guard.options, app.conf)
     warnings: list[str] = []

@@ -166,35 +166,25 @@ class TestOwnExecution:
         assert isinstance(result.result, LockTermsError)
         assert "watchdog_timeout=60.0" in str(result.result)
 
-    def test_an_eager_task_that_would_wait_for_it_fails_at_once(self, app):
-        """Wait, inside the very task that holds the lock is an error, not a wait."""
+    def waiting(self, app):
+        """Declare a task that waits for the lock for an hour."""
+        options = {"lock_key": KEY, "lock_on_conflict": "wait", "lock_wait_timeout": 3600}
 
-        @app.task(
-            base=SingletonTask,
-            lock_key=KEY,
-            lock_on_conflict="wait",
-            lock_wait_timeout=3600,
-            shared=False,
-        )
-        def inner():
+        @app.task(base=SingletonTask, shared=False, **options)
+        def waits():
             """Never run."""
 
+        return waits
+
+    def test_an_eager_task_that_would_wait_for_it_fails_at_once(self, app):
+        """Wait, inside the very task that holds the lock is an error, not a wait."""
+        inner = self.waiting(app)
         result = self.run(app, lambda: inner.apply().result)
         assert isinstance(result.get(), LockHeldError)
 
     def test_an_eager_task_in_a_block_of_its_lock_fails_at_once(self, app):
         """The other way round: the block has the lock that the task would wait for."""
-
-        @app.task(
-            base=SingletonTask,
-            lock_key=KEY,
-            lock_on_conflict="wait",
-            lock_wait_timeout=3600,
-            shared=False,
-        )
-        def task():
-            """Never run."""
-
+        task = self.waiting(app)
         with app.dislock.lock(KEY):
             assert isinstance(task.apply().result, LockHeldError)
         assert task.apply().successful()

@@ -332,6 +332,21 @@ class TestTurns:
         broker.end("b", copy=2)
         assert broker.given() == ["a"]
 
+    def test_it_joins_the_line_where_it_was_after_another_crash_too(
+        self, broker, held, driven, redis_client
+    ):
+        """A task that runs again after its process died keeps the place in which it was parked."""
+        for task in "abc":
+            broker.park(task)
+        broker.end("first")
+        for copy in 2, 3:
+            assert isinstance(broker.ask("a", copy=copy, marked=True, ttl=10), Granted)
+            driven(10)
+        broker.sweep()
+        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
+        assert broker.park("a", copy=4, marked=True).place == 1
+        assert line(redis_client) == ["a", "c"]
+
     @pytest.mark.parametrize("marked", [True, False])
     def test_a_copy_of_what_is_done_is_not_to_run(self, broker, held, marked):
         """After the release of a task that was parked, its copies are told so; sent again, too."""

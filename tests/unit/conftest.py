@@ -10,7 +10,7 @@ import pytest
 from celery import Celery
 from celery.backends import cache
 
-from celery_dislock import signals
+from celery_dislock import Dislock, signals
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks import runtime
 from celery_dislock.locks.lock import Lock
@@ -18,6 +18,7 @@ from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
 from celery_dislock.worker import steps
+from tests.unit.deliveries import Broker
 from tests.unit.fakes import World
 
 
@@ -73,6 +74,22 @@ def receiving():
             signal.disconnect(receiver)
 
     return connected
+
+
+@pytest.fixture
+def plain_app():
+    """An app with a broker that is away, and no store of the world's."""
+    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+    Dislock(app)
+    return app
+
+
+@pytest.fixture
+def broker(app, monkeypatch):
+    """What the app sends."""
+    broker = Broker()
+    monkeypatch.setattr(app, "send_task", broker)
+    return broker
 
 
 @pytest.fixture

@@ -12,17 +12,14 @@ from celery.local import Proxy
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
 from celery_dislock.plugin import OPTIONS
-from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import guard_tasks, runtime_of
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
-def app():
-    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    Dislock(app)
-    return app
+def app(plain_app):
+    return plain_app
 
 
 def guarded(app, name):
@@ -140,12 +137,8 @@ SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 class TestCommandLine:
     @pytest.fixture
-    def app(self, monkeypatch):
-        monkeypatch.setattr(Store, "ping", lambda _: {})
-        monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
-        app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-        Dislock(app)
-        return without_strangers(app)
+    def app(self, plain_app, reachable):
+        return without_strangers(plain_app)
 
     def test_dislock_url_given_several_times_names_several_servers(self, app):
         """Given once it names one server, given three times a quorum."""

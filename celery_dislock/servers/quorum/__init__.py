@@ -1,1 +1,1 @@
-"""Several independent servers as one lock server, of which a majority decides."""
+"""A lock server made of several independent servers, of which a majority decides."""

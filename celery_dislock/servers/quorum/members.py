@@ -1,10 +1,13 @@
-"""Several independent servers that are asked the same at once.
+"""Send the same command to several independent servers at once.
 
-All are sent to before the first reply is read, so that asking five takes little longer than asking
-one.  A server that fails is away for a while: it is asked after the others have answered, seldom,
-and given little time then.  The longer it is away, the more seldom, and the more time it is given,
-so that a server that is only slow comes back, and one that is dead costs about as much of one
-caller's time whatever becomes of it.  Only where the others are too few are all of them asked.
+The command is sent to all servers before the first reply is read, so five servers take little
+longer than one.
+
+A server that fails counts as away for a while.  It is asked only after the others have answered, at
+intervals, and gets little time to answer.  Both the interval and the time to answer double with
+each failure.  So a server that is only slow comes back, and a dead one costs callers about the same
+share of their time however long it is away.  If too few of the others answer, all servers are
+asked.
 """
 
 from __future__ import annotations
@@ -37,24 +40,22 @@ if TYPE_CHECKING:
     from celery_dislock.servers.pipeline import Call
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
-GRACE = 0.05  # seconds for its answer then, once the others have answered; doubled each time
-DOUBLED = 4  # times, at most
+GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
+DOUBLED = 4  # most times that both are doubled
 
 logger = logging.getLogger("celery_dislock")
 
 
 class NoReplyError(StoreError):
-    """It was sent, and no reply came: the server may still carry it out, at any later time."""
+    """A command was sent and got no reply; the server may still run it at any later time."""
 
 
 class Asked(NamedTuple):
-    """A command on its way."""
+    """A command that was sent, and whose reply has not been read."""
 
     connection: redis.Connection
-    again: (
-        Command  # what is sent where the server does not know the script, or the connection broke
-    )
-    undo: Command | None  # what is sent after it where no reply comes
+    again: Command  # sent if the server does not know the script, or the connection broke
+    undo: Command | None  # sent if no reply arrives
 
 
 class Peer:
@@ -63,12 +64,12 @@ class Peer:
 
     Args:
         url: See :func:`celery_dislock.servers.connections.connection_maker`.
-        options: Of its connections.
-        clock: Monotonic seconds.
+        options: Options of its connections; see there.
+        clock: Monotonic clock in seconds.
 
     Attributes:
-        name: The URL as a message may show it.
-        batch: Its pipelines.
+        name: The URL without its password, for messages.
+        batch: Sends pipelines to this server.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class Peer:
 
     @property
     def failing(self) -> bool:
-        """Whether it has failed, and not answered since."""
+        """Whether the server has failed and not answered since."""
         return self._failures > 0
 
     @property
     def grace(self) -> float:
-        """Seconds that it is given while the others do without it."""
+        """Seconds that the failing server gets to answer, after the others have answered."""
         return float(GRACE * 2**self._failures)
 
     def due(self) -> bool:
-        """Tell whether it is time to ask it again; true for one caller at a time."""
+        """Tell whether it is time to ask the server again; if so, set the next time."""
         now = self._clock()
         if now < self._retry_at:
             return False
@@ -103,11 +104,11 @@ class Peer:
         return True
 
     def left_alone(self) -> StoreError:
-        """Return the error that stands for an answer where it was not asked."""
+        """Return the error that takes the place of a reply if the server was not asked."""
         return StoreError(self.name, self._error.reason)
 
     def note(self, reply: Any) -> None:
-        """Remember whether it answered."""
+        """Record whether the server answered, and log a change."""
         if isinstance(reply, StoreError) and not isinstance(reply, DamagedLockError):
             self._error = reply
             if not self._failures:
@@ -125,12 +126,12 @@ class Peer:
         Send a command; see :meth:`celery_dislock.servers.connections.Wire.start`.
 
         Raises:
-            StoreError: It could not be sent.
+            StoreError: The command could not be sent.
         """
         try:
             try:
                 return Asked(self._wire.start(first, within=within), again, undo)
-            except redis.ConnectionError:  # an idle connection, perhaps, that ended meanwhile
+            except redis.ConnectionError:  # perhaps an idle connection that has ended
                 self._wire.close_idle()
                 return Asked(self._wire.start(again, within=within), again, undo)
         except (RedisError, OSError) as exc:
@@ -138,13 +139,14 @@ class Peer:
 
     def finish(self, asked: Asked, within: float) -> Any:
         """
-        Read the reply; blocks for *within* seconds at most.
+        Read the reply.  Blocks for at most *within* seconds, twice that with a new connection.
 
-        A connection that broke is replaced once, since that is known at once.
+        If the server does not know the script, or the connection broke, the command is sent again,
+        once.
 
         Raises:
-            StoreError: It is an error.
-            NoReplyError: There was none.
+            StoreError: The reply is an error.
+            NoReplyError: No reply arrived.
         """
         until = self._clock() + within
         try:
@@ -166,10 +168,10 @@ class Peer:
 
     def ask(self, *command: str | bytes | int, within: float) -> Any:
         """
-        Send a command by itself; blocks for twice *within* seconds at most.
+        Send a command to this server alone; see :meth:`start` and :meth:`finish`.
 
         Raises:
-            StoreError: It did not answer.
+            StoreError: The server did not answer, or the reply is an error.
         """
         return self.finish(self.start(command, command, None, within), within)
 
@@ -181,14 +183,14 @@ class Peer:
 
 class Peers:
     """
-    The servers.  Safe to use from many threads or greenlets, but for :meth:`ask_many`.
+    All servers.  Safe to use from many threads or greenlets, except :meth:`ask_many`.
 
     Args:
-        peers: One or more, in the order in which everybody asks them.
-        clock: Monotonic seconds.
+        peers: One or more servers, in the order in which all clients ask them.
+        clock: Monotonic clock in seconds.
 
     Attributes:
-        majority: More than half of them, as few as possible.
+        majority: The smallest number that is more than half of the servers.
     """
 
     def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = time.monotonic) -> None:
@@ -210,23 +212,23 @@ class Peers:
         Args:
             script: The script.
             keys: The locks.
-            arguments: Of the script.
-            within: Seconds for all answers together.
-            undo: What a server is sent that does not answer in time, so that it comes to nothing
-                there whenever it is carried out.
+            arguments: Arguments of the script.
+            within: Seconds for all replies together.
+            undo: Command to send to a server that does not answer in time.  It undoes the script
+                there, whenever the server runs both.
 
         Returns:
-            In the order of the servers, the reply of each or a StoreError.
+            The reply of each server or a StoreError, in the order of the servers.
         """
         first, again = script.by_digest(keys, *arguments), script.by_text(keys, *arguments)
         return self._ask(partial(self._run, first, again, undo), within)
 
     def send(self, *command: str | bytes | int, within: float) -> list[Any]:
-        """Send a command to all servers; as for :meth:`ask`."""
+        """Send a command to all servers; returns the same as :meth:`ask`."""
         return self._ask(partial(self._run, command, command, None), within)
 
     def senders(self, within: float) -> list[Callable[..., Any]]:
-        """Return what sends a command to each server."""
+        """Return a function for each server, which sends that server a command."""
         return [partial(peer.ask, within=within) for peer in self._peers]
 
     def ask_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
@@ -236,7 +238,7 @@ class Peers:
         For one thread only.
 
         Returns:
-            In the order of the servers, a list of replies of each, or a StoreError.
+            The list of replies of each server or a StoreError, in the order of the servers.
         """
 
         def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
@@ -281,7 +283,7 @@ class Peers:
         replies: dict[Peer, Any] = {}
         for peer in peers:
             try:
-                # Half of what is left: to connect to one that is silent leaves time for the others.
+                # Half of the time left, so that a server that is away leaves some for the others.
                 left = max((until - self._clock()) / 2, LEAST)
                 asked[peer] = peer.start(first, again, undo, left)
             except StoreError as exc:

@@ -1,11 +1,12 @@
-"""Several independent servers as one lock server: what a majority of them says counts.
+"""Use several independent servers as one lock server: a majority of them decides.
 
-A lease is held where a majority has granted it, for a time that counts from before the first was
-asked.  No two owners can both have a majority, and what a minority keeps or forgets changes
-nothing.  An acquisition that falls short is taken back everywhere before anything is answered.
+A lease is held if a majority has granted it.  Its time counts from before the first server was
+asked.  Two owners cannot have a majority at the same time while the servers keep their data, and a
+minority that is away changes nothing.  An acquisition without a majority is released on all servers
+before the caller is answered.
 
-Servers are not asked to keep a line of waiters, since no one of them knows who is next: whoever
-waits asks again after a short random pause.
+The servers keep no line of waiters, since none of them knows who is next.  A waiter asks again
+after a short random pause.
 
 Source: https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/ (Redlock).
 """
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command
     from celery_dislock.servers.pipeline import Call
 
-PATIENCE = 0.5  # seconds for the answers of all servers; `socket_timeout` says otherwise
-PATIENCE_RATIO = 1 / 4  # of a lease's length, where that is less
-PAUSE = (0.05, 0.2)  # seconds between two questions of a waiter
-ATTEMPTS = 4  # where nobody has a majority: the servers were asked by several at once
-ATTEMPT_PAUSE = 0.02  # seconds before the second attempt, at most; doubled each time
-FORGET_AFTER = 3600.0  # seconds without use, after which an owner's other name is forgotten
+PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
+PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
+PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
+ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
+ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
+FORGET_AFTER = 3600.0  # seconds without use until an owner's changed name is forgotten
 
 
 def drift(ttl_ms: int) -> int:
-    """Return by how much clocks may run apart during a lease: 1 % of it, and 2 ms."""
+    """Return the allowed clock drift during a lease, in milliseconds: 1 % of its expiry + 2."""
     return ttl_ms // 100 + 2
 
 
@@ -46,21 +47,21 @@ class Quorum:
     """
     Three or more independent servers.
 
-    Safe to use from many threads or greenlets, but for :meth:`run_many`.
+    Safe to use from many threads or greenlets, except :meth:`run_many`.
 
     Args:
-        urls: Of single servers.  They are asked in an order of their own, the same for everybody,
-            so that of several that ask at once the first is first on most servers.
-        options: Keyword arguments of redis-py's Connection, on top of the URLs'.
-        pause: Called with seconds to wait between two attempts.
-        min_replicas: 0: a majority takes the place of replicas.
-        clock: Monotonic seconds.
+        urls: URLs of single servers.  All clients ask the servers in the same order, by address.
+            So if several clients ask at once, the first one is first on most servers.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URLs.
+        pause: Called with the seconds to wait between two attempts.
+        min_replicas: Must be 0: a majority takes the place of replicas.
+        clock: Monotonic clock in seconds.
 
     Raises:
         SettingsError: A URL or an option cannot be used.
 
     Attributes:
-        name: The URLs as a message may show them.
+        name: The URLs without their passwords, for messages.
     """
 
     keeps_lines = False
@@ -90,7 +91,7 @@ class Quorum:
         self._names = Names(clock)
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Group keys, in their order, by what one script can be given: here all of them."""
+        """Return all keys as one group, since one script can take them all."""
         return [keys]
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
@@ -101,8 +102,8 @@ class Quorum:
             What a majority says, in the form of a single server's reply.
 
         Raises:
-            StoreError: Too few answered; the script may have run on some, unless it was to take a
-                lock: that is taken back wherever a server can be reached.
+            StoreError: Too few servers answered.  The script may have run on some of them.  An
+                acquisition is released again on every server that can be reached.
         """
         if script is ACQUIRE:
             return self._acquire(keys, *arguments)
@@ -114,20 +115,20 @@ class Quorum:
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
-        """See :meth:`Node.exchange`; lost replies are counted as they come."""
+        """See :meth:`Node.exchange`.  Reports no lost reply: :meth:`run` allows for those."""
         return self.run(script, keys, *arguments), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
         Run a script many times, in one pipelined round trip to each server.
 
-        For one thread only; nothing is resent.
+        For one thread only.  Nothing is resent.
 
         Returns:
-            For each run what a majority says, or a StoreError.
+            For each call what a majority says, or a StoreError.
 
         Raises:
-            StoreError: Too few servers answered; each may have run or not.
+            StoreError: Too few servers answered.  Each call may have run or not.
         """
         sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
         replies = self._peers.ask_many(script, sent, within=within)
@@ -142,12 +143,17 @@ class Quorum:
         return decided
 
     def send(self, *command: str | bytes | int) -> Any:
-        """Send a command that is about no lock to all; return one reply of a majority."""
+        """
+        Send a command that concerns no lock to all servers; return the reply of one.
+
+        Raises:
+            StoreError: No majority of the servers answered.
+        """
         replies = self._peers.send(*command, within=self._patience)
         return self._require_majority(replies)[0]
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return what sends a command to each server."""
+        """Return a function for each server, which sends that server a command."""
         return self._peers.senders(self._patience)
 
     def asks(self, key: str) -> list[Command]:  # noqa: ARG002 -- nobody waits on a key here
@@ -155,7 +161,7 @@ class Quorum:
         return []
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
-        """Wait a little, *seconds* at most, and return nothing."""
+        """Sleep for a short random time, at most *seconds*."""
         self._pause(min(random.uniform(*PAUSE), seconds))  # noqa: S311 -- no secret
 
     def close(self) -> None:
@@ -168,7 +174,7 @@ class Quorum:
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
         pause = ATTEMPT_PAUSE
-        for _ in range(0 if place_ms else ATTEMPTS - 1):  # one that waits asks again anyway
+        for _ in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
                 return answer
@@ -179,7 +185,11 @@ class Quorum:
     def _attempt(
         self, keys: Sequence[str], owner: str, ttl_ms: int, holder: str
     ) -> tuple[list[Any], bool]:
-        """Ask for the locks once; return the answer, and whether it is more than bad luck."""
+        """
+        Ask for the locks once; return the answer, and whether it is final.
+
+        It is not final if no owner is known to have a majority: another attempt may succeed.
+        """
         name, majority = self._names.of(owner), self._peers.majority
         ttl = ttl_ms / 1000
         asked_at = self._clock()
@@ -226,7 +236,7 @@ class Quorum:
         if script is RELEASE_DEAD:
             return best[0]
         missing = len(replies) - len(answered)
-        at_most = best[majority - 1 - missing]  # if those that are missing had said the most
+        at_most = best[majority - 1 - missing]  # if all missing replies were the highest
         at_least = best[majority - 1]
         if script is RENEW and at_least != at_most:
             raise self._too_few(replies)
@@ -252,11 +262,11 @@ class Quorum:
 
 class Names:
     """
-    By which name the servers know an owner.
+    The names under which the servers know an owner.
 
-    A server that did not answer may carry out late what it was sent, the undoing of an attempt
-    included, and so end a lease of the same owner's next attempt.  So that one has another name: an
-    owner is its own name until then, and the beginning of the others.
+    A server that did not answer may run its commands late, also the release that undoes an attempt.
+    That would end a lease of the same owner's next attempt.  So the next attempt uses another name.
+    The first name is the owner itself, and the others begin with it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -264,7 +274,7 @@ class Names:
         self._changed: dict[str, tuple[int, float]] = {}
 
     def of(self, owner: str) -> str:
-        """Return the owner's name."""
+        """Return the owner's current name."""
         if owner not in self._changed:
             return owner
         times, _ = self._changed[owner]
@@ -272,7 +282,7 @@ class Names:
         return f"{owner}#{times}"
 
     def change(self, owner: str) -> None:
-        """Give the owner another name; forget those of owners that are long gone."""
+        """Give the owner another name; forget names that were not used for FORGET_AFTER."""
         now = self._clock()
         for other, (_, used) in list(self._changed.items()):
             if used < now - FORGET_AFTER:
@@ -285,16 +295,16 @@ def choose_refusal(
     refused: Sequence[list[Any]], wanted: int, majority: int
 ) -> tuple[list[Any], bool]:
     """
-    Choose, of the refusals, the lease that is in the way.
+    Choose the refusal that describes the lease in the way.
 
     Args:
         refused: ``[0, remaining_ms, owner, holder, nth]`` of each server that refused.
-        wanted: How many of them would have to grant the lock for a majority.
-        majority: Servers that make a holder.
+        wanted: How many of these servers would have to grant the lock for a majority.
+        majority: Number of servers that make a majority.
 
     Returns:
-        The refusal of which the time is the one until a majority can be had, and whether its owner
-        is known to hold the lock; False: it may be that nobody does.
+        The refusal whose remaining time is the time until a majority is possible, and whether its
+        owner is known to hold the lock.  False: possibly no owner holds it.
     """
     owner, times = Counter(reply[2] for reply in refused).most_common(1)[0]
     held = times >= majority
@@ -304,7 +314,7 @@ def choose_refusal(
 
 
 def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
-    """Tell who holds a lock: the owners that a majority names, as long as a majority does."""
+    """Return the leases that a majority reports, each for as long as a majority has it."""
     leases: dict[bytes, list[tuple[Any, ...]]] = {}
     for answer in answers:
         for lease in zip(*[iter(answer)] * 5, strict=True):

@@ -10,14 +10,6 @@ from celery_dislock import SingletonTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
 from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
-from tests.unit.deliveries import Broker
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    return broker
 
 
 @pytest.fixture

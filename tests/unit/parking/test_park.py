@@ -21,7 +21,7 @@ from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.store import Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.tasks.task import runtime_of
-from tests.unit.deliveries import Broker, arrived, deliver, run
+from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import FakeLines
 
 LOCK = "dislock:{k}"
@@ -50,13 +50,6 @@ def lines(app, world):
     process._publisher = Postman()
     process.lines = FakeLines(world.store)
     return process.lines
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    return broker
 
 
 @pytest.fixture

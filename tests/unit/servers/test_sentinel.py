@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 
@@ -276,15 +277,20 @@ class Struck(BaseException):
 
 
 def strike(call, nth):
-    """Raise at the nth instruction of the module; return whether it has so many."""
+    """
+    Raise at the nth instruction of the module; return whether it has that many.
+
+    A line counts as one more: early releases of Python 3.12 trace lines alone.
+    """
     seen = 0
 
     def trace(frame, event, _arg):
         nonlocal seen
-        if frame.f_code.co_filename != sentinel.__file__:
+        code = frame.f_code  # what is raised while a generator is closed, Python drops
+        if code.co_filename != sentinel.__file__ or code.co_flags & inspect.CO_GENERATOR:
             return None
         frame.f_trace_opcodes = True
-        seen += event == "opcode"
+        seen += event in {"line", "opcode"}
         if seen == nth:
             sys.settrace(None)
             raise Struck
@@ -310,7 +316,7 @@ def test_a_signal_at_whatever_instruction_lets_the_next_one_ask(three, clock):
         if not strike(lambda: sentinels.confirm(Connection(OLD)), nth):  # noqa: B023 -- called here
             break
         sentinels.confirm(Connection(OLD), 0.0)
-    assert nth > 100
+    assert nth > 30
 
 
 @pytest.mark.parametrize(

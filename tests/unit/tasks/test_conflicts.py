@@ -12,17 +12,10 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
 from celery_dislock.messages.resend import PUT_OFF_MOST
 from celery_dislock.tasks import conflicts
-from tests.unit.deliveries import Broker, deliver
+from tests.unit.deliveries import deliver
 
 HELD = "lock 'k' is held by t[1] on w (pid 7)"
 NOW = 1_700_000_000.0  # UNIX time
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    return broker
 
 
 @pytest.fixture

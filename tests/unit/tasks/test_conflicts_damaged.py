@@ -7,17 +7,10 @@ import pytest
 from celery_dislock import DamagedLockError, LockHeldError, SingletonTask, StoreError
 from celery_dislock.messages.headers import PUT_OFF_HEADER
 from celery_dislock.tasks.acquisition import DAMAGED_TRIES
-from tests.unit.deliveries import Broker, deliver
+from tests.unit.deliveries import deliver
 
 LOCK = "dislock:{k}"
 DAMAGED = DamagedLockError("redis://fake", f"{LOCK!r} is a string, not a hash", LOCK)
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    return broker
 
 
 @pytest.fixture

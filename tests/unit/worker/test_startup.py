@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
+from celery_dislock import SingletonTask
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import guard_tasks
 from celery_dislock.worker.startup import about_server, about_tasks
@@ -17,10 +17,8 @@ from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
-def app():
-    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    Dislock(app)
-    return without_strangers(app)
+def app(plain_app):
+    return without_strangers(plain_app)
 
 
 def declare(app, name, **options):

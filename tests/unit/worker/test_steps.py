@@ -16,10 +16,8 @@ from tests.unit.fakes import without_strangers
 
 
 @pytest.fixture
-def app():
-    app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    Dislock(app)
-    return app
+def app(plain_app):
+    return plain_app
 
 
 def test_the_worker_says_where_its_locks_are(app, caplog):
