@@ -115,7 +115,7 @@ class LockTermsError(LockHeldError):
     def __str__(self) -> str:
         return (
             f"lock {self.key!r} is held by {self.holder} with {self.held}, and cannot be taken "
-            f"with {self.asked} as well: release it first, or ask for the terms that it has"
+            f"with {self.asked} as well: release it first, or ask for the same terms"
         )
 
 
@@ -134,8 +134,8 @@ class EventLoopError(DislockError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"lock {self.key!r}: an event loop runs in this thread, whose coroutines would all own "
-            "the lock together. Put the whole `with` block into a function, and run that in a "
+            f"lock {self.key!r}: an event loop runs in this thread, and all its coroutines would "
+            "own the lock together. Put the whole `with` block into a function, and run that in a "
             "thread: await asyncio.to_thread(function)"
         )
 

@@ -90,7 +90,7 @@ def group(url: str) -> Group:
             parts = urlsplit(part)
             hosts.append((parts.hostname or "", parts.port or port))
         except ValueError:  # its message quotes the bad port, which may be a password
-            raise ValueError("a port is no number") from None
+            raise ValueError("a port is not a number") from None
         if not parts.hostname:
             raise ValueError("a host is missing")
         login = login or parts.netloc.rpartition("@")[0]

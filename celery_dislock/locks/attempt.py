@@ -26,10 +26,10 @@ def current_lease() -> Lease | None:
 def in_words(holder: Mapping[str, Any]) -> str:
     """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
     if "unreadable" in holder:
-        return f"one whose record cannot be read: {holder['unreadable']}"
+        return f"a holder whose record cannot be read: {holder['unreadable']}"
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
     if "parked" in holder:
-        return f"task {task_id}, whose turn it is" if "id" in holder else "those who wait in line"
+        return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
     return f"{who} on {worker} (pid {pid})"
 

@@ -246,8 +246,8 @@ class Lease:
         """Log that the thread or greenlet that took the lease has ended without releasing it."""
         self._ended = "the thread or greenlet that took it has ended"
         logger.warning(
-            "Lock %r of %s is renewed no more and ends in %.1f s: whoever took it has ended "
-            "without releasing it.",
+            "Lock %r of %s is renewed no more and ends in %.1f s: the thread or greenlet "
+            "that took it ended without releasing it.",
             self.key,
             in_words(self.holder),
             max(0.0, self.trusted_until - self.lock.clock()),

@@ -214,7 +214,7 @@ class Lock:
         first, most = UNHEARD
         if times == UNSAID + 1:
             logger.warning(
-                "Waiting for lock %r without being woken, and asking again after %g s at most: %s",
+                "Lock %r: waiting to be woken failed; asking again every %g s at most: %s",
                 *(self.key, most, error),
             )
         # If some of several locks are taken already, ask again in time to keep them.

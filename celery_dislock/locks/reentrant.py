@@ -106,7 +106,7 @@ class ReentrantLock:
         try:
             wait_for = optional(seconds(at_least=0))(timeout)
         except ValueError as exc:
-            remedy = f"{exc}; leave it out to wait for as long as it takes"
+            remedy = f"{exc}; leave it out to wait without a limit"
             raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy) from exc
         if wait_for is not None and not blocking:
             remedy = "it has no effect with blocking=False: leave one of the two out"

@@ -156,8 +156,8 @@ class Process:
         self.store.close()
         if watched:
             logger.warning(
-                "Closed while %d lock(s) of this process were held: they are renewed no more, and "
-                "end with their expiry unless they are released before.",
+                "Closed while this process held %d lock(s): they are no longer renewed, and end "
+                "with their expiry unless they are released before.",
                 watched,
             )
 
@@ -186,7 +186,7 @@ class Process:
         if len(self._damaged) >= DAMAGED_MOST:
             self._damaged.clear()
         self._damaged.add(error.lock)
-        logger.error("Tasks of one lock cannot run, and all others go on: %s.", error)
+        logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
     def lock_server_answered(self) -> None:
         """Log the end of an outage, if there was one."""

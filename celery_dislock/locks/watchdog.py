@@ -270,7 +270,7 @@ class Watchdog:
         except SURVIVED as exc:
             over = [(owner, one) for owner, one in batch if one.until < self._clock()]
             if not isinstance(exc, StoreError):
-                self._survive("releasing what was cut short", exc)
+                self._survive("releasing interrupted attempts", exc)
         for owner, _ in over:
             self.cleared(owner)
 

@@ -123,7 +123,7 @@ class Message:
             raise ValueError("the record of its ticket cannot be read")
         about, newline, body = written.partition(b"\n")
         if not about.startswith(FORMAT) or not newline:
-            raise ValueError(f"it begins with {written[:20]!r}, which is no format known here")
+            raise ValueError(f"it begins with {written[:20]!r}, which is not a known format")
         try:
             message = cls(**loads(about[len(FORMAT) :]), body=body)
         except Exception as exc:  # any malformed content
@@ -137,7 +137,7 @@ class Message:
         ):
             raise ValueError("its exchange, routing key, headers or properties are of a wrong type")
         if not all(isinstance(message.headers.get(name, ""), str) for name in ("id", "task")):
-            raise ValueError("its id or its task is no text")
+            raise ValueError("its id or task name is not text")
         wrong = [one for one in message.properties.items() if not _can_be_sent(*one)]
         if wrong:
             raise ValueError(f"it cannot be sent with {reprlib.repr(wrong[0])}")

@@ -82,8 +82,8 @@ class Publisher:
             turn = pending.popleft()
             if turn.message is None:
                 logger.error(
-                    "Parked task %s has lost its message on the lock server, and cannot be run; "
-                    "the next in line of %s has its turn.",
+                    "Parked task %s cannot be run: its message is gone from the lock server. The "
+                    "next task in line for %s has its turn.",
                     turn.ticket,
                     turn.lock,
                 )

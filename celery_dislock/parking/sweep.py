@@ -96,7 +96,7 @@ class Sweep:
         except StoreError as exc:
             self._process.lock_server_failed(exc)
         except Exception:
-            logger.exception("Could not look through the lines of parked tasks; trying again.")
+            logger.exception("The sweep of parked tasks failed, and will be tried again.")
         else:
             self._process.lock_server_answered()
             # The interval includes the time that this step took.

@@ -138,7 +138,7 @@ class Cluster:
         Raises:
             StoreError: No node answered, or a slot is on no node.
         """
-        error = StoreError(self.name, "it has no nodes")
+        error = StoreError(self.name, "the cluster has no nodes")
         for send in self.senders():
             try:
                 return send(*command)

@@ -330,7 +330,7 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
             raise Demoted("it is a replica, and no longer the master") from exc
         code, _, told = str(exc).partition(" ")
         if ON_ANOTHER_NODE in str(exc):
-            raise TryAgainError("its slot of the cluster is being moved to another node") from exc
+            raise TryAgainError("its slot is being moved to another node of the cluster") from exc
         if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
             raise CLUSTER_ERRORS[code](told) from exc
         raise

@@ -220,7 +220,7 @@ class Sentinels:
             if not self._silent:
                 self._silent = True
                 logger.warning(
-                    "No Sentinel answers, and %s counts as the master until one does: %s",
+                    "No Sentinel answers; %s counts as the master until one does: %s",
                     _at(self._named),
                     "; ".join(errors),
                 )
@@ -275,7 +275,7 @@ class Sentinels:
                 continue
             answers.append(answer)
             if answer.address is None:
-                errors.append(f"{_at(sentinel.address)}: calls it down")
+                errors.append(f"{_at(sentinel.address)}: says that the master is down")
         return answers, errors, slow
 
 

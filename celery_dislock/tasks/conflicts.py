@@ -122,7 +122,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if answer is None:  # the message was not kept, or the lock server is away
         retry(asking, conflict)
     if isinstance(answer, Full):
-        reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} wait in it"
+        reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
         end_unrun(asking.delivery, reason)
     if isinstance(answer, Conflict):
         put_off_copy(asking.delivery, answer)

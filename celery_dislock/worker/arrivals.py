@@ -89,7 +89,7 @@ class Arrivals:
                 request = _request_of(message)
                 if request is not None:
                     error = args[-1] if isinstance(args[-1], Exception) else None
-                    error = error or InvalidTaskError("it names no task")
+                    error = error or InvalidTaskError("the message has no task name")
                     self._dropped(request, error, tells=tells)
 
         return dropped
@@ -101,7 +101,7 @@ class Arrivals:
         if not tells:
             self._store_failure(request, error)
         if isinstance(error, KeyError):  # of Celery's task registry
-            error = InvalidTaskError("this worker knows no task of that name")
+            error = InvalidTaskError("this worker has no task of that name")
         try:
             if not self._runtime.process.can_park:
                 return
@@ -218,4 +218,4 @@ def _check(payload: Any) -> None:
         and isinstance(kwargs, dict)
         and isinstance(embedded, (dict, type(None)))
     ):
-        raise InvalidTaskError("its body is damaged: its arguments are none")
+        raise InvalidTaskError("its body is damaged: its arguments have the wrong type")

@@ -46,8 +46,9 @@ def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
     unlocked = set(asking).difference(task.name for task in guarded)
     if unlocked:
         yield (
-            f"These tasks have a lock_key, are no SingletonTask, and get no lock in this worker: "
-            f"{_names(unlocked)}. Start it with --dislock, or make SingletonTask their base."
+            "These tasks have a lock_key but are no SingletonTask, and get no lock in this "
+            f"worker: {_names(unlocked)}. Start it with --dislock, or make "
+            "SingletonTask their base."
         )
     rejecting = {
         task.name
@@ -118,10 +119,10 @@ def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
             waiting, parked = _names(by_strategy["wait"]), _names(by_strategy["queue"])
             yield (
                 f'These tasks wait in their slots (lock_on_conflict="wait"): {waiting}; and these, '
-                f'of the same lock_key, are parked ("queue"): {parked}. Those that wait can fill '
-                "all slots while the lock is reserved for one that is parked, and its message "
-                "finds none: the key stands still until one of them gives up. Give all of them "
-                "the same lock_on_conflict, or send them to queues with workers of their own."
+                f'of the same lock_key, are parked ("queue"): {parked}. The waiting tasks can fill '
+                "all slots while the lock is reserved for a parked task, whose message then finds "
+                "no free slot: the key stands still until a waiting task times out. Give all of "
+                "them the same lock_on_conflict, or send them to queues with workers of their own."
             )
 
 

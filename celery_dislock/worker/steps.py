@@ -58,7 +58,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             self.prefix = runtime_of(worker.app).settings.dislock_prefix if self.server else ""
         except DislockError as exc:
             raise SystemExit(
-                f"Cannot start with locks: {exc}\nMend that, name another lock server "
+                f"Cannot start with locks: {exc}\nFix that, name another lock server "
                 "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
             ) from exc
         if self.locking:
@@ -83,7 +83,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         elif self.locking is False:
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
-                "beside those of any other."
+                "and may run at the same time as in other workers."
             )
         for warning in self.warnings:
             logger.warning(warning)

@@ -375,7 +375,7 @@ class TestEnds:
         lock.acquire()
         lease = lock.lease
         dislock.close()
-        assert "Closed while 1 lock(s)" in caplog.text
+        assert "Closed while this process held 1 lock(s)" in caplog.text
         lease.release()
         assert not redis_client.exists(NAME)
 

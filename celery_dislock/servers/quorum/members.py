@@ -115,7 +115,9 @@ class Peer:
                 self._failures = 1
                 self._retry_at = self._clock() + RETRY_AFTER
                 logger.warning(
-                    "Lock server %s fails, the others go on without it: %s", self.name, reply.reason
+                    "Lock server %s failed, the others go on without it: %s",
+                    self.name,
+                    reply.reason,
                 )
         elif self._failures:
             self._failures = 0

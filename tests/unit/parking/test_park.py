@@ -249,7 +249,7 @@ def test_a_full_line_ends_the_newcomer_as_revoked(app, world, lines):
     assert isinstance(ended(come(declare(app))), Ignore)
     state, error = stored(app)
     assert (state, type(error)) == ("REVOKED", TaskRevokedError)
-    assert str(error) == "the line for lock 'k' is full: 7 wait in it"
+    assert str(error) == "the line for lock 'k' is full: 7 tasks wait in it"
 
 
 def test_a_lock_that_became_free_meanwhile_is_had(app, world, lines):

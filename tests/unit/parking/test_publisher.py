@@ -245,7 +245,7 @@ def test_a_record_that_is_gone_is_reported_and_not_set_aside(postman, lines, cap
     postman.hand_over(lines, [Turn(LOCK, "1:0:0", None)])
     [record] = caplog.records
     assert record.levelno == logging.ERROR
-    assert "1:0:0 has lost its message on the lock server" in record.message
+    assert "1:0:0 cannot be run: its message is gone from the lock server" in record.message
     assert lines.store.calls == []
 
 

@@ -210,7 +210,7 @@ def test_while_none_answers_the_last_master_counts(sentinels, three, clock, capl
     with pytest.raises(redis.ConnectionError, match="call 10"):
         sentinels.confirm(Connection(NEW))
     [record] = caplog.records
-    said_once = "No Sentinel answers, and 10.0.0.1:6379 counts as the master until one does"
+    said_once = "No Sentinel answers; 10.0.0.1:6379 counts as the master until one does"
     assert said_once in record.message
     assert "s1:26379: the connection broke, or could not be made" in record.message
     with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):

@@ -104,8 +104,10 @@ class TestPeers:
         ask()
         assert ask() == [([0, 1, 2, 3, 4], 0.5)]
         gone, back = caplog.messages
-        assert gone == "Lock server redis://u:***@host-1/0 fails, the others go on without it: " + (
-            AWAY.reason
+        assert (
+            gone
+            == "Lock server redis://u:***@host-1/0 failed, the others go on without it: "
+            + (AWAY.reason)
         )
         assert back == "Lock server redis://u:***@host-1/0 answers again."
 
