@@ -82,10 +82,14 @@ class Acquisition:
     def park(
         self, parking: Parking, conflict: Conflict, bounds: Bounds
     ) -> Lease | Conflict | Full | None:
-        """Park the task; see :meth:`Parking.park`."""
-        return self._asked(partial(parking.park, conflict, bounds))
+        """
+        Park the task; see :meth:`Parking.park`.
 
-    def unavailable(self, error: StoreError, owner: str | None) -> None:
+        A task that may be in line already never runs without its lock: it is put off instead.
+        """
+        return self._asked(partial(parking.park, conflict, bounds), may_run=False)
+
+    def unavailable(self, error: StoreError, owner: str | None, *, may_run: bool = True) -> None:
         """
         Apply ``dislock_on_unavailable`` after the lock server did not answer.
 
@@ -96,6 +100,7 @@ class Acquisition:
             owner: Owner for which the lock was requested; None if it was not requested.  The
                 server may still grant the lock to this owner.  If the task is put off, its next
                 delivery releases that lease first.
+            may_run: Whether the body may run without its lock; if not, "run" puts the task off.
 
         Raises:
             Retry: The task was put off.
@@ -106,7 +111,7 @@ class Acquisition:
         delivery, key = self.delivery, self.delivery.lock.key
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
-        if choice == "run":
+        if choice == "run" and may_run:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return
         notes = delivery.notes
@@ -135,7 +140,9 @@ class Acquisition:
             acknowledge_unrun(self.delivery)
         return self.delivery.lock.try_acquire(self.delivery.attempt)
 
-    def _asked(self, ask: Callable[[], T], *, first: bool = False) -> T | None:
+    def _asked(
+        self, ask: Callable[[], T], *, first: bool = False, may_run: bool = True
+    ) -> T | None:
         """Call *ask*; if the server does not answer, apply ``dislock_on_unavailable``."""
         attempt, owner = self.delivery.attempt, None
         try:
@@ -146,7 +153,7 @@ class Acquisition:
                 self._take_over()
             answer = ask()
         except StoreError as exc:
-            self.unavailable(exc, owner)
+            self.unavailable(exc, owner, may_run=may_run)
             return None
         except Ignore:  # parked, or a copy: the server has answered
             self._process.lock_server_answered()

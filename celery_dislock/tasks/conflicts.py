@@ -119,7 +119,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
     answer = asking.park(asking.parking, conflict, bounds)
-    if answer is None:  # the message was not kept, or the lock server is away
+    if answer is None:  # the message was not kept
         retry(asking, conflict)
     if isinstance(answer, Full):
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"

@@ -347,6 +347,17 @@ def test_a_copy_that_came_first_after_all_is_put_off_too(app, world, lines, brok
 # A lock server that does not answer
 
 
+def test_a_task_that_may_be_in_line_does_not_run_without_its_lock(
+    app, world, lines, broker, caplog
+):
+    """With dislock_on_unavailable="run" it is put off, and the log does not say that it runs."""
+    app.conf.dislock_on_unavailable = "run"
+    lines.answers = [OTHERS, StoreError("redis://fake", "away")]
+    assert come(declare(app)).info.state == "RETRY"
+    assert len(broker.sent) == 1
+    assert "without its lock" not in caplog.text
+
+
 @pytest.mark.parametrize("at", ["ask", "enlist", "park"])
 def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, monkeypatch, at):
     """Whenever it goes away, the task is put off with what belongs to it, its ticket too."""
