@@ -71,6 +71,8 @@ ON_ANOTHER_NODE = "attempted to access a non local key"
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
+TEXT: frozenset[type] = frozenset({str, bytes})  # types of what is packed as it is
+
 
 class Answered(Ours):  # like NoScriptError: the connection can still be used
     """The server answered, but not with the wanted result."""
@@ -139,9 +141,9 @@ class Wire:
         """Send a command on this connection, after *before*; see :meth:`start`."""
         try:
             if before:
-                connection.send_packed_command(pack(connection, *before), check_health=False)
+                connection.send_packed_command(connection.pack_command(*before), check_health=False)
                 connection.read_response()
-            connection.send_packed_command(pack(connection, *command), check_health=False)
+            connection.send_packed_command(connection.pack_command(*command), check_health=False)
         except BaseException:
             close(connection)
             raise
@@ -180,7 +182,9 @@ class Wire:
         except BaseException as exc:
             if undo and isinstance(exc, Silence):
                 with contextlib.suppress(RedisError, OSError):
-                    connection.send_packed_command(pack(connection, *undo), check_health=False)
+                    connection.send_packed_command(
+                        connection.pack_command(*undo), check_health=False
+                    )
             close(connection)
             raise
         self._idle.append(connection)
@@ -238,28 +242,31 @@ def connection_maker(
         remedy = "give redis://, rediss:// or unix://, with special characters as %XX"
         raise SettingsError("app.conf", "dislock_url", name, remedy) from None
     kind, arguments = pool.connection_class, pool.connection_kwargs
-    if arguments.get("db"):
-        arguments["db"] = str(arguments["db"])  # as text, see pack(): redis-py does not convert it
 
     def make(**more: Any) -> redis.Connection:
         connection: redis.Connection = kind(**{**arguments, **more})
-        # redis-py sends the 3 of HELLO 3 as an int; see pack().
-        connection._command_packer = _AsText(connection._command_packer)  # noqa: SLF001
+        connection._command_packer = _TextPacker(connection._command_packer)  # noqa: SLF001
         return connection
 
     return make
 
 
-class _AsText:
-    """Pack redis-py's HELLO with text arguments, as :func:`pack` does for other commands."""
+class _TextPacker:
+    """
+    Pack commands with numbers as text.
+
+    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
+    """
 
     def __init__(self, packer: Any) -> None:
-        self._packer = packer
+        self._pack = packer.pack
 
     def pack(self, *command: Any) -> Any:
-        if command[0] == "HELLO":
-            command = tuple([_as_text(part) for part in command])
-        return self._packer.pack(*command)
+        return self._pack(*[part if part.__class__ in TEXT else _as_text(part) for part in command])
+
+
+def _as_text(part: Any) -> Any:
+    return part if isinstance(part, (str, bytes, bytearray, memoryview)) else str(part)
 
 
 def _use_provider(arguments: dict[str, Any]) -> None:
@@ -278,21 +285,6 @@ def _use_provider(arguments: dict[str, Any]) -> None:
     for name in ("username", "password"):
         arguments.pop(name, None)
     arguments["credential_provider"] = provider
-
-
-def pack(connection: redis.Connection, *command: str | bytes | float) -> Any:
-    """
-    Pack a command, with numbers as text.
-
-    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
-    """
-    return connection.pack_command(
-        *[part if isinstance(part, (str, bytes)) else str(part) for part in command]
-    )
-
-
-def _as_text(part: Any) -> str | bytes:
-    return part if isinstance(part, (str, bytes)) else str(part)
 
 
 def unknown_option(exc: TypeError) -> str:

@@ -30,7 +30,6 @@ from celery_dislock.servers.connections import (
     connect_within,
     connection_maker,
     locks_of,
-    pack,
     store_error,
 )
 from celery_dislock.servers.pipeline import Batch
@@ -217,7 +216,7 @@ class Node:
         if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        wait = pack(connection, b"WAIT", self._min_replicas, int(patience * 1000))
+        wait = connection.pack_command(b"WAIT", self._min_replicas, int(patience * 1000))
         connection.send_packed_command(wait, check_health=False)
         have = connection.read_response()
         if have < self._min_replicas:
@@ -290,7 +289,7 @@ class Node:
         connection: redis.Connection | None = None
         try:
             connection = connect_within(self._connect, within)
-            connection.send_packed_command(pack(connection, *command), check_health=False)
+            connection.send_packed_command(connection.pack_command(*command), check_health=False)
             return connection.read_response(disable_decoding=True)
         except (RedisError, OSError) as exc:
             raise self._error(exc) from None

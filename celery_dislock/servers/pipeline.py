@@ -15,7 +15,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import Ours
-from celery_dislock.servers.connections import AWAY, close, connect_within, pack, read, store_error
+from celery_dislock.servers.connections import AWAY, close, connect_within, read, store_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +164,7 @@ def _send_all(
     if bring:
         key, *arguments = calls[0]
         commands[0] = script.by_text([key], *arguments)
-    packed = [b"".join(pack(connection, *command)) for command in commands]
+    packed = [b"".join(connection.pack_command(*command)) for command in commands]
     connection.send_packed_command([b"".join(packed)], check_health=False)
 
 

@@ -7,8 +7,8 @@ import time
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import hiredis
 import pytest
-import redis
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.parking.store import Lines, Ticket
@@ -20,6 +20,8 @@ from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import redis
 
 
 LOCK = "dislock:{export:7}"
@@ -497,13 +499,13 @@ class TestPacking:
     def test_commands_are_packed_as_text_alone(self, redis_url, monkeypatch):
         """Hiredis can crash where a signal handler raises while it packs a number."""
         packed = []
-        pack_command = redis.connection.AbstractConnection.pack_command
+        pack = hiredis.pack_command
 
-        def recording(connection, *command):
+        def recording(command):
             packed.append(command)
-            return pack_command(connection, *command)
+            return pack(command)
 
-        monkeypatch.setattr(redis.connection.AbstractConnection, "pack_command", recording)
+        monkeypatch.setattr(hiredis, "pack_command", recording)
         store = Store(f"{redis_url}/3", {"min_replicas": 0})
         lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
         store.acquire([LOCK], "a/1", LONG, HOLDER)
@@ -517,9 +519,8 @@ class TestPacking:
         store.release([LOCK], "a/1")
         store.ping()
         store.close()
-        ours = [command for command in packed if command[0] not in {"HELLO", "CLIENT"}]
-        assert len(ours) > 10
-        for command in ours:
+        assert {b"HELLO", b"SELECT", b"EVALSHA", b"EVAL", b"BLPOP"} <= {one[0] for one in packed}
+        for command in packed:
             assert all(isinstance(part, (str, bytes)) for part in command), command
 
 

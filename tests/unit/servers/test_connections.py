@@ -6,7 +6,12 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import DamagedLockError, ForbiddenError, StoreError
-from celery_dislock.servers.connections import connection_maker, demoted, locks_of, store_error
+from celery_dislock.servers.connections import (
+    connection_maker,
+    demoted,
+    locks_of,
+    store_error,
+)
 
 LOCK = "dislock:{k}"
 EVALSHA = (b"EVALSHA", "f" * 40, 2, LOCK, "dislock:{l}", "owner", 7)
@@ -96,6 +101,6 @@ def test_a_connection_is_greeted_without_numbers():
             return []
 
     connection = connection_maker("n", "redis://127.0.0.1", {})()
-    connection._command_packer._packer = Packer()
+    connection._command_packer._pack = Packer().pack
     connection.pack_command("HELLO", 3, "AUTH", b"user", "secret")
     assert packed == [("HELLO", "3", "AUTH", b"user", "secret")]

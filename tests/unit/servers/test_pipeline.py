@@ -24,7 +24,7 @@ class Connection:
         self._silent = silent
 
     def pack_command(self, *command):
-        return [b" ".join(p if isinstance(p, bytes) else p.encode() for p in command) + END]
+        return [b" ".join(p if isinstance(p, bytes) else str(p).encode() for p in command) + END]
 
     def send_packed_command(self, packed, *, check_health):
         assert not check_health
