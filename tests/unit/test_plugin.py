@@ -174,3 +174,21 @@ class TestCommandLine:
             LockStep(
                 SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=SEVERAL
             )
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("limi", "no such option; did you mean 'limit'?"),
+        ("watchdog_timout", "no such option; did you mean 'watchdog_timeout'?"),
+        ("lock_limit", "no such option; did you mean 'limit'?"),
+        ("ttl", "no such option"),
+        ("shared", "no such option"),
+    ],
+)
+def test_a_lock_has_no_other_options(app, option, remedy):
+    """A misspelt option of dislock.lock() is not taken in silence."""
+    with pytest.raises(SettingsError) as refused:
+        Dislock(app).lock("k", **{option: 5})
+    assert (refused.value.option, refused.value.value) == (option, 5)
+    assert refused.value.remedy == remedy
