@@ -157,5 +157,6 @@ def test_a_task_that_retries_itself_keeps_celerys_line(fleet, scene):
     """Celery's lines are left out only about what ours have told."""
     result = fleet.send(scenarios.retry_once, scene.key)
     assert result.get(timeout=LIMIT) == 1
+    wait_for("the line", lambda: lines_about(fleet, scenarios.retry_once, result.id))
     [said] = lines_about(fleet, scenarios.retry_once, result.id)
     assert " retry: Retry in 0s" in said
