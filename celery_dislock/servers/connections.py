@@ -125,8 +125,12 @@ class Wire:
         Args:
             within: Seconds to connect; None: the timeout in the options.
         """
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
+        try:
+            idle = self._idle.pop()
+        except IndexError:
+            idle = None
+        if idle is not None:
+            return idle
         connection = connect_within(self._connect, within)
         try:
             connection.connect()
