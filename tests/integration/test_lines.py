@@ -1013,6 +1013,18 @@ class TestSettling:
         ticket = f"{task}:0:0"
         broker.store.release([LOCK], owner_of(task, copy), ticket=ticket, settles=seconds, **terms)
 
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_copy_does_not_run_while_the_result_is_on_its_way(self, broker, held, driven, marked):
+        """Though the lock is free: its own task is named as the holder, so that the copy waits."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        self.settle(broker, "a")
+        driven(TURN - 1)
+        for ask in broker.ask, broker.park:
+            refused = ask("a", copy=3, marked=marked)
+            assert (type(refused), refused.holder["id"]) == (Refused, "a")
+
     def test_a_claim_whose_last_release_was_lost_ends_by_itself(
         self, broker, held, driven, redis_client
     ):
