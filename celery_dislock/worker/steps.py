@@ -97,7 +97,9 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """
 
     label = "Dislock sweep"
-    requires = ("celery.worker.components:Timer",)
+    # After the pool: a pool without an event loop leaves the timer to a thread, and a child that is
+    # forked during the first sweep inherits what that thread has locked, such as an import.
+    requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
 
     def __init__(self, worker: WorkController, **kwargs: Any) -> None:
         super().__init__(worker, **kwargs)

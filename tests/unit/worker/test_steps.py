@@ -240,3 +240,17 @@ def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):
 def test_a_step_that_was_not_started_can_be_stopped(worker):
     """A worker that fails while it starts stops all its steps."""
     SweepStep(worker).stop(worker)
+
+
+def test_the_sweep_starts_after_the_pool(app, reachable):
+    """Else children may be forked while its thread imports a module, and wait for that for ever."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="queue", shared=False)
+    def parks(): ...
+
+    for _ in range(10):  # Celery orders steps that do not need each other by chance
+        sweeps = [type(f"Sweep{number}", (SweepStep,), {}) for number in range(3)]
+        app.steps["worker"] = {LockStep, *sweeps}
+        order = [step.name for step in app.WorkController(pool="prefork", concurrency=1).steps]
+        pool = order.index("celery.worker.components.Pool")
+        assert all(order.index(sweep.name) > pool for sweep in sweeps)
