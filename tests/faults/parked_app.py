@@ -32,6 +32,7 @@ from celery_dislock.signals import lock_acquired, lock_released
 from tests.faults.history import Journal
 
 STEP = 0.005  # seconds between two steps of a body
+ACKNOWLEDGED = 0.5  # seconds in which a main process has acknowledged what a child has begun
 FOLDER = Path(os.environ.get("PARKED_FOLDER", "."))
 
 app = Celery("parked", broker=os.environ.get("PARKED_BROKER"))
@@ -63,6 +64,7 @@ def place(name, task_id):
         return
     record("dies", task_id, place=name)
     if victim == "worker":
+        time.sleep(ACKNOWLEDGED)  # nobody but the broker could tell
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 

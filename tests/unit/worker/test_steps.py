@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from celery.worker import WorkController
+from celery.worker.components import Pool
 
 from celery_dislock import Dislock, SingletonTask, StoreError
 from celery_dislock.servers.store import Store
@@ -242,15 +244,11 @@ def test_a_step_that_was_not_started_can_be_stopped(worker):
     SweepStep(worker).stop(worker)
 
 
-def test_the_sweep_starts_after_the_pool(app, reachable):
+def test_the_sweep_starts_after_the_pool():
     """Else children may be forked while its thread imports a module, and wait for that for ever."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="queue", shared=False)
-    def parks(): ...
-
     for _ in range(10):  # Celery orders steps that do not need each other by chance
         sweeps = [type(f"Sweep{number}", (SweepStep,), {}) for number in range(3)]
-        app.steps["worker"] = {LockStep, *sweeps}
-        order = [step.name for step in app.WorkController(pool="prefork", concurrency=1).steps]
-        pool = order.index("celery.worker.components.Pool")
-        assert all(order.index(sweep.name) > pool for sweep in sweeps)
+        blueprint = WorkController.Blueprint(steps={LockStep, *sweeps})
+        order = blueprint._finalize_steps(blueprint.claim_steps())
+        pool = order.index(Pool)
+        assert all(order.index(sweep) > pool for sweep in sweeps)
