@@ -629,7 +629,7 @@ class ParkedMachine(RuleBasedStateMachine):
         self.owners += 1
         delivery = f"delivery {self.owners}" if runs else ""
         if not runs and task not in self.tickets() and task not in self.model.running:
-            self.withdrawn.add(task)  # it ends as FAILURE; what a failover has lost is not set aside
+            self.withdrawn.add(task)  # it ends as FAILURE: what was lost is not set aside
         home = self.home_of(task)
         first = None
         for _ in range(1 + twice):
