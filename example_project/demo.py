@@ -2,8 +2,8 @@
 Show what celery-dislock does, on real workers: ``make demo``.
 
 Starts a redis-server and two workers of the shop, plays the scenes of ``scenes.py``, prints a
-timeline and a verdict for each, and ends everything that it started.  The exit status is 0 where
-all scenes passed, 1 where one failed, 2 where the demo could not be set up.
+timeline and a verdict for each, draws a picture of each, and ends everything that it started.  The
+exit status is 0 where all scenes passed, 1 where one failed, 2 where the demo could not be set up.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from example_project import scenes, shop, timeline
 from example_project.drawing import draw, legend, text_width
 from example_project.redis_server import RedisServer, ServerFailed, ServerMissing
 from example_project.stage import Outcome, Stage
+from example_project.svg import picture
 from example_project.workers import PROJECT, WorkerFailed, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
     from typing import NoReturn
+
+    from example_project.stage import Timeline
 
 WORKERS = ("w1", "w2")
 PROCESSES = 4  # of each worker: room for clicks to be refused while four exports run
 ROW_PAUSE = 0.2  # seconds: an export of 31 rows or more lasts several watchdog timeouts
+IN_README = (scenes.exports, scenes.killed_child)  # one picture shows these two
 FAILED, NOT_SET_UP = 1, 2  # exit statuses
 FOREIGN = ("CELERY_", "SHOP_")  # CELERY_BROKER_URL would lead the demo to a server not its own
 INTERRUPTED = 128  # plus the signal's number: the exit status that a shell gives
@@ -87,7 +91,7 @@ def play(output: Path, *, locks: bool) -> int:
     events_file = output / "timeline.jsonl"
     _clear(output)
     timeline.record_to(events_file)
-    verdicts: list[bool] = []
+    outcomes: dict[scenes.Scene, Outcome] = {}
     with RedisServer(output / "redis", unix_socket=True) as server:
         settings = {
             "SHOP_BROKER_URL": server.broker_url,
@@ -110,18 +114,32 @@ def play(output: Path, *, locks: bool) -> int:
                 print(_wrapped(f"Workers {pids} run, {how} {timeout:g} s.", ""))
                 stage = Stage(server, events_file, timeout, len(WORKERS) * PROCESSES)
                 for number, (scene, _) in group:
-                    verdicts.append(_show(number, scene, stage))
+                    outcomes[scene] = _show(number, scene, stage)
 
-    passed = sum(verdicts)
-    print(f"\n{passed} of {len(verdicts)} scenes passed, in {time.monotonic() - began:.0f} s.")
-    if passed == len(verdicts):
+    passed = sum(not outcome.problems for outcome in outcomes.values())
+    print(f"\n{passed} of {len(outcomes)} scenes passed, in {time.monotonic() - began:.0f} s.")
+    write_pictures(output, outcomes)
+    print(f"The timelines as pictures: {output / 'pictures'}, {output / 'demo.svg'}")
+    if passed == len(outcomes):
         return 0
     logs = ", ".join(str(output / f"{name}.log") for name in WORKERS)
     print(f"The workers' logs: {logs}\nThe timeline: {events_file}")
     return FAILED
 
 
-def _show(number: int, scene: scenes.Scene, stage: Stage) -> bool:
+def write_pictures(output: Path, outcomes: Mapping[scenes.Scene, Outcome]) -> None:
+    """Draw the timelines of each scene, and those of ``IN_README`` once more in one picture."""
+    together: list[Timeline] = []
+    (output / "pictures").mkdir(parents=True, exist_ok=True)
+    for scene, outcome in outcomes.items():
+        file = output / "pictures" / f"{scene.__name__}.svg"
+        file.write_text(picture(outcome.timelines), "utf-8")
+        if scene in IN_README:
+            together += outcome.timelines
+    (output / "demo.svg").write_text(picture(together), "utf-8")
+
+
+def _show(number: int, scene: scenes.Scene, stage: Stage) -> Outcome:
     print("\n" + _wrapped(f"Scene {number}. {(scene.__doc__ or '').strip()}", ""), end="\n\n")
     try:
         outcome = scene(stage)
@@ -141,7 +159,7 @@ def _show(number: int, scene: scenes.Scene, stage: Stage) -> bool:
     print(_wrapped(f"{verdict}  {outcome.verdict}.", "", "      "))
     for problem in outcome.problems:
         print(_wrapped(f"- {problem}", "      ", "        "))
-    return not outcome.problems
+    return outcome
 
 
 def _wrapped(text: str, first: str, following: str | None = None) -> str:
@@ -156,9 +174,9 @@ def _wrapped(text: str, first: str, following: str | None = None) -> str:
 
 
 def _clear(output: Path) -> None:
-    for folder in ("redis", "shop"):
+    for folder in ("redis", "shop", "pictures"):
         shutil.rmtree(output / folder, ignore_errors=True)
-    for name in ("timeline.jsonl", *(f"{name}.log" for name in WORKERS)):
+    for name in ("timeline.jsonl", "demo.svg", *(f"{name}.log" for name in WORKERS)):
         with contextlib.suppress(FileNotFoundError):
             (output / name).unlink()
 

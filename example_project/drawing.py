@@ -10,6 +10,7 @@ Draw spans of time as bars on a common axis, in plain text.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,57 @@ if TYPE_CHECKING:
 WIDTH_LEAST, WIDTH_MOST = 60, 120  # characters
 STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)  # seconds between two figures on the axis
 ROOM_FOR_FIGURE = 8  # characters
+
+
+class Row(NamedTuple):
+    """What stands on one line: the spans of a process, or the clicks that did not get in."""
+
+    key: str
+    who: str  # worker and process, or what became of the clicks
+    spans: Sequence[Span] = ()
+    clicks: Sequence[float] = ()  # Unix times
+
+
+def rows(
+    spans: Iterable[Span], refused: Iterable[tuple[str, float]] = (), others: str = "refused"
+) -> list[Row]:
+    """
+    Sort what happened into rows: the processes of a key in the order of their first spans.
+
+    Args:
+        spans: What to draw.
+        refused: Key and Unix time of each click that did not get in: the last row of its key.
+        others: What became of these clicks, in one word.
+    """
+    found: dict[str, dict[str, list[Span]]] = {}
+    for span in sorted(spans, key=lambda span: (span.key, span.start)):
+        who = f"{span.worker.split('@')[0]}/{span.pid}"
+        found.setdefault(span.key, {}).setdefault(who, []).append(span)
+    clicks: dict[str, list[float]] = {}
+    for key, at in refused:
+        clicks.setdefault(key, []).append(at)
+    sorted_rows = []
+    for key in sorted({*found, *clicks}):
+        sorted_rows += [Row(key, who, spans=row) for who, row in found.get(key, {}).items()]
+        if key in clicks:
+            sorted_rows.append(Row(key, others, clicks=clicks[key]))
+    return sorted_rows
+
+
+def first_and_last(drawn: Iterable[Row]) -> tuple[float, float]:
+    """Return the Unix times between which everything in these rows happened; there is something."""
+    times: list[float] = []
+    for row in drawn:
+        times += row.clicks
+        times += [at for span in row.spans for at in (span.start, span.end, *span.renewals) if at]
+    return min(times), max(times)
+
+
+def axis_step(length: float, most: float) -> float:
+    """Return the seconds between two figures, for an axis of *length* with *most* figures."""
+    longest = STEPS[-1]
+    fits = (step for step in STEPS if length / step <= most)
+    return next(fits, longest * math.ceil(length / longest / most))
 
 
 class Marks(NamedTuple):
@@ -105,33 +157,20 @@ def draw(
     if not spans:
         return []
     use = marks()
-    crosses: dict[str, list[float]] = {}
-    for key, at in refused:
-        crosses.setdefault(key, []).append(at)
-    times = [at for many in crosses.values() for at in many]
-    times += [at for span in spans for at in (span.start, span.end, *span.renewals) if at]
-    first, last = min(times), max(times)
-
-    rows: dict[tuple[str, str], list[Span]] = {}
-    for span in sorted(spans, key=lambda span: (span.key, span.start)):
-        rows.setdefault((span.key, f"{span.worker.split('@')[0]}/{span.pid}"), []).append(span)
-    names = [key for key, _ in rows]
-    key_width = max(map(len, names))
-    label_width = key_width + 2 + max(len(others), *(len(who) for _, who in rows))
+    drawn = rows(spans, refused, others)
+    key_width = max(len(row.key) for row in drawn)
+    label_width = key_width + 2 + max(len(row.who) for row in drawn)
     columns = text_width() - len(indent) - label_width - 2
-    scale = _Scale(first, last, columns)
+    scale = _Scale(*first_and_last(drawn), columns)
 
     lines = []
-    for index, ((key, who), row) in enumerate(rows.items()):
+    for row in drawn:
         line = [" "] * columns
-        for span in row:
+        for span in row.spans:
             _draw_bar(line, span, scale, use)
-        lines.append(_labelled(indent, key, who, key_width, label_width, line))
-        if key in crosses and key not in names[index + 1 :]:
-            line = [" "] * columns
-            for at in crosses[key]:
-                line[scale.column(at)] = use.refused
-            lines.append(_labelled(indent, key, others, key_width, label_width, line))
+        for at in row.clicks:
+            line[scale.column(at)] = use.refused
+        lines.append(_labelled(indent, row.key, row.who, key_width, label_width, line))
     lines.append(_labelled(indent, "", "", key_width, label_width, scale.axis()))
     return lines
 
@@ -149,8 +188,7 @@ class _Scale:
         return min(max(round(share * (self._columns - 1)), 0), self._columns - 1)
 
     def axis(self) -> list[str]:
-        most = self._columns / ROOM_FOR_FIGURE  # figures
-        step = next((step for step in STEPS if self._length / step <= most), STEPS[-1])
+        step = axis_step(self._length, self._columns / ROOM_FOR_FIGURE)
         line = [" "] * self._columns
         for number in range(int(self._length / step) + 1):
             figure = f"{number * step:g}s"

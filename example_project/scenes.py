@@ -90,7 +90,11 @@ def exports(stage: Stage) -> Outcome:
     outcome.expect(renewals >= RENEWALS_LEAST, f"a lock was renewed {renewals} times only")
     if skipped:
         outcome.notes.append(f"a skipped click's result: REVOKED, {skipped[0].result}")
-    outcome.timelines.append(Timeline.of("", events))
+    headline = (
+        f"{len(clicks)} clicks on export: {len(done)} ran, at most {most} per key at a time; "
+        f"{len(skipped)} were refused"
+    )
+    outcome.timelines.append(Timeline.of("", events, headline=headline))
     return outcome
 
 
@@ -146,7 +150,11 @@ def reindex(stage: Stage) -> Outcome:
     outcome.notes.append(f"the last one's result while it was in line: {meanwhile}")
     if skipped:
         outcome.notes.append(f"a skipped one's result: REVOKED, {skipped[0].result}")
-    outcome.timelines.append(Timeline.of("", events, others="parked"))
+    headline = (
+        f"{EDITS} edits of one shelf: {len(ran)} index runs, at most {most} at a time; "
+        f"{len(skipped)} replaced in line"
+    )
+    outcome.timelines.append(Timeline.of("", events, headline=headline, others="parked"))
     return outcome
 
 
@@ -188,7 +196,11 @@ def payments(stage: Stage) -> Outcome:
         in_line > stage.slots,
         f"when the lamp was sold {in_line} payments waited: no more than there are slots",
     )
-    outcome.timelines.append(Timeline.of("", events, others="parked"))
+    headline = (
+        f"{len(clicks)} payments: at most {most} per customer at a time; "
+        f"{len(right)} of {len(CUSTOMER_IDS)} statements in order"
+    )
+    outcome.timelines.append(Timeline.of("", events, headline=headline, others="parked"))
     return outcome
 
 
@@ -220,7 +232,8 @@ def runaway(stage: Stage) -> Outcome:
     outcome.expect(not locked, "its lock is still in Redis")
     outcome.expect(again is not None, "the next one did not get the lock")
     outcome.notes.append(f"its result: {first.state}, {first.result}")
-    outcome.timelines.append(Timeline.of("", events))
+    headline = f"A task that never ends: renewed {renewals} times; its cap is {cap}"
+    outcome.timelines.append(Timeline.of("", events, headline=headline))
     return outcome
 
 
@@ -263,7 +276,8 @@ def killed_child(stage: Stage) -> Outcome:
     outcome.expect(most == 1, f"{most} exports ran at a time")
     outcome.expect(complete, "the file is not complete")
     outcome.notes.append(f"the killed export's result: {first.state}, {first.result}")
-    outcome.timelines.append(Timeline.of("", events))
+    headline = f"A process is killed in mid-export: the next export starts {gap:.1f} s later"
+    outcome.timelines.append(Timeline.of("", events, headline=headline))
     return outcome
 
 
@@ -303,13 +317,15 @@ def _sell_lamps(stage: Stage, buy: Task, how: str) -> _Sale:
 
     wait_until(all_served, "all customers were served", SCENE_TIMEOUT)
     events = stage.events(since)
+    sold = books.sold(ITEM)
+    headline = f"{how.capitalize()}: {PIECES} {ITEM}s for {CUSTOMERS} customers, {sold} sold"
     return _Sale(
-        books.sold(ITEM),
+        sold,
         books.stock_of(ITEM),
         failed,
         clicks,
         most_at_once(bodies(events)),
-        Timeline.of(how, events),
+        Timeline.of(how, events, headline=headline),
     )
 
 

@@ -43,20 +43,27 @@ class Timeline:
         spans: Who held which lock; which bodies ran, where nobody held any.
         refused: Key and Unix time of each click that did not get its lock at once.
         others: What became of these: "refused" or "parked".
+        held: Whether the bars stand for locks, not for bodies that ran without any.
+        headline: What happened, in a line above the picture; empty for the title.
     """
 
     title: str
     spans: list[Span]
     refused: list[tuple[str, float]]
     others: str = "refused"
+    held: bool = True
+    headline: str = ""
 
     @classmethod
-    def of(cls, how: str, events: list[dict[str, Any]], *, others: str = "refused") -> Timeline:
+    def of(
+        cls, how: str, events: list[dict[str, Any]], *, headline: str, others: str = "refused"
+    ) -> Timeline:
         """Choose what to draw; *how* the scene was played begins the title."""
         refused = [(event["key"], event["at"]) for event in events if event["what"] == "conflict"]
         held = holds(events)
         bars = "who held the lock" if held else "who ran; nobody held a lock"
-        return cls(f"{how}: {bars}" if how else bars, held or bodies(events), refused, others)
+        title = f"{how}: {bars}" if how else bars
+        return cls(title, held or bodies(events), refused, others, bool(held), headline)
 
 
 @dataclass

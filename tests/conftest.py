@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import redis
 
 from example_project.redis_server import ServerMissing, find_server
 from tests.leaks import Watch, remember
@@ -43,6 +44,13 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis_server.client() as client:
         client.flushall()
     return redis_server.url
+
+
+@pytest.fixture
+def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+    """A client of the flushed database, beside the package's own, that speaks str."""
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        yield client
 
 
 @pytest.fixture

@@ -93,12 +93,21 @@ class Attempt:
 
 
 class Conflict(NamedTuple):
-    """An acquisition that was refused because the lock is held; falsy, unlike a lease."""
+    """
+    An acquisition that was refused because the lock is held; falsy, unlike a lease.
+
+    Attributes:
+        key: The key of the lock; of several, of the one that is held.
+        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
+            in place of ``task`` and ``id``.
+        remaining: Seconds until the holder's lease ends, unless it is renewed.
+        place: Place in line, from 1, that the task would get if it were parked; else 0.
+    """
 
     key: str
     holder: Mapping[str, Any]
-    remaining: float  # seconds until the holder's lease ends, unless it is renewed
-    place: int = 0  # in line, that the task would get if it were parked
+    remaining: float
+    place: int = 0
 
     def __bool__(self) -> bool:
         return False

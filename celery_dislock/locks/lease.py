@@ -51,7 +51,7 @@ def trust_in(ttl: float) -> float:
 
 class Lease:
     """
-    One owner's hold on a lock, with a deadline.  Made by :meth:`Lock.try_acquire`.
+    One owner's hold on a lock, with a deadline.  Made when a lock is taken.
 
     The lease belongs to the process that took it.  In a forked child the copy counts as not held,
     and releasing it does nothing.
@@ -63,7 +63,7 @@ class Lease:
             token.  A resource that remembers the largest token can refuse an outdated holder.
         renewals: Number of renewals of the lease.
         capped: True once the cap has stopped the renewals.
-        finished: True once :meth:`release` or :meth:`leave` is done.  A release may have failed:
+        finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
         lost: True once this process can no longer trust the lease and has not released it.
     """

@@ -51,8 +51,9 @@ class ReentrantLock:
             ...
             lease.ensure_held()
 
-    If the lock was lost, the block ends with :class:`LockLostError`.  If the block itself raised
-    another exception, that exception propagates, with a note about the loss.
+    If the lock was lost, the block ends with
+    :class:`~celery_dislock.exceptions.LockLostError`.  If the block itself raised another
+    exception, that exception propagates, with a note about the loss.
 
     Attributes:
         keys: The keys of the lock.  All of several keys are taken, or none.

@@ -76,14 +76,25 @@ class Swept(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A live lease."""
+    """
+    A live lease, as the lock server sees it.
+
+    Attributes:
+        owner: The string that identifies the acquisition.
+        remaining: Seconds until it expires, unless it is renewed.
+        token: Its fencing token.
+        mode: "exclusive" or "shared".
+        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
+            in place of ``task`` and ``id``.
+        expiring: True if its owner is done with it, and it is left to expire.
+    """
 
     owner: str
-    remaining: float  # seconds
+    remaining: float
     token: int
     mode: str
     holder: Mapping[str, Any]
-    expiring: bool = False  # its owner is done, and the lease only runs out
+    expiring: bool = False
 
 
 def text(written: bytes) -> str:

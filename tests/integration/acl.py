@@ -5,5 +5,5 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "servers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "set-up-the-lock-server.md"
 (RULES,) = re.findall(r"^user dislock (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)

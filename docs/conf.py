@@ -1,0 +1,104 @@
+"""
+Sphinx's settings for the site; ``make docs`` builds it, and treats warnings as errors.
+
+The build asks no server for anything: the other projects' inventories stand in ``inventories/``.
+They are fetched anew with ``curl -Lo docs/inventories/celery.inv <address below>/objects.inv``.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+HERE = Path(__file__).parent
+
+project = "celery-dislock"
+author = "celery-dislock contributors"
+project_copyright = author
+version = release = version_of(project)
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinxcontrib.mermaid",
+]
+exclude_patterns = ["_build"]
+suppress_warnings = ["config.cache"]
+nitpicky = True
+
+# The Markdown is written for a repository's browser: its fences and anchors are GitHub's.
+myst_fence_as_directive = ["mermaid"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+_site = {
+    "python": "https://docs.python.org/3",
+    "celery": "https://docs.celeryq.dev/en/stable",
+    "kombu": "https://docs.celeryq.dev/projects/kombu/en/stable",
+    "redis": "https://redis.readthedocs.io/en/stable",
+}
+intersphinx_mapping = {
+    name: (address, str(HERE / "inventories" / f"{name}.inv")) for name, address in _site.items()
+}
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+nitpick_ignore = [
+    ("py:class", "click.exceptions.ClickException"),  # a base; click has no inventory
+    ("py:class", "timedelta"),  # imported for type checkers only
+]
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+copybutton_prompt_text = r"^(\$|>>>|\.\.\.) "
+copybutton_prompt_is_regexp = True
+
+html_theme = "furo"
+html_title = "celery-dislock"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "source_repository": "https://github.com/celery-dislock/celery-dislock/",
+    "source_branch": "main",
+    "source_directory": "docs/",
+}
+
+# ``make docs`` brings Mermaid with the site where npm can fetch it; else readers' browsers ask
+# the public copy for it.
+if mermaid := os.environ.get("DOCS_MERMAID"):
+    html_static_path.append(mermaid)
+    mermaid_use_local = "mermaid.esm.min.mjs"
+mermaid_version = "11.12.1"
+mermaid_fullscreen = False  # its button's sign is in few fonts; site.css makes diagrams readable
+# Drawn at their own size, and narrow: then the letters of a large one stay large enough.
+mermaid_init_config = {
+    "startOnLoad": False,
+    "flowchart": {"useMaxWidth": False, "wrappingWidth": 120, "nodeSpacing": 25, "padding": 10},
+    "sequence": {"useMaxWidth": False},
+    "state": {"useMaxWidth": False},
+}
+
+
+def setup(app: Sphinx) -> None:
+    """Change what the theme made of each page."""
+    app.connect("html-page-context", _give_captions_a_level, priority=900)  # after the theme
+
+
+def _give_captions_a_level(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, str], _tree: object
+) -> None:
+    """The menu's captions are headings of no level, which screen readers cannot place."""
+    context["furo_navigation_tree"] = context["furo_navigation_tree"].replace(
+        'role="heading"', 'role="heading" aria-level="2"'
+    )

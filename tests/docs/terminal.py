@@ -1,0 +1,168 @@
+"""Terminals and a Python prompt: what the reader of a page has beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+LIMIT = 60.0  # seconds for a command to end, or for a line to appear
+POLL = 0.02  # seconds between two looks
+END = "<ended>"
+ANYTHING = "…"  # in the output that a page shows: any text; alone on a line, any lines
+PROMPT = Path(__file__).with_name("prompt.py")
+
+
+def pattern_of(shown: list[str]) -> re.Pattern[str]:
+    """Return what the output has to match that a page shows."""
+    lines = []
+    for line in shown:
+        if line.strip() == ANYTHING:
+            lines.append(r"(?:.*\n)*?")
+        else:
+            lines.append(
+                ".*".join(re.escape(part) for part in line.rstrip().split(ANYTHING)) + r"\s*?\n"
+            )
+    return re.compile("".join(lines))
+
+
+class Terminal:
+    """A shell in a folder.  What is printed in it is read by a thread of its own."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._shell = subprocess.Popen(
+            ["bash", "--norc"],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._printed: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._shell.stdout is not None
+        self._printed.extend(iter(self._shell.stdout.readline, ""))
+
+    def _type(self, line: str) -> None:
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(line + "\n")
+        self._shell.stdin.flush()
+
+    def run(self, command: str) -> tuple[int, str]:
+        """Type a command, and return its exit status and output when it has ended."""
+        begin = len(self._printed)
+        self._type(f"{command}\necho '{END}' $?")
+        self._wait(lambda: any(END in line for line in self._printed[begin:]), command)
+        output = "".join(self._printed[begin:])
+        before, _, status = output.rpartition(END)
+        return int(status), before
+
+    def start(self, command: str, shown: list[str]) -> None:
+        """Type a command and leave it running; wait until it has printed what a page shows."""
+        begin = len(self._printed)
+        self._type(command)
+        self._wait(lambda: self.has(shown, begin), "\n".join(shown))
+
+    def _wait(self, condition, what: str) -> None:
+        give_up = time.monotonic() + LIMIT
+        while not condition():
+            assert self._shell.poll() is None, f"the shell has ended:\n{''.join(self._printed)}"
+            assert time.monotonic() < give_up, f"{what!r} is not there:\n{''.join(self._printed)}"
+            time.sleep(POLL)
+
+    @property
+    def printed(self) -> str:
+        """All that was printed so far."""
+        return "".join(self._printed)
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        """Type Ctrl-C, and wait for the shell's prompt."""
+        for process in self._processes():
+            _send(process, number)
+        give_up = time.monotonic() + LIMIT
+        while self._processes() and time.monotonic() < give_up:
+            time.sleep(POLL)
+
+    def has(self, shown: list[str], begin: int = 0) -> bool:
+        """Tell whether these lines have been printed, in this order, others between them or not."""
+        lines = iter(self._printed[begin:])
+        wanted = [pattern_of([line]) for line in shown if line.strip() != ANYTHING]
+        return all(any(want.fullmatch(line) for line in lines) for want in wanted)
+
+    def close(self) -> None:
+        """End what runs in it, as closing its window does, and make sure of it."""
+        self.interrupt(signal.SIGTERM)
+        for process in self._processes():
+            _send(process, signal.SIGKILL)
+        self._shell.kill()
+        self._shell.wait()
+        self._reader.join()
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        self._shell.stdin.close()
+        self._shell.stdout.close()
+
+    def _processes(self) -> list[int]:
+        """Return the processes of the shell's session, without the shell."""
+        shell = self._shell.pid
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,stat=", "-s", str(shell)],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        rows = [row.split() for row in listed.stdout.splitlines()]
+        return [int(pid) for pid, stat in rows if int(pid) != shell and not stat.startswith("Z")]
+
+
+def _send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+class Prompt:
+    """A Python that runs the snippets of one page, one after the other."""
+
+    def __init__(self, python: Path, folder: Path, environment: dict[str, str]) -> None:
+        self._python = subprocess.Popen(
+            [python, PROMPT],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, language: str, code: str, line: int, page: Path) -> str:
+        """Run a snippet; return what is wrong with it, or ""."""
+        assert self._python.stdin is not None
+        assert self._python.stdout is not None
+        asked = {"language": language, "code": code, "line": line, "page": str(page)}
+        self._python.stdin.write(json.dumps(asked) + "\n")
+        self._python.stdin.flush()
+        answer = self._python.stdout.readline()
+        assert answer, f"Python ended in line {line} of {page.name}"
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._python.stdin is not None
+        assert self._python.stdout is not None
+        self._python.stdin.close()
+        try:
+            self._python.wait(LIMIT)
+        finally:
+            self._python.kill()
+            self._python.wait()
+            self._python.stdout.close()

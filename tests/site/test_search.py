@@ -1,0 +1,26 @@
+"""Sphinx's search, asked what readers ask."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+import pytest
+
+FIRST = 5  # results that a reader looks at
+EXPECTED = {
+    "lock_key": {"reference/options"},
+    "export twice": {"faq"},
+    "visibility timeout": {"how-to/long-tasks"},
+    "stale lock": {"faq"},
+}
+
+
+@pytest.mark.parametrize("query", EXPECTED)
+def test_the_search_finds_the_page_that_answers(visit, address, faults, query):
+    """Among the first results is a page that answers the question."""
+    page = visit(f"search.html?{urlencode({'q': query})}")
+    page.wait_for_selector("#search-results .search-summary:has-text('found')")
+    links = page.locator("#search-results li > a").evaluate_all("all => all.map(a => a.href)")
+    names = [link.removeprefix(address).partition(".html")[0] for link in links]
+    assert EXPECTED[query] & set(names[:FIRST]), f"found {names[: 2 * FIRST]}"
+    assert not faults
