@@ -37,7 +37,7 @@ check: $(STAMP)  ## lint, formatting, types, layers, spelling
 	@$(BIN)/codespell README.md CHANGELOG.md docs celery_dislock example_project benchmarks
 
 docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
-	@DOCS_MERMAID=$$(ls -d $(MERMAID)/package/dist 2>/dev/null) $(BIN)/python -m sphinx \
+	@DOCS_MERMAID=$$(ls -d "$(CURDIR)/$(MERMAID)/package/dist" 2>/dev/null) $(BIN)/python -m sphinx \
 		--fail-on-warning --keep-going --quiet --builder html docs docs/_build
 	@echo "Built docs/_build/index.html"
 
@@ -74,7 +74,8 @@ $(SITE): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
 	@mkdir -p $(MERMAID)
 	@cd $(MERMAID) && npm pack --silent mermaid@11.12.1 >/dev/null 2>&1 && \
-		tar -xzf mermaid-11.12.1.tgz package/dist || echo "No npm here: diagrams need the network."
+		tar -xzf mermaid-11.12.1.tgz package/dist/mermaid.esm.min.mjs \
+			package/dist/chunks/mermaid.esm.min || echo "No npm here: diagrams need the network."
 	@touch $@
 
 .venv: $(STAMP)
