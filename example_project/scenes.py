@@ -91,7 +91,7 @@ def exports(stage: Stage) -> Outcome:
     if skipped:
         outcome.notes.append(f"a skipped click's result: REVOKED, {skipped[0].result}")
     headline = (
-        f"{len(clicks)} clicks on export: {len(done)} ran, at most {most} per key at a time; "
+        f"{len(clicks)} clicks on export: {len(ran)} ran, at most {most} per key at a time; "
         f"{len(skipped)} were refused"
     )
     outcome.timelines.append(Timeline.of("", events, headline=headline))
@@ -276,7 +276,7 @@ def killed_child(stage: Stage) -> Outcome:
     outcome.expect(most == 1, f"{most} exports ran at a time")
     outcome.expect(complete, "the file is not complete")
     outcome.notes.append(f"the killed export's result: {first.state}, {first.result}")
-    headline = f"A process is killed in mid-export: the next export starts {gap:.1f} s later"
+    headline = f"A process is killed in mid-export: the next export starts {gap:.2f} s later"
     outcome.timelines.append(Timeline.of("", events, headline=headline))
     return outcome
 

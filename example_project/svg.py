@@ -37,11 +37,12 @@ LETTER_DROP = 5  # from a letter's middle to the line that it stands on
 GAP = 10  # between two things on a line
 FIGURE = 64  # room for one on the axis
 BAR, TICK, DIAMOND = 12, 6, 6  # heights; of half a diamond
+TICK_WIDTH = 2
 CROSS = {"cross": 7, "broken": 9}  # sizes
-BAR_LEAST = 2  # width
-SWATCH = 26  # width of a mark in the legend
+BAR_LEAST = 3  # width
+SWATCH = 20  # width of a mark in the legend
 
-KEY_MOST = 24  # letters of a key: bars need room
+LABEL_MOST = 20  # letters of a key, and of a process: bars need room
 LENGTH_LEAST = 0.01  # seconds of an axis
 BROKEN = ("killed", "lost")  # ends that leave work half done
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -55,7 +56,7 @@ text { font: 14px ui-sans-serif, system-ui, -apple-system, "Segoe UI", sans-seri
 .ground { fill: #ffffff; stroke: #d0d7de }
 .band { fill: #f3f5f8 }
 .grid { stroke: #d0d7de; fill: none }
-.held { fill: #2563b8 }
+.held { fill: #2563b8; stroke: #f3f5f8 }
 .unlocked { fill: #dbe7f7; stroke: #2563b8 }
 .renewal { stroke: #ffffff; stroke-width: 2; fill: none }
 .cap { fill: #f2b632; stroke: #7a4f00 }
@@ -68,7 +69,7 @@ text { fill: #e6edf3 }
 .ground { fill: #0d1117; stroke: #3d444d }
 .band { fill: #171d26 }
 .grid { stroke: #3d444d }
-.held { fill: #58a6ff }
+.held { fill: #58a6ff; stroke: #171d26 }
 .unlocked { fill: #16304f; stroke: #58a6ff }
 .renewal { stroke: #0d1117 }
 .cap { fill: #f2b632; stroke: #0d1117 }
@@ -106,7 +107,7 @@ class _Sheet:
         self._front: list[str] = []
         self._y = float(KEY_GAP)
         keys = max((len(_short(row.key)) for row in everything), default=0)
-        names = max((len(row.who) for row in everything), default=0)
+        names = max((len(_short(row.who)) for row in everything), default=0)
         self._name_x = MARGIN + keys * LETTER + GAP
         self._left = self._name_x + names * LETTER + GAP
         self._right = WIDTH - 2 * MARGIN  # the last figure of an axis may stick out
@@ -162,25 +163,29 @@ class _Sheet:
             y = self._y + 1 + (index + 0.5) * ROW
             if not index:
                 self._write(MARGIN, y + LETTER_DROP, _short(row.key), "label")
-            self._write(self._name_x, y + LETTER_DROP, row.who, "label muted")
+            self._write(self._name_x, y + LETTER_DROP, _short(row.who), "label muted")
+            for span in row.spans:
+                self._add_bar(span, y, scale, kind)
             for span, following in itertools.zip_longest(row.spans, row.spans[1:]):
                 free_until = scale.x(following.start) if following else self._right
-                self._add_span(span, y, free_until, scale, kind)
+                self._add_marks(span, y, scale, free_until)
             if row.clicks:
                 where = sorted(scale.x(at) for at in row.clicks)
                 self._front.append(_crosses(where, y, "cross"))
         self._y += height + KEY_GAP
 
-    def _add_span(self, span: Span, y: float, free_until: float, scale: _Scale, kind: str) -> None:
+    def _add_bar(self, span: Span, y: float, scale: _Scale, kind: str) -> None:
         start = scale.x(span.start)
         if span.end is None:
-            end = self._right
-            self._front.append(_arrow(start, end, y, kind))
+            self._front.append(_arrow(start, self._right, y, kind))
         else:
-            end = scale.x(span.end)
-            self._front.append(_bar(start, end, y, kind))
+            self._front.append(_bar(start, scale.x(span.end), y, kind))
+
+    def _add_marks(self, span: Span, y: float, scale: _Scale, free_until: float) -> None:
+        end = self._right if span.end is None else scale.x(span.end)
         if span.renewals:
-            self._front.append(_ticks([scale.x(at) for at in span.renewals], y))
+            where = [min(scale.x(at), end - TICK_WIDTH) for at in span.renewals]
+            self._front.append(_ticks(where, y))
         if span.capped is not None:
             self._front.append(_diamond(scale.x(span.capped), y))
         if span.how in BROKEN:
@@ -232,13 +237,13 @@ def _in_words(timeline: Timeline, drawn: Sequence[Row]) -> str:
         ends = [span.how for span in spans]
         clicks = sum(len(row.clicks) for row in its_rows)
         parts = [
-            f"{'held' if timeline.held else 'ran without a lock'} {len(spans)} times",
-            f"at most {most_at_once(spans)} at a time",
-            *(f"{end} {ends.count(end)} times" for end in BROKEN if end in ends),
+            f"{'held' if timeline.held else 'ran without a lock'}: {len(spans)}",
+            f"most at a time: {most_at_once(spans)}",
+            *(f"{end}: {ends.count(end)}" for end in BROKEN if end in ends),
         ]
         if clicks:
-            parts.append(f"{clicks} clicks {timeline.others}")
-        told.append(f"{key}: {', '.join(parts)}")
+            parts.append(f"{timeline.others}: {clicks}")
+        told.append(f"{key} ({', '.join(parts)})")
     return ". ".join(told) + "."
 
 
@@ -303,8 +308,10 @@ def _crosses(where: Sequence[float], y: float, cls: str) -> str:
     return _tag("path", cls=cls, d=path)
 
 
-def _short(key: str) -> str:
-    return key if len(key) <= KEY_MOST else key[: KEY_MOST - 1] + "\N{HORIZONTAL ELLIPSIS}"
+def _short(label: str) -> str:
+    if len(label) <= LABEL_MOST:
+        return label
+    return label[: LABEL_MOST - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _tag(name: str, words: str = "", **attributes: str | float) -> str:

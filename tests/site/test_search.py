@@ -19,7 +19,7 @@ EXPECTED = {
 def test_the_search_finds_the_page_that_answers(visit, address, faults, query):
     """Among the first results is a page that answers the question."""
     page = visit(f"search.html?{urlencode({'q': query})}")
-    page.wait_for_selector("#search-results .search-summary:has-text('found')")
+    page.get_by_role("heading", name="Search Results").wait_for()  # not "Searching" any more
     links = page.locator("#search-results li > a").evaluate_all("all => all.map(a => a.href)")
     names = [link.removeprefix(address).partition(".html")[0] for link in links]
     assert EXPECTED[query] & set(names[:FIRST]), f"found {names[: 2 * FIRST]}"
