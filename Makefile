@@ -37,8 +37,8 @@ check: $(STAMP)  ## lint, formatting, types, layers, spelling
 	@$(BIN)/codespell README.md CHANGELOG.md docs celery_dislock example_project benchmarks
 
 docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
-	@DOCS_MERMAID=$$(ls -d "$(CURDIR)/$(MERMAID)/package/dist" 2>/dev/null) $(BIN)/python -m sphinx \
-		--fail-on-warning --keep-going --quiet --builder html docs docs/_build
+	@test ! -e $(MERMAID)/mermaid.esm.min.mjs || export DOCS_MERMAID="$(CURDIR)/$(MERMAID)"; \
+		$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build
 	@echo "Built docs/_build/index.html"
 
 site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
@@ -70,12 +70,14 @@ $(STAMP): pyproject.toml
 
 # Mermaid draws the diagrams in the reader's browser.  The site brings a copy of it where npm can
 # fetch one; else the browser asks the public copy.
-$(SITE): $(STAMP)
+$(SITE): $(STAMP) docs/conf.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
-	@mkdir -p $(MERMAID)
-	@cd $(MERMAID) && npm pack --silent mermaid@11.12.1 >/dev/null 2>&1 && \
-		tar -xzf mermaid-11.12.1.tgz package/dist/mermaid.esm.min.mjs \
-			package/dist/chunks/mermaid.esm.min || echo "No npm here: diagrams need the network."
+	@rm -rf $(MERMAID) && mkdir -p $(MERMAID)
+	@version=$$(sed -n 's/^mermaid_version = "\(.*\)"/\1/p' docs/conf.py) && \
+		npm pack --silent --pack-destination $(MERMAID) "mermaid@$$version" >/dev/null 2>&1 && \
+		tar -xzf $(MERMAID)/*.tgz -C $(MERMAID) --strip-components=2 --exclude='*.map' \
+			package/dist/mermaid.esm.min.mjs package/dist/chunks/mermaid.esm.min && \
+		rm $(MERMAID)/*.tgz || echo "No npm here: the diagrams need the network."
 	@touch $@
 
 .venv: $(STAMP)
