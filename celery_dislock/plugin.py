@@ -26,15 +26,16 @@ from celery_dislock.keys.templates import in_order
 from celery_dislock.keys.values import check_key
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.tasks.task import guard_tasks, runtime_of
+from celery_dislock.tasks.task import guard_new, guard_tasks, runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
 from celery_dislock.worker.steps import LockStep, SweepStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     import click
+    from celery import Task
     from typing_extensions import Self
 
 logger = logging.getLogger("celery_dislock")
@@ -99,6 +100,7 @@ class Dislock:
             raise SettingsError("Dislock(app)", "app", told, remedy)
         self.runtime = runtime_of(app)
         _follow(app)
+        app._dislock_guards.catch_up()  # noqa: SLF001 -- ours
 
     @classmethod
     def from_url(cls, url: str | Sequence[str], **settings: Any) -> Dislock:
@@ -232,6 +234,44 @@ def _follow(app: Celery) -> None:
     app.steps["worker"].update((LockStep, SweepStep))
     app.steps["consumer"].add(ArrivalStep)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
+    if "_dislock_guards" not in vars(app):
+        app._dislock_guards = _Guards(app)  # noqa: SLF001 -- ours
+
+
+class _Guards:
+    """Guard the tasks that are made before an app is final, or after it.
+
+    When all tasks of an app are there, Celery sends a signal.  It sends none for a task that is
+    used earlier, in a script or an eager test, or that is declared later, because its module is
+    imported then.  So the two methods by which an app makes a task are wrapped: one is for
+    ``@app.task`` and ``@shared_task``, the other for classes.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._is_final = False  # and the signal was sent
+        app.on_after_finalize.connect(self._all_are_there, weak=False)
+        app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
+        app.register_task = self._guarding(app.register_task)
+
+    def catch_up(self) -> None:
+        """Guard what is there already: the signal may have been sent before."""
+        if self._app.finalized:
+            _guard_if_enabled(self._app)
+            self._is_final = True
+
+    def _all_are_there(self, **_kwargs: Any) -> None:
+        self._is_final = True
+
+    def _guarding(self, make: Callable[..., Task]) -> Callable[..., Task]:
+        def made(*args: Any, **kwargs: Any) -> Task:
+            task = make(*args, **kwargs)
+            # In between all of them are guarded at once, and a client logs what is wrong with one.
+            if (self._is_final or not self._app.finalized) and runtime_of(self._app).enabled:
+                guard_new(task, self._app)
+            return task
+
+        return made
 
 
 # A spawned (not forked) pool process makes its own app, which has the main process's configuration

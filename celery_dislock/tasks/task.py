@@ -147,8 +147,30 @@ def guard_tasks(app: Celery) -> None:
         SettingsError: An option of one of them cannot be used.
     """
     for task in list(app.tasks.values()):
-        if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
-            install(type(task), app)
+        _guard_if_keyed(task, app)
+
+
+def _guard_if_keyed(task: Task, app: Celery) -> None:
+    """Guard a task if it has a ``lock_key``.
+
+    Raises:
+        SettingsError: One of its options cannot be used.
+    """
+    if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+        install(type(task), app)
+
+
+def guard_new(task: Task, app: Celery) -> None:
+    """Guard a task that was just made, if it has a ``lock_key``.
+
+    Raises:
+        SettingsError: One of its options cannot be used.  The task is not registered any more.
+    """
+    try:
+        _guard_if_keyed(task, app)
+    except SettingsError:
+        _registered(app).pop(task.name, None)  # it could be used without its guard
+        raise
 
 
 def _command_line_loads_the_app() -> bool:

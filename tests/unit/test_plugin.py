@@ -120,6 +120,74 @@ def test_the_setting_guards_when_the_apps_tasks_are_final(app):
     assert guarded(app, "keyed")
 
 
+class TestTasksThatComeLate:
+    """With ``dislock_enabled=True`` a task with a key locks whenever it was declared or is used."""
+
+    @pytest.fixture
+    def app(self, app):
+        app.conf.dislock_enabled = True
+        Dislock(app)
+        return app
+
+    def test_a_task_that_is_used_before_the_app_is_final_is_guarded(self, app):
+        """As an eager task of a test or a script is."""
+
+        @app.task(name="keyed", lock_key="k", shared=False)
+        def keyed(): ...
+
+        assert keyed.name == "keyed"  # made now
+        assert not app.finalized
+        assert "dislock_guard" in vars(type(keyed._get_current_object()))
+
+    def test_a_task_that_is_declared_after_that_is_guarded(self, app):
+        """As one is whose module is imported late, or after a shared task was used."""
+        app.finalize()
+
+        @app.task(name="keyed", lock_key="k", shared=False)
+        def keyed(): ...
+
+        @app.task(name="plain", shared=False)
+        def plain(): ...
+
+        assert guarded(app, "keyed")
+        assert not guarded(app, "plain")
+
+    def test_a_task_of_a_class_that_is_registered_late_is_guarded(self, app):
+        """Celery has a second way to add a task."""
+        app.finalize()
+
+        class Keyed(app.Task):
+            name = "keyed"
+            lock_key = "k"
+
+            def run(self): ...
+
+        app.register_task(Keyed())
+        assert guarded(app, "keyed")
+
+    def test_a_late_task_with_a_bad_option_is_refused_where_it_is_declared(self, app):
+        """Its options are checked like those of a SingletonTask, and it is not registered."""
+        app.finalize()
+        with pytest.raises(SettingsError, match="lock_key='k:<x>'"):
+
+            @app.task(name="keyed", lock_key="k:<x>", shared=False)
+            def keyed(): ...
+
+        assert "keyed" not in app.tasks
+
+    def test_what_is_there_when_the_dislock_is_made_late_is_guarded(self):
+        """The app may have been final before."""
+        app = Celery("late", set_as_current=False)
+
+        @app.task(name="keyed", lock_key="k", shared=False)
+        def keyed(): ...
+
+        app.finalize()
+        app.conf.dislock_enabled = True
+        Dislock(app)
+        assert guarded(app, "keyed")
+
+
 def test_guarding_twice_changes_nothing(app):
     """Start-up may come by more than once."""
 
