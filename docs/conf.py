@@ -65,6 +65,7 @@ copybutton_prompt_is_regexp = True
 html_theme = "furo"
 html_title = "celery-dislock"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
