@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,10 @@ from tests.redis_server import RedisServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+
+# The browser tests need the extra "site", which `make site` installs.
+collect_ignore = [] if find_spec("playwright") else ["site"]
 
 
 @pytest.fixture(scope="session")
