@@ -1,15 +1,5 @@
--- _lease.lua: how a lock and its leases are written.  Included by all scripts that read or write them.
---
--- The lock is a hash with a field per lease:
---
---   owner -> "1 expires_ms token acquired_ms mode holder"
---
---     1            version of this format
---     expires_ms   Redis TIME at which the lease ends
---     token        fencing token, grows with each new lease of the lock
---     acquired_ms  Redis TIME of the acquisition
---     mode         x exclusive, s shared
---     holder       JSON object for messages and tools: task, id, worker, pid, host
+-- _lease.lua: how a lock and its leases are read and changed.  Included by all scripts that do so; what a
+-- record has in it stands in _record.lua.
 --
 -- A field whose name begins with "~" is a lease whose owner is done and which only runs out
 -- (lock_at_least_for): it still holds the lock, and nobody can renew or release it.
@@ -21,14 +11,6 @@
 -- and a key that is missing may be on the other one.  A lease is safe meanwhile: the lock is KEYS[1],
 -- and the client is sent to the node that has it.  Nothing else is read or written before
 -- line_exists() has seen that all keys are here.
-
--- include: _names
-
-local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
-
-local time = redis.call('TIME')
-local now_us = time[1] * 1000000 + time[2]
-local now = math.floor(now_us / 1000)
 
 -- What a script knows of a lock:
 --
@@ -87,8 +69,7 @@ end
 
 -- Write a live lease.  The caller sees to the expiry of the hash.
 local function put(lock, lease)
-  local record = string.format('1 %.0f %.0f %.0f %s %s',
-    lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)
+  local record = record_of(lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)
   redis.call('HSET', lock.name, lease.owner, record)
   lock.newest = math.max(lock.newest, lease.token)
   if not lock.records then return end

@@ -28,13 +28,29 @@
 -- While a slot moves, an asker that does not wait is answered by the lock alone, and passes a line that
 -- cannot be seen; one that waits gets an error.
 
+-- include: _record
+-- include: _states
+
+local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+
+-- The usual case: nobody has the lock, and nobody is in line.  Returns the token; nothing where the
+-- lock has to be looked at, also where its slot moves and the two keys are not both here.
+local function take_free(lock)
+  local seen, there = pcall(redis.call, 'EXISTS', lock, lock .. LINE)
+  if not seen or there > 0 then return nil end
+  redis.call('HSET', lock, owner, record_of(now + ttl, now_us, now, mode, holder))
+  redis.call('PEXPIRE', lock, ttl)
+  return string.format('%.0f', now_us)
+end
+
+local token = #KEYS == 1 and take_free(KEYS[1])
+if token then return {GRANTED, token} end
+
 -- include: _lease
 -- include: _grant
 -- include: _line
--- include: _states
 
-local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local mode, limit, place_ms = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local limit, place_ms = tonumber(ARGV[5]), tonumber(ARGV[6])
 local passes_line = ARGV[7] == '0'
 local waits = place_ms > 0
 

@@ -9,6 +9,7 @@
 --
 -- Gives nobody else the turn: the next sweep does.  Sent twice, the second answers 0.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

@@ -6,6 +6,7 @@
 --
 -- Touches the lock alone, and changes nothing.
 
+-- include: _record
 -- include: _lease
 
 local told = {}

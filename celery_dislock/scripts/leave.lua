@@ -14,6 +14,7 @@
 --
 -- Sent twice, the second answers 0.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

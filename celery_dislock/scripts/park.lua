@@ -31,6 +31,7 @@
 -- A task that waits already keeps its place, and so does one that ran in a process that died.  Safe to
 -- send twice: the owner is given the same token, the ticket has the same place.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

@@ -18,9 +18,28 @@
 --
 -- While a slot moves the leases are ended, and what follows is an error: sent again, it does the rest.
 
--- include: _lease
+-- include: _record
 
 local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
+
+-- Whether anyone stands in line, asked as line_exists() does; nil where that cannot be said yet.
+local has_line
+if #KEYS == 1 then
+  local seen, there = pcall(redis.call, 'EXISTS', KEYS[1] .. LINE, KEYS[1] .. NEVER)
+  if seen then has_line = there == 1 end
+end
+
+-- The usual case: a live lease that ends now, and nobody is in line.
+if has_line == false and ticket == '' and at_least_ms == 0 then
+  local record = redis.call('HGET', KEYS[1], owner)
+  local expires = record and string.match(record, '^1 (%d+) %d+ %d+ [xs] ')
+  if expires and expires - now > RESERVED_MS then
+    redis.call('HDEL', KEYS[1], owner)
+    return 1
+  end
+end
+
+-- include: _lease
 
 local released, more = 0, {}  -- locks that somebody waits for, or where the ticket is
 for _, key in ipairs(KEYS) do
@@ -29,12 +48,13 @@ for _, key in ipairs(KEYS) do
   local live = lease and lease.expires > now
 
   if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
-  local has_line = line_exists(lock)
+  local in_line = has_line
+  if in_line == nil then in_line = line_exists(lock) end
   local claim = ticket ~= '' and redis.call('HGET', lock.name .. RUNNING, ticket)
   local parked = ticket ~= '' and redis.call('HEXISTS', lock.name .. TICKETS, ticket) == 1
-  if has_line or claim or parked then
+  if in_line or claim or parked then
     more[#more + 1] = {
-      lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
+      lock = lock, has_line = in_line, may_wait = not lease, claim = claim, parked = parked,
     }
   end
   if live then

@@ -15,6 +15,7 @@
 -- The caller has seen that process end.  Sent twice, the second answers 0.  While a slot moves, as for
 -- release.lua.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

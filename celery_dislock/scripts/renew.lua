@@ -9,12 +9,20 @@
 -- Touches the lock alone.  Many renewals are sent in one pipeline; each is a script of its own, so that
 -- the server can serve others in between and a cluster can route it.
 
+-- include: _record
+
+local lock, owner, ttl = KEYS[1], ARGV[1], tonumber(ARGV[2])
+
+local record = redis.call('HGET', lock, owner)
+if not record then return 0 end
+local expires, rest = string.match(record, '^1 (%d+)( %d+ %d+ [xs] .*)$')
+if expires and tonumber(expires) <= now then return 0 end  -- left there: the next token must be higher
+if expires then
+  redis.call('HSET', lock, owner, string.format('1 %.0f', now + ttl) .. rest)
+  if redis.call('PTTL', lock) < ttl then redis.call('PEXPIRE', lock, ttl) end
+  return 1
+end
+
 -- include: _lease
 
-local lock = open(KEYS[1])
-local lease = lease_of(lock, ARGV[1])
-if not lease then return 0 end
-if lease.expires <= now then return 0 end  -- left there: the next token must be higher than its
-
-renew(lock, lease, tonumber(ARGV[2]))
-return 1
+parse(record)  -- raises: it cannot be read

@@ -16,6 +16,7 @@
 -- Changes nothing where the lock is held and no turn has run out, but how long keys are kept.  Sent
 -- twice, what the first gave its turn comes again when that has run out.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

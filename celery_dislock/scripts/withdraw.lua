@@ -16,6 +16,7 @@
 -- A ticket that was claimed is left alone.  Sent twice, the second answers 0 about a task that was set
 -- aside; the delivery that runs it is answered 1 again, for two hours.
 
+-- include: _record
 -- include: _lease
 -- include: _grant
 -- include: _line

@@ -1,0 +1,28 @@
+-- _record.lua: how a lease is written.  Included first, also by scripts that do nothing else with it.
+--
+-- A lock is a hash with a field per lease:
+--
+--   owner -> "1 expires_ms token acquired_ms mode holder"
+--
+--     1            version of this format
+--     expires_ms   Redis TIME at which the lease ends
+--     token        fencing token, grows with each new lease of the lock
+--     acquired_ms  Redis TIME of the acquisition
+--     mode         x exclusive, s shared
+--     holder       JSON object for messages and tools: task, id, worker, pid, host
+--
+-- A script costs the server what it defines before it begins: twenty functions take longer than the
+-- five commands of an acquisition.  So a script that can answer in the usual case does so before it
+-- includes the rest.
+
+-- include: _names
+
+local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
+
+local time = redis.call('TIME')
+local now_us = time[1] * 1000000 + time[2]
+local now = math.floor(now_us / 1000)
+
+local function record_of(expires, token, acquired, mode, holder)
+  return string.format('1 %.0f %.0f %.0f %s %s', expires, token, acquired, mode, holder)
+end
