@@ -18,7 +18,7 @@ from celery.bin.base import CeleryOption
 from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init
 
-from celery_dislock.config.checks import optional, seconds, yes_or_no
+from celery_dislock.config.checks import seconds, yes_or_no
 from celery_dislock.config.settings import app_settings, refuse_unknown, task_options
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import click
     from celery import Task
     from typing_extensions import Self
+
+    from celery_dislock.config.options import TaskOptions
 
 logger = logging.getLogger("celery_dislock")
 
@@ -173,18 +175,13 @@ class Dislock:
         stated = {name: value for name, value in given.items() if value is not None}
         owner = f"lock {key!r}"
         refuse_unknown(owner, unknown, LOCK_OPTIONS)
+        resolved = self.runtime.resolved.get(
+            stated, self.runtime.conf, lambda: self._resolve(owner, stated)
+        )
+        wait_for = None
         try:
-            resolved = task_options(owner, stated, self.runtime.conf)
-        except SettingsError as exc:
-            option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
-            raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
-        if resolved.lock_on_lost == "terminate" and on_lost is not None:
-            remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
-            raise SettingsError(owner, "on_lost", on_lost, remedy)
-        if on_lost is None:  # the app's setting applies to tasks only
-            resolved = replace(resolved, lock_on_lost="warn")
-        try:
-            wait_for = optional(seconds(at_least=0))(timeout)
+            if timeout is not None:
+                wait_for = seconds(at_least=0)(timeout)
         except ValueError as exc:
             raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
         try:
@@ -197,6 +194,20 @@ class Dislock:
         return ReentrantLock(
             keys, resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
         )
+
+    def _resolve(self, owner: str, stated: dict[str, Any]) -> TaskOptions:
+        try:
+            resolved = task_options(owner, stated, self.runtime.conf)
+        except SettingsError as exc:
+            option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
+            raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
+        on_lost = stated.get("lock_on_lost")
+        if on_lost is None:  # the app's setting applies to tasks only
+            return replace(resolved, lock_on_lost="warn")
+        if on_lost == "terminate":
+            remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
+            raise SettingsError(owner, "on_lost", on_lost, remedy)
+        return resolved
 
     def close(self) -> None:
         """

@@ -12,7 +12,7 @@ with the remedy.  All checks run when a task is bound, a lock is made or a worke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -109,6 +109,8 @@ def setting_name(option: str) -> str | None:
     return "dislock_" + option.removeprefix("lock_")
 
 
+RESOLVED_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
+
 _SETTINGS = {f.name for f in fields(AppSettings)} | {
     name for f in fields(TaskOptions) if (name := setting_name(f.name))
 }
@@ -141,6 +143,45 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
     return options
+
+
+class ResolvedOptions:
+    """
+    Options that were resolved, by those that were given; kept while the settings stay the same.
+
+    Resolving reads every setting, which takes longer than a round trip to the lock server.
+    """
+
+    def __init__(self) -> None:
+        self._conf: Mapping[str, Any] | None = None
+        self._settings: list[Any] = []
+        self._options: dict[Any, TaskOptions] = {}
+
+    def get(
+        self,
+        given: Mapping[str, Any],
+        conf: Mapping[str, Any],
+        resolve: Callable[[], TaskOptions],
+    ) -> TaskOptions:
+        """
+        Return the options that *resolve* has returned for what is given, under these settings.
+
+        Raises:
+            Exception: What *resolve* raises.
+        """
+        changes = getattr(conf, "changes", conf)  # of Celery's: what was set since it was loaded
+        settings = [changes.get(name) for name in _SETTINGS]
+        if conf is not self._conf or settings != self._settings:
+            self._conf, self._settings, self._options = conf, settings, {}
+        options = self._options
+        key = tuple([(name, value.__class__, value) for name, value in given.items()])
+        try:
+            return options[key]
+        except (KeyError, TypeError):  # TypeError: an option that cannot be used, such as a list
+            resolved = resolve()
+            if len(options) < RESOLVED_MOST:
+                options[key] = resolved
+            return resolved
 
 
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:

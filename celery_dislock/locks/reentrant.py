@@ -75,6 +75,7 @@ class ReentrantLock:
         self._timeout = timeout
         self._fair = fair
         self._stated = stated  # names of the options given explicitly
+        self._made: Lock | None = None
 
     def acquire(
         self,
@@ -247,8 +248,16 @@ class ReentrantLock:
         return " + ".join(self.keys)
 
     @property
+    def _lock(self) -> Lock:
+        """The lock on the store of this process; made again after a fork, or a close()."""
+        lock = self._made
+        if lock is None or lock.store is not self._runtime.process.store:
+            self._made = lock = self._runtime.lock(self.keys, self._options)
+        return lock
+
+    @property
     def _held(self) -> Held | None:
-        lock = self._runtime.lock(self.keys, self._options)
+        lock = self._lock
         held = current_caller().find(lock)
         if held is None or not (held.is_of(lock) or self._took_before_close(held, lock)):
             return None
@@ -268,7 +277,7 @@ class ReentrantLock:
             process.check_patching()
         if self._options.lock_on_lost != "warn" and (why := refusal()):
             raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why)
-        lock = self._runtime.lock(self.keys, self._options)
+        lock = self._lock
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
             if held.execution or held.entries:

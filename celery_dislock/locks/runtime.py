@@ -15,7 +15,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from celery_dislock.config.server import lock_server
-from celery_dislock.config.settings import app_settings
+from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
@@ -46,6 +46,9 @@ class Runtime(Generic[P]):
         conf: Returns the app's configuration; not called before the first lock is needed.
         make_process: Makes the part of one process from the configuration and the settings; None:
             a plain :class:`Process`.
+
+    Attributes:
+        resolved: Options of locks in plain Python that were resolved before.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Runtime(Generic[P]):
         self._conf = conf
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
+        self.resolved = ResolvedOptions()
 
     @property
     def conf(self) -> Mapping[str, Any]:

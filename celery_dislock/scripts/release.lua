@@ -24,20 +24,22 @@ local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
 -- Whether anyone stands in line, asked as line_exists() does; nil where that cannot be said yet.
 local has_line
-if #KEYS == 1 then
-  local seen, there = pcall(redis.call, 'EXISTS', KEYS[1] .. LINE, KEYS[1] .. NEVER)
-  if seen then has_line = there == 1 end
+
+-- The usual case: a live lease of a lock that nobody waits for ends now.  Returns whether it has.
+local function end_alone(lock)
+  local seen, there = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER)
+  if not seen then return false end
+  has_line = there == 1
+  if has_line or ticket ~= '' or at_least_ms > 0 then return false end
+
+  local record = redis.call('HGET', lock, owner)
+  local expires = record and string.match(record, '^1 (%d+) %d+ %d+ [xs] ')
+  if not expires or expires - now <= RESERVED_MS then return false end
+  redis.call('HDEL', lock, owner)
+  return true
 end
 
--- The usual case: a live lease that ends now, and nobody is in line.
-if has_line == false and ticket == '' and at_least_ms == 0 then
-  local record = redis.call('HGET', KEYS[1], owner)
-  local expires = record and string.match(record, '^1 (%d+) %d+ %d+ [xs] ')
-  if expires and expires - now > RESERVED_MS then
-    redis.call('HDEL', KEYS[1], owner)
-    return 1
-  end
-end
+if #KEYS == 1 and end_alone(KEYS[1]) then return 1 end
 
 -- include: _lease
 

@@ -13,9 +13,11 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any
 
+import hiredis
 import redis
 from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -71,6 +73,7 @@ ON_ANOTHER_NODE = "attempted to access a non local key"
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
+BY_DIGEST = b"EVALSHA"
 TEXT: frozenset[type] = frozenset({str, bytes})  # types of what is packed as it is
 
 
@@ -264,9 +267,14 @@ class _TextPacker:
 
     def __init__(self, packer: Any) -> None:
         self._pack = packer.pack
+        self._packs_in_c = isinstance(packer, HiredisRespSerializer)
 
     def pack(self, *command: Any) -> Any:
-        return self._pack(*[part if part.__class__ in TEXT else _as_text(part) for part in command])
+        text: list[Any] = [part if part.__class__ in TEXT else _as_text(part) for part in command]
+        if self._packs_in_c and text[0] == BY_DIGEST:
+            # As redis-py does it, without what it does for commands of several words.
+            return [hiredis.pack_command(tuple(text))]
+        return self._pack(*text)
 
 
 def _as_text(part: Any) -> Any:

@@ -54,7 +54,7 @@ STEPS = st.lists(
 
 
 def driver() -> Script:
-    text = read_lua("_lease") + read_lua("_grant") + DRIVER
+    text = read_lua("_record") + read_lua("_lease") + read_lua("_grant") + DRIVER
     return driven_clock.clocked(
         Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
     )

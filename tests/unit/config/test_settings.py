@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from celery import Celery
 
+from celery_dislock import Dislock
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import (
     AppSettings,
@@ -405,3 +407,43 @@ class TestSettings:
         """dislock_mode and dislock_limit are defaults of the same options."""
         with pytest.raises(SettingsError, match="exclusive locks only"):
             task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})
+
+
+class TestResolvedOptions:
+    """Options of ``dislock.lock()`` are resolved once for each set of them."""
+
+    @pytest.fixture
+    def app(self):
+        return Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
+
+    def test_equal_options_are_resolved_once(self, app):
+        """Reading all settings of an app takes longer than a round trip."""
+        dislock = Dislock(app)
+        first, second = (dislock.lock(key, limit=5)._options for key in ("a", "b"))
+        assert first is second
+        assert dislock.lock("a")._options is not first
+
+    def test_a_setting_that_changes_is_heeded(self, app):
+        """Whatever was resolved before it."""
+        dislock = Dislock(app)
+        assert dislock.lock("a")._options.lock_watchdog_timeout == 30
+        app.conf.dislock_watchdog_timeout = 5
+        assert dislock.lock("a")._options.lock_watchdog_timeout == 5
+
+    @pytest.mark.parametrize("limit", [True, 1.0, [1]])
+    def test_what_equals_a_good_value_is_refused_all_the_same(self, app, limit):
+        """``True == 1``, and a list has no hash: neither is a limit."""
+        dislock = Dislock(app)
+        dislock.lock("a", limit=1)
+        for _ in range(2):
+            with pytest.raises(SettingsError, match="limit"):
+                dislock.lock("a", limit=limit)
+
+    def test_not_every_set_of_options_is_kept(self, app, monkeypatch):
+        """Somebody may compute a timeout for each lock."""
+        monkeypatch.setattr("celery_dislock.config.settings.RESOLVED_MOST", 2)
+        dislock = Dislock(app)
+        for timeout in (10, 20, 30):
+            lock = dislock.lock("a", watchdog_timeout=timeout)
+            assert lock._options.lock_watchdog_timeout == timeout
+        assert len(dislock.runtime.resolved._options) == 2
