@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from pottery import Redlock
 
-from benchmarks.acquire_release import ours
+from benchmarks.acquire_release import new
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.servers.store import Store
+from celery_dislock import Dislock
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -43,12 +43,12 @@ def run(folder: Path) -> list[Row]:
             for number in range(SERVERS)
         ]
         clients = [stack.enter_context(server.client()) for server in servers]
-        five = Store([server.url for server in servers])
-        one = Store(servers[0].url)
+        five = Dislock.from_url([server.url for server in servers])
+        one = Dislock.from_url(servers[0].url)
         variants = {
-            "five": rate(ours(five)),
+            "five": rate(new(five)),
             "pottery": rate(pottery(clients)),
-            "one": rate(ours(one)),
+            "one": rate(new(one)),
         }
         take_turns(variants, 3)  # connections are made, scripts loaded, caches warm
         pairs = take_turns(variants, ROUNDS)
