@@ -154,7 +154,7 @@ class ResolvedOptions:
 
     def __init__(self) -> None:
         self._conf: Mapping[str, Any] | None = None
-        self._settings: list[Any] = []
+        self._changes: dict[str, Any] = {}
         self._options: dict[Any, TaskOptions] = {}
 
     def get(
@@ -170,9 +170,8 @@ class ResolvedOptions:
             Exception: What *resolve* raises.
         """
         changes = getattr(conf, "changes", conf)  # of Celery's: what was set since it was loaded
-        settings = [changes.get(name) for name in _SETTINGS]
-        if conf is not self._conf or settings != self._settings:
-            self._conf, self._settings, self._options = conf, settings, {}
+        if conf is not self._conf or changes != self._changes:
+            self._conf, self._changes, self._options = conf, dict(changes), {}
         options = self._options
         key = tuple([(name, value.__class__, value) for name, value in given.items()])
         try:

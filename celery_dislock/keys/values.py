@@ -43,18 +43,21 @@ def check_key(key: str, *, declared: str | None = None) -> str:
     Raises:
         LockKeyError: The key is not a str, is empty, or contains braces or control characters.
     """
-    source = reprlib.repr(key) if declared is None else declared
     if not isinstance(key, str):
-        raise LockKeyError(source, None, f"a key is a str, not {kind_of(key)}")
+        raise _refused(key, declared, f"a key is a str, not {kind_of(key)}")
     if not key:
-        raise LockKeyError(source, None, "the key is empty")
+        raise _refused(key, declared, "the key is empty")
     if wrong := FORBIDDEN.search(key):
-        raise LockKeyError(source, None, f"the key holds {wrong[0]!r}, which no key may")
+        raise _refused(key, declared, f"the key holds {wrong[0]!r}, which no key may")
     raw = key.encode()
     if len(raw) <= MAX_KEY_BYTES:
         return str.__str__(key)
     head = raw[:_HEAD_BYTES].decode(errors="ignore")  # drops a character that was cut in two
     return f"{head}{DIGEST_MARK}{hashlib.sha256(raw).hexdigest()[:DIGEST_CHARS]}"
+
+
+def _refused(key: object, declared: str | None, reason: str) -> LockKeyError:
+    return LockKeyError(reprlib.repr(key) if declared is None else declared, None, reason)
 
 
 def percent_encoded(match: re.Match[str]) -> str:

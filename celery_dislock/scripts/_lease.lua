@@ -67,6 +67,10 @@ local function lease_of(lock, owner)
   return record and read(owner, record) or nil
 end
 
+local function record_of(expires, token, acquired, mode, holder)
+  return string.format('1 %.0f %.0f %.0f %s %s', expires, token, acquired, mode, holder)
+end
+
 -- Write a live lease.  The caller sees to the expiry of the hash.
 local function put(lock, lease)
   local record = record_of(lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)

@@ -22,7 +22,3 @@ local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now = math.floor(now_us / 1000)
-
-local function record_of(expires, token, acquired, mode, holder)
-  return string.format('1 %.0f %.0f %.0f %s %s', expires, token, acquired, mode, holder)
-end

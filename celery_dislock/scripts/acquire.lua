@@ -38,9 +38,14 @@ local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local function take_free(lock)
   local seen, there = pcall(redis.call, 'EXISTS', lock, lock .. LINE)
   if not seen or there > 0 then return nil end
-  redis.call('HSET', lock, owner, record_of(now + ttl, now_us, now, mode, holder))
+  -- As record_of() writes it, for a third of its time: numbers of 16 digits are slow to format.
+  local us = string.sub('00000' .. time[2], -6)
+  local token = time[1] .. us
+  redis.call('HSET', lock, owner, table.concat({
+    '1', now + ttl, token, time[1] .. string.sub(us, 1, 3), mode, holder,
+  }, ' '))
   redis.call('PEXPIRE', lock, ttl)
-  return string.format('%.0f', now_us)
+  return token
 end
 
 local token = #KEYS == 1 and take_free(KEYS[1])

@@ -270,11 +270,11 @@ class _TextPacker:
         self._packs_in_c = isinstance(packer, HiredisRespSerializer)
 
     def pack(self, *command: Any) -> Any:
-        text: list[Any] = [part if part.__class__ in TEXT else _as_text(part) for part in command]
-        if self._packs_in_c and text[0] == BY_DIGEST:
+        command = tuple([part if part.__class__ in TEXT else _as_text(part) for part in command])
+        if self._packs_in_c and command[0] == BY_DIGEST:
             # As redis-py does it, without what it does for commands of several words.
-            return [hiredis.pack_command(tuple(text))]
-        return self._pack(*text)
+            return [hiredis.pack_command(command)]
+        return self._pack(*command)
 
 
 def _as_text(part: Any) -> Any:
