@@ -12,7 +12,7 @@ from celery import Celery
 import celery_dislock
 from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
-from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
+from tests.docs.page import DOCS, PAGES, README, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
 AVOIDED = (
@@ -86,6 +86,14 @@ def test_every_promise_of_a_table_has_its_test(heading):
         file.read_text("utf-8") for file in Path(__file__).parents[1].rglob("test_*.py")
     )
     assert [name for name in names if f"def {name}(" not in tests] == []
+
+
+def test_the_readme_counts_the_ways_in_which_a_task_can_end():
+    """The number in its list is that of the table's rows."""
+    text = (DOCS / "guarantees.md").read_text("utf-8")
+    table = text.partition("\n## When the next one can start\n")[2].partition("\n## ")[0]
+    rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without its heading
+    assert f"[{rows} ways in which a task can end]" in README.read_text("utf-8")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -7,6 +7,7 @@ from the index that this machine is configured for.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -117,6 +118,17 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     assert packed == here
     assert "celery_dislock/py.typed" in packed
     assert "celery_dislock/scripts/acquire.lua" in packed
+
+
+def test_the_links_of_the_readme_work_on_a_package_index(wheel):
+    """There they are whole addresses; in the repository they are relative, and tested there."""
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        text = archive.read(metadata).decode()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "Project-URL: Documentation, https://" in text
 
 
 def test_pip_install_is_all_that_a_redis_broker_needs(python, worker, environment):
