@@ -35,6 +35,7 @@ SCRIPT = 8.0  # microseconds of the server
 TIMEOUT = 30.0  # seconds
 PAIRS = 250  # of acquire and release, in a round: some 30 ms
 ROUNDS = 120
+SPEED_ROUNDS = 9
 COUNTED = 200  # pairs whose commands are counted
 PONG = 7  # bytes of the reply to PING
 
@@ -153,6 +154,17 @@ def two_pings(wire: socket.socket) -> Callable[[], None]:
                 received += len(wire.recv(64))
 
     return pair
+
+
+def bare_round_trips(folder: Path) -> float:
+    """Return the microseconds of two bare round trips: how fast this machine is now."""
+    with (
+        RedisServer(folder) as server,
+        socket.create_connection((LOOPBACK, int(server.port or 0))) as wire,
+    ):
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        pings = rate(two_pings(wire))
+        return 1e6 / median([pings() for _ in range(SPEED_ROUNDS)])
 
 
 def rate(pair: Callable[[], None]) -> Callable[[], float]:

@@ -9,7 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+QUICK_SHARE = 10  # one round in ten
+WORSE = 1.5  # times the recorded ratio: it fell by a third
+_quick: list[bool] = []
 
 HEADINGS = ("measured", "ours", "peer", "peer's", "ratio", "min-max", "target", "reached")
 
@@ -54,6 +58,11 @@ class Row:
         )
 
 
+def be_quick() -> None:
+    """Take a tenth of the rounds from now on, three at least."""
+    _quick.append(True)
+
+
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """
     Measure each variant once per round, so that what else the machine does hits all alike.
@@ -65,6 +74,8 @@ def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict
     Returns:
         By name, a figure per round.
     """
+    if _quick:
+        rounds = min(rounds, max(3, rounds // QUICK_SHARE))
     names = list(variants)
     figures: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
@@ -79,11 +90,30 @@ def ratios(ours: Sequence[float], peers: Sequence[float]) -> list[float]:
     return [our / their for our, their in zip(ours, peers, strict=True)]
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def fallen(rows: Sequence[Row], recorded: Mapping[str, float]) -> Iterator[str]:
+    """
+    Describe each ratio that is worse than the recorded one by more than a third.
+
+    Args:
+        rows: What was measured.  The target says whether more or less is better.
+        recorded: Ratio by what was measured.
+    """
+    for row in rows:
+        before = recorded.get(row.measured)
+        if before is None or not row.ratios:
+            continue
+        now = median(row.ratios)
+        worse = now / before if row.target.startswith("<") else before / now
+        if worse > WORSE:
+            yield f"{row.measured}: ratio {now:.2f}, recorded {before:.2f}"
+
+
+def print_table(rows: Sequence[Row], speed: float) -> None:
+    """Print what was measured; *speed* is the microseconds of two bare round trips."""
     table = [HEADINGS, *(row.cells for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table.insert(1, tuple("-" * width for width in widths))
     versions = ", ".join(f"{name} {version(name)}" for name in ("celery", "redis"))
-    print(f"Python {platform.python_version()}, {versions}\n")
+    print(f"Python {platform.python_version()}, {versions}; two bare round trips: {speed:.0f} us\n")
     for cells in table:
         print("  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip())
