@@ -288,11 +288,14 @@ def check_settings(conf: Mapping[str, Any]) -> None:
     """
     for given in conf:
         # With a namespace, Celery uses an upper-case prefix: CELERY_DISLOCK_URL.
-        _, found, rest = given.lower().rpartition("dislock_")
+        before, found, rest = given.lower().rpartition("dislock_")
         name = found + rest
         if found and name not in _SETTINGS:
-            near = did_you_mean(name, _SETTINGS)
-            remedy = f"no such setting{near}"
+            remedy = f"no such setting{did_you_mean(name, _SETTINGS)}"
+            near = get_close_matches(name, _SETTINGS, 1, NEAR_MISS)
+            if near and not given.startswith(found):
+                spelt = near[0].upper() if given.isupper() else near[0]
+                remedy += f" Write it as {given[: len(before)]}{spelt}"
             raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
 
 

@@ -16,6 +16,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import (
     AppSettings,
     app_settings,
+    check_settings,
     reference,
     setting_name,
     task_options,
@@ -237,6 +238,23 @@ def test_an_unknown_lock_option_is_refused_without_a_suggestion():
 def test_other_attributes_are_nobodys_business():
     """Attributes that look like none of our options are left alone."""
     task_options("t", {"rate": 5, "queue_name": "x", "retries_left": 2}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("dislock_uri", "did you mean 'dislock_url'?"),
+        ("DISLOCK_URI", "did you mean 'dislock_url'? Write it as DISLOCK_URL"),
+        ("CELERY_DISLOCK_URI", "did you mean 'dislock_url'? Write it as CELERY_DISLOCK_URL"),
+        ("shop_dislock_uri", "did you mean 'dislock_url'? Write it as shop_dislock_url"),
+        ("CELERY_DISLOCK_FLAVOUR_OF_ICE", "no such setting"),
+    ],
+)
+def test_the_near_miss_of_a_setting_is_spelt_as_it_was(name, told):
+    """Without its namespace, as in Django's settings, Celery would not read it."""
+    with pytest.raises(SettingsError) as caught:
+        check_settings({name: "redis://a"})
+    assert str(caught.value).endswith(told)
 
 
 @pytest.mark.parametrize("name", ["dislock_watchdog_timeot", "CELERY_DISLOCK_WATCHDOG_TIMEOT"])
