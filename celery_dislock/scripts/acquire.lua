@@ -29,27 +29,14 @@
 -- cannot be seen; one that waits gets an error.
 
 -- include: _record
+-- include: _free
 -- include: _states
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
--- The usual case: nobody has the lock, and nobody is in line.  Returns the token; nothing where the
--- lock has to be looked at, also where its slot moves and the two keys are not both here.
-local function take_free(lock)
-  local seen, there = pcall(redis.call, 'EXISTS', lock, lock .. LINE)
-  if not seen or there > 0 then return nil end
-  -- As record_of() writes it, for a third of its time: numbers of 16 digits are slow to format.
-  local us = string.sub('00000' .. time[2], -6)
-  local token = time[1] .. us
-  redis.call('HSET', lock, owner, table.concat({
-    '1', now + ttl, token, time[1] .. string.sub(us, 1, 3), mode, holder,
-  }, ' '))
-  redis.call('PEXPIRE', lock, ttl)
-  return token
+if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE) then
+  return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
 end
-
-local token = #KEYS == 1 and take_free(KEYS[1])
-if token then return {GRANTED, token} end
 
 -- include: _lease
 -- include: _grant

@@ -32,15 +32,26 @@
 -- send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _record
+-- include: _free
+-- include: _states
+
+local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local ticket, marked = ARGV[7], ARGV[9] == '1'
+
+if not marked then
+  local lock = KEYS[1]
+  if is_free(lock, lock .. LINE, lock .. TICKETS, lock .. HANDED, lock .. RUNNING, lock .. DONE .. ticket)
+  then
+    return {GRANTED, {}, grant_free(lock, owner, ttl, mode, holder), 0}
+  end
+end
+
 -- include: _lease
 -- include: _grant
 -- include: _line
 -- include: _parked
--- include: _states
 
-local owner, ttl, holder = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local mode, limit = ARGV[4], tonumber(ARGV[5])
-local ticket, same_task, marked = ARGV[7], ARGV[8], ARGV[9] == '1'
+local limit, same_task = tonumber(ARGV[5]), ARGV[8]
 local message = ARGV[10]
 local most, most_bytes, replaces = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13] == 'replace'
 home = ARGV[6]
