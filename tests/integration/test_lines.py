@@ -605,6 +605,15 @@ class TestWaitersAndParked:
         broker.end("first")
         assert broker.given() == ["a"]
 
+    def test_a_task_does_not_pass_a_waiter_at_a_lock_that_nobody_has(self, broker, driven):
+        """The holder's lease has run out, and nobody has handed the lock on yet."""
+        broker.ask("first", ttl=10)
+        self.wait(broker, "w1")
+        driven(10)
+        assert broker.store.holders(LOCK) == []
+        assert isinstance(broker.park("a"), Parked)
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
+
     def test_the_last_to_come_is_last_though_the_clock_was_set_back(
         self, broker, held, driven, redis_client
     ):
