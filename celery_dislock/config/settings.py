@@ -153,9 +153,8 @@ class ResolvedOptions:
     """
 
     def __init__(self) -> None:
-        self._conf: Mapping[str, Any] | None = None
-        self._changes: dict[str, Any] = {}
-        self._options: dict[Any, TaskOptions] = {}
+        # Replaced as one, so that no thread finds the options of other settings.
+        self._kept: tuple[object, int, dict[str, Any], dict[Any, TaskOptions]] = (None, 0, {}, {})
 
     def get(
         self,
@@ -169,10 +168,12 @@ class ResolvedOptions:
         Raises:
             Exception: What *resolve* raises.
         """
-        changes = getattr(conf, "changes", conf)  # of Celery's: what was set since it was loaded
-        if conf is not self._conf or changes != self._changes:
-            self._conf, self._changes, self._options = conf, dict(changes), {}
-        options = self._options
+        # Of Celery's: what was set since it was loaded, and the layers below, to which apps add.
+        changes, layers = getattr(conf, "changes", conf), len(getattr(conf, "maps", ()))
+        of, over, after, options = self._kept
+        if of is not conf or over != layers or after != changes:
+            options = {}
+            self._kept = (conf, layers, dict(changes), options)
         key = tuple([(name, value.__class__, value) for name, value in given.items()])
         try:
             return options[key]

@@ -86,11 +86,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         try:
             install(cls, app)
         except SettingsError as exc:
-            # Celery registers a task before it binds it.  Without this, the task could be used
-            # without its guard.
-            _registered(app).pop(name, None)
-            if _command_line_loads_the_app():  # which would show a traceback
-                raise SystemExit(exc.format_message()) from None
+            _refuse(name, app, exc)
             raise
         return bound
 
@@ -168,9 +164,19 @@ def guard_new(task: Task, app: Celery) -> None:
     """
     try:
         _guard_if_keyed(task, app)
-    except SettingsError:
-        _registered(app).pop(task.name, None)  # it could be used without its guard
+    except SettingsError as exc:
+        _refuse(task.name, app, exc)
         raise
+
+
+def _refuse(name: str, app: Celery, error: SettingsError) -> None:
+    """Unregister a task whose options cannot be used, and end a command that loads the app.
+
+    Celery registers a task before it binds it, so it could be used without its guard.
+    """
+    _registered(app).pop(name, None)
+    if _command_line_loads_the_app():  # which would show a traceback
+        raise SystemExit(error.format_message()) from None
 
 
 def _command_line_loads_the_app() -> bool:

@@ -175,6 +175,15 @@ class TestTasksThatComeLate:
 
         assert "keyed" not in app.tasks
 
+    def test_a_command_that_loads_such_an_app_ends_with_the_message(self, app, monkeypatch):
+        """As for a SingletonTask: Celery's command line would show a traceback."""
+        app.finalize()
+        monkeypatch.setattr("celery_dislock.tasks.task._command_line_loads_the_app", lambda: True)
+        with pytest.raises(SystemExit, match="lock_key='k:<x>'"):
+
+            @app.task(name="keyed", lock_key="k:<x>", shared=False)
+            def keyed(): ...
+
     def test_what_is_there_when_the_dislock_is_made_late_is_guarded(self):
         """The app may have been final before."""
         app = Celery("late", set_as_current=False)

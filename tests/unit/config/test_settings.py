@@ -449,6 +449,14 @@ class TestResolvedOptions:
         app.conf.dislock_watchdog_timeout = 5
         assert dislock.lock("a")._options.lock_watchdog_timeout == 5
 
+    def test_a_default_that_the_app_adds_is_heeded(self, app):
+        """Celery keeps it in a layer below what was set."""
+        dislock = Dislock(app)
+        for _ in range(2):
+            assert dislock.lock("a")._options.lock_watchdog_timeout == 30
+        app.add_defaults({"dislock_watchdog_timeout": 5})
+        assert dislock.lock("a")._options.lock_watchdog_timeout == 5
+
     @pytest.mark.parametrize("limit", [True, 1.0, [1]])
     def test_what_equals_a_good_value_is_refused_all_the_same(self, app, limit):
         """``True == 1``, and a list has no hash: neither is a limit."""
@@ -465,4 +473,4 @@ class TestResolvedOptions:
         for timeout in (10, 20, 30):
             lock = dislock.lock("a", watchdog_timeout=timeout)
             assert lock._options.lock_watchdog_timeout == timeout
-        assert len(dislock.runtime.resolved._options) == 2
+        assert len(dislock.runtime.resolved._kept[-1]) == 2
