@@ -28,6 +28,7 @@ from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.tasks.task import guard_new, guard_tasks, runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
+from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
 
 
 def _follow(app: Celery) -> None:
-    app.steps["worker"].update((LockStep, SweepStep))
+    app.steps["worker"].update((LockStep, SweepStep, StalledStep))
     app.steps["consumer"].add(ArrivalStep)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
     if "_dislock_guards" not in vars(app):

@@ -100,6 +100,16 @@ class AppSettings:
             "confirm, the lock is given back, and the lock server counts as away."
         ),
     )
+    dislock_renew_for_stalled: bool = declare(
+        default=True,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "Whether a prefork worker's main process renews the lock of a task whose pool process "
+            "is alive but does not renew it: the body holds the GIL, or the process was stopped. "
+            "False: such a task loses its lock after the timeout."
+        ),
+    )
 
 
 def setting_name(option: str) -> str | None:

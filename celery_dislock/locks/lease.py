@@ -74,6 +74,7 @@ class Lease:
         "_released",
         "_reserved",
         "acquired_at",
+        "asked_until",
         "caller",
         "capped",
         "due",
@@ -107,6 +108,7 @@ class Lease:
         self.watch_number = 0  # set by the watchdog
         self.acquired_at = since
         self.trusted_until = since + trust_in(ttl)
+        self.asked_until = 0.0  # beyond the trust; see Watchdog.asks
         # Monotonic time of the next renewal; None: no renewals.
         self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self._reserved = ttl < lock.timeout  # until the first renewal sets the full timeout
@@ -150,6 +152,11 @@ class Lease:
         return self._ended
 
     @property
+    def kept_until(self) -> float:
+        """Monotonic time until which the lease may still be renewed, and is not lost."""
+        return max(self.trusted_until, self.asked_until)
+
+    @property
     def abandoned(self) -> bool:
         """Whether the thread or greenlet that took it has ended without releasing it."""
         if self.caller is None:
@@ -159,21 +166,45 @@ class Lease:
 
     def ensure_held(self) -> None:
         """
-        Raise an error if the lease is not held.  Never blocks: reads the local clock.
+        Raise an error if the lease is not held.
+
+        Reads the local clock and does not block, except in a pool process that was stalled until
+        now.  If the worker's main process has renewed the lease meanwhile, the lease is still held.
+        Only the server knows, so it is asked then: one round trip.
 
         Call this before a step that must not run twice, and pass the token to that step.
 
         Raises:
             LockLostError: Another execution may hold the lock by now.
         """
-        if not self.held:
+        try:
+            held = self.confirm()
+        except StoreError as exc:
+            raise LockLostError(self.key, f"{self.why_ended}, and {exc}") from exc
+        if not held:
             raise LockLostError(self.key, self.why_ended)
+
+    def confirm(self) -> bool:
+        """
+        Return whether the lease is held; asks the server as :meth:`ensure_held` does.
+
+        Raises:
+            StoreError: The server was asked, and did not answer.
+        """
+        if self.held:
+            return True
+        if self._over or self.capped or self.due is None or not self.lock.keeper.asks:
+            return False
+        return self.renew()
 
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
+        interval = self.lock.interval
+        if self.due is not None and interval is not None:
+            if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
+                self.renewals += int((sent_at - self.due) / interval)
+            self.due = sent_at + interval
         self.trusted_until = sent_at + self.lock.trust
-        if self.due is not None:
-            self.due = sent_at + self.lock.timeout / RENEWALS_PER_TIMEOUT
         if self._reserved:
             self._reserved = False
         else:
@@ -293,8 +324,11 @@ class Lease:
         at_least = self._at_least(at_least)
         if self._reserved:
             self._finish(max(at_least, self.lock.timeout), ticket, settles)
-        elif at_least or ticket:
-            expiry = self.trusted_until - self.lock.trust + self.lock.timeout
+        elif at_least or ticket or self.lock.keeper.asks:  # nobody else may renew it from now on
+            renewed = self.trusted_until - self.lock.trust
+            if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
+                renewed = self.lock.clock()  # at the latest, by the main process
+            expiry = renewed + self.lock.timeout
             self._finish(max(at_least, expiry - self.acquired_at), ticket, settles)
         self.finished = True
         if not self.lost:

@@ -23,6 +23,11 @@ KILL_AFTER = 1.0  # seconds for the body to stop before its pool process is kill
 logger = logging.getLogger("celery_dislock")
 
 
+def is_pool_process() -> bool:
+    """Return whether this is a process of a prefork pool."""
+    return bool(current_process().name != "MainProcess")
+
+
 class StopTask(BaseException):
     """Thrown into a body to terminate it; ``except Exception`` does not catch it."""
 
@@ -69,7 +74,7 @@ class Running:
             self._target.throw(error)
             return
         self._target.throw(StopTask(error))
-        if current_process().name != "MainProcess":
+        if is_pool_process():
             killer = threading.Timer(KILL_AFTER, self._kill, (lease,))
             killer.daemon = True
             killer.start()

@@ -19,6 +19,7 @@ from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.store import Store
 
@@ -133,20 +134,20 @@ class Process:
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         url, options = lock_server(conf)
+        options = {
+            **options,
+            **settings.dislock_transport_options,
+            "min_replicas": settings.dislock_min_replicas,
+        }
         self.pid = os.getpid()
         self.host = socket.gethostname()
-        self.store = Store(
-            url,
-            {
-                **options,
-                **settings.dislock_transport_options,
-                "min_replicas": settings.dislock_min_replicas,
-            },
-            home=home,
-            hand_over=hand_over,
-        )
-        self.watchdog = Watchdog(self.store)
         self._patched = patched_by()
+        self.store = Store(url, options, home=home, hand_over=hand_over)
+        self.watchdog = Watchdog(
+            Store(url, options) if self._patched else self.store,
+            beside_greenlets=bool(self._patched),
+            asks=settings.dislock_renew_for_stalled and is_pool_process(),
+        )
         self._warned = False
         self._away = False
         self._damaged: set[str] = set()

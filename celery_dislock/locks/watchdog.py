@@ -16,19 +16,28 @@ lock was interrupted by an exception.  Their leases and places in line are relea
 
 After each batch the loop reads its clock again.  A failed batch is retried soon, with backoff, as
 long as its leases are trusted.  The batches after it do not wait for the retry.
+
+A pool process may be stalled: it was stopped, or a body held the GIL.  The worker's main process
+then renews its leases.  So if the trust in a lease has ended while this process did not run, the
+loop asks the server before it calls the lease lost.  A renewal succeeds only if the lease has never
+expired, and then nobody else was let in.
+
+Beside greenlets the loop runs in a thread of the operating system, with a store of its own, and
+what it has to report is reported in the thread of the hub; see :mod:`celery_dislock.locks.native`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +51,7 @@ RETRY_FIRST = 0.1  # seconds until the first retry of a renewal; doubled each ti
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
 WITHIN_LEAST = 0.05
+STALL_LEAST = 0.25  # seconds by which the loop is late if its process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
 DEAD_ENTRIES = 1000  # number of stale heap entries above which a clean-up is worth its cost
@@ -67,16 +77,19 @@ class Over(NamedTuple):
 class Watchdog:
     """Renews the leases of this process.
 
-    The loop runs in a daemon thread, or in a greenlet under gevent and eventlet.  It starts with
-    the first lease.
+    The loop runs in a daemon thread, which starts with the first lease.
 
     Args:
         store: Sends the renewals.
         clock: Returns monotonic seconds.
         threaded: False: no thread is started, and the caller calls :meth:`tick`.
+        beside_greenlets: The store belongs to the loop alone, and reports are made in a greenlet.
+        asks: Ask the server about a lease in which the trust has ended while this process was
+            stalled, because another process may have renewed it.
 
     Attributes:
         errors: Unexpected exceptions that the loop has survived.
+        asks: The argument of that name.
     """
 
     def __init__(
@@ -85,18 +98,24 @@ class Watchdog:
         *,
         clock: Callable[[], float] = time.monotonic,
         threaded: bool = True,
+        beside_greenlets: bool = False,
+        asks: bool = False,
     ) -> None:
         self.errors = 0
+        self.asks = asks
         self._store = store
         self._clock = clock
         self._threaded = threaded
-        self._thread: threading.Thread | None = None
+        self._beside_greenlets = beside_greenlets
+        self._tell: Callable[[Callable[[], None]], None] = at_once
+        self._thread: Thread | None = None
         self._loop: object = None  # identifies the current loop; any other loop ends
         # Reentrant: while this thread has the mutex, a signal handler may take or release a lock,
         # and so may a generator that the interpreter closes.
-        self._mutex = threading.RLock()
-        self._wake = threading.Condition(self._mutex)
+        self._mutex = reentrant_lock()
+        self._bell = Bell()
         self._wakes_at = 0.0
+        self._ran_until = 0.0  # after this time the loop may have been stalled, until its next tick
         self._numbers = count(1)
         self._latest = 0  # the last number given out
         self._timers: list[Entry] = []
@@ -115,8 +134,8 @@ class Watchdog:
         with self._mutex:
             self._watched.add(lease)
             when = self._schedule(lease)
-            if when < self._wakes_at:
-                self._wake.notify()
+        if when < self._wakes_at:
+            self._bell.ring()
         self._ensure_running()
 
     def unwatch(self, lease: Lease) -> None:
@@ -155,8 +174,7 @@ class Watchdog:
         if not self._over:
             self._clear_at = now + RETRY_MOST
         self._over[owner] = Over(names, now + CLEAR_FOR)
-        with self._mutex:
-            self._wake.notify()
+        self._bell.ring()
         self._ensure_running()
 
     def cleared(self, owner: str) -> None:
@@ -168,13 +186,13 @@ class Watchdog:
         with self._mutex:
             if self._thread is not None and self._thread.is_alive():
                 return
+            if self._beside_greenlets and self._tell is at_once:
+                self._tell = in_hub()
             # If an exception interrupts this call, the next start replaces the loop, and a thread
             # that was started here ends.
             self._loop = loop = object()
-            thread = self._thread = threading.Thread(
-                target=self._run, args=(loop,), name="dislock-watchdog", daemon=True
-            )
-            thread.start()
+            self._ran_until = self._clock()
+            self._thread = Thread(partial(self._run, loop), "dislock-watchdog")
 
     def stop(self) -> None:
         """
@@ -184,8 +202,8 @@ class Watchdog:
         """
         with self._mutex:
             thread, self._thread, self._loop = self._thread, None, None
-            self._wake.notify()
-        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        self._bell.ring()
+        if thread is not None and not thread.is_current():
             thread.join(WITHIN_MOST * 2)
 
     def _ensure_running(self) -> None:
@@ -203,6 +221,7 @@ class Watchdog:
         reports: list[Callable[[], None]] = []
         batch: list[Entry] = []
         with self._mutex:
+            self._notice_stall(now)
             self._collect_due(now)
             while self._due and len(batch) < BATCH:
                 entry = heappop(self._due)
@@ -227,14 +246,23 @@ class Watchdog:
         with self._mutex:
             return self._idle_for()
 
+    def _notice_stall(self, now: float) -> None:
+        """Keep asking the server about leases in which the trust ended during a stall."""
+        if not self.asks or now - self._ran_until < STALL_LEAST:
+            return
+        for lease in self._watched.copy():
+            if self._ran_until < lease.trusted_until <= now and lease.due is not None:
+                lease.asked_until = now + lease.lock.trust
+
     def _over_with(self, lease: Lease, now: float) -> Callable[[], None] | None:
         """Return the report to make if the lease is no longer renewed; None if it goes on."""
-        if lease.trusted_until <= now:
+        if lease.kept_until <= now:
             lease.lose(_why_expired(lease))
             return lease.report_lost
         if lease.abandoned:
             return lease.report_abandoned
         if lease.lock.interval is not None and _at_cap(lease):
+            lease.capped = True
             return lease.report_capped
         return None
 
@@ -245,9 +273,10 @@ class Watchdog:
                 break
             entry = heappop(self._timers)
             if _valid(entry):
-                heappush(self._due, Entry(entry.lease.trusted_until, entry.number, entry.lease))
+                heappush(self._due, Entry(entry.lease.kept_until, entry.number, entry.lease))
 
     def _idle_for(self) -> float | None:
+        self._ran_until = self._clock()
         if self._due:
             return 0.0
         if not self._timers and not self._over:
@@ -258,6 +287,7 @@ class Watchdog:
         self._wakes_at = self._timers[0].when if self._timers else self._clear_at
         if self._over:
             self._wakes_at = min(self._wakes_at, self._clear_at)
+        self._ran_until = max(self._ran_until, self._wakes_at)
         return max(0.0, self._wakes_at - self._clock())
 
     def _clear(self) -> None:
@@ -275,13 +305,14 @@ class Watchdog:
             self.cleared(owner)
 
     def _renew(self, batch: list[Entry]) -> None:
-        sent_at = self._clock()
-        urgency = (batch[0].when - sent_at) / 2
+        sent_at = self._ran_until = self._clock()
+        urgency = (batch[0].lease.kept_until - sent_at) / 2
+        within = max(WITHIN_LEAST, min(urgency, WITHIN_MOST))
         answers: Sequence[bool | StoreError]
         try:
             answers = self._store.renew(
                 [(e.lease.lock.names, e.lease.owner, e.lease.lock.timeout) for e in batch],
-                within=max(WITHIN_LEAST, min(urgency, WITHIN_MOST)),
+                within=within,
             )
         except StoreError as exc:
             answers = [exc] * len(batch)
@@ -289,9 +320,24 @@ class Watchdog:
             answers = [StoreError("?", repr(exc))] * len(batch)
             self._survive("renewing leases", exc)
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
+        self._heard(batch, answers, sent_at, until=sent_at + 2 * within + STALL_LEAST)
 
+    def _heard(
+        self, batch: list[Entry], answers: Sequence[bool | StoreError], sent_at: float, until: float
+    ) -> None:
+        """
+        Apply the answers to a batch.
+
+        Args:
+            batch: The leases.
+            answers: What :meth:`Store.renew` returned.
+            sent_at: Time before the renewals were sent.
+            until: Time by which even a server that is away would have been given up.
+        """
         renewed, lost = [], []
         with self._mutex:
+            if self._clock() > until:
+                self._notice_stall(self._clock())
             for entry, answer in zip(batch, answers, strict=True):
                 lease = entry.lease
                 if not _valid(entry):
@@ -306,8 +352,9 @@ class Watchdog:
                     lost.append(lease)
                 else:
                     self._retry(lease)
-        for lease in renewed:
-            self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
+        if signals.lock_renewed.receivers:
+            for lease in renewed:
+                self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
         for lease in lost:
             self._report(lease.report_lost)
 
@@ -317,7 +364,7 @@ class Watchdog:
     def _retry(self, lease: Lease) -> None:
         now = self._clock()
         pause = min(RETRY_FIRST * 2 ** min(self._failures, 10), RETRY_MOST)
-        left = lease.trusted_until - now
+        left = lease.kept_until - now
         self._put(lease, now + (min(pause, left / 4) if left > WITHIN_LEAST else left))
 
     def _put(self, lease: Lease, when: float) -> float:
@@ -333,12 +380,17 @@ class Watchdog:
         if errors:
             self._failures += 1
             if self._failures == 1:
-                logger.warning("Cannot renew %d lock(s), trying again: %s", len(errors), errors[0])
+                told = "Cannot renew %d lock(s), trying again: %s"
+                self._report(logger.warning, told, len(errors), errors[0])
         elif self._failures:
-            logger.info("Locks are renewed again, after %d failed tries.", self._failures)
+            told = "Locks are renewed again, after %d failed tries."
+            self._report(logger.info, told, self._failures)
             self._failures = 0
 
     def _report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
+        self._tell(partial(self._call, call, *args, **kwargs))
+
+    def _call(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
         try:
             call(*args, **kwargs)
         except SURVIVED as exc:
@@ -346,20 +398,23 @@ class Watchdog:
 
     def _survive(self, doing: str, exc: BaseException) -> None:
         self.errors += 1
-        logger.error("Unexpected error while %s; the watchdog goes on.", doing, exc_info=exc)
+        told = "Unexpected error while %s; the watchdog goes on."
+        self._tell(partial(logger.error, told, doing, exc_info=exc))
 
     def _run(self, loop: object) -> None:
         while self._loop is loop:
             try:
                 idle = self.tick()
-                with self._mutex:
-                    if idle != 0.0:
+                if idle != 0.0:
+                    with self._mutex:
                         idle = self._idle_for()  # a lease may have been added since
-                        if idle != 0.0 and self._loop is loop:
-                            self._wake.wait(idle)
+                if idle != 0.0 and self._loop is loop:
+                    self._bell.wait(idle)  # returns at once if it has rung since
             except SURVIVED as exc:
                 self._survive("watching leases", exc)
                 time.sleep(RETRY_FIRST)
+        if self._beside_greenlets:
+            self._store.close()  # here, because its sockets belong to this thread's hub
 
 
 def _at_cap(lease: Lease) -> bool:

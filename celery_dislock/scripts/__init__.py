@@ -51,6 +51,7 @@ class Script:
 
 ACQUIRE = Script.load("acquire")
 RENEW = Script.load("renew")
+RENEW_STALLED = Script.load("renew_stalled")
 RELEASE = Script.load("release")
 RELEASE_DEAD = Script.load("release_dead")
 HOLDERS = Script.load("holders")

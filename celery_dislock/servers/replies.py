@@ -75,6 +75,20 @@ class Swept(NamedTuple):
     unclaimed: tuple[str, ...] = ()  # tickets that did not claim several turns in a row
 
 
+class Looked(NamedTuple):
+    """
+    What was found of an execution whose process may be stalled.
+
+    Attributes:
+        unrenewed: Seconds for which its lease had not been renewed; it is renewed now.  0: it was
+            not overdue.
+        overdue_in: Seconds until it is overdue; 0: it has no lease to be renewed, or was renewed.
+    """
+
+    unrenewed: float
+    overdue_in: float
+
+
 class Holding(NamedTuple):
     """
     A live lease, as the lock server sees it.
@@ -162,3 +176,12 @@ def renewed(replies: Sequence[Any]) -> bool | StoreError:
     if 0 in replies:
         return False
     return next((reply for reply in replies if isinstance(reply, StoreError)), True)
+
+
+def looked(replies: Sequence[Any]) -> Looked | StoreError:
+    """Combine the replies about one execution's locks; the first error, if there is one."""
+    error = next((reply for reply in replies if isinstance(reply, StoreError)), None)
+    if error is not None:
+        return error
+    soon = min((-reply for reply in replies if reply < 0), default=0)
+    return Looked(max(0, *replies) / 1000, soon / 1000)

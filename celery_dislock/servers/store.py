@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
@@ -17,6 +17,7 @@ from celery_dislock.scripts import (
     RELEASE_DEAD,
     REMEMBER,
     RENEW,
+    RENEW_STALLED,
     TAKE_OVER,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
@@ -27,6 +28,7 @@ from celery_dislock.servers.replies import (
     Holding,
     Refused,
     holdings,
+    looked,
     milliseconds,
     refused,
     renewed,
@@ -39,7 +41,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.replies import Looked, Turn
+
+
+class Execution(NamedTuple):
+    """
+    An execution that may not renew its leases itself, although its process is alive.
+
+    Attributes:
+        locks: Names of the locks in Redis.
+        owner_start: Start of the owner's name: all but the counter of the acquisition.
+        ttl: Expiry of the leases in seconds, counted from their renewal.
+        overdue: Seconds without a renewal after which a lease is renewed.
+        longest: Seconds after the acquisition from which a lease is not renewed; 0: no limit.
+    """
+
+    locks: Sequence[str]
+    owner_start: str
+    ttl: float
+    overdue: float
+    longest: float
 
 
 class Store:
@@ -328,6 +349,39 @@ class Store:
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
         replies = iter(self.lock_server.run_many(RENEW, calls, within=within))
         return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
+
+    def renew_stalled(
+        self, executions: Sequence[Execution], *, within: float
+    ) -> list[Looked | StoreError]:
+        """
+        Renew the leases of executions that are overdue, in one pipelined round trip.
+
+        For one thread only, like :meth:`renew`, and on the same connection.
+
+        Args:
+            executions: The executions whose processes are alive.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
+
+        Returns:
+            For each execution, in the same order: what was found and done, or the error that the
+            server returned.
+
+        Raises:
+            StoreError: The server did not answer; each lease may have been renewed or not.
+        """
+        calls = [
+            (
+                lock,
+                one.owner_start,
+                milliseconds(one.ttl),
+                milliseconds(one.overdue),
+                milliseconds(one.longest),
+            )
+            for one in executions
+            for lock in one.locks
+        ]
+        replies = iter(self.lock_server.run_many(RENEW_STALLED, calls, within=within))
+        return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
     def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
         """

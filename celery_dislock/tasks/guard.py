@@ -18,6 +18,7 @@ from celery_dislock.keys.names import execution_start
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.locks.attempt import Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
+from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import Notes, own_turn
@@ -62,6 +63,7 @@ class Guard:
         runtime: What the locks of the app share.
         options: The task's options.
         timeout: Seconds until a lease of this task expires if it is not renewed.
+        interval: Seconds between two renewals; None if leases of this task are not renewed.
         releases_on_failure: Whether a failed execution releases the lock.
     """
 
@@ -71,6 +73,9 @@ class Guard:
         self.options = options
         self.runtime = runtime
         self.timeout = self.options.lock_expire or self.options.lock_watchdog_timeout
+        self.interval = (
+            None if self.options.lock_expire is not None else self.timeout / RENEWALS_PER_TIMEOUT
+        )
         self.releases_on_failure = self.options.release_on_failure
         declared = self.options.lock_key
         try:
@@ -175,7 +180,12 @@ class Guard:
 
     def _keep_for_retry(self, delivery: Delivery, outbox: Outbox) -> None:
         delay, lease = outbox.retry_in, delivery.lease
-        if delay is None or lease is None or not (self.options.lock_hold_on_retry and lease.held):
+        if delay is None or lease is None or not self.options.lock_hold_on_retry:
+            return
+        try:
+            if not lease.confirm():
+                return
+        except StoreError:
             return
         held_for = delivery.lock.clock() - lease.acquired_at
         until = held_for + delay + self.timeout
@@ -252,6 +262,15 @@ class Guard:
         if noted is not None and noted == self._turn_of(request):
             self.runtime.process.lines.leave(*noted)
 
+    def lock_names(self, args: Any, kwargs: Any) -> Sequence[str]:
+        """
+        Return the names in Redis of the locks that the task takes for these arguments.
+
+        Raises:
+            Exception: The keys cannot be built: LockKeyError, or what a user's callable raises.
+        """
+        return self.runtime.lock_names(self._keys_of(args, kwargs))
+
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
         Release the lock of an execution whose process has ended; blocks for a round trip.
@@ -267,7 +286,7 @@ class Guard:
         """
         if self.runtime.off:
             return 0
-        names = self.runtime.lock_names(self._keys_of(args, kwargs))
+        names = self.lock_names(args, kwargs)
         store = self.runtime.process.store
         at_least = self.options.lock_at_least_for if self.releases_on_failure else None
         return store.release_dead(names, owner_start, at_least)

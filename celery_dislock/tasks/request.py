@@ -75,7 +75,7 @@ def recovering(base: type | str) -> type:
 def _release_after_death(request: Any) -> None:
     pid = request.worker_pid
     guard = request.task.dislock_guard
-    if not _is_child(pid):
+    if not is_child(pid):
         return
     key = guard.keys_in_words(request.args, request.kwargs)
     what = f"the lock of {request.task.name}[{request.id}] (key {key}), whose process {pid} died"
@@ -107,7 +107,7 @@ def _soon(call: Callable[[], None]) -> None:
         timer.start()
 
 
-def _is_child(pid: int | None) -> bool:
+def is_child(pid: int | None) -> bool:
     """Tell a pool process from this process (thread pools) and from a greenlet's ``id()``."""
     return pid is not None and pid != os.getpid() and pid <= PID_MAX
 

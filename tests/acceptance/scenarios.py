@@ -14,6 +14,7 @@ SCENARIOS_BROKER_URL names no other.  SCENARIOS_CONF, in JSON, adds to the confi
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import time
@@ -25,7 +26,7 @@ import redis
 from celery import Celery, current_task
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_dislock import Dislock, SingletonTask, current_lease
+from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
 
 if TYPE_CHECKING:
@@ -137,6 +138,17 @@ def stay(key: str, gate: str | None = None) -> dict[str, Any]:
         return {"held": lease.held, "renewals": lease.renewals, "token": lease.token}
 
 
+def lease_in_words() -> dict[str, Any]:
+    """Tell what became of the lease, after asking for it as careful code does."""
+    lease = current_lease()
+    assert lease is not None
+    try:
+        lease.ensure_held()
+    except LockLostError as exc:
+        return {"held": False, "why": str(exc)}
+    return {"held": lease.held, "renewals": lease.renewals, "token": lease.token}
+
+
 # The body lasts as long as the test wants.
 
 
@@ -150,6 +162,23 @@ def hold(key: str) -> dict[str, Any]:
 def hold_renewed(key: str) -> dict[str, Any]:
     """Hold the lock until the gate is open, by many renewals."""
     return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
+def compute(key: str, gate: str) -> dict[str, Any]:
+    """Compute until a file is there, and never yield to another greenlet."""
+    with reported(key):
+        while not os.path.exists(gate):  # noqa: PTH110 -- as short as can be
+            pass
+        return lease_in_words()
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
+def hold_the_gil(key: str, seconds: float) -> dict[str, Any]:
+    """Let no other thread of this process run for some seconds."""
+    with reported(key):
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return lease_in_words()
 
 
 @app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=STEADY)

@@ -18,7 +18,7 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Execution, Store
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
@@ -135,6 +135,8 @@ class Life:
         assert list(self.store.all_holders("dislock"))
         assert self.store.extend([LOCK], "a/1", LONG)
         assert self.store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        execution = Execution([LOCK], "a/", LONG, 0.0, 0.0)
+        assert self.store.renew_stalled([execution], within=WITHIN)[0].unrenewed >= 0
         assert self.store.release([LOCK], "a/1", at_least=LONG)
         assert self.store.take_over([LOCK], "a/1", "b/1", HOLDER) == 1
         assert self.store.release_dead([LOCK], "b/") == 1

@@ -604,7 +604,77 @@ gevent.sleep(600)  # its watchdog goes on
 """
 
 
+COMPUTES = """
+import sys
+if sys.argv[2] == "gevent":
+    from gevent import monkey, spawn, joinall, sleep
+    monkey.patch_all()
+    start, wait = spawn, lambda one: joinall([one], raise_error=True)
+else:
+    import eventlet
+    eventlet.monkey_patch()
+    from eventlet import spawn, sleep
+    start, wait = spawn, lambda one: one.wait()
+import logging, threading, time
+from celery_dislock import Dislock, signals
+logging.basicConfig(level="INFO")
+heard = []
+@signals.lock_renewed.connect
+def renewed(**_):
+    heard.append(threading.get_ident())
+@signals.lock_lost.connect
+def lost(**_):
+    sleep(0.01)  # a receiver may yield
+    heard.append("lost")
+dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=1.5)
+def compute(until):
+    while not until():
+        sum(range(1000))
+def body():
+    with dislock.lock("k") as lease:
+        began = time.monotonic()
+        compute(lambda: time.monotonic() > began + 4.5)
+        lease.ensure_held()
+        assert lease.renewals > 6, lease.renewals
+        assert not heard  # told when the body yields
+        sleep(0.1)
+        assert len(heard) == lease.renewals, heard
+        assert set(heard) <= {threading.main_thread().ident, *heard}
+        dislock.runtime.process.store.lock_server.send("DEL", "dislock:{k}")
+        compute(lambda: not lease.held)
+        assert lease.lost
+        sleep(0.1)
+        assert heard[-1] == "lost"
+def outer():
+    try:
+        body()
+    except Exception as exc:
+        print(type(exc).__name__)
+wait(start(outer))
+dislock.close()
+with dislock.lock("k"):  # goes on with another thread
+    pass
+dislock.close()
+print("done")
+"""
+
+
 class TestGreenlets:
+    @pytest.mark.parametrize("library", ["gevent", "eventlet"])
+    def test_a_body_that_computes_keeps_its_lock(self, redis_url, library):
+        """The watchdog is a thread; what it reports is heard in the hub's thread, once that runs."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", COMPUTES, redis_url, library],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.stdout.split() == ["LockLostError", "done"], done.stderr
+        assert "is lost" in done.stderr
+        assert "Traceback" not in done.stderr
+
     @pytest.mark.parametrize("library", ["gevent", "eventlet"])
     def test_the_owner_is_the_greenlet_though_it_was_patched_late(self, redis_url, library):
         """Of fifty greenlets one is inside, and the log says that the patch came too late."""

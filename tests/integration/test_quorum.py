@@ -15,7 +15,7 @@ from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Execution, Store
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import Holding, name_of, wait_for
@@ -376,6 +376,22 @@ class TestHeld:
         servers[0].kill()
         assert store.release_dead([LOCK], "id@w:7/") == 1
         assert nothing_on(servers[1:])
+
+    def test_a_stalled_execution_is_renewed_by_the_start_of_its_name(self, servers, store):
+        """On a majority; and where no majority has the lease, on none that counts."""
+        take(store, "id@w:7/1")
+        before = store.holders(LOCK)[0].remaining
+        servers[0].kill()
+        wait_for(lambda: store.holders(LOCK)[0].remaining < before - 0.1, "an older lease")
+        execution = Execution([LOCK], "id@w:7/", LONG, 0.05, 0.0)
+        (found,) = store.renew_stalled([execution], within=WITHIN)
+        assert found.unrenewed >= 0.05
+        assert store.holders(LOCK)[0].remaining > before - 0.1
+        for server in servers[1:3]:
+            with server.client() as client:
+                client.delete(LOCK)
+        (found,) = store.renew_stalled([execution._replace(overdue=0.0)], within=WITHIN)
+        assert found == (0, 0)
 
     def test_at_least_for_holds_on_all_servers(self, store):
         """A lease that is to run out by itself does so, and cannot be taken before."""

@@ -14,7 +14,7 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreErro
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.replies import Granted, Holding, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Execution, Store
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
@@ -372,6 +372,116 @@ class TestReleaseDead:
         """Releasing after a death where nothing is held creates nothing."""
         assert store.release_dead([LOCK], "id-1@w:7/", at_least=LONG) == 0
         assert state(redis_client) == {}
+
+
+class TestRenewStalled:
+    START = "id-1@w:7/"
+    OVERDUE = 0.02  # seconds: soon after any renewal
+
+    def renew_stalled(self, store, *, start=START, ttl=LONG, overdue=OVERDUE, longest=0.0):
+        execution = Execution([LOCK], start, ttl, overdue, longest)
+        (answer,) = store.renew_stalled([execution], within=WITHIN)
+        return answer
+
+    def expiry(self, client, owner="id-1@w:7/123"):
+        return int(client.hget(LOCK, owner).split()[1])
+
+    def test_an_overdue_lease_is_renewed(self, store, redis_client):
+        """With its token, its holder and its owner; and the key lives as long."""
+        token = take(store, "id-1@w:7/123")
+        before = self.expiry(redis_client)
+        time.sleep(2 * self.OVERDUE)
+        found = self.renew_stalled(store)
+        assert found.unrenewed >= 2 * self.OVERDUE
+        assert found.overdue_in == 0
+        assert self.expiry(redis_client) > before
+        assert redis_client.pttl(LOCK) > (LONG - WITHIN) * 1000
+        [holding] = store.holders(LOCK)
+        assert (holding.owner, holding.token) == ("id-1@w:7/123", token)
+        assert store.release([LOCK], "id-1@w:7/123") is True
+
+    def test_a_lease_that_is_not_overdue_is_left_alone(self, store, redis_client):
+        """The caller is told when it will be."""
+        take(store, "id-1@w:7/123")
+        before = state(redis_client)
+        found = self.renew_stalled(store, overdue=LONG / 3)
+        assert found.unrenewed == 0
+        assert 0 < found.overdue_in <= LONG / 3
+        assert state(redis_client) == before
+
+    def test_what_has_ended_is_not_revived(self, store, redis_client):
+        """Neither a lease that has expired beside another, nor one that is gone."""
+        take(store, "other/1")
+        store.release([LOCK], "other/1", at_least=LONG)
+        store.acquire([LOCK], "id-1@w:7/123", SHORT, HOLDER, limit=2)
+        time.sleep(2 * SHORT)
+        before = redis_client.hgetall(LOCK)
+        assert self.renew_stalled(store, ttl=SHORT) == (0, 0)
+        assert redis_client.hgetall(LOCK) == before
+        redis_client.delete(LOCK)
+        assert self.renew_stalled(store) == (0, 0)
+        assert state(redis_client) == {}
+
+    @pytest.mark.parametrize(
+        "start", ["id-1@w:8/", "id-2@w:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w:7/*"]
+    )
+    def test_no_other_execution_is_renewed(self, store, redis_client, start):
+        """Another process, task or host, or a pattern, renews nothing."""
+        take(store, "id-1@w:7/123")
+        before = state(redis_client)
+        assert self.renew_stalled(store, start=start, overdue=0.0) == (0, 0)
+        assert state(redis_client) == before
+
+    def test_a_lease_that_was_left_is_not_renewed(self, store, redis_client):
+        """Its owner is done with it."""
+        take(store, "id-1@w:7/123")
+        store.release([LOCK], "id-1@w:7/123", at_least=LONG)
+        before = state(redis_client)
+        assert self.renew_stalled(store, overdue=0.0) == (0, 0)
+        assert state(redis_client) == before
+
+    def test_a_lease_that_was_handed_over_is_not_renewed(self, store, redis_client):
+        """A stopped process that waited must not keep it from the next in line."""
+        take(store, "a/1")
+        waiting = store.acquire([LOCK], "id-1@w:7/123", LONG, HOLDER, place=LONG)
+        assert isinstance(waiting, Refused)
+        store.release([LOCK], "a/1")
+        before = self.expiry(redis_client)
+        assert self.renew_stalled(store, overdue=0.0) == (0, 0)
+        assert self.expiry(redis_client) == before
+
+    def test_from_the_cap_on_it_is_not_renewed(self, store, redis_client):
+        """The cap is counted from the acquisition."""
+        take(store, "id-1@w:7/123")
+        time.sleep(2 * self.OVERDUE)
+        before = state(redis_client)
+        assert self.renew_stalled(store, longest=self.OVERDUE) == (0, 0)
+        assert state(redis_client) == before
+        assert self.renew_stalled(store, longest=LONG).unrenewed > 0
+
+    def test_an_answer_for_each_execution(self, store):
+        """One of two keys is damaged: the other is renewed."""
+        take(store, "id-1@w:7/1")
+        store.lock_server.send(b"SET", "dislock:{b}", "x")
+        time.sleep(2 * self.OVERDUE)
+        first = Execution([LOCK], self.START, LONG, self.OVERDUE, 0.0)
+        second = first._replace(locks=["dislock:{b}"])
+        both = first._replace(locks=[LOCK, "dislock:{b}"])
+        renewed, *damaged = store.renew_stalled([first, second, both], within=WITHIN)
+        assert renewed.unrenewed > 0
+        assert [type(answer) for answer in damaged] == [DamagedLockError] * 2
+        store.lock_server.send(b"DEL", "dislock:{b}")
+
+    def test_of_several_keys_each_is_renewed(self, store, redis_client):
+        """The longest time without a renewal is told."""
+        other = "dislock:{export:8}"
+        take(store, "id-1@w:7/1")
+        time.sleep(2 * self.OVERDUE)
+        take(store, "id-1@w:7/1", lock=other)
+        execution = Execution([LOCK, other], self.START, LONG, self.OVERDUE, 0.0)
+        (found,) = store.renew_stalled([execution], within=WITHIN)
+        assert found.unrenewed >= 2 * self.OVERDUE
+        assert 0 <= found.overdue_in <= self.OVERDUE
 
 
 class TestAllHolders:

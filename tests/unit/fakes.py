@@ -127,6 +127,10 @@ class FakeStore:
             self.answers.get(owner, self._renew(lock, owner, ttl)) for (lock,), owner, ttl in leases
         ]
 
+    def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
+        self._round_trip("extend", *locks, owner)
+        return all(self._renew(lock, owner, ttl) for lock in locks)
+
     def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
         assert within > 0
         self._round_trip("clear", [owner for _, owner in owners])

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.scripts import ACQUIRE, GRANTED, HOLDERS, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import (
+    ACQUIRE,
+    GRANTED,
+    HOLDERS,
+    RELEASE,
+    RELEASE_DEAD,
+    RENEW,
+    RENEW_STALLED,
+)
 from celery_dislock.servers.quorum.members import NoReplyError, Peer, Peers
 
 if TYPE_CHECKING:
@@ -221,8 +229,8 @@ class Quorum:
         if not arguments:
             return ()
         owner, *rest = arguments
-        if script is RENEW:
-            rest = [rest[0] + drift(rest[0])]
+        if script in {RENEW, RENEW_STALLED}:
+            rest[0] += drift(rest[0])
         return (self._names.of(owner), *rest)
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller
 from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, _valid
@@ -371,3 +371,198 @@ def test_a_watch_that_is_taken_back_twice_counts_once(world):
     assert len(world.watchdog) == 1
     second.release()
     assert len(world.watchdog) == 0
+
+
+class TestStalls:
+    """A pool process was stopped, or a body held the GIL, and the main process renewed meanwhile."""
+
+    @pytest.fixture
+    def world(self, world):
+        world.watchdog.asks = True
+        return world
+
+    @staticmethod
+    def stall(world, lease, seconds, *, renewed=True):
+        """Let time pass while no loop runs; and let somebody else renew the lease."""
+        world.run(1)
+        for _ in range(int(seconds)):
+            world.clock.advance(1)
+            if renewed:
+                world.store.renew([(lease.lock.names, lease.owner, 30)], within=1)
+        world.store.calls.clear()
+
+    def test_a_lease_that_others_renewed_is_held_on(self, world, heard):
+        """The server says that it has never expired, so nobody was let in."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        assert not lease.held
+        world.watchdog.tick()
+        assert len(world.store.asked("renew")) == 1
+        assert lease.held
+        assert "lock_lost" not in names(heard)
+
+    def test_a_lease_that_nobody_renewed_is_lost(self, world, heard):
+        """The server no longer has it: that is said at once."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100, renewed=False)
+        world.watchdog.tick()
+        assert lease.lost
+        assert names(heard) == ["lock_lost"]
+
+    def test_a_process_that_is_not_renewed_for_does_not_ask(self, world, heard):
+        """Past its trust the lease is lost, whatever the server would say."""
+        world.watchdog.asks = False
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.watchdog.tick()
+        assert lease.lost
+        assert world.store.asked("renew") == []
+
+    def test_an_outage_is_no_stall(self, world, heard):
+        """While the process runs and the server is away, the lease is lost at the end of its trust."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        world.store.away = True
+        world.run(29)
+        assert not lease.lost
+        world.run(1)
+        assert lease.lost
+
+    def test_it_asks_on_while_the_server_is_away(self, world, heard):
+        """Not held meanwhile, and not lost; and held as soon as the server says so."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.store.away = True
+        world.run(10)
+        assert not lease.held
+        assert not lease.lost
+        world.store.away = False
+        world.run(2)
+        assert lease.held
+
+    def test_without_any_answer_it_is_lost(self, world, heard):
+        """After the time for which a renewal would have been trusted, and without a busy loop."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.store.away = True
+        world.run(29)
+        assert not lease.lost
+        world.run(1)
+        assert lease.lost
+        assert len(world.store.asked("renew")) < 60
+
+    def test_the_renewals_of_others_count(self, world):
+        """As many as there would have been; the cap counts them all."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.watchdog.tick()
+        assert lease.renewals == 10
+
+    def test_past_its_cap_it_is_capped(self, world, heard):
+        """Those who renewed it meanwhile stopped there, too."""
+        lease = world.lease(lock_watchdog_timeout=30, max_renew_times=5)
+        self.stall(world, lease, 60)
+        world.run(12)
+        assert lease.capped
+        assert len(world.store.asked("renew")) == 1
+
+    def test_a_stall_in_a_round_trip_is_one(self, world, heard):
+        """The reply that came meanwhile is older than the trust it gives."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        other = world.lease("other", "other", lock_watchdog_timeout=31)
+        world.run(9)
+        renew = world.store.renew
+
+        def stalled(*args, **kwargs):
+            answers = renew(*args, **kwargs)
+            for _ in range(10):
+                world.clock.advance(10)
+                renew([(one.lock.names, one.owner, 30) for one in (lease, other)], within=1)
+            return answers
+
+        world.store.renew = stalled
+        world.run(2)
+        world.store.renew = renew
+        world.run(2)
+        assert lease.held
+        assert other.held
+
+    def test_a_fixed_expiry_is_not_asked_for(self, world):
+        """Nobody renews such a lease."""
+        lease = world.lease(lock_expire=30)
+        self.stall(world, lease, 100)
+        world.watchdog.tick()
+        assert lease.lost
+        assert world.store.asked("renew") == []
+
+    def test_ensure_held_asks_first(self, world, heard):
+        """A body that wakes up before the watchdog does is told what the server says."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        lease.ensure_held()
+        assert lease.held
+        assert lease.renewals == 10
+        lease.ensure_held()
+        assert world.store.calls == [("extend", "dislock:{k}", "me")]
+
+    def test_ensure_held_raises_if_nobody_renewed(self, world, heard):
+        """The lease is lost, and is reported once."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100, renewed=False)
+        for _ in range(2):
+            with pytest.raises(LockLostError, match="the server no longer has it"):
+                lease.ensure_held()
+        world.run(2)
+        assert names(heard) == ["lock_lost"]
+
+    def test_ensure_held_raises_if_the_server_is_away(self, world):
+        """Nobody knows, so it is not held; the watchdog asks on."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.store.away = True
+        with pytest.raises(LockLostError, match="its time ran out, and .*away"):
+            lease.ensure_held()
+        assert not lease.lost
+
+    def test_ensure_held_never_goes_beyond_the_cap(self, world):
+        """A capped lease that has run out stays so."""
+        lease = world.lease(lock_watchdog_timeout=30, max_renew_times=1)
+        world.run(25)
+        assert lease.capped
+        world.clock.advance(30)
+        with pytest.raises(LockLostError):
+            lease.ensure_held()
+        assert world.store.asked("extend") == []
+
+    def test_a_lease_that_is_left_is_marked_as_left(self, world):
+        """So that the main process does not renew it while callbacks run."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        world.run(5)
+        lease.leave()
+        owner, expires, _ = world.store.leases["dislock:{k}"]
+        assert owner == "~me"
+        assert expires == pytest.approx(world.clock() + 30 - 5, abs=6)
+
+    def test_a_lease_that_is_left_after_a_stall_lives_as_long_as_it_may(self, world):
+        """Nobody here knows when it was renewed last: perhaps just now."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        lease.leave()
+        [(_, *_, at_least)] = world.store.asked("release")
+        assert lease.acquired_at + at_least == pytest.approx(world.clock() + 30)
+
+
+def test_reports_can_be_made_elsewhere(world, heard):
+    """Beside greenlets the loop only notes what it has to say; its work does not wait for that."""
+    notes = []
+    world.watchdog._tell = notes.append
+    lease = world.lease(lock_watchdog_timeout=30)
+    capped = world.lease("capped", "capped", lock_watchdog_timeout=30, max_renew_times=1)
+    world.run(25)
+    world.store.answers["me"] = False
+    world.run(10)
+    assert lease.lost
+    assert capped.capped
+    assert names(heard) == []
+    for note in notes:
+        note()
+    assert sorted(names(heard)) == ["lock_capped", "lock_lost", *["lock_renewed"] * 3]

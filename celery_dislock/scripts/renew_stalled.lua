@@ -1,0 +1,39 @@
+-- renew_stalled.lua: renew the leases of an execution whose process is alive, and does not do so itself.
+--
+-- KEYS[1]   lock
+-- ARGV[1]   start of the owner: all of it but the counter of its acquisition
+-- ARGV[2]   ttl_ms       integer > 0, counted from now, not added
+-- ARGV[3]   overdue_ms   renew what was not renewed for so long
+-- ARGV[4]   most_ms      > 0: renew for this time after the acquisition   0: without a limit
+--
+-- Returns   > 0   it was renewed: milliseconds since the renewal before
+--           < 0   it was not, and is overdue in so many milliseconds
+--           0     there is none, or none to be renewed
+--
+-- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
+-- taken up is left alone: it is shorter than ttl_ms.
+
+-- include: _record
+-- include: _lease
+
+local start, ttl, overdue, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+
+local function may_be_renewed(lease)
+  if lease.expires <= now then return false end  -- left there: the next token must be higher
+  if lease.expires - lease.acquired < ttl then return false end
+  return most == 0 or now - lease.acquired < most
+end
+
+local answer, lock = 0, open(KEYS[1])
+local found = redis.call('HGETALL', lock.name)
+for i = 1, #found, 2 do
+  if string.sub(found[i], 1, #start) == start then
+    local lease = read(found[i], found[i + 1])
+    if may_be_renewed(lease) then
+      local since = now - (lease.expires - ttl)
+      answer = since >= overdue and since or since - overdue
+      if answer > 0 then renew(lock, lease, ttl) end
+    end
+  end
+end
+return answer

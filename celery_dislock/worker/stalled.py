@@ -1,0 +1,227 @@
+"""Renew the locks of pool processes that are alive and do not renew them themselves.
+
+A body that holds the GIL, in a long call of a C library, stops the watchdog of its process, and so
+does SIGSTOP.  The main process of a prefork worker knows which executions run, where, and with
+which arguments, and thus their keys and their owners but for the counter.  When a lease may be
+overdue, the main process asks the server to renew it if nobody has, and to say when it is overdue
+next: a healthy process costs the server a look at its lock per renewal.  The server counts the cap
+from the acquisition.
+
+All of it runs in the worker's timer, which is the event loop if the worker has one.  A thread could
+be running while the main process forks a pool process; see :mod:`celery_dislock.tasks.request`.
+Only a worker that shuts down stops its timer and forks no more, and goes on in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from celery import bootsteps
+from celery.worker import state
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.names import execution_start
+from celery_dislock.locks.watchdog import EARLY
+from celery_dislock.servers.store import Execution
+from celery_dislock.tasks.request import is_alive, is_child
+from celery_dislock.tasks.task import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from celery.worker import WorkController
+
+    from celery_dislock.servers.store import Store
+
+WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
+STEPS = 4  # per renewal interval; an execution is looked at by the step after it may be overdue
+OVERDUE = 1.2  # renewal intervals without a renewal after which a process counts as stalled
+
+logger = logging.getLogger("celery_dislock")
+
+
+class StalledStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Bootstep of a prefork worker that locks: renews for pool processes that do not."""
+
+    label = "Dislock stalled"
+    # After the pool, because a pool without an event loop leaves the timer to a thread.
+    requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
+
+    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
+        super().__init__(worker, **kwargs)
+        self._entry: Any = None
+        self._keeper: StalledKeeper | None = None
+
+    def include_if(self, worker: WorkController) -> bool:
+        """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
+        runtime = runtime_of(worker.app)
+        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
+        intervals = [guard.interval for guard in guards if guard is not None and guard.interval]
+        self._every = min(intervals, default=0.0) / STEPS
+        return (
+            bool(intervals)
+            and not runtime.off
+            and runtime.settings.dislock_renew_for_stalled
+            and getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
+        )
+
+    def start(self, worker: WorkController) -> None:
+        """Look at the executions again and again."""
+        store = runtime_of(worker.app).new_process().store
+        self._keeper = StalledKeeper(store)
+        self._again(worker)
+
+    def _again(self, worker: WorkController) -> None:
+        self._entry = worker.timer.call_after(self._every, self._step, (worker,))
+
+    def _step(self, worker: WorkController) -> None:
+        self._again(worker)
+        if self._keeper is not None:
+            self._keeper.look(state.active_requests)
+
+    def stop(self, _worker: WorkController) -> None:
+        """Go on in a thread while the pool ends its tasks."""
+        if self._entry is not None:
+            self._entry.cancel()
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None and state.active_requests:
+            threading.Thread(
+                target=self._go_on, args=(keeper,), name="dislock-stalled", daemon=True
+            ).start()
+
+    def _go_on(self, keeper: StalledKeeper) -> None:
+        while state.active_requests:
+            keeper.look(state.active_requests)
+            time.sleep(self._every)
+
+
+class Watched:
+    """What is known of one execution.
+
+    Attributes:
+        due: Monotonic time of the next look at it.
+        execution: How to renew its leases; None: not known yet.
+        stalled: Whether its process was found stalled, and the log says so.
+    """
+
+    def __init__(self, due: float) -> None:
+        self.due = due
+        self.execution: Execution | None = None
+        self.stalled = False
+
+
+class StalledKeeper:
+    """
+    Renews the leases of overdue executions.  Use it from one thread at a time.
+
+    Args:
+        store: Sends the renewals; no other thread may send any through it.
+        clock: Monotonic clock in seconds.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._watched: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
+        self._fails = False
+
+    def look(self, requests: Iterable[Any]) -> None:
+        """
+        Have the server renew what is overdue; one round trip, or none if nothing is due.
+
+        Errors are logged, and the next look tries again.
+
+        Args:
+            requests: The requests that pool processes execute.
+        """
+        try:
+            now = self._clock()
+            due = [
+                (request, watched)
+                for request in list(requests)
+                if (watched := self._due(request, now)) and is_alive(request.worker_pid)
+            ]
+            if due:
+                self._renew(due, now)
+        except StoreError as exc:
+            self._failed(exc)
+        except Exception:
+            logger.exception("Could not look for stalled pool processes; will be tried again.")
+
+    def _due(self, request: Any, now: float) -> Watched | None:
+        """Return what is known of an execution if it is time to look at it."""
+        watched = self._watched.get(request)
+        if watched is None:
+            guard = getattr(request.task, "dislock_guard", None)
+            if guard is None or not guard.interval or not is_child(request.worker_pid):
+                return None
+            # Most executions have ended before their key is needed.
+            self._watched[request] = Watched(now + guard.interval)
+            return None
+        if watched.due > now:
+            return None
+        if watched.execution is None:
+            watched.execution = _execution(request)
+            if watched.execution is None:
+                watched.due = math.inf
+                return None
+        return watched
+
+    def _renew(self, due: list[tuple[Any, Watched]], now: float) -> None:
+        executions = [watched.execution for _, watched in due if watched.execution is not None]
+        answers = self._store.renew_stalled(executions, within=WITHIN)
+        errors = [one for one in answers if isinstance(one, StoreError)]
+        away = [error for error in errors if not isinstance(error, DamagedLockError)]
+        if away:  # one node of several
+            self._failed(away[0])
+        elif self._fails:
+            self._fails = False
+            logger.info("Pool processes that may be stalled are looked at again.")
+        for (request, watched), found in zip(due, answers, strict=True):
+            if isinstance(found, DamagedLockError):  # it stays so, and the child has said it
+                watched.due = math.inf
+            if isinstance(found, StoreError):
+                continue
+            overdue = request.task.dislock_guard.interval * OVERDUE
+            watched.due = now + min(found.overdue_in or overdue, overdue)
+            if found.unrenewed and not watched.stalled:
+                watched.stalled = True
+                logger.warning(
+                    "Process %d has not renewed the lock of %s[%s] for %.1f s: it was stopped, or "
+                    "its body holds the GIL. The main process renews the lock, up to its cap.",
+                    *(request.worker_pid, request.name, request.id, found.unrenewed),
+                )
+
+
+    def _failed(self, error: StoreError) -> None:
+        if not self._fails:
+            logger.warning(
+                "Cannot renew for pool processes that may be stalled, trying again: %s", error
+            )
+        self._fails = True
+
+
+def _execution(request: Any) -> Execution | None:
+    guard = request.task.dislock_guard
+    interval = guard.interval
+    try:
+        names = guard.lock_names(request.args, request.kwargs)
+    except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
+        logger.warning(
+            "The lock of %s[%s] is not renewed if its process is stalled: its key is unknown: %r",
+            *(request.name, request.id, exc),
+        )
+        return None
+    return Execution(
+        names,
+        execution_start(request.id, request.hostname, request.worker_pid),
+        ttl=guard.timeout,
+        overdue=interval * OVERDUE,
+        # The watchdog's last renewal may be as early as that, and must stay the last.
+        longest=max(guard.options.max_renew_times, 0) * interval * (1 - EARLY),
+    )

@@ -1,0 +1,153 @@
+"""Bodies and processes that stop the watchdog: they keep their locks all the same, up to the cap."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import pytest
+from celery.exceptions import TaskRevokedError
+
+from tests.acceptance import scenarios
+from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.scenarios import BRIEF
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.acceptance
+
+TIMEOUTS_OUTLIVED = 3.5
+STALLED = "The main process renews the lock"
+
+
+@contextmanager
+def stopped(scene) -> Iterator[int]:
+    """Stop the process that holds the lock, and let it go on at the end."""
+    scene.wait_for_report("begin")
+    pid = scene.lease.holder["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):  # the test has killed it
+            os.kill(pid, signal.SIGCONT)
+
+
+def wait_until_outlived(scene):
+    """Wait until the lease is older than some timeouts."""
+    wait_for(
+        "the lease is older than three timeouts",
+        lambda: scene.lease.extended_by > (1 + TIMEOUTS_OUTLIVED) * BRIEF,
+    )
+
+
+def assert_others_stay_out(fleet, scene):
+    """Send another task of the key: it is skipped."""
+    late = fleet.send(scenarios.hold_renewed, scene.key)
+    with pytest.raises(TaskRevokedError):
+        late.get(timeout=LIMIT)
+
+
+def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):
+    """It computes for several timeouts, and in no pool is the lock free meanwhile."""
+    gate = tmp_path / "gate"
+    result = fleet.send(scenarios.compute, scene.key, str(gate))
+    scene.wait_for_report("begin")
+    token = scene.lease.token
+    wait_until_outlived(scene)
+    gate.touch()
+    end = result.get(timeout=LIMIT)
+    assert end["held"] is True
+    assert end["renewals"] > TIMEOUTS_OUTLIVED
+    assert end["token"] == token
+    assert not fleet.says("is lost", scene.key)
+
+
+@PREFORK
+def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
+    """No thread of its process runs for four timeouts, and the main process renews."""
+    result = fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
+    scene.wait_for_report("begin")
+    token = scene.lease.token
+    wait_until_outlived(scene)
+    assert_others_stay_out(fleet, scene)
+    end = result.get(timeout=LIMIT)
+    assert end["held"] is True
+    assert end["token"] == token
+    assert end["renewals"] > TIMEOUTS_OUTLIVED
+    assert fleet.times_it_says(STALLED, result.id) == 1
+    assert not fleet.says("is lost", scene.key)
+    scene.wait_until_free()
+
+
+@PREFORK
+def test_a_stopped_process_keeps_its_lock(fleet, scene):
+    """After SIGSTOP and SIGCONT the body goes on under the same lease, which others could not get."""
+    result = fleet.send(scenarios.hold_renewed, scene.key)
+    with stopped(scene):
+        wait_until_outlived(scene)
+        assert_others_stay_out(fleet, scene)
+    scene.open_gate()
+    end = result.get(timeout=LIMIT)
+    assert end["renewals"] > TIMEOUTS_OUTLIVED
+    assert not fleet.says("is lost", scene.key)
+    scene.wait_until_free()
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_the_cap_ends_it(fleet, scene):
+    """The renewals of the main process count: at the cap a stopped process loses its lock."""
+    first = fleet.send(scenarios.outlive_cap, scene.key)
+    with stopped(scene):
+        wait_for(STALLED, lambda: fleet.says(STALLED, first.id))
+        scene.wait_until_free()
+        second = fleet.send(scenarios.outlive_cap, scene.key)
+        scene.wait_for_report("begin", times=2)
+    scene.open_gate()
+    assert first.get(timeout=LIMIT)["held"] is False
+    second.get(timeout=LIMIT)
+
+
+@PREFORK
+def test_a_stopped_process_that_is_killed_releases(fleet, scene):
+    """The lease that the main process has renewed ends with the process, long before its expiry."""
+    result = fleet.send(scenarios.hold_steadily, scene.key)
+    with stopped(scene) as pid:
+        os.kill(pid, signal.SIGKILL)
+        scene.wait_until_free()
+    assert fleet.says("Released the lock", result.id)
+
+
+def test_without_it_a_stopped_process_loses_its_lock(start_fleet, scene):
+    """With dislock_renew_for_stalled=False the next has its turn, and the first is told."""
+    conf = {"dislock_renew_for_stalled": False}
+    fleet = start_fleet("prefork", "--dislock", conf=conf)
+    first = fleet.send(scenarios.hold_renewed, scene.key)
+    with stopped(scene):
+        scene.wait_until_free()
+        second = fleet.send(scenarios.hold_renewed, scene.key)
+        scene.wait_for_report("begin", times=2)
+    wait_for("the first is told", lambda: fleet.says("is lost", scene.key, first.id))
+    scene.open_gate()
+    assert first.get(timeout=LIMIT)["held"] is False
+    assert second.get(timeout=LIMIT)["held"] is True
+    assert not fleet.says(STALLED)
+
+
+def test_a_warm_shutdown_goes_on_renewing(start_fleet, scene):
+    """The worker waits for a stopped process, and keeps its lock meanwhile."""
+    fleet = start_fleet("prefork", "--dislock")
+    (worker,) = fleet.workers
+    result = fleet.send(scenarios.hold_renewed, scene.key)
+    with stopped(scene):
+        worker.terminate()
+        worker.wait_until_it_says("Warm shutdown")
+        wait_until_outlived(scene)
+    scene.open_gate()
+    worker.wait_until_it_ends()
+    assert result.get(timeout=LIMIT)["token"]
+    assert not fleet.says("is lost", scene.key)
