@@ -197,7 +197,6 @@ class StalledKeeper:
                     *(request.worker_pid, request.name, request.id, found.unrenewed),
                 )
 
-
     def _failed(self, error: StoreError) -> None:
         if not self._fails:
             logger.warning(

@@ -1,4 +1,4 @@
-"""Bodies and processes that stop the watchdog: they keep their locks all the same, up to the cap."""
+"""Bodies and processes that stop the watchdog keep their locks all the same, up to the cap."""
 
 from __future__ import annotations
 
@@ -83,9 +83,20 @@ def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
     scene.wait_until_free()
 
 
+@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
+def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
+    """In a worker of one process nobody is left to renew: the body is told as soon as it asks."""
+    result = fleet.send(scenarios.hold_the_gil, scene.key, 2 * BRIEF)
+    scene.wait_for_report("begin")
+    scene.wait_until_free()
+    end = result.get(timeout=LIMIT)
+    assert end["held"] is False
+    wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
+
+
 @PREFORK
 def test_a_stopped_process_keeps_its_lock(fleet, scene):
-    """After SIGSTOP and SIGCONT the body goes on under the same lease, which others could not get."""
+    """After SIGSTOP and SIGCONT the body goes on under its lease, which others could not get."""
     result = fleet.send(scenarios.hold_renewed, scene.key)
     with stopped(scene):
         wait_until_outlived(scene)
@@ -120,6 +131,22 @@ def test_a_stopped_process_that_is_killed_releases(fleet, scene):
         os.kill(pid, signal.SIGKILL)
         scene.wait_until_free()
     assert fleet.says("Released the lock", result.id)
+
+
+def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):
+    """All its processes are stopped, so nobody renews; the child is told when it goes on."""
+    fleet = start_fleet("prefork", "--dislock")
+    (worker,) = fleet.workers
+    first = fleet.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+    os.killpg(worker.process.pid, signal.SIGSTOP)
+    try:
+        scene.wait_until_free()
+    finally:
+        os.killpg(worker.process.pid, signal.SIGCONT)
+    wait_for("the child is told", lambda: fleet.says("is lost", scene.key, first.id))
+    scene.open_gate()
+    assert first.get(timeout=LIMIT)["held"] is False
 
 
 def test_without_it_a_stopped_process_loses_its_lock(start_fleet, scene):

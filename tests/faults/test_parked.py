@@ -530,13 +530,17 @@ class TestSweep:
         assert began_at - killed_at < TIMEOUT + TIMEOUT / RENEWALS_PER_TIMEOUT + SLACK
 
     def test_a_line_whose_holder_froze_goes_on(self, site, key):
-        """The next has the lock once it is lost, and the frozen task still ends once."""
+        """The next has the lock once it is lost, and the frozen task still ends once.
+
+        The whole worker is frozen: its main process would renew for the child.
+        """
         frozen = hold(site, key)
         line_up(site, key, "late", "next")
         pid = site.wait_for_event("begin", frozen)["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        (worker,) = (w for w in site.workers if pid in site.children(w))
+        os.killpg(worker.process.pid, signal.SIGSTOP)
         site.wait_for_event("released", f"{key}-next")
-        os.kill(pid, signal.SIGCONT)
+        os.killpg(worker.process.pid, signal.SIGCONT)
         site.open_gate(frozen)
         site.wait_for_event("end", frozen)
         site.wait_until_free(key)

@@ -662,7 +662,7 @@ print("done")
 class TestGreenlets:
     @pytest.mark.parametrize("library", ["gevent", "eventlet"])
     def test_a_body_that_computes_keeps_its_lock(self, redis_url, library):
-        """The watchdog is a thread; what it reports is heard in the hub's thread, once that runs."""
+        """The watchdog is a thread; what it reports is heard in the hub's, once that runs."""
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", COMPUTES, redis_url, library],
             cwd=ROOT,

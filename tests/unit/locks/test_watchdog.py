@@ -374,7 +374,7 @@ def test_a_watch_that_is_taken_back_twice_counts_once(world):
 
 
 class TestStalls:
-    """A pool process was stopped, or a body held the GIL, and the main process renewed meanwhile."""
+    """A pool process was stopped, or a body held the GIL, and the main process renewed."""
 
     @pytest.fixture
     def world(self, world):
@@ -419,7 +419,7 @@ class TestStalls:
         assert world.store.asked("renew") == []
 
     def test_an_outage_is_no_stall(self, world, heard):
-        """While the process runs and the server is away, the lease is lost at the end of its trust."""
+        """If the process runs and the server is away, the lease is lost at the end of its trust."""
         lease = world.lease(lock_watchdog_timeout=30)
         world.store.away = True
         world.run(29)
@@ -519,7 +519,7 @@ class TestStalls:
         lease = world.lease(lock_watchdog_timeout=30)
         self.stall(world, lease, 100)
         world.store.away = True
-        with pytest.raises(LockLostError, match="its time ran out, and .*away"):
+        with pytest.raises(LockLostError, match=r"its time ran out, and .*away"):
             lease.ensure_held()
         assert not lease.lost
 
