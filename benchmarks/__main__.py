@@ -36,6 +36,7 @@ NAMES = (
     "many_leases",
     "noop_task",
     "guard",
+    "never_yields",
     "crash_to_next",
     "hot_key",
     "parking",
