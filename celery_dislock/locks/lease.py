@@ -125,15 +125,22 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this process may still trust the lease; reads the local clock, not the server."""
-        return not self._over and self.lock.clock() < self.trusted_until
+        """
+        Whether this process may still trust the lease.
+
+        Reads the local clock, not the server.  The exception is a pool process that was stalled
+        until now: the worker's main process may have renewed the lease meanwhile, and only the
+        server knows.  It is asked then, in one round trip.  False if it does not answer.
+        """
+        try:
+            return self.confirm()
+        except StoreError:
+            return False
 
     @property
     def remaining(self) -> float:
         """Seconds for which the lease is trusted unless renewed; 0 if it is not held."""
-        if self._over:
-            return 0.0
-        return max(0.0, self.trusted_until - self.lock.clock())
+        return max(0.0, self.trusted_until - self.lock.clock()) if self.held else 0.0
 
     @property
     def why_ended(self) -> str:
@@ -142,7 +149,11 @@ class Lease:
             return self._over
         if self.capped:
             return f"it was renewed {self.renewals} times, its cap"
-        return "" if self.held else "its time ran out"
+        return "" if self._is_trusted else "its time ran out"
+
+    @property
+    def _is_trusted(self) -> bool:
+        return not self._over and self.lock.clock() < self.trusted_until
 
     @property
     def _over(self) -> str:
@@ -166,11 +177,7 @@ class Lease:
 
     def ensure_held(self) -> None:
         """
-        Raise an error if the lease is not held.
-
-        Reads the local clock and does not block, except in a pool process that was stalled until
-        now.  If the worker's main process has renewed the lease meanwhile, the lease is still held.
-        Only the server knows, so it is asked then: one round trip.
+        Raise an error if the lease is not held.  Blocks only where :attr:`held` asks the server.
 
         Call this before a step that must not run twice, and pass the token to that step.
 
@@ -186,12 +193,12 @@ class Lease:
 
     def confirm(self) -> bool:
         """
-        Return whether the lease is held; asks the server as :meth:`ensure_held` does.
+        Return whether the lease is held, as :attr:`held` does.
 
         Raises:
             StoreError: The server was asked, and did not answer.
         """
-        if self.held:
+        if self._is_trusted:
             return True
         if self._over or self.capped or self.due is None or not self.lock.keeper.asks:
             return False
@@ -361,5 +368,5 @@ class Lease:
         return ended or sent_before
 
     def __repr__(self) -> str:
-        state = self._over or ("held" if self.held else "ended")
+        state = self._over or ("held" if self._is_trusted else "ended")
         return f"<Lease of {self.key!r} by {self.owner}: {state}, token {self.token}>"

@@ -106,13 +106,15 @@ class Watched:
     Attributes:
         due: Monotonic time of the next look at it.
         execution: How to renew its leases; None: not known yet.
-        stalled: Whether its process was found stalled, and the log says so.
+        silent_since: Monotonic time from which its process has not renewed; None: it does.
+        told: Whether the log says so.
     """
 
     def __init__(self, due: float) -> None:
         self.due = due
         self.execution: Execution | None = None
-        self.stalled = False
+        self.silent_since: float | None = None
+        self.told = False
 
 
 class StalledKeeper:
@@ -189,13 +191,22 @@ class StalledKeeper:
                 continue
             overdue = request.task.dislock_guard.interval * OVERDUE
             watched.due = now + min(found.overdue_in or overdue, overdue)
-            if found.unrenewed and not watched.stalled:
-                watched.stalled = True
-                logger.warning(
-                    "Process %d has not renewed the lock of %s[%s] for %.1f s: it was stopped, or "
-                    "its body holds the GIL. The main process renews the lock, up to its cap.",
-                    *(request.worker_pid, request.name, request.id, found.unrenewed),
-                )
+            self._tell(request, watched, found.unrenewed, now)
+
+    def _tell(self, request: Any, watched: Watched, unrenewed: float, now: float) -> None:
+        """Log once that a process does not renew, if the main process has to do so again."""
+        if not unrenewed:
+            watched.silent_since = None
+        elif watched.silent_since is None:  # perhaps after an outage, just before the process
+            watched.silent_since = now - unrenewed
+        elif not watched.told:
+            watched.told = True
+            logger.warning(
+                "Process %d has not renewed the lock of %s[%s] for %.1f s: it was stopped, its "
+                "body holds the GIL, or it cannot reach the lock server. The main process renews "
+                "the lock, up to its cap.",
+                *(request.worker_pid, request.name, request.id, now - watched.silent_since),
+            )
 
     def _failed(self, error: StoreError) -> None:
         if not self._fails:

@@ -395,7 +395,6 @@ class TestStalls:
         """The server says that it has never expired, so nobody was let in."""
         lease = world.lease(lock_watchdog_timeout=30)
         self.stall(world, lease, 100)
-        assert not lease.held
         world.watchdog.tick()
         assert len(world.store.asked("renew")) == 1
         assert lease.held
@@ -493,6 +492,20 @@ class TestStalls:
         world.watchdog.tick()
         assert lease.lost
         assert world.store.asked("renew") == []
+
+    def test_held_asks_first(self, world):
+        """As ensure_held() does, and says False if there is no answer; a repr never asks."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        world.store.away = True
+        assert "ended" in repr(lease)
+        assert world.store.calls == []
+        assert lease.held is False
+        assert lease.remaining == 0
+        assert lease.lost is False
+        world.store.away = False
+        assert lease.held is True
+        assert lease.remaining == pytest.approx(29.5)
 
     def test_ensure_held_asks_first(self, world, heard):
         """A body that wakes up before the watchdog does is told what the server says."""

@@ -138,10 +138,18 @@ def test_a_stalled_process_is_said_once(clock, caplog):
     run(StalledKeeper(store, clock), clock, [Request(Guard())], 10 * INTERVAL)
     [said] = caplog.messages
     assert said == (
-        f"Process {CHILD} has not renewed the lock of t[1] for 13.0 s: it was stopped, or its body "
-        "holds the GIL. The main process renews the lock, up to its cap."
+        f"Process {CHILD} has not renewed the lock of t[1] for 25.5 s: it was stopped, its body "
+        "holds the GIL, or it cannot reach the lock server. The main process renews the lock, up "
+        "to its cap."
     )
     assert len(store.asked) >= 7
+
+
+def test_one_renewal_is_not_worth_a_line(clock, caplog):
+    """After an outage the main process may be the first to renew, and the process goes on."""
+    store = Store(HEALTHY, Looked(13.0, 0.0), HEALTHY, HEALTHY, Looked(13.0, 0.0), HEALTHY)
+    run(StalledKeeper(store, clock), clock, [Request(Guard())], 10 * INTERVAL)
+    assert caplog.messages == []
 
 
 def test_what_is_overdue_soon_is_looked_at_soon(clock):
