@@ -175,7 +175,8 @@ class Dislock:
         }
         stated = {name: value for name, value in given.items() if value is not None}
         owner = f"lock {key!r}"
-        refuse_unknown(owner, unknown, LOCK_OPTIONS)
+        if unknown:
+            refuse_unknown(owner, unknown, LOCK_OPTIONS)
         resolved = self.runtime.resolved.get(
             stated, self.runtime.conf, lambda: self._resolve(owner, stated)
         )
@@ -190,10 +191,10 @@ class Dislock:
         except ValueError as exc:
             raise SettingsError(owner, "fair", fair, str(exc)) from exc
         given_keys: Any = key
-        several = isinstance(given_keys, Iterable) and not isinstance(given_keys, (str, bytes))
-        keys = in_order([check_key(one) for one in (given_keys if several else [given_keys])])
+        several = not isinstance(given_keys, (str, bytes)) and isinstance(given_keys, Iterable)
+        keys = [check_key(one) for one in given_keys] if several else [check_key(given_keys)]
         return ReentrantLock(
-            keys, resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
+            in_order(keys), resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
         )
 
     def _resolve(self, owner: str, stated: dict[str, Any]) -> TaskOptions:

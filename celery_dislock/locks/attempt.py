@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
+
+to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 current: ContextVar[Attempt | None] = ContextVar("dislock_attempt", default=None)
 
@@ -47,11 +50,13 @@ class Attempt:
         sender: Sender of the signals about this lock.
         caller: The thread or greenlet that must release the lock; if it ends first, the lease is
             no longer renewed.  None: the lock of a task, which always ends with its execution.
+        holder_json: The holder as a JSON object; empty: made here.
     """
 
     __slots__ = (
         "caller",
         "holder",
+        "holder_json",
         "lease",
         "owner",
         "sender",
@@ -63,9 +68,11 @@ class Attempt:
         holder: Mapping[str, Any],
         sender: object = None,
         caller: ref[Caller] | None = None,
+        holder_json: str = "",
     ) -> None:
         self.owner = owner
         self.holder = holder
+        self.holder_json = holder_json or to_json(holder)
         self.sender = sender
         self.caller = caller
         self.lease: Lease | None = None

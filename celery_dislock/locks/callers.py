@@ -83,6 +83,8 @@ class Held:
 
     def is_of(self, lock: Lock) -> bool:
         """Return whether the lease is on the same store and has exactly the keys of *lock*."""
+        if lock is self.lock:
+            return True
         return self.lock.store is lock.store and tuple(self.lock.names) == tuple(lock.names)
 
     def leave(self, entry: object) -> None:
@@ -138,14 +140,18 @@ class Caller:
     def hold(self, held: Held) -> None:
         """Record a lease of this caller."""
         held.caller = ref(self)
-        for place in _places(held.lock):
+        server = held.lock.store.server
+        for name in held.lock.names:
+            place = server, name
             if place in self._held:
                 held.outer[place] = self._held[place]
             self._held[place] = held
 
     def forget(self, held: Held) -> None:
         """Remove a lease of this caller from the record; a second call does nothing."""
-        for place in _places(held.lock):
+        server = held.lock.store.server
+        for name in held.lock.names:
+            place = server, name
             if self._held.get(place) is held:
                 outer = held.outer.get(place)
                 if outer is not None and not outer.lease.finished:
@@ -155,8 +161,9 @@ class Caller:
 
     def find(self, lock: Lock) -> Held | None:
         """Return this caller's lease of one of the lock's keys; None if there is none."""
-        for place in _places(lock):
-            held = self._held.get(place)
+        server = lock.store.server
+        for name in lock.names:
+            held = self._held.get((server, name))
             if held is not None:
                 if not held.lease.finished:
                     return held
@@ -170,8 +177,9 @@ class Caller:
         Raises:
             LockHeldError: This caller has a lease of one of the keys.
         """
-        for place, key in zip(_places(lock), lock.keys, strict=True):
-            held = self._held.get(place)
+        server = lock.store.server
+        for name, key in zip(lock.names, lock.keys, strict=True):
+            held = self._held.get((server, name))
             if held is not None and held.lease.held:
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
 
@@ -258,8 +266,3 @@ def _differences(has: TaskOptions, asked: TaskOptions) -> Iterator[tuple[str, An
         there, here = getattr(has, name), getattr(asked, name)
         if there != here:
             yield name, there, here
-
-
-def _places(lock: Lock) -> list[tuple[str, str]]:
-    server = lock.store.server
-    return [(server, name) for name in lock.names]

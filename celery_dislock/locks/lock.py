@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -28,8 +27,6 @@ PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter 
 UNHEARD = (0.1, 2.0)  # seconds to pause after a failed wait, doubled; below RESERVED_MS
 UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
 LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
-
-to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 logger = logging.getLogger("celery_dislock")
 
@@ -193,7 +190,7 @@ class Lock:
             self.names,
             attempt.owner,
             self.timeout,
-            to_json(attempt.holder),
+            attempt.holder_json,
             mode=self.options.lock_mode,
             limit=self.options.lock_limit,
             place=place,

@@ -15,7 +15,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.checks import optional, seconds
 from celery_dislock.exceptions import (
@@ -24,21 +25,24 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
-from celery_dislock.locks.attempt import Attempt, Conflict, in_words
+from celery_dislock.locks.attempt import Attempt, Conflict, in_words, to_json
 from celery_dislock.locks.callers import Held, check_terms, current_caller
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import timedelta
     from types import TracebackType
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.replies import Holding
+
+MAY_WAIT = optional(seconds(at_least=0))  # check of a maximum wait
+THREADS = 1000  # threads and greenlets whose description is kept
 
 
 class ReentrantLock:
@@ -106,7 +110,7 @@ class ReentrantLock:
                 ends after its timeout at the latest.
         """
         try:
-            wait_for = optional(seconds(at_least=0))(timeout)
+            wait_for = MAY_WAIT(timeout)
         except ValueError as exc:
             remedy = f"{exc}; leave it out to wait without a limit"
             raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy) from exc
@@ -247,17 +251,16 @@ class ReentrantLock:
         """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
 
-    @property
-    def _lock(self) -> Lock:
-        """The lock on the store of this process; made again after a fork, or a close()."""
+    def _lock_in(self, process: Process) -> Lock:
+        """Return the lock on the store of *process*; made again after a fork, or a close()."""
         lock = self._made
-        if lock is None or lock.store is not self._runtime.process.store:
+        if lock is None or lock.store is not process.store:
             self._made = lock = self._runtime.lock(self.keys, self._options)
         return lock
 
     @property
     def _held(self) -> Held | None:
-        lock = self._lock
+        lock = self._lock_in(self._runtime.process)
         held = current_caller().find(lock)
         if held is None or not (held.is_of(lock) or self._took_before_close(held, lock)):
             return None
@@ -277,7 +280,7 @@ class ReentrantLock:
             process.check_patching()
         if self._options.lock_on_lost != "warn" and (why := refusal()):
             raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why)
-        lock = self._lock
+        lock = self._lock_in(process)
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
             if held.execution or held.entries:
@@ -286,15 +289,10 @@ class ReentrantLock:
                 held.entries[entry] = None
                 return held
             held.leave(entry)  # the last release was interrupted
+        thread = threading.current_thread()
+        me = _described(process.host, process.pid, threading.get_ident(), thread.name)
         attempt = Attempt(
-            process.owner_name(f"{process.host}:{process.pid}:{threading.get_ident()}/"),
-            {
-                "thread": threading.current_thread().name,
-                "worker": process.host,
-                "pid": process.pid,
-            },
-            sender=self,
-            caller=weakref.ref(caller),
+            process.owner_name(me.start), me.holder, self, weakref.ref(caller), me.holder_json
         )
         try:
             if blocking:
@@ -381,6 +379,20 @@ class _Exit:
 
 if not TYPE_CHECKING:
     ReentrantLock.__exit__ = _Exit()
+
+
+class Described(NamedTuple):
+    """What all leases of one thread have in common."""
+
+    start: str  # of the owners' names
+    holder: Mapping[str, Any]
+    holder_json: str
+
+
+@lru_cache(THREADS)
+def _described(host: str, pid: int, ident: int, thread: str) -> Described:
+    holder = {"thread": thread, "worker": host, "pid": pid}
+    return Described(f"{host}:{pid}:{ident}/", holder, to_json(holder))
 
 
 def _twice(call: Callable[[object], None], entry: object) -> None:

@@ -21,7 +21,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import Conflict, in_words
-from celery_dislock.locks.lock import to_json
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
@@ -132,7 +131,7 @@ class Parking:
                 lock.names[0],
                 attempt.owner,
                 lock.timeout,
-                to_json(attempt.holder),
+                attempt.holder_json,
                 ticket,
                 mode=lock.options.lock_mode,
                 limit=lock.options.lock_limit,

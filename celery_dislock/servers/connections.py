@@ -74,7 +74,7 @@ ON_ANOTHER_NODE = "attempted to access a non local key"
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 BY_DIGEST = b"EVALSHA"
-TEXT: frozenset[type] = frozenset({str, bytes})  # types of what is packed as it is
+NUMBERS = (int, float)  # types of what is packed as text
 
 
 class Answered(Ours):  # like NoScriptError: the connection can still be used
@@ -270,15 +270,11 @@ class _TextPacker:
         self._packs_in_c = isinstance(packer, HiredisRespSerializer)
 
     def pack(self, *command: Any) -> Any:
-        command = tuple([part if part.__class__ in TEXT else _as_text(part) for part in command])
+        command = tuple([str(part) if isinstance(part, NUMBERS) else part for part in command])
         if self._packs_in_c and command[0] == BY_DIGEST:
             # As redis-py does it, without what it does for commands of several words.
             return [hiredis.pack_command(command)]
         return self._pack(*command)
-
-
-def _as_text(part: Any) -> Any:
-    return part if isinstance(part, (str, bytes, bytearray, memoryview)) else str(part)
 
 
 def _use_provider(arguments: dict[str, Any]) -> None:

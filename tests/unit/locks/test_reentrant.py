@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from itertools import count
 from types import SimpleNamespace
 
@@ -57,6 +58,21 @@ def test_a_block_holds_the_lock_and_no_longer(world, make):
         assert lease.held
         assert list(world.store.leases) == ["dislock:{k}"]
     assert world.store.leases == {}
+
+
+def test_a_thread_is_named_as_it_is_called_now(world, make):
+    """The holder is the thread's current name, also if the thread held a lock under another."""
+    thread = threading.current_thread()
+    before = thread.name
+    try:
+        for name in (before, "renamed", before):
+            thread.name = name
+            with make() as lease:
+                holder = {"thread": name, "worker": "here", "pid": 42}
+                assert lease.holder == world.store.leases["dislock:{k}"][2] == holder
+                assert lease.owner.startswith(f"here:42:{threading.get_ident()}/")
+    finally:
+        thread.name = before
 
 
 def test_two_objects_of_one_key_count_together_without_a_round_trip(world, make):
