@@ -51,6 +51,7 @@ RETRY_FIRST = 0.1  # seconds until the first retry of a renewal; doubled each ti
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_MOST = 1.0  # maximum seconds to wait for the server's reply
 WITHIN_LEAST = 0.05
+WAITS = 4  # for a server that is away: to connect, for two replies, and for the Sentinels
 STALL_LEAST = 0.25  # seconds by which the loop is late if its process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
@@ -251,8 +252,9 @@ class Watchdog:
         if not self.asks or now - self._ran_until < STALL_LEAST:
             return
         for lease in self._watched.copy():
-            if self._ran_until < lease.trusted_until <= now and lease.due is not None:
-                lease.asked_until = now + lease.lock.trust
+            interval = lease.lock.interval
+            if interval is not None and self._ran_until < lease.trusted_until <= now:
+                lease.asked_until = now + interval
 
     def _over_with(self, lease: Lease, now: float) -> Callable[[], None] | None:
         """Return the report to make if the lease is no longer renewed; None if it goes on."""
@@ -320,7 +322,7 @@ class Watchdog:
             answers = [StoreError("?", repr(exc))] * len(batch)
             self._survive("renewing leases", exc)
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
-        self._heard(batch, answers, sent_at, until=sent_at + 2 * within + STALL_LEAST)
+        self._heard(batch, answers, sent_at, until=sent_at + WAITS * within + STALL_LEAST)
 
     def _heard(
         self, batch: list[Entry], answers: Sequence[bool | StoreError], sent_at: float, until: float
