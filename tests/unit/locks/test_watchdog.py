@@ -426,6 +426,17 @@ class TestStalls:
         world.run(1)
         assert lease.lost
 
+    def test_a_stall_after_an_outage_changes_nothing(self, world):
+        """The trust has ended just when the process was stopped: that lease is lost."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        world.store.away = True
+        world.run(29.48)
+        world.store.away = False
+        world.store.answers["me"] = True
+        world.clock.advance(100)
+        world.watchdog.tick()
+        assert lease.lost
+
     def test_it_asks_on_while_the_server_is_away(self, world, heard):
         """Not held meanwhile, and not lost; and held as soon as the server says so."""
         lease = world.lease(lock_watchdog_timeout=30)
@@ -489,9 +500,11 @@ class TestStalls:
         """Nobody renews such a lease."""
         lease = world.lease(lock_expire=30)
         self.stall(world, lease, 100)
+        with pytest.raises(LockLostError):
+            lease.ensure_held()
         world.watchdog.tick()
         assert lease.lost
-        assert world.store.asked("renew") == []
+        assert world.store.calls == []
 
     def test_held_asks_first(self, world):
         """As ensure_held() does, and says False if there is no answer; a repr never asks."""
