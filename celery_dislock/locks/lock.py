@@ -12,7 +12,7 @@ from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableErr
 from celery_dislock.locks.attempt import Attempt, Conflict, in_words
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.replies import RESERVED, First, Granted, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -202,7 +202,14 @@ class Lock:
         pause = min(left, refused.remaining + LATE, ASK_AGAIN)
         if refused.nth:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # to keep the locks before it
+        until = self.clock() + pause
         handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
+        while isinstance(handed, First):
+            # Another was handed the lock.  If it is dead, its lease ends when this time is over.
+            pause = min(until - self.clock(), min(self.timeout, RESERVED) + LATE)
+            if pause <= 0:
+                return None
+            handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
         return handed if len(self.names) == 1 and self.interval is not None else None
 

@@ -35,10 +35,6 @@ local function line_exists(lock)
   return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1
 end
 
-local function live_at_least(key, ttl_ms)
-  if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end
-end
-
 -- Returns expires_ms, token, acquired_ms, mode, holder.  Where a record cannot be read, the lock cannot
 -- be used: it was written by hand, or by a later version.
 local function parse(record)

@@ -6,27 +6,11 @@
 --
 -- Each has a list <lock>:wake:<owner>, on which it waits for news: "token ttl_ms place_left_ms" when it
 -- was granted the lock, with the time that was left until its place's deadline; empty when it has
--- become the first, and has to look who is before it.
+-- become the first: another was handed the lock, and has RESERVED_MS to take it up.
 --
 -- Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
 --
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.
-
--- When the next in line joins: after all that are there, also where the clock was set back.
-local function joins_at(lock)
-  local last = redis.call('ZRANGE', lock.line, -1, -1, 'WITHSCORES')[2]
-  return math.max(now_us, tonumber(last or 0) + 1)
-end
-
-local function join_line(lock, owner, place_ms, ttl_ms, mode, limit, holder)
-  if not redis.call('ZSCORE', lock.line, owner) then
-    redis.call('ZADD', lock.line, string.format('%.0f', joins_at(lock)), owner)
-  end
-  redis.call('HSET', lock.places, owner,
-    string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
-  live_at_least(lock.line, place_ms)
-  live_at_least(lock.places, place_ms)
-end
 
 local function leave_line(lock, owner)
   redis.call('DEL', lock.name .. WAKE .. owner)

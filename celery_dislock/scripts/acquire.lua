@@ -38,13 +38,40 @@ if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE) then
   return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
 end
 
--- include: _lease
--- include: _grant
--- include: _line
+-- include: _join
 
 local limit, place_ms = tonumber(ARGV[5]), tonumber(ARGV[6])
 local passes_line = ARGV[7] == '0'
 local waits = place_ms > 0
+
+-- The usual refusal: the asker wants the lock for itself, and so does the live waiter that is first in
+-- line, if there is one; another has the only lease.  Returns the reply; nil in any other case.
+local function refuse(name)
+  if mode ~= 'x' or limit ~= 1 then return nil end
+  local found = redis.call('HGETALL', name)
+  if #found ~= 2 or found[1] == owner then return nil end
+  local expires, its_holder = string.match(found[2], '^1 (%d+) %d+ %d+ [xs] (.*)$')
+  if not expires or tonumber(expires) <= now then return nil end
+
+  local lock = {line = name .. LINE, places = name .. PLACES}
+  local seen, there = pcall(redis.call, 'EXISTS', lock.line, name .. NEVER)
+  if not seen then return nil end
+  if there == 1 then
+    local head = redis.call('ZRANGE', lock.line, 0, 0)[1]
+    local place = redis.call('HGET', lock.places, head)
+    local deadline = place and string.match(place, '^1 (%d+) %d+ x 1 ')
+    if not deadline or tonumber(deadline) <= now then return nil end
+  end
+  if waits then join_line(lock, owner, place_ms, ttl, mode, limit, holder) end
+  return {REFUSED, expires - now, found[1], its_holder, 0}
+end
+
+local refusal = refuse(KEYS[1])  -- of several, too: the asker has none then
+if refusal then return refusal end
+
+-- include: _lease
+-- include: _grant
+-- include: _line
 
 -- Returns the token, and whether its lease is a new one; nothing where the lock refuses.
 local function take(lock)

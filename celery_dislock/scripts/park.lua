@@ -48,6 +48,7 @@ end
 
 -- include: _lease
 -- include: _grant
+-- include: _join
 -- include: _line
 -- include: _parked
 

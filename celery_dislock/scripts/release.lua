@@ -22,24 +22,75 @@
 
 local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
--- Whether anyone stands in line, asked as line_exists() does; nil where that cannot be said yet.
-local has_line
+local has_line  -- whether anyone stands in line; nil where that is not known yet
+
+-- What the owner was told, if it was handed the lease and perhaps has not read it.
+local function forget_news(lock, expires)
+  if expires - now <= RESERVED_MS then redis.call('DEL', lock .. WAKE .. owner) end
+end
 
 -- The usual case: a live lease of a lock that nobody waits for ends now.  Returns whether it has.
 local function end_alone(lock)
-  local seen, there = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER)
-  if not seen then return false end
-  has_line = there == 1
-  if has_line or ticket ~= '' or at_least_ms > 0 then return false end
-
   local record = redis.call('HGET', lock, owner)
   local expires = record and string.match(record, '^1 (%d+) %d+ %d+ [xs] ')
-  if not expires or expires - now <= RESERVED_MS then return false end
+  if not expires or tonumber(expires) <= now then return false end
   redis.call('HDEL', lock, owner)
+  forget_news(lock, expires)
   return true
 end
 
-if #KEYS == 1 and end_alone(KEYS[1]) then return 1 end
+-- The usual hand-off: the only lease of a lock ends, and a live waiter is first in line, which wants the
+-- lock for itself, as does the one after it.  Does what hand_off() does.  Returns whether it has.
+local function hand_over(lock)
+  local leases = redis.call('HGETALL', lock)
+  if #leases ~= 2 or leases[1] ~= owner then return false end
+  local expires, token = string.match(leases[2], '^1 (%d+) (%d+) %d+ [xs] ')
+  if not expires or tonumber(expires) <= now then return false end
+
+  -- If a key is of the wrong type, the lease ends all the same, and what comes after the includes says so.
+  local line, places, wake = lock .. LINE, lock .. PLACES, lock .. WAKE
+  local is_line, first_two = pcall(redis.call, 'ZRANGE', line, 0, 1)
+  local head, next_one = first_two[1], first_two[2]
+  if not (is_line and head) then return false end
+  local are_places, place = pcall(redis.call, 'HGET', places, head)
+  if not (are_places and place) then return false end
+  local deadline, ttl, holder = string.match(place, '^1 (%d+) (%d+) x 1 (.*)$')
+  if not deadline or tonumber(deadline) <= now then return false end
+  if next_one then
+    local kept_until = string.match(redis.call('HGET', places, next_one) or '', '^1 (%d+) %d+ x 1 ')
+    if not kept_until or tonumber(kept_until) <= now then return false end
+  end
+
+  -- The first write is one that a server without memory carries out; it refuses none after that.
+  redis.call('HDEL', lock, owner)
+  redis.call('HDEL', places, head)
+  redis.call('ZREM', line, head)
+  redis.call('DEL', wake .. head, wake .. owner)  -- see forget_news()
+  local reserved = math.min(ttl, RESERVED_MS)
+  if tonumber(token) < now_us then token = time_as_token()
+  else token = string.format('%.0f', token + 1) end
+  redis.call('HSET', lock, head, table.concat({'1', now + reserved, token, now, 'x', holder}, ' '))
+  redis.call('PEXPIRE', lock, reserved)
+  -- The server writes first to the client that is served last: the one that has the lock.
+  if next_one then
+    pcall(redis.call, 'RPUSH', wake .. next_one, '')
+    redis.call('PEXPIRE', wake .. next_one, RESERVED_MS)
+  end
+  redis.call('RPUSH', wake .. head, table.concat({token, reserved, deadline - now}, ' '))
+  redis.call('PEXPIRE', wake .. head, RESERVED_MS)
+  return true
+end
+
+if #KEYS == 1 then
+  local lock = KEYS[1]
+  local seen, there = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED)
+  if seen then
+    if there == 0 then has_line = false end
+    if ticket == '' and at_least_ms <= 0 then
+      if there == 0 and end_alone(lock) or there == 1 and hand_over(lock) then return 1 end
+    end
+  end
+end
 
 -- include: _lease
 
@@ -60,9 +111,7 @@ for _, key in ipairs(KEYS) do
     }
   end
   if live then
-    if lease.expires - now <= RESERVED_MS then  -- perhaps handed over, and never taken up
-      redis.call('DEL', lock.name .. WAKE .. owner)
-    end
+    forget_news(lock.name, lease.expires)
     released = released + 1
   end
 end

@@ -24,7 +24,6 @@ from celery_dislock.scripts.names import KINDS
 from celery_dislock.servers.connections import (
     AWAY,
     Answered,
-    Silence,
     Wire,
     close,
     connect_within,
@@ -246,12 +245,16 @@ class Node:
             StoreError: No reply arrived, or the reply is an error.  An element may have been taken.
         """
         before = (b"ASKING",) if asking else None
+        waits = False
         try:
             connection = self._wire.start((b"BLPOP", key, seconds), before)
-            reply = self._wire.finish(connection, within=seconds)
-        except Silence:
-            return None
+            # As the socket's timeout: to look for a reply before reading it would cost 20 us.
+            _set_patience(connection, seconds)
+            waits = True
+            reply = self._wire.finish(connection, _reset_patience)
         except (RedisError, OSError) as exc:
+            if waits and isinstance(exc, redis.TimeoutError):
+                return None
             raise self._error(exc) from None
         return None if reply is None else reply[1]
 
@@ -309,6 +312,16 @@ class Node:
 
     def _error(self, exc: Exception) -> StoreError:
         return store_error(self.name, exc)
+
+
+def _set_patience(connection: redis.Connection, seconds: float | None) -> None:
+    """Set the seconds to wait for the next reply on a connected connection."""
+    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way before version 8
+    sock.settimeout(seconds)
+
+
+def _reset_patience(connection: redis.Connection, _reply: object) -> None:
+    _set_patience(connection, connection.socket_timeout)
 
 
 def _unreachable(error: StoreError) -> UnreachableError:

@@ -11,6 +11,8 @@ from celery_dislock.exceptions import StoreError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+RESERVED = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
+
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 NAMES = {letter: mode for mode, letter in MODES.items()}
 
@@ -38,6 +40,10 @@ class Handed(NamedTuple):
     token: int
     ttl: float  # seconds from the hand-off until the lease ends, unless renewed
     place_left: float  # seconds for which the place in line was still kept at the hand-off
+
+
+class First(NamedTuple):
+    """The waiter is the first in line now: another was handed the lock, for RESERVED at most."""
 
 
 class Turn(NamedTuple):

@@ -23,6 +23,7 @@ from celery_dislock.scripts import (
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.replies import (
     MODES,
+    First,
     Granted,
     Handed,
     Holding,
@@ -168,18 +169,22 @@ class Store:
             with contextlib.suppress(StoreError):  # the leases end with their expiry
                 self.release(locks, owner)
 
-    def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
+    def wait(self, lock: str, owner: str, seconds: float) -> Handed | First | None:
         """
         Wait for a hand-off of the lock.  Blocks for at most *seconds*.
 
         Returns:
-            The hand-off; None: call :meth:`acquire` again.
+            The hand-off.  First, which is falsy: another waiter was handed the lock, and this owner
+            is the next.  It may wait on, but must call :meth:`acquire` when RESERVED is over, since
+            the other waiter may be dead.  None: call :meth:`acquire` again.
 
         Raises:
             StoreError: The server did not answer; call :meth:`acquire` again.
         """
         told = self.lock_server.pop(wake_list(lock, owner), seconds)
-        if not told or self._confirms:
+        if told == b"":
+            return First()
+        if told is None or self._confirms:
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())
         return Handed(token, ttl_ms / 1000, place_left_ms / 1000)

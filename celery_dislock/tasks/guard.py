@@ -113,6 +113,7 @@ class Guard:
                 delivery.settle()  # completes a release that an exception interrupted
             finally:
                 current.reset(previous)
+                delivery.let_go()
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         copies = None

@@ -11,6 +11,7 @@ import pytest
 from celery_dislock import scripts
 from celery_dislock.scripts import Script, commands
 from celery_dislock.scripts.files import INCLUDE
+from celery_dislock.servers import replies
 
 LOADED = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
 FILES = {file.stem: file.read_text("utf-8") for file in Path(scripts.__file__).parent.glob("*.lua")}
@@ -75,8 +76,13 @@ def test_leases_are_changed_in_one_place():
     )
     found = {name: len(change.findall(code(text))) for name, text in FILES.items()}
     of_locks = {name: number for name, number in found.items() if number}
-    before = {"_free": 1, "release": 1, "renew": 1}
+    before = {"_free": 1, "release": 3, "renew": 1}
     assert of_locks == {"_lease": 2, "_grant": 1, "enlist": 1, "delist": 1} | before
+
+
+def test_a_waiter_knows_for_how_long_a_lock_is_reserved():
+    """The scripts count it in milliseconds."""
+    assert f"local RESERVED_MS = {replies.RESERVED * 1000:g} " in FILES["_record"]
 
 
 def test_replies_begin_alike_in_lua_and_in_python():

@@ -12,9 +12,7 @@ from celery_dislock.exceptions import (
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
-from celery_dislock.servers.replies import Handed
-
-RESERVED = 5.0  # seconds, as the scripts reserve
+from celery_dislock.servers.replies import RESERVED, First, Handed
 
 
 @pytest.fixture
@@ -123,6 +121,69 @@ def test_it_asks_when_the_lease_in_its_way_would_have_run_out(world, handing):
     assert handing.waits[1:] == [
         pytest.approx(x + LATE * (x == 10)) for x in [ASK_AGAIN] * 3 + [10]
     ]
+
+
+class TestBecomingTheFirstInLine:
+    """The lock was handed to the waiter before this one, which may be dead."""
+
+    @pytest.fixture
+    def told(self, world, handing):
+        """Tell the waiter so, this many seconds after it began to wait, once for each number."""
+
+        def tell(*after):
+            passing, left = world.store.wait, list(after)
+
+            def wait(lock, owner, seconds):
+                if not left:
+                    return passing(lock, owner, seconds)
+                handing.waits.append(seconds)
+                world.clock.advance(left.pop(0))
+                return First()
+
+            world.store.wait = wait
+
+        return tell
+
+    def test_it_asks_when_the_reservation_has_run_out(self, world, handing, told):
+        """It knows for how long the lock is reserved, and need not ask for that."""
+        told(3.0)
+        acquire(world, timeout=25.0)
+        assert handing.waits == [pytest.approx(x) for x in (25.0, RESERVED + LATE, 17.0 - LATE)]
+        assert asked(world) == 3  # at first, after the reservation and at the end
+
+    def test_each_hand_off_reserves_the_lock_anew(self, world, handing, told):
+        """While it is the first, the lock may be handed to others that pass it."""
+        told(3.0, 4.0)
+        acquire(world, timeout=25.0)
+        assert handing.waits[1:3] == [pytest.approx(RESERVED + LATE)] * 2
+        assert asked(world) == 3
+
+    def test_it_asks_no_later_than_it_would_have(self, world, handing, told):
+        """Its place in line is kept by asking, whatever it is told."""
+        told(28.0)
+        acquire(world, timeout=100.0)
+        assert handing.waits[:2] == [pytest.approx(x + LATE) for x in (30.0 - LATE, 2.0 - LATE)]
+
+    def test_news_that_came_too_late_to_wait_makes_it_ask(self, world, handing, told):
+        """The process may have slept, and a wait of no time would last for ever."""
+        told(40.0)
+        acquire(world, timeout=100.0)
+        assert min(handing.waits) > 0
+
+    def test_a_short_lease_is_reserved_for_no_longer(self, world, handing, told):
+        """A waiter that is handed the lock has it for its timeout at most."""
+        world.store.leases["dislock:{k}"] = ("other", world.clock() + 100.0, {})
+        told(0.5)
+        acquire(world, timeout=25.0, lock_watchdog_timeout=1.0)
+        assert handing.waits[1] == pytest.approx(1.0 + LATE)
+
+    def test_it_may_be_handed_the_lock_next(self, world, handing, told):
+        """It was asked for once, and that is when its place in line began."""
+        handing(after=2.0, age=-1.0)  # the place is 3 s old then
+        told(1.0)
+        lease = acquire(world)
+        assert (lease.token, asked(world)) == (7, 1)
+        assert lease.remaining == pytest.approx(RESERVED * 0.9)
 
 
 def test_a_timeout_ends_the_wait_with_the_conflict(world, handing):

@@ -33,6 +33,15 @@ def test_it_is_found_by_its_request(delivery):
     assert Delivery.of(delivery.request) is delivery
 
 
+def test_what_runs_after_the_body_finds_the_request(delivery):
+    """It is Celery's then, and may be let go of twice, as when an exception interrupts."""
+    request = delivery.request
+    delivery.let_go()
+    delivery.let_go()
+    assert delivery.request is request
+    assert delivery.id == "1"
+
+
 def test_it_reads_well(delivery):
     """As Celery names a task in its log."""
     assert str(delivery) == "t[1]"

@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW
-from celery_dislock.servers.replies import Granted, Handed, Refused
+from celery_dislock.servers.replies import First, Granted, Handed, Refused
 from celery_dislock.servers.store import Store
 
 A, B = "dislock:{a}", "dislock:{b}"
@@ -156,6 +156,14 @@ def test_what_is_handed_over_is_read_in_seconds():
     assert server.asked == [(f"{A}:wake:me/1", 2.0)]
     assert made.wait(A, "me/1", 2.0) is None
     assert store(server, options={"min_replicas": 1}).wait(A, "me/1", 2.0) is None
+
+
+@pytest.mark.parametrize("options", [None, {"min_replicas": 1}])
+def test_news_without_a_lease_is_that_the_waiter_leads_the_line(options):
+    """Another waiter was handed the lock; whether replicas must confirm makes no difference."""
+    told = store(Server(b""), options=options).wait(A, "me/1", 2.0)
+    assert isinstance(told, First)
+    assert not told  # unlike a hand-off
 
 
 def test_who_the_server_is_comes_as_text():

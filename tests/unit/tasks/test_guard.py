@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -43,6 +45,23 @@ def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, world):
     assert world.store.leases == {}
     assert current_lease() is None
     assert len(world.watchdog) == 0
+
+
+def test_an_execution_leaves_nothing_to_the_garbage_collector(app, world):
+    """Its request and its delivery know each other, and are gone when Celery is done with them."""
+    ended = []
+
+    @app.task(base=SingletonTask, lock_key="export", bind=True)
+    def export(self):
+        ended.append(weakref.ref(self.request_stack.top))
+
+    gc.disable()
+    try:
+        deliver(export)
+        assert ended[0]() is None
+    finally:
+        gc.enable()
+    assert world.store.leases == {}
 
 
 def test_a_task_may_take_several_keys_all_or_none(app, world):
