@@ -12,15 +12,15 @@
 --                                 is a period's first hash, and has "n" and "s", too
 --
 --     n    how many marks the period has
---     s    how many it left out at its beginning, since the last one had many
+--     s    how many it left out, because the last one had many
 --
 -- Redis stores small hashes in one piece.  So a period's first GROUP marks are in one hash, those that
 -- follow are spread over SPREAD hashes, the next over SPREAD times as many, and so on.  Each has GROUP
--- marks on average, and the server's limit is 512.  A mark is looked for in one hash on each level.  A
--- period begins on the level that the last one has reached, so there are one or two.
+-- marks on average, and the server's limit is 512.  A mark is looked for in one hash on each of these
+-- levels.  A period begins on the level that the last one has reached, so there are one or two.
 --
--- Only tickets with an id as Celery makes them are packed.  None is taken for another one: a packed
--- ticket has all that is in it.  No ticket begins with "@"; see keys/names.py.
+-- Only tickets with an id as Celery makes them are packed, to all that is in them: a digest could be that
+-- of another ticket, too, and that task would be lost.  No ticket begins with "@"; see keys/names.py.
 
 local DONE_WITH_LOCK = '1'  -- a mark
 local MANY = 4              -- marks of a period from which on hashes take less than strings

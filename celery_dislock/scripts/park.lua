@@ -40,7 +40,8 @@ local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local ticket, marked = ARGV[7], ARGV[9] == '1'
 
 local name = KEYS[1]
-local has_nobody = not marked and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING)
+local has_nobody = not marked
+  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING)
 
 if has_nobody and redis.call('EXISTS', keys_of_mark(name, ticket)) == 0 then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
