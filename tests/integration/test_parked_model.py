@@ -619,10 +619,9 @@ class ParkedMachine(RuleBasedStateMachine):
         """A marked copy comes to a worker where no guard sees it; it may come again to another."""
         marked = [copy for copy in self.copies if copy[1]]
         copy = marked[index % len(marked)]
-        if not lost:
+        its_process_may_be_dead = copy[0] in self.model.running  # and this may be the only copy
+        if not (lost or its_process_may_be_dead):
             self.copies.remove(copy)
-            if copy[0] in self.model.running and all(e.task != copy[0] for e in self.executions):
-                self.withdrawn.add(copy[0])  # its process died, and this may be its only copy
         self.withdraw_task(copy[0], runs=runs, twice=twice)
 
     @precondition(lambda self: any(e.was_parked and e.at == "body" for e in self.executions))
