@@ -2,7 +2,7 @@
 --
 -- A lock <prefix>:{<key>} is a hash of that name, which has its leases; see _lease.lua.  Its other keys
 -- begin with that name, so they are in the same slot of a cluster, and end as written here.  An
--- ending with ":" at its end is followed by an owner, a ticket or a task id.
+-- ending with ":" at its end is followed by an owner, a ticket, a task id, or numbers.
 
 local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
 local PLACES = ':places'      -- hash    owner -> what it waits for; see _line.lua
@@ -13,5 +13,6 @@ local RUNNING = ':running'    -- hash    ticket -> its claim
 local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost its place
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
 local DONE = ':done:'         -- string  ticket: it is done
+local MARKS = ':done:@:'      -- hash    many of them; see _done.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
 local NEVER = ':?'            -- none    never there; see line_exists()

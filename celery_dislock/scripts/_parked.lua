@@ -1,5 +1,5 @@
--- _parked.lua: how parked tasks are written.  Included after _line.lua by the scripts that can give
--- them their turn, whose callers publish the messages that they are given.
+-- _parked.lua: how parked tasks are written.  Included after _line.lua and _marks.lua by the scripts
+-- that can give them their turn, whose callers publish the messages that they are given.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 -- Beside the lock, with the endings of _names.lua:
@@ -10,9 +10,7 @@
 --                      "bytes" -> length of all these records together
 --   <lock>:handed      ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
---   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later must not run.  "1", or the
---                      delivery that ran without a lock.  Nothing else says that a ticket is done: one
---                      of which nothing is known may have been lost
+--   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later must not run; see _done.lua
 --   <lock>:replaced    ticket -> message; another has taken its place, and its end is not told yet
 --   <lock>:aside       ticket -> a record or message that nobody could read or run, for people to see
 --
@@ -31,12 +29,10 @@
 
 local TURNS_MOST = 100           -- that one script gives; whoever claims one goes on
 local TURN_MOST_MS = 300000      -- for the last of many turns
-local DONE_MS = 7200000          -- two hours: twice the time after which Redis brokers deliver again
 local KEPT_ABOUT_MS = 86400000   -- a day by which lines may end sooner: not set anew each time
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
 local IN_BODY = 0                -- settles_ms of a claim
-local DONE_WITH_LOCK = '1'       -- a mark
 local TOTAL = 'bytes'            -- the field beside the tickets
 
 local home = ''                 -- the caller's; empty: it cannot publish
@@ -141,15 +137,6 @@ local function forget(lock, ticket)
   local was_running = redis.call('HDEL', lock.running, ticket) == 1
   if was_running then tidy_claims(lock) end
   return drop_ticket(lock, ticket) or was_running, reservation and true
-end
-
-local function is_done(lock, ticket)
-  return redis.call('EXISTS', lock.name .. DONE .. ticket) == 1
-end
-
--- As *mark*: DONE_WITH_LOCK, or the delivery that ran without one.
-local function mark_done(lock, ticket, mark)
-  redis.call('SET', lock.name .. DONE .. ticket, mark, 'PX', DONE_MS)
 end
 
 -- What has no record has nothing to be kept.

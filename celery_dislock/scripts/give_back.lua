@@ -13,6 +13,7 @@
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
 
 local ticket = ARGV[1]

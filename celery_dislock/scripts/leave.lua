@@ -18,7 +18,9 @@
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
+-- include: _done
 -- include: _states
 
 local ticket, aside, over = ARGV[2], ARGV[3], ARGV[4] == '1'

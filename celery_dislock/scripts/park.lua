@@ -33,17 +33,24 @@
 
 -- include: _record
 -- include: _free
+-- include: _marks
 -- include: _states
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local ticket, marked = ARGV[7], ARGV[9] == '1'
 
-if not marked then
-  local lock = KEYS[1]
-  if is_free(lock, lock .. LINE, lock .. TICKETS, lock .. HANDED, lock .. RUNNING, lock .. DONE .. ticket)
-  then
-    return {GRANTED, {}, grant_free(lock, owner, ttl, mode, holder), 0}
-  end
+local name = KEYS[1]
+local has_nobody = not marked
+  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING)
+
+if has_nobody and redis.call('EXISTS', keys_of_mark(name, ticket)) == 0 then
+  return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
+end
+
+-- include: _done
+
+if has_nobody and not is_done({name = name}, ticket) then  -- others of this line have many marks
+  return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
 -- include: _lease
@@ -59,7 +66,7 @@ home = ARGV[6]
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 
-local lock = with_parked(open(KEYS[1]))
+local lock = with_parked(open(name))
 
 local function waiting()  -- for their turn
   return count_tickets(lock) - redis.call('ZCARD', lock.handed)

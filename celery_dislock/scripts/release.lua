@@ -119,7 +119,9 @@ if #more == 0 then return released end
 
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
+-- include: _done
 
 local settles_ms = tonumber(ARGV[5])
 home = ARGV[3] or ''

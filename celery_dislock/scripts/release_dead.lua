@@ -19,6 +19,7 @@
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
 
 local start, at_least_ms = ARGV[1], tonumber(ARGV[2])

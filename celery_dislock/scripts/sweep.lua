@@ -20,6 +20,7 @@
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
 
 local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one

@@ -20,7 +20,9 @@
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _marks
 -- include: _parked
+-- include: _done
 
 local ticket, delivery = ARGV[2], ARGV[3]
 home = ARGV[1]
@@ -31,7 +33,7 @@ local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
 if not record and delivery == '' then return {0, turns} end
 if not record then
   local mark = redis.call('GET', lock.name .. DONE .. ticket)
-  if mark or redis.call('HEXISTS', lock.running, ticket) == 1
+  if mark or is_done(lock, ticket) or redis.call('HEXISTS', lock.running, ticket) == 1
     or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {mark == delivery and 1 or 0, turns}
   end
