@@ -183,7 +183,7 @@ class StalledKeeper:
             self._failed(away[0])
         elif self._fails:
             self._fails = False
-            logger.info("Pool processes that may be stalled are looked at again.")
+            logger.info("Pool processes that may be stalled are looked after again.")
         for (request, watched), found in zip(due, answers, strict=True):
             if isinstance(found, DamagedLockError):  # it stays so, and the child has said it
                 watched.due = math.inf
@@ -210,8 +210,9 @@ class StalledKeeper:
 
     def _failed(self, error: StoreError) -> None:
         if not self._fails:
-            logger.warning(
-                "Cannot renew for pool processes that may be stalled, trying again: %s", error
+            # The processes themselves warn of an outage.
+            logger.info(
+                "Cannot look after pool processes that may be stalled, trying again: %s", error
             )
         self._fails = True
 

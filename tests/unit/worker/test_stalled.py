@@ -197,8 +197,8 @@ def test_an_outage_is_said_once_and_tried_again_soon(clock, caplog):
     store.answers = [HEALTHY]
     run(keeper, clock, [request], 2 * INTERVAL)
     assert [message.split(":")[0] for message in caplog.messages] == [
-        "Cannot renew for pool processes that may be stalled, trying again",
-        "Pool processes that may be stalled are looked at again.",
+        "Cannot look after pool processes that may be stalled, trying again",
+        "Pool processes that may be stalled are looked after again.",
     ]
 
 
@@ -213,6 +213,7 @@ def test_an_outage_is_said_once_and_tried_again_soon(clock, caplog):
 def test_an_answer_that_is_an_error_harms_no_other(clock, caplog, error, looks, said):
     """The executions of other nodes and locks are looked at as ever."""
     store = Store(HEALTHY)
+    caplog.set_level("INFO", "celery_dislock")
 
     def renew(executions, *, within):
         store.asked += [one.owner_start[0] for one in executions]
