@@ -77,6 +77,35 @@ def test_a_lease_is_renewed_for_as_long_as_the_body_runs(fleet, scene):
     assert len(scene.reported("begin")) == 1
 
 
+def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):
+    """It computes for several timeouts, and in no pool is the lock free meanwhile."""
+    gate = tmp_path / "gate"
+    result = fleet.send(scenarios.compute, scene.key, str(gate))
+    scene.wait_for_report("begin")
+    token = scene.lease.token
+    wait_for(
+        "the lease is older than three timeouts",
+        lambda: scene.lease.extended_by > (1 + TIMEOUTS_OUTLIVED) * BRIEF,
+    )
+    gate.touch()
+    end = result.get(timeout=LIMIT)
+    assert end["held"] is True
+    assert end["renewals"] > TIMEOUTS_OUTLIVED
+    assert end["token"] == token
+    assert not fleet.says("is lost", scene.key)
+
+
+@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
+def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
+    """In a worker of one process nobody is left to renew: the body is told as soon as it asks."""
+    result = fleet.send(scenarios.hold_the_gil, scene.key, 2 * BRIEF)
+    scene.wait_for_report("begin")
+    scene.wait_until_free()
+    end = result.get(timeout=LIMIT)
+    assert end["held"] is False
+    wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
+
+
 def test_at_the_cap_the_lease_runs_out_under_the_body(fleet, scene):
     """After max_renew_times renewals the lock frees itself for the next, and the body runs on."""
     first = fleet.send(scenarios.outlive_cap, scene.key)

@@ -51,21 +51,6 @@ def assert_others_stay_out(fleet, scene):
         late.get(timeout=LIMIT)
 
 
-def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):
-    """It computes for several timeouts, and in no pool is the lock free meanwhile."""
-    gate = tmp_path / "gate"
-    result = fleet.send(scenarios.compute, scene.key, str(gate))
-    scene.wait_for_report("begin")
-    token = scene.lease.token
-    wait_until_outlived(scene)
-    gate.touch()
-    end = result.get(timeout=LIMIT)
-    assert end["held"] is True
-    assert end["renewals"] > TIMEOUTS_OUTLIVED
-    assert end["token"] == token
-    assert not fleet.says("is lost", scene.key)
-
-
 @PREFORK
 def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
     """No thread of its process runs for four timeouts, and the main process renews."""
@@ -81,17 +66,6 @@ def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
     assert fleet.times_it_says(STALLED, result.id) == 1
     assert not fleet.says("is lost", scene.key)
     scene.wait_until_free()
-
-
-@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
-def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
-    """In a worker of one process nobody is left to renew: the body is told as soon as it asks."""
-    result = fleet.send(scenarios.hold_the_gil, scene.key, 2 * BRIEF)
-    scene.wait_for_report("begin")
-    scene.wait_until_free()
-    end = result.get(timeout=LIMIT)
-    assert end["held"] is False
-    wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
 
 
 @PREFORK
