@@ -96,6 +96,23 @@ class LockHeldError(DislockError):
         )
 
 
+class DuplicateTaskError(DislockError):
+    """A message of the same key is there already; the new one was not sent.
+
+    Attributes:
+        key: The key of the lock.
+        id: Id of the task that the key is reserved for.
+    """
+
+    def __init__(self, key: str, id: str) -> None:  # noqa: A002 -- as Celery names it
+        super().__init__(key, id)
+        self.key = key
+        self.id = id
+
+    def __str__(self) -> str:
+        return f"a message of key {self.key!r} is there already: task {self.id}"
+
+
 class LockTermsError(LockHeldError):
     """The caller already holds the lock, and tried to take it again on other terms.
 

@@ -26,8 +26,10 @@ from celery_dislock.keys.templates import in_order
 from celery_dislock.keys.values import check_key
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.tasks.sending import sending_uniquely
 from celery_dislock.tasks.task import guard_new, guard_tasks, runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
+from celery_dislock.worker.reservations import ReservationStep
 from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
 
@@ -244,7 +246,7 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
 
 
 def _follow(app: Celery) -> None:
-    app.steps["worker"].update((LockStep, SweepStep, StalledStep))
+    app.steps["worker"].update((LockStep, SweepStep, StalledStep, ReservationStep))
     app.steps["consumer"].add(ArrivalStep)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
     if "_dislock_guards" not in vars(app):
@@ -264,6 +266,7 @@ class _Guards:
         self._app = app
         self._is_final = False  # and the signal was sent
         app.on_after_finalize.connect(self._all_are_there, weak=False)
+        app.send_task = sending_uniquely(app, runtime_of(app))
         app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
         app.register_task = self._guarding(app.register_task)
 

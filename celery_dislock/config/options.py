@@ -52,6 +52,8 @@ def lock_on_conflict(value: object) -> object:
     return value
 
 
+UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
+
 STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
 
 _strategy = one_of(*STRATEGIES)
@@ -239,14 +241,54 @@ class TaskOptions:
             "one. A waiting task keeps later tasks of the other mode from passing it."
         ),
     )
-    lock_limit: int = declare(
+    lock_limit: int | None = declare(
         default=1,
-        check=lock_limit,
+        check=optional(lock_limit),
         unit="",
         description=(
             "Maximum number of exclusive leases at a time: a counting semaphore. If the limit "
             "changes while the lock is held, present holders keep their leases, and each "
-            "acquisition is judged by its own limit."
+            "acquisition is judged by its own limit. None: the task takes no lock when it runs, "
+            "and is only unique when it is sent (`lock_unique_until`)."
+        ),
+    )
+    lock_unique_until: str | None = declare(
+        default=None,
+        check=optional(one_of(*UNIQUE_UNTIL)),
+        unit="",
+        description=(
+            "No second message of the same key is sent. `start`: while one waits. `end`: while "
+            "one waits or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. "
+            "None: every message is sent."
+        ),
+    )
+    lock_unique_for: float = declare(
+        default=3600.0,
+        check=seconds(above=0),
+        unit="s",
+        description=(
+            "How long a key stays reserved if no worker renews the reservation, counted from the "
+            "ETA or countdown if there is one."
+        ),
+    )
+    lock_on_duplicate: str = declare(
+        default="return",
+        check=one_of("return", "raise", "replace"),
+        unit="",
+        description=(
+            "What `delay()` does if a message of the key is there already. `return`: it returns "
+            "the AsyncResult of that message, with `duplicate` True. `raise`: DuplicateTaskError. "
+            "`replace`: it sends the new message, and the older one ends as REVOKED."
+        ),
+    )
+    lock_replace_for: float | None = declare(
+        default=None,
+        check=optional(seconds(above=0)),
+        unit="s",
+        description=(
+            "With `lock_on_duplicate='replace'`: seconds after the first of several messages that "
+            "replace each other until which the newest is postponed by its ETA or countdown. None: "
+            "no limit."
         ),
     )
 
@@ -270,38 +312,64 @@ BELONG_TO: dict[str, tuple[str, Any]] = {
     "max_renew_times": ("lock_expire", None),
     "lock_on_cap": ("lock_expire", None),
     "lock_limit": ("lock_mode", "exclusive"),
+    "lock_replace_for": ("lock_on_duplicate", "replace"),
+}
+
+# Options that have no effect unless another option is given.
+NEED = {
+    "lock_unique_for": "lock_unique_until",
+    "lock_on_duplicate": "lock_unique_until",
 }
 
 # Options of other libraries, which have no effect here: the library, and what to give instead.
 OF_OTHERS = {
     "unique_on": (
         "celery-singleton's",
-        "name the arguments in lock_key: 'export:<user_id>' for unique_on=['user_id']",
+        (
+            "name the arguments in lock_key: 'export:<user_id>' for unique_on=['user_id'], and "
+            "give lock_unique_until='end'"
+        ),
     ),
-    "raise_on_duplicate": ("celery-singleton's", "give lock_on_conflict='raise' or 'skip'"),
+    "raise_on_duplicate": (
+        "celery-singleton's",
+        (
+            "give lock_on_duplicate='raise' or 'return' with lock_unique_until='end' for what is "
+            "sent, or lock_on_conflict='raise' or 'skip' for what runs"
+        ),
+    ),
     "lock_expiry": (
         "celery-singleton's",
-        "leave it out, as the lock ends with the task or its process; or give lock_expire",
+        (
+            "give lock_unique_for with lock_unique_until='end' for what is sent; when running, "
+            "leave it out, as the lock ends with the task or its process, or give lock_expire"
+        ),
     ),
     "challenge_lock_on_startup": (
         "celery-singleton's",
         "leave it out, as the lock ends with the task or its process",
     ),
+    "simulate": (
+        "another library",
+        "leave it out, and set dislock_enabled=False to run tasks without locks",
+    ),
     "once": (
         "celery-once's",
         (
-            "give lock_key='export:<user_id>' for its keys, lock_on_conflict='skip' or 'raise' for "
-            "graceful, and nothing for timeout"
+            "give lock_key='export:<user_id>' for its keys, lock_unique_until='end' or 'start' for "
+            "unlock_before_run, lock_on_duplicate='return' or 'raise' for graceful, and "
+            "lock_unique_for for timeout; lock_on_conflict='skip' or 'raise' is for what runs"
         ),
     ),
     "heimdall": (
         "celery-heimdall's",
         (
-            "give lock_key='export:<user_id>' for its key, lock_on_conflict='skip' or 'raise' for "
-            "unique_raises, and nothing for unique_timeout"
+            "give lock_key='export:<user_id>' for its key, lock_unique_until='end' for unique and "
+            "'expiry' for unique_wait_for_expiry, lock_on_duplicate='return' or 'raise' for "
+            "unique_raises, and lock_unique_for for unique_timeout; lock_on_conflict='skip' or "
+            "'raise' is for what runs; there is no limit of tasks per time"
         ),
     ),
 }
 
 # The only values of these options that several independent lock servers support.
-ALONE = {"lock_mode": "exclusive", "lock_limit": 1}
+ALONE = {"lock_mode": "exclusive", "lock_limit": 1, "lock_unique_until": None}

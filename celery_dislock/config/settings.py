@@ -28,7 +28,14 @@ from celery_dislock.config.checks import (
     text,
     yes_or_no,
 )
-from celery_dislock.config.options import ALONE, BELONG_TO, OF_OTHERS, TaskOptions, declare
+from celery_dislock.config.options import (
+    ALONE,
+    BELONG_TO,
+    NEED,
+    OF_OTHERS,
+    TaskOptions,
+    declare,
+)
 from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 from celery_dislock.exceptions import SettingsError
 
@@ -219,6 +226,12 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
                 else f"it belongs to {other}={value!r}: give that too, or leave it out"
             )
             raise _refused(owner, name, declared[name], remedy)
+    if options.lock_limit is None and options.lock_unique_until is None:
+        remedy = "give a number; None is for tasks with lock_unique_until, which then take no lock"
+        raise _refused(owner, "lock_limit", None, remedy)
+    for name, other in NEED.items():
+        if name in declared and getattr(options, other) is None:
+            raise _refused(owner, name, declared[name], f"it has no effect without {other}")
 
 
 def nearer(inherited: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,15 @@ whatever the message contains.
 
 from __future__ import annotations
 
+import hashlib
 import re
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from celery_dislock.keys.values import CONTROL, percent_encoded
+from celery_dislock.keys.values import CONTROL, DIGEST_CHARS, percent_encoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NUMBER_MOST = 10**9  # maximum number of retries or replacements in a ticket
 
@@ -43,6 +48,28 @@ def ticket_name(task_id: object, retries: object, nesting: object) -> str:
 def task_id_of(ticket: str) -> str:
     """Return the id of a ticket's task."""
     return unquote(ticket.rsplit(":", 2)[0])
+
+
+def reserved_lock(locks: Sequence[str]) -> str:
+    """Return the name in Redis under which the key of these locks is reserved for a message.
+
+    It begins with the first lock's name, so both are in one slot of a cluster.
+    """
+    first, *others = locks
+    if not others:
+        return first
+    digest = hashlib.sha256("\0".join(others).encode()).hexdigest()[:DIGEST_CHARS]
+    return f"{first}:and:{digest}"
+
+
+def reserved_name(task_id: object) -> str:
+    """Return a task's id, encoded for a reservation, whose parts are separated by these marks."""
+    return re.sub("[ ,]", percent_encoded, task_name(task_id))
+
+
+def task_id_of_reserved(name: str) -> str:
+    """Return the id of the task that a reservation is for."""
+    return unquote(name)
 
 
 def _number(given: object) -> int:

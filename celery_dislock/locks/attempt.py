@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.store import Reservation
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -50,15 +51,23 @@ class Attempt:
         sender: Sender of the signals about this lock.
         caller: The thread or greenlet that must release the lock; if it ends first, the lease is
             no longer renewed.  None: the lock of a task, which always ends with its execution.
+
+    Attributes:
+        reservation: The reservation of the task's message, which the acquisition begins and the
+            release may end.  None: the message has none, or one of another name than the lock's.
+        has_begun: Whether the lock server was told of the reservation when it granted the lock.
+        lease: The lease; None as long as there is none.
         holder_json: The holder as a JSON object; empty: made here.
     """
 
     __slots__ = (
         "caller",
+        "has_begun",
         "holder",
         "holder_json",
         "lease",
         "owner",
+        "reservation",
         "sender",
     )
 
@@ -75,6 +84,8 @@ class Attempt:
         self.holder_json = holder_json or to_json(holder)
         self.sender = sender
         self.caller = caller
+        self.reservation: Reservation | None = None
+        self.has_begun = False
         self.lease: Lease | None = None
 
     def end(

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lock import Lock
+    from celery_dislock.servers.store import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
@@ -66,6 +67,7 @@ class Lease:
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
         lost: True once this process can no longer trust the lease and has not released it.
+        reservation: The reservation of its key, which is renewed and ends with it; None: none.
     """
 
     __slots__ = (
@@ -86,6 +88,7 @@ class Lease:
         "on_end",
         "owner",
         "renewals",
+        "reservation",
         "sender",
         "tokens",
         "trusted_until",
@@ -103,6 +106,7 @@ class Lease:
         self.caller: ref[Caller] | None = attempt.caller  # renewals stop when it ends
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
+        self.reservation: Reservation | None = None
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
         self.watch_number = 0  # set by the watchdog
@@ -331,7 +335,8 @@ class Lease:
         at_least = self._at_least(at_least)
         if self._reserved:
             self._finish(max(at_least, self.lock.timeout), ticket, settles)
-        elif at_least or ticket or self.lock.keeper.asks:  # nobody else may renew it from now on
+        elif at_least or ticket or self.reservation or self.lock.keeper.asks:
+            # If the keeper asks, this keeps others from renewing the lease.
             renewed = self.trusted_until - self.lock.trust
             if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
                 renewed = self.lock.clock()  # at the latest, by the main process
@@ -355,7 +360,17 @@ class Lease:
         # An earlier call may have been interrupted by an exception after it had sent the release.
         sent_before, self._released = self._released, True
         try:
-            ended = lock.store.release(lock.names, self.owner, at_least, ticket, settles)
+            if self.reservation is None:
+                ended = lock.store.release(lock.names, self.owner, at_least, ticket, settles)
+            else:
+                ended = lock.store.release(
+                    lock.names,
+                    self.owner,
+                    at_least,
+                    ticket,
+                    settles,
+                    reservation=self.reservation,
+                )
         except StoreError as exc:
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s: %s",

@@ -12,7 +12,7 @@ from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableErr
 from celery_dislock.locks.attempt import Attempt, Conflict, in_words
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
-from celery_dislock.servers.replies import RESERVED, First, Granted, Refused
+from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,9 +113,10 @@ class Lock:
             asked_at = self.clock()
             answer = self._ask(attempt, place=0.0, fair=fair)
             if isinstance(answer, Granted):
+                attempt.has_begun = True
                 return self.keep(attempt, answer.tokens, asked_at, self.timeout)
             return self.conflict(answer)
-        except StoreError:
+        except (Replaced, StoreError):
             raise
         except BaseException:
             self.interrupted(attempt)
@@ -159,6 +160,7 @@ class Lock:
                 answer = self._ask(attempt, place=PLACE_TIMEOUT, fair=fair)
                 asked = True
                 if isinstance(answer, Granted):
+                    attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 left = give_up_at - self.clock()
                 if left <= 0:
@@ -192,9 +194,10 @@ class Lock:
             self.timeout,
             attempt.holder_json,
             mode=self.options.lock_mode,
-            limit=self.options.lock_limit,
+            limit=self.options.lock_limit or 1,
             place=place,
             fair=fair,
+            reservation=attempt.reservation,
         )
 
     def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:

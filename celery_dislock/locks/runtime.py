@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from celery_dislock.exceptions import StoreError
     from celery_dislock.servers.replies import Turn
 
+TIMEOUTS = ("socket_timeout", "socket_connect_timeout")
+QUICK = 0.25  # seconds; a command is sent three times at most
 DAMAGED_MOST = 1000  # damaged locks that a process remembers as reported
 
 
@@ -142,6 +144,8 @@ class Process:
         self.pid = os.getpid()
         self.host = socket.gethostname()
         self._patched = patched_by()
+        self._new_store = partial(Store, url)
+        self._options = options
         self.store = Store(url, options, home=home, hand_over=hand_over)
         self.watchdog = Watchdog(
             Store(url, options) if self._patched else self.store,
@@ -154,8 +158,18 @@ class Process:
         self._nonce = token_hex(4)  # process ids and thread ids are reused
         self._counter = count(1)
 
+    @cached_property
+    def quick_store(self) -> Store:
+        """A store that gives up within a second, for callers that can go on without it."""
+        given = (self._options.get(name) or QUICK for name in TIMEOUTS)
+        short = {name: min(QUICK, seconds) for name, seconds in zip(TIMEOUTS, given, strict=True)}
+        return self._new_store({**self._options, **short})
+
     def close(self) -> None:
         """Stop the watchdog, and close the connections that are not in use."""
+        quick = self.__dict__.pop("quick_store", None)
+        if quick is not None:
+            quick.close()
         watched = len(self.watchdog)
         self.watchdog.stop()
         self.store.close()

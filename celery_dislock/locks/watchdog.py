@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.servers.store import Store
+    from celery_dislock.servers.store import Reservation, Store
 
 BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
 EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
@@ -337,6 +338,7 @@ class Watchdog:
             until: Time by which even a server that is away would have been given up.
         """
         renewed, lost = [], []
+        self._keep([e.lease.reservation for e in batch if e.lease.reservation is not None], until)
         with self._mutex:
             if self._clock() > until:
                 self._notice_stall(self._clock())
@@ -359,6 +361,13 @@ class Watchdog:
                 self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
         for lease in lost:
             self._report(lease.report_lost)
+
+    def _keep(self, reservations: list[Reservation], until: float) -> None:
+        """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
+        if reservations:
+            with suppress(StoreError):
+                within = max(WITHIN_LEAST, until - self._clock())
+                self._store.keep(reservations, runs=True, within=min(within, WITHIN_MOST))
 
     def _schedule(self, lease: Lease) -> float:
         return self._put(lease, lease.trusted_until if lease.due is None else lease.due)

@@ -6,9 +6,12 @@ else of this package; the attribute is called ``dislock``.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import Notes, forget_notes
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.reporting import told
@@ -24,6 +27,26 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.outbox import Outbox
+    from celery_dislock.servers.store import Reservation, Store
+
+logger = logging.getLogger("celery_dislock")
+
+
+def end_reservation(store: Store, reservation: Reservation, task: str) -> None:
+    """
+    End the reservation of a message that does not wait any more; logs a StoreError.
+
+    With ``lock_unique_until="expiry"`` it stays, whatever becomes of the message.
+    """
+    if reservation.until == "expiry":
+        return
+    try:
+        store.unreserve(reservation)
+    except StoreError as exc:
+        logger.warning(
+            "Task %s has ended, and its key %r stays reserved until that expires: %s",
+            *(task, key_of(reservation.lock), exc),
+        )
 
 
 class Delivery:
@@ -39,6 +62,7 @@ class Delivery:
 
     Attributes:
         options: The task's options that apply to this delivery.
+        reservation: The reservation in the message's header; None if it has none.
         outbox: Messages that the body sends under its own task id; None while no body runs.
         ticket: Name of this delivery's work in the line of a lock; empty if it cannot be parked.
         settles: Seconds allowed after the release for storing the result of an ``acks_late`` task,
@@ -66,6 +90,7 @@ class Delivery:
         "notes",
         "options",
         "outbox",
+        "reservation",
         "settles",
         "task",
         "ticket",
@@ -83,6 +108,7 @@ class Delivery:
         self.notes = notes
         self.options: TaskOptions = lock.options
         self.outbox: Outbox | None = None
+        self.reservation: Reservation | None = None
         self.ticket = ""
         self.settles = 0.0
         self.was_parked = False
@@ -136,6 +162,12 @@ class Delivery:
     def lease(self) -> Lease | None:
         """The lease under which the delivery runs; None if it has none."""
         return self.attempt.lease
+
+    def end_reservation(self) -> None:
+        """End the reservation of the message, if it has one; logs a StoreError."""
+        reservation, self.reservation = self.reservation, None
+        if reservation is not None:
+            end_reservation(self.lock.store, reservation, str(self))
 
     def told(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in place of Celery's line about *error*; return the error."""

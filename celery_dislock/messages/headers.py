@@ -17,7 +17,9 @@ import reprlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.keys.names import owners_start, task_name, ticket_name
+from celery_dislock.config.options import UNIQUE_UNTIL
+from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_name
+from celery_dislock.servers.store import Reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +31,7 @@ RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflic
 HELD_HEADER = "dislock_held"  # owner whose lease this delivery takes over
 GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold the lock
 TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
+UNIQUE_HEADER = "dislock_unique"  # where its key is reserved, and lock_unique_until; not a note
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
@@ -122,6 +125,30 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     turn = None if given is None else _ticket(given, str(request.id), prefix)
     own = ticket_name(request.id, request.retries, request.replaced_task_nesting)
     return turn if turn is not None and turn[1] == own else None
+
+
+def reservation_of(request: Context, prefix: str, ttl: float) -> Reservation | None:
+    """
+    Return the reservation of a delivery's message; None if it has none, or one that is not ours.
+
+    It is compared by the task's id on the server, so a forged one can do no more than end the
+    reservation of its own task.
+
+    Args:
+        request: Celery's request of the delivery.
+        prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
+        ttl: See :class:`celery_dislock.servers.store.Reservation`.
+    """
+    headers = request.headers
+    given = headers.get(UNIQUE_HEADER) if isinstance(headers, dict) else None
+    if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- its two parts
+        return None
+    lock, until = given
+    if not (isinstance(lock, str) and lock.startswith(f"{prefix}:{{") and len(lock) <= LOCK_MOST):
+        return None
+    if until not in UNIQUE_UNTIL:
+        return None
+    return Reservation(lock, reserved_name(request.id), until, ttl)
 
 
 def forget_notes(request: Context) -> None:

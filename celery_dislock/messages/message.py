@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
+from celery_dislock.messages.headers import UNIQUE_HEADER
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -92,7 +94,7 @@ class Message:
             headers={
                 name: value
                 for name, value in headers.items()
-                if not name.startswith(("dislock_", *DEAD_LETTER))
+                if name == UNIQUE_HEADER or not name.startswith(("dislock_", *DEAD_LETTER))
             },
             content_type=content_type,
             content_encoding=content_encoding,

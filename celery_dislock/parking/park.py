@@ -134,8 +134,9 @@ class Parking:
                 attempt.holder_json,
                 ticket,
                 mode=lock.options.lock_mode,
-                limit=lock.options.lock_limit,
+                limit=lock.options.lock_limit or 1,
                 bounds=bounds,
+                reservation=attempt.reservation,
             )
             if isinstance(answer, Parked):
                 parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
@@ -146,6 +147,7 @@ class Parking:
         if isinstance(answer, Done):
             acknowledge_unrun(delivery)
         if isinstance(answer, Granted):
+            attempt.has_begun = True
             delivery.was_parked = answer.claimed
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer

@@ -22,9 +22,11 @@ from celery_dislock.scripts import (
     LEAVE,
     LINES,
     PARK,
+    PARK_UNIQUE,
     PARKED,
     RAN_HERE,
     REFUSED,
+    REPLACED_BY,
     SWEEP,
     WITHDRAW,
 )
@@ -35,6 +37,7 @@ from celery_dislock.servers.replies import (
     Full,
     Granted,
     Parked,
+    Replaced,
     Swept,
     messages,
     milliseconds,
@@ -49,6 +52,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.store import Reservation
 
 
 class Ticket(NamedTuple):
@@ -96,7 +100,7 @@ class Lines:
         self._home = home
         self._hand_over = hand_over
 
-    def park(
+    def park(  # noqa: PLR0913 -- each is an argument of the script
         self,
         lock: str,
         owner: str,
@@ -107,6 +111,7 @@ class Lines:
         mode: str = "exclusive",
         limit: int = 1,
         bounds: Bounds = UNBOUNDED,
+        reservation: Reservation | None = None,
     ) -> Granted | Refused | Parked | Full | Done:
         """
         Take a lock for a task or claim its turn; otherwise park the task if it has a message.
@@ -120,6 +125,7 @@ class Lines:
             mode: "exclusive" or "shared".
             limit: Maximum number of leases of an exclusive lock, > 0.
             bounds: Limits of the line.
+            reservation: See :meth:`celery_dislock.servers.store.Store.acquire`.
 
         Returns:
             Granted if the task may run; Refused if the lock is held and nothing was parked; Parked
@@ -127,17 +133,21 @@ class Lines:
             work that is done.
 
         Raises:
+            Replaced: The task must not run, because of the reservation.
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
         state, given, *rest = self._server.run(
-            PARK,
+            PARK if reservation is None else PARK_UNIQUE,
             [lock],
             *(owner, milliseconds(ttl), holder, MODES[mode], limit, self._home),
             *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
             *bounds,
+            *(() if reservation is None else reservation.terms),
         )
         self._publish(given)
+        if state == REPLACED_BY:
+            raise Replaced(text(rest[0]))
         if state == GRANTED:
             token, claimed = rest
             return Granted((int(token),), bool(claimed))

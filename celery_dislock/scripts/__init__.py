@@ -67,9 +67,17 @@ ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")
 TRY = Script.load("try")
+RESERVE = Script.load("reserve")
+CONFIRM = Script.load("confirm")
+UNRESERVE = Script.load("unreserve")
+BEGIN = Script.load("begin")
+ACQUIRE_UNIQUE = Script.load("acquire_unique")
+PARK_UNIQUE = Script.load("park_unique")
+RELEASE_UNIQUE = Script.load("release_unique")
 
 # First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
+REPLACED_BY = 5  # of acquire_unique.lua and park_unique.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 

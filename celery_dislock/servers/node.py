@@ -19,7 +19,15 @@ from redis.exceptions import NoScriptError, RedisError
 
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.scripts import ACQUIRE, GRANTED, PARK, PARKED, RELEASE
+from celery_dislock.scripts import (
+    ACQUIRE,
+    ACQUIRE_UNIQUE,
+    GRANTED,
+    PARK,
+    PARK_UNIQUE,
+    PARKED,
+    RELEASE,
+)
 from celery_dislock.scripts.names import KINDS
 from celery_dislock.servers.connections import (
     AWAY,
@@ -40,6 +48,12 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command, Connect
     from celery_dislock.servers.pipeline import Call
 
+GRANT = {
+    ACQUIRE,
+    ACQUIRE_UNIQUE,
+    PARK,
+    PARK_UNIQUE,
+}  # scripts whose work replicas may have to confirm
 RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
 REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
@@ -130,7 +144,7 @@ class Node:
         which found the changes of the first.
         """
         before = (b"ASKING",) if asking else None
-        then = self._await_replicas if self._min_replicas and script in {ACQUIRE, PARK} else None
+        then = self._await_replicas if self._min_replicas and script in GRANT else None
         try:
             try:
                 return self._exchange(script.by_digest(keys, *arguments), before, then)

@@ -34,6 +34,18 @@ class Refused(NamedTuple):
     place: int = 0  # place in line, from 1, that the task would get if it were parked; 0: none
 
 
+class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock
+    """The task does not run: the message of another task has replaced its own.
+
+    Attributes:
+        by: Id of that task, as reserved_name() writes it.
+    """
+
+    def __init__(self, by: str) -> None:
+        super().__init__(by)
+        self.by = by
+
+
 class Handed(NamedTuple):
     """A hand-off: the waiter was given the lock."""
 

@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
+    ACQUIRE_UNIQUE,
+    BEGIN,
+    CONFIRM,
     GRANTED,
     HOLDERS,
     RECALL,
     RELEASE,
     RELEASE_DEAD,
+    RELEASE_UNIQUE,
     REMEMBER,
     RENEW,
     RENEW_STALLED,
+    REPLACED_BY,
     TAKE_OVER,
+    UNRESERVE,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.replies import (
@@ -28,6 +34,7 @@ from celery_dislock.servers.replies import (
     Handed,
     Holding,
     Refused,
+    Replaced,
     holdings,
     looked,
     milliseconds,
@@ -43,6 +50,28 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Looked, Turn
+
+
+class Reservation(NamedTuple):
+    """
+    What a task's message says of the reservation of its key.
+
+    Attributes:
+        lock: Name in Redis under which the key is reserved.
+        id: The task's id, as reserved_name() writes it.
+        until: ``lock_unique_until`` of the sender.
+        ttl: Seconds for which the reservation is kept while the task runs, until it is renewed.
+    """
+
+    lock: str
+    id: str
+    until: str
+    ttl: float
+
+    @property
+    def terms(self) -> tuple[str, str, int]:
+        """The arguments of the scripts that begin a task."""
+        return self.id, self.until, milliseconds(self.ttl)
 
 
 class Execution(NamedTuple):
@@ -106,7 +135,7 @@ class Store:
         self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # only acquire() sends WAIT
 
-    def acquire(
+    def acquire(  # noqa: PLR0913 -- each is an argument of the script
         self,
         locks: Sequence[str],
         owner: str,
@@ -117,6 +146,7 @@ class Store:
         limit: int = 1,
         place: float = 0.0,
         fair: bool = True,
+        reservation: Reservation | None = None,
     ) -> Granted | Refused:
         """
         Take the locks, or renew the leases if the owner already has them.
@@ -133,15 +163,18 @@ class Store:
                 refused it.  The owner also keeps the leases on the locks before that one.  It must
                 ask again before this time is over.  0: do not wait in line.
             fair: True: come after those who already wait.
+            reservation: The reservation of the task's message, if it has the name of the one lock.
+                The task begins with the acquisition; see :meth:`begin`.
 
         Returns:
             The fencing tokens, or the lease that is in the way.
 
         Raises:
+            Replaced: The task must not run, because of the reservation.
             StoreError: The server did not answer.  The locks may have been taken: their leases end
                 with their expiry, or at once when the owner asks again.
         """
-        terms = (
+        terms: tuple[str | int, ...] = (
             milliseconds(ttl),
             holder,
             MODES[mode],
@@ -149,10 +182,15 @@ class Store:
             milliseconds(place),
             int(fair),
         )
+        script = ACQUIRE
+        if reservation is not None:
+            script, terms = ACQUIRE_UNIQUE, (*terms, *reservation.terms)
         tokens: list[int] = []
         try:
             for together in self.lock_server.together(locks):
-                state, *answer = self.lock_server.run(ACQUIRE, together, owner, *terms)
+                state, *answer = self.lock_server.run(script, together, owner, *terms)
+                if state == REPLACED_BY:
+                    raise Replaced(text(answer[0]))
                 if state != GRANTED:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
@@ -256,6 +294,7 @@ class Store:
         at_least: float = 0.0,
         ticket: str = "",
         settles: float = 0.0,
+        reservation: Reservation | None = None,
     ) -> bool:
         """
         End the owner's leases or its places in line, and hand the locks to the next in line.
@@ -268,6 +307,7 @@ class Store:
             ticket: Ticket of a task that has ended, and may have been parked; empty: none.
             settles: Seconds in which the task's result may still be on its way.  A copy that comes
                 later may run.  0: the task is done, and no copy may run.
+            reservation: A reservation that ends, too, if it has the name of the one lock.
 
         Returns:
             True if the owner held all of the locks until now.  Also True if a reply was lost: the
@@ -277,7 +317,49 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(RELEASE, locks, owner, at_least, ticket, settles) == len(locks)
+        return self._end(RELEASE, locks, owner, at_least, ticket, settles, reservation) == len(
+            locks
+        )
+
+    def begin(self, reservation: Reservation) -> None:
+        """
+        Begin a task whose message was reserved, where :meth:`acquire` was not told of it.
+
+        Its reservation ends, or is kept while the task runs, as its sender wanted.
+
+        Raises:
+            Replaced: The task must not run.
+            StoreError: The server did not answer.
+        """
+        by = self.lock_server.run(BEGIN, [reservation.lock], *reservation.terms)
+        if by is not None:
+            raise Replaced(text(by))
+
+    def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
+        """
+        Keep reservations for the time that each states, in one pipelined round trip.
+
+        For one thread only, like :meth:`renew`, and on the same connection.
+
+        Args:
+            reservations: The reservations.
+            runs: Whether their tasks run; if not, their messages wait.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        calls = [(one.lock, one.id, milliseconds(one.ttl), int(runs)) for one in reservations]
+        self.lock_server.run_many(CONFIRM, calls, within=within)
+
+    def unreserve(self, reservation: Reservation) -> None:
+        """
+        End a reservation.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        self.lock_server.run(UNRESERVE, [reservation.lock], reservation.id)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
@@ -307,15 +389,21 @@ class Store:
         at_least: float | None,
         ticket: str = "",
         settles: float = 0.0,
+        reservation: Reservation | None = None,
     ) -> int:
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        publisher = (self.home, ticket, milliseconds(settles)) if self.home else ()
+        publisher: tuple[str | int, ...] = ()
+        if self.home or reservation is not None:
+            publisher = (self.home, ticket, milliseconds(settles))
+        sent = script
+        if reservation is not None:
+            sent, publisher = RELEASE_UNIQUE, (*publisher, reservation.id)
         ended, error = 0, None
         given: list[Turn] = []
         for together in self.lock_server.together(locks):
             try:
                 reply, resent = self.lock_server.exchange(
-                    script, together, owner, at_least_ms, *publisher
+                    sent, together, owner, at_least_ms, *publisher
                 )
             except StoreError as exc:  # of one node; go on with the others
                 error = exc

@@ -14,6 +14,7 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.park import Parking, acknowledge_unrun, leave_old_line
+from celery_dislock.servers.replies import Replaced
 from celery_dislock.tasks.conflicts import come_again
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Acquisition:
         except StoreError as exc:
             self.unavailable(exc, owner, may_run=may_run)
             return None
-        except Ignore:  # parked, or a copy: the server has answered
+        except (Ignore, Replaced):  # parked, or a copy: the server has answered
             self._process.lock_server_answered()
             raise
         except BaseException:  # of a signal handler, perhaps with the lock granted already

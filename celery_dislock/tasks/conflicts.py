@@ -21,7 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.names import task_name
+from celery_dislock.keys.names import task_id_of_reserved, task_name
 from celery_dislock.locks.attempt import Conflict, in_words
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.store import Bounds
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
+    from celery_dislock.servers.replies import Replaced
     from celery_dislock.tasks.acquisition import Acquisition
 
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
@@ -77,13 +78,21 @@ def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
 
 def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
     """End a task without running it: store REVOKED with the reason, and raise Ignore."""
+    delivery.end_reservation()
     if not delivery.is_eager:
         _end(delivery, TaskRevokedError(reason), states.REVOKED)
     raise delivery.told(Ignore(reason), f"skipped: {reason}. It does not run.")
 
 
-def fail(_asking: Acquisition, conflict: Conflict) -> NoReturn:
+def end_replaced(delivery: Delivery, replaced: Replaced) -> NoReturn:
+    """End a task whose message was replaced by a newer one of its key."""
+    newer = task_id_of_reserved(replaced.by)
+    end_unrun(delivery, f"a newer message of key {delivery.lock.key!r} replaces it: task {newer}")
+
+
+def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Fail with a LockHeldError that names the holder."""
+    asking.delivery.end_reservation()
     raise conflict.error()
 
 
@@ -95,6 +104,7 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     delivery.notes.retry_until = until
     error = conflict.error()
     if delivery.is_eager or now >= until:
+        delivery.end_reservation()
         raise error
     delay = put_off(delivery, str(error), at_most=min(conflict.remaining, until - now))
     come_again(delivery, error, delay, str(error))
@@ -133,6 +143,7 @@ def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Reject the message without requeueing, so that its queue may dead-letter it."""
     delivery = asking.delivery
     rejection = Reject(str(conflict.error()), requeue=False)
+    delivery.end_reservation()
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
         _end(delivery, rejection, states.FAILURE, call_errbacks=True)
     what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."

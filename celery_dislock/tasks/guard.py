@@ -20,10 +20,11 @@ from celery_dislock.locks.attempt import Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
-from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.headers import Notes, own_turn
+from celery_dislock.messages.delivery import Delivery, end_reservation
+from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
 from celery_dislock.parking.park import STAYS_IN_LINE, delivery_of, withdraw
+from celery_dislock.servers.replies import Replaced
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.redelivery import Copies
@@ -38,11 +39,14 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.store import Reservation
 
 
 # States that end a delivery.  A task that is stopped with its worker has none of them, and its
 # message may be redelivered.
 ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
+
+KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
 
 logger = logging.getLogger("celery_dislock")
 
@@ -65,6 +69,8 @@ class Guard:
         timeout: Seconds until a lease of this task expires if it is not renewed.
         interval: Seconds between two renewals; None if leases of this task are not renewed.
         releases_on_failure: Whether a failed execution releases the lock.
+        main_process_keeps: Whether the worker's main process renews the reservation of a task that
+            runs, because there is no one lease to renew it with.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class Guard:
         self.interval = (
             None if self.options.lock_expire is not None else self.timeout / RENEWALS_PER_TIMEOUT
         )
+        if self.options.lock_limit is None:
+            self.interval = None
         self.releases_on_failure = self.options.release_on_failure
         declared = self.options.lock_key
         try:
@@ -89,10 +97,12 @@ class Guard:
             raise SettingsError(name, "lock_key", declared, str(exc)) from exc
         self._looks_for_copies = (
             self.options.lock_mode == "shared"
-            or self.options.lock_limit > 1
+            or (self.options.lock_limit or 0) > 1
             or self.options.lock_dedupe_redelivered
         )
-        self._parks = self.options.parks
+        self._locks = self.options.lock_limit is not None
+        self.main_process_keeps = not self._locks or len(self._keys) > 1
+        self._parks = self.options.parks and self._locks
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
             "warn",
             "expire",
@@ -106,8 +116,13 @@ class Guard:
             return body(*args, **kwargs)
         delivery = self._delivery(task, request, self._keys_of(args, kwargs))
         previous = current.set(delivery.attempt)
+        run = self._run if self._locks else self._run_without_lock
         try:
-            return self._run(delivery, partial(body, *args, **kwargs))
+            return run(delivery, partial(body, *args, **kwargs))
+        except Replaced as exc:
+            self._leave_line(delivery)
+            delivery.settle()
+            conflicts.end_replaced(delivery, exc)
         finally:
             try:
                 delivery.settle()  # completes a release that an exception interrupted
@@ -122,13 +137,32 @@ class Guard:
         lease = self._take(delivery, copies)
         delivery.began = True
         if lease is None:
-            return body()
+            return self._run_body_without_lock(delivery, body)
         outbox = delivery.outbox = Outbox()
-        running = Running(lease) if self._interrupts else None
         caller = current_caller()
         held = Held(delivery.lock, delivery.attempt, lease, execution=True)
         try:
             caller.hold(held)
+            result = self._run_body(delivery, lease, body)
+            if copies is not None and self.options.lock_dedupe_redelivered:
+                copies.body_succeeded()
+                delivery.after_result.append(copies.result_stored)
+            return result
+        finally:
+            delivery.outbox = None
+            caller.forget(held)
+            self._keep_for_retry(delivery, outbox)
+            if outbox.retry_in is not None or not delivery.completed:  # its message comes again
+                delivery.reservation = lease.reservation = None
+            delivery.settle()
+            if lease.reservation is None:
+                self._end(delivery)
+            outbox.send()
+
+    def _run_body(self, delivery: Delivery, lease: Lease, body: Callable[[], Any]) -> Any:
+        """Run the body under its lease, and note in the delivery how it has ended."""
+        running = Running(lease) if self._interrupts else None
+        try:
             try:
                 if running is not None:
                     running.begin()
@@ -147,19 +181,66 @@ class Guard:
             delivery.completed = isinstance(exc, Exception)  # others stop the worker
             delivery.leaves = not self.options.release_on_failure
             raise
-        else:
-            delivery.completed = True
-            delivery.leaves = not self.options.release_on_success
-            if copies is not None and self.options.lock_dedupe_redelivered:
-                copies.body_succeeded()
-                delivery.after_result.append(copies.result_stored)
-            return result
+        delivery.completed = True
+        delivery.leaves = not self.options.release_on_success
+        return result
+
+    def _run_without_lock(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
+        """Run the body of a task that is unique when it is sent, and takes no lock."""
+        self._begin(delivery)
+        delivery.began = True
+        return self._run_body_without_lock(delivery, body)
+
+    def _run_body_without_lock(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
+        """Run the body, and end its reservation unless its message comes again."""
+        comes_again = True
+        try:
+            result = body()
+            comes_again = False
+        except Reject as exc:
+            comes_again = bool(exc.requeue)
+            raise
+        except Retry:
+            raise
+        except Exception:
+            comes_again = False
+            raise
         finally:
-            delivery.outbox = None
-            caller.forget(held)
-            self._keep_for_retry(delivery, outbox)
-            delivery.settle()
-            outbox.send()
+            if not comes_again:
+                self._end(delivery)
+        return result
+
+    def _begin(self, delivery: Delivery, lease: Lease | None = None) -> None:
+        """
+        Tell the lock server that a reserved task begins, unless the acquisition did.
+
+        Raises:
+            Replaced: The task must not run.
+        """
+        reservation, attempt = delivery.reservation, delivery.attempt
+        if reservation is None:
+            return
+        if not (attempt.has_begun and attempt.reservation):
+            try:
+                delivery.lock.store.begin(reservation)
+            except StoreError as exc:
+                self.runtime.process.lock_server_failed(exc)
+                if reservation.until == "start":  # if the server answers then
+                    delivery.reservation = reservation._replace(until="end")
+        if lease is not None and reservation.until == "end":
+            lease.reservation = attempt.reservation
+
+    def _leave_line(self, delivery: Delivery) -> None:
+        """Give the turn of a parked task that must not run to the next in line."""
+        if delivery.notes.parked is not None:
+            try:
+                self.runtime.process.lines.leave(*delivery.notes.parked)
+            except StoreError as exc:
+                self.runtime.process.lock_server_failed(exc)
+
+    def _end(self, delivery: Delivery) -> None:
+        if delivery.reservation is not None and delivery.reservation.until == "end":
+            delivery.end_reservation()
 
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
         """Return the lease; None if the body runs without one."""
@@ -170,6 +251,7 @@ class Guard:
         if isinstance(answer, Conflict):
             answer = conflicts.resolve(asking, answer)
         delivery.forget_notes()
+        self._begin(delivery, answer)
         if answer is None or copies is None:
             return answer
         try:
@@ -209,8 +291,26 @@ class Guard:
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
         lock = self.runtime.lock(keys, self.options)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
+        if request.headers and not request.is_eager:
+            delivery.reservation = self.reservation_of(request)
+            if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
+                attempt.reservation = delivery.reservation
         request.dislock = delivery
         return delivery
+
+    def reservation_of(self, request: Context) -> Reservation | None:
+        """Return the reservation that a request's message brings; None if it brings none."""
+        prefix = self.runtime.settings.dislock_prefix
+        brief = KEPT_TIMEOUTS * self.timeout
+        kept = self.options.lock_unique_for if self.main_process_keeps else brief
+        return reservation_of(request, prefix, kept)
+
+    def end_reservation(self, request: Context) -> None:
+        """End the reservation of a message that will not run; logs a StoreError."""
+        reservation = None if self.runtime.off else self.reservation_of(request)
+        if reservation is not None:
+            what = f"{getattr(request, 'task', '?')}[{request.id}]"
+            end_reservation(self.runtime.process.store, reservation, what)
 
     @property
     def parks(self) -> bool:
@@ -225,7 +325,12 @@ class Guard:
         A task that failed is set aside.  If another delivery has claimed the turn, nothing is
         changed.  Logs a StoreError instead of raising it; blocks for a round trip.
         """
-        if state not in ENDS or Delivery.of(request) is not None or not self._can_park:
+        if state not in ENDS or Delivery.of(request) is not None:
+            return
+        requeued = isinstance(retval, Reject) and retval.requeue
+        if state != states.RETRY and not requeued:
+            self.end_reservation(request)
+        if not self._can_park:
             return
         turn = self._turn_of(request)
         if turn is None:
@@ -256,6 +361,7 @@ class Guard:
             StoreError: The lock server did not answer.  The task stays in line, and will be revoked
                 again at its next turn.
         """
+        self.end_reservation(request)
         if not self._can_park:
             return
         # Notes.of() warns of forged notes, and own_turn() does not.

@@ -27,7 +27,7 @@ from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.messages.headers import TICKET_HEADER, UNIQUE_HEADER
 from celery_dislock.messages.message import TaskParked, keep_message
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def _release_after_death(request: Any) -> None:
     def release() -> None:
         try:
             if not is_alive(pid):
+                if UNIQUE_HEADER in (request.message.headers or ()):
+                    guard.end_reservation(request._context)  # noqa: SLF001 -- no other way
                 if guard.release_dead(request.args, request.kwargs, start):
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
+from celery.result import EagerResult
 from celery.signals import task_postrun, task_revoked
 
 from celery_dislock.config.options import TaskOptions
@@ -259,7 +260,10 @@ def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., An
     def send(self: Task, *args: Any, **options: Any) -> Any:
         outbox = _outbox_of(self)
         if outbox is None or options.get("task_id") != self.request.id:
-            return apply_async(self, *args, **options)
+            result = apply_async(self, *args, **options)
+            if isinstance(result, EagerResult):  # all others come from send_task
+                result.duplicate = False
+            return result
         outbox.add_retry(partial(apply_async, self, *args), options)
         return self.AsyncResult(self.request.id)
 
@@ -278,6 +282,8 @@ def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., An
         delivery = Delivery.of(self.request)
         if delivery is not None:  # eager: the replacement runs inside this call
             delivery.settle()
+            if delivery.reservation is not None and delivery.reservation.until == "end":
+                delivery.end_reservation()  # the replacement has the same id, and its own
         return on_replace(self, signature)
 
     return send

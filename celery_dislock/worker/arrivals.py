@@ -21,7 +21,13 @@ from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
-from celery_dislock.messages.headers import TICKET_HEADER, own_turn
+from celery_dislock.messages.delivery import end_reservation
+from celery_dislock.messages.headers import (
+    TICKET_HEADER,
+    UNIQUE_HEADER,
+    own_turn,
+    reservation_of,
+)
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import delivery_of, withdraw
 from celery_dislock.redaction import reason_of
@@ -86,6 +92,7 @@ class Arrivals:
                 return drop(*args)
             finally:
                 message = args[nth]
+                self._end_reservation(message)
                 request = _request_of(message)
                 if request is not None:
                     error = args[-1] if isinstance(args[-1], Exception) else None
@@ -93,6 +100,17 @@ class Arrivals:
                     self._dropped(request, error, tells=tells)
 
         return dropped
+
+    def _end_reservation(self, message: Message) -> None:
+        """End the reservation of a message that is dropped, if it has one."""
+        headers = message.headers
+        if not isinstance(headers, dict) or UNIQUE_HEADER not in headers:
+            return
+        request = _context_of(message)
+        reservation = reservation_of(request, self._runtime.settings.dislock_prefix, 0.0)
+        if reservation is not None and not self._runtime.off:
+            what = f"{request.task}[{request.id}]"
+            end_reservation(self._runtime.process.store, reservation, what)
 
     def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
         turn = self._turn_of(request)
@@ -196,7 +214,12 @@ def _request_of(message: Message) -> Context | None:
     headers = message.headers
     if not isinstance(headers, dict) or TICKET_HEADER not in headers:
         return None
+    return _context_of(message)
+
+
+def _context_of(message: Message) -> Context:
     # In message protocol 1 the headers have no id; the correlation id is the same.
+    headers = message.headers
     about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
     return Context(about)
 

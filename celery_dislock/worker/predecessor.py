@@ -27,8 +27,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery.concurrency import solo
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import reserved_name
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.redaction import reason_of
+from celery_dislock.servers.store import Reservation
 from celery_dislock.tasks.request import PID_MAX, is_alive
 
 if TYPE_CHECKING:
@@ -119,10 +121,14 @@ def _release(worker: WorkController, process: Process, found: list[Left]) -> Non
     for left in dead:
         if why:
             _keep(left, why)
-        elif process.store.release(
-            [left.lock], left.lease.owner, _guard(worker.app, left.lease).options.lock_at_least_for
-        ):
+            continue
+        guard = _guard(worker.app, left.lease)
+        at_least = guard.options.lock_at_least_for
+        if process.store.release([left.lock], left.lease.owner, at_least):
             logger.info("Released the %s, which died with its worker.", left)
+        if guard.options.lock_unique_until == "end":
+            task_id = reserved_name(left.lease.holder.get("id"))
+            process.store.unreserve(Reservation(left.lock, task_id, "end", 0.0))
 
 
 def _keep(left: Left, why: str) -> None:

@@ -566,6 +566,81 @@ def tell_or_retry(self: Task, key: str, extra: str = "") -> dict[str, Any]:
         return {**told, "priority": request.delivery_info["priority"], "extra": extra}
 
 
+# The second of a key is not sent.
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start")
+def unique_in_queue(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open; one message waits at a time."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_unique_until="end",
+    lock_watchdog_timeout=BRIEF,
+)
+def unique_to_the_end(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open; one message waits or runs at a time."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_unique_until="end",
+    acks_late=True,
+    reject_on_worker_lost=True,
+    lock_watchdog_timeout=BRIEF,
+)
+def unique_and_survive(key: str) -> dict[str, Any]:
+    """As unique_to_the_end, and come back to the queue if the process dies."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", lock_limit=None)
+def unique_without_lock(key: str) -> dict[str, Any]:
+    """Stay until the gate is open, without a lock; one message waits or runs at a time."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", bind=True)
+def unique_retry_once(self: Task, key: str) -> int:
+    """Ask for one retry, then succeed; the key stays reserved in between."""
+    with reported(key):
+        if not self.request.retries:
+            raise self.retry(countdown=1)
+        return int(self.request.retries)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end")
+def unique_fail(key: str) -> None:
+    """Fail."""
+    with reported(key):
+        raise ValueError(key)
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_unique_until="start",
+    lock_on_duplicate="replace",
+    lock_on_conflict="wait",
+    lock_wait_timeout=LONG,
+)
+def newest_only(key: str, edition: int) -> int:
+    """Tell the edition; an older message is replaced by a newer one."""
+    report(key, "ran", edition=edition)
+    return edition
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_on_conflict="queue")
+def unique_or_queue(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be parked; one message waits at a time."""
+    return stay(key)
+
+
 # The second of a key is parked.
 
 

@@ -152,12 +152,23 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("unique_on", ["user_id"], ["celery-singleton", "lock_key", "<user_id>"]),
+        ("unique_on", ["user_id"], ["celery-singleton", "lock_key", "<user_id>", "unique_until"]),
+        ("unique_on", None, ["celery-singleton", "lock_key", "lock_unique_until='end'"]),
         ("raise_on_duplicate", True, ["celery-singleton", "lock_on_conflict='raise'"]),
-        ("lock_expiry", 60, ["celery-singleton", "lock_expire"]),
+        ("raise_on_duplicate", False, ["lock_on_duplicate='raise' or 'return'"]),
+        ("lock_expiry", 60, ["celery-singleton", "lock_expire", "lock_unique_for"]),
         ("challenge_lock_on_startup", True, ["celery-singleton", "leave it out"]),
+        ("simulate", True, ["leave it out", "dislock_enabled=False"]),
         ("once", {"graceful": True}, ["celery-once", "lock_on_conflict='skip'", "lock_key"]),
+        ("once", {"graceful": True}, ["lock_on_duplicate='return'"]),
+        ("once", {"unlock_before_run": True}, ["'start' for unlock_before_run"]),
+        ("once", {"timeout": 60}, ["lock_unique_for for timeout"]),
         ("heimdall", {"unique": True}, ["celery-heimdall", "lock_on_conflict", "lock_key"]),
+        ("heimdall", {"unique": True}, ["lock_unique_until='end' for unique"]),
+        ("heimdall", {"unique_raises": True}, ["lock_on_duplicate='return' or 'raise'"]),
+        ("heimdall", {"unique_timeout": 60}, ["lock_unique_for for unique_timeout"]),
+        ("heimdall", {"unique_wait_for_expiry": True}, ["'expiry' for unique_wait_for_expiry"]),
+        ("heimdall", {"times": 2, "per": 60}, ["no limit of tasks per time"]),
     ],
 )
 def test_an_option_of_another_library_is_answered_with_ours(name, value, words):

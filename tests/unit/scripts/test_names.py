@@ -24,6 +24,8 @@ ENDINGS = {
     ":aside": "hash",
     ":done:": "string",
     ":mark:": "string",
+    ":unique": "string",
+    ":older": "hash",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 from celery import Celery
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 
@@ -721,3 +722,33 @@ def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
     assert isinstance(error, LockHeldError)
     assert "the task that is running here" in error.holder
     assert world.store.asked("wait") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kept_by_main_process", "ttl"),
+    [
+        ({"lock_key": "<doc>"}, False, 20.0),
+        ({"lock_key": "<doc>", "lock_limit": None}, True, 100.0),
+        ({"lock_key": ("<doc>", "all")}, True, 100.0),
+    ],
+    ids=["a lock", "no lock", "several locks"],
+)
+def test_a_running_task_keeps_its_reservation_until_it_is_renewed(
+    app, options, kept_by_main_process, ttl
+):
+    """The watchdog renews it with the lease; where it has none for it, the main process does."""
+
+    @app.task(
+        base=SingletonTask,
+        lock_unique_until="end",
+        lock_unique_for=100,
+        lock_watchdog_timeout=10,
+        shared=False,
+        **options,
+    )
+    def edit(doc): ...
+
+    guard = edit.dislock_guard
+    assert guard.main_process_keeps is kept_by_main_process
+    request = Context(id="a", headers={"dislock_unique": ["dislock:{1}", "end"]})
+    assert guard.reservation_of(request).ttl == ttl

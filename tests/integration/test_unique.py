@@ -1,0 +1,549 @@
+"""Uniqueness when sending: what goes to the broker, and what callers get; on a real Redis."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.app.task import Context
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import DuplicateTaskError, StoreError
+from celery_dislock.keys.names import reserved_lock
+from celery_dislock.servers.store import Reservation, Store
+from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
+from celery_dislock.tasks.sending import PUBLISH_FOR
+from celery_dislock.tasks.task import runtime_of
+from tests.unit.deliveries import deliver
+
+LOCK = "dislock:{edit:1}"
+HOUR = 3600.0
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("unique", broker=redis_url, backend="cache+memory://", set_as_current=False)
+    with Dislock(app):
+        yield app
+    app.close()
+
+
+@pytest.fixture
+def client(redis_client):
+    return redis_client
+
+
+def declare(app, name="edit", **options):
+    """Declare a task whose key is its first argument's."""
+
+    @app.task(
+        name=name,
+        base=SingletonTask,
+        lock_key="edit:<doc>",
+        shared=False,
+        **{"lock_unique_until": "start", **options},
+    )
+    def edit(doc, edition=0): ...
+
+    return edit
+
+
+def messages(client):
+    """How many messages wait in the queue."""
+    return client.llen("celery")
+
+
+def reserved_for(client, lock=LOCK):
+    """The id of the task that the key is reserved for; None if it is free."""
+    record = client.get(f"{lock}:unique")
+    return record.split(" ")[4] if record else None
+
+
+class TestReservations:
+    @pytest.fixture
+    def reservations(self, app, client):
+        client.ping()
+        return Reservations(runtime_of(app).process.store.lock_server)
+
+    def reserve(self, reservations, task_id, *, ttl=HOUR, replaces=False):
+        return reservations.reserve(LOCK, task_id, ttl, replaces=replaces)
+
+    def test_one_has_it(self, reservations):
+        """The second is told whose it is, and whether that one's message was sent."""
+        assert isinstance(self.reserve(reservations, "a"), Reserved)
+        assert self.reserve(reservations, "b") == Taken("a", is_sent=False)
+        assert reservations.confirm(LOCK, "a", HOUR)
+        assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
+        assert isinstance(self.reserve(reservations, "a"), Reserved)
+
+    @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
+    def test_any_id_is_given_back_as_it_was(self, reservations, task_id):
+        """Ids come from users: whatever they contain, they are compared as a whole."""
+        self.reserve(reservations, task_id)
+        assert self.reserve(reservations, "other") == Taken(task_id, is_sent=False)
+        assert reservations.end(LOCK, task_id)
+
+    def test_nobody_ends_what_another_has(self, reservations, client):
+        """Compared by id: neither ended nor kept longer."""
+        self.reserve(reservations, "a", ttl=PUBLISH_FOR)
+        assert not reservations.end(LOCK, "b")
+        assert not reservations.confirm(LOCK, "b", HOUR)
+        assert reserved_for(client) == "a"
+        assert client.ttl(f"{LOCK}:unique") <= PUBLISH_FOR
+
+    def test_it_expires(self, reservations, client):
+        """Every key has an expiry, the record of replaced messages as well."""
+        self.reserve(reservations, "a")
+        reservations.confirm(LOCK, "a", HOUR)
+        self.reserve(reservations, "b", replaces=True)
+        reservations.confirm(LOCK, "b", HOUR)
+        assert client.hgetall(f"{LOCK}:older") == {"a": "b"}
+        assert {client.ttl(key) > 0 for key in client.scan_iter()} == {True}
+
+    def test_what_is_not_sent_replaces_nothing(self, reservations, client):
+        """A sender that dies between reserving and publishing costs no message."""
+        self.reserve(reservations, "a")
+        reservations.confirm(LOCK, "a", HOUR)
+        self.reserve(reservations, "b", replaces=True)
+        assert not client.exists(f"{LOCK}:older")
+        self.reserve(reservations, "c", replaces=True)
+        reservations.confirm(LOCK, "c", HOUR)
+        assert client.hgetall(f"{LOCK}:older") == {"a": "c", "b": "c"}
+        assert not reservations.confirm(LOCK, "b", HOUR)
+
+    def test_a_message_is_told_for_as_long_as_it_may_wait(self, reservations, client):
+        """One that is due in an hour is replaced also by one that may wait for a minute only."""
+        self.reserve(reservations, "a")
+        reservations.confirm(LOCK, "a", HOUR)
+        for newer in "bc":
+            self.reserve(reservations, newer, replaces=True)
+        reservations.confirm(LOCK, "c", 60.0)
+        assert client.hgetall(f"{LOCK}:older") == {"a": "c", "b": "c"}
+        assert HOUR - 60 < client.ttl(f"{LOCK}:older") <= HOUR
+
+    def test_an_id_that_is_used_again_is_not_replaced_by_what_came_before(
+        self, reservations, client
+    ):
+        """Else each of two messages would end because of the other."""
+        self.reserve(reservations, "a")
+        reservations.confirm(LOCK, "a", HOUR)
+        self.reserve(reservations, "b", replaces=True)
+        reservations.confirm(LOCK, "b", HOUR)
+        self.reserve(reservations, "a", replaces=True)
+        reservations.confirm(LOCK, "a", HOUR)
+        assert client.hgetall(f"{LOCK}:older") == {"b": "a"}
+
+    def test_an_id_that_is_used_again_does_not_replace_itself(self, reservations, client):
+        """Also if what came in between was not sent yet."""
+        self.reserve(reservations, "a")
+        for task_id in "ba":
+            self.reserve(reservations, task_id, replaces=True)
+        reservations.confirm(LOCK, "a", HOUR)
+        assert client.hgetall(f"{LOCK}:older") == {"b": "a"}
+
+    def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, app, client):
+        """It waits like any message: it is kept for longer than a running task, and replaced."""
+        self.reserve(reservations, "a")
+        runtime_of(app).process.store.begin(Reservation(LOCK, "a", "end", 60.0))
+        assert not reservations.confirm(LOCK, "a", HOUR)  # its sender, which was slower
+        self.reserve(reservations, "a", ttl=PUBLISH_FOR)
+        assert reservations.confirm(LOCK, "a", HOUR)
+        assert client.ttl(f"{LOCK}:unique") > HOUR - 60
+        self.reserve(reservations, "b", replaces=True)
+        reservations.confirm(LOCK, "b", HOUR)
+        assert client.hgetall(f"{LOCK}:older") == {"a": "b"}
+
+    def test_the_first_of_a_burst_is_remembered(self, reservations):
+        """So that a debounce has an end."""
+        self.reserve(reservations, "a")
+        time.sleep(0.05)
+        assert self.reserve(reservations, "b", replaces=True).burst >= 0.05
+
+    def test_several_keys_have_a_name_in_the_slot_of_the_first(self):
+        """It differs for each set of keys, and is no lock's name."""
+        names = {
+            reserved_lock(names) for names in (["p:{a}"], ["p:{a}", "p:{b}"], ["p:{a}", "p:{c}"])
+        }
+        assert len(names) == 3
+        assert {name.startswith("p:{a}") for name in names} == {True}
+
+
+class TestSending:
+    def test_the_second_gets_the_result_of_the_first(self, app, client):
+        """One message; the same id; and the caller can tell."""
+        edit = declare(app)
+        first, second = edit.delay(1), edit.delay(1)
+        assert (first.duplicate, second.duplicate) == (False, True)
+        assert second.id == first.id
+        assert messages(client) == 1
+        assert reserved_for(client) == first.id
+        assert edit.delay(2).duplicate is False
+
+    @pytest.mark.parametrize(
+        "send",
+        [
+            lambda _, edit: edit.delay(1),
+            lambda _, edit: edit.apply_async((), {"doc": 1}),
+            lambda _, edit: edit.s(1).delay(),
+            lambda _, edit: edit.si(1).apply_async(),
+            lambda app, _: app.send_task("edit", (1,)),
+            lambda app, _: app.send_task("edit", (), {"doc": "1"}, 0),
+            lambda app, _: app.signature("edit", (1,)).delay(),
+        ],
+        ids=[
+            "delay",
+            "apply_async",
+            "signature",
+            "immutable",
+            "by name",
+            "positional",
+            "of a name",
+        ],
+    )
+    def test_every_way_to_send_is_one(self, app, client, send):
+        """There is no way around it, and arguments are bound as in a call."""
+        edit = declare(app)
+        first = edit.delay(1)
+        again = send(app, edit)
+        assert (again.id, again.duplicate) == (first.id, True)
+        assert messages(client) == 1
+
+    def test_by_name_before_any_task_was_used(self, redis_url, client):
+        """The app is finalized for that, as delay() would do."""
+        app = Celery("late", broker=redis_url, set_as_current=False)
+        with Dislock(app):
+            declare(app)
+            assert app.send_task("edit", (1,)).duplicate is False
+            assert app.send_task("edit", (1,)).duplicate is True
+        app.close()
+
+    def test_it_can_be_an_error(self, app, client):
+        """DuplicateTaskError has the key and the id, and can be pickled."""
+        edit = declare(app, lock_on_duplicate="raise")
+        first = edit.delay(1)
+        with pytest.raises(DuplicateTaskError, match=first.id) as refused:
+            edit.delay(1)
+        copy = pickle.loads(pickle.dumps(refused.value))
+        assert (copy.key, copy.id) == ("edit:1", first.id)
+        assert messages(client) == 1
+
+    @pytest.mark.parametrize(
+        "more",
+        [
+            lambda edit: {"link": edit.si(2)},
+            lambda edit: {"link_error": edit.si(2)},
+            lambda edit: {"chain": [edit.si(2)]},
+            lambda _: {"chain": []},
+            lambda _: {"group_id": "g"},
+            lambda edit: {"chord": edit.si(2)},
+        ],
+        ids=["link", "link_error", "chain", "last step", "group", "chord"],
+    )
+    def test_what_belongs_to_more_is_sent(self, app, client, more):
+        """A dropped message would lose the rest of the work; nor does it reserve the key."""
+        edit = declare(app)
+        edit.delay(1)
+        sent = edit.apply_async((1,), **more(edit))
+        assert messages(client) == 2
+        assert reserved_for(client) != sent.id
+
+    def test_a_canvas_is_sent_whole(self, app, client):
+        """Each member of a group, each first step of a chain, each member of a chord."""
+        edit = declare(app)
+        group(edit.si(1) for _ in range(3)).apply_async()
+        chain(edit.si(1), edit.si(1)).apply_async()
+        chord([edit.si(1), edit.si(1)])(edit.si(1))
+        assert messages(client) == 6
+
+    def test_a_retry_is_sent(self, app, client):
+        """The same id passes, also if the key is reserved for another by now."""
+        edit = declare(app, lock_on_duplicate="replace")
+        first = edit.delay(1)
+        edit.apply_async((1,), task_id=first.id, retries=1)
+        assert reserved_for(client) == first.id
+        newest = edit.delay(1)
+        edit.apply_async((1,), task_id=first.id, retries=2)
+        assert messages(client) == 4
+        assert reserved_for(client) == newest.id
+
+    def test_an_id_that_is_given_is_used(self, app, client):
+        """task_id= of the first counts; of a duplicate it is not."""
+        edit = declare(app)
+        assert edit.apply_async((1,), task_id="mine").id == "mine"
+        assert edit.apply_async((1,), task_id="yours").id == "mine"
+
+    def test_what_is_not_published_is_not_reserved(self, app, client, monkeypatch):
+        """The error is the caller's, and the key is free at once."""
+        edit = declare(app)
+        monkeypatch.setattr(app.amqp, "send_task_message", lambda *_, **__: 1 / 0)
+        app.amqp.__dict__.pop("_send_task_message", None)
+        with pytest.raises(ZeroDivisionError):
+            edit.delay(1)
+        assert reserved_for(client) is None
+
+    @pytest.mark.parametrize(
+        ("when", "delay"),
+        [
+            (lambda: {"countdown": 600}, 600),
+            (lambda: {"eta": datetime.now(timezone.utc) + timedelta(seconds=600)}, 600),
+            (dict, 0),
+        ],
+        ids=["countdown", "eta", "at once"],
+    )
+    def test_it_is_kept_for_as_long_as_the_message_may_wait(self, app, client, when, delay):
+        """lock_unique_for is counted from the time at which the task is due."""
+        edit = declare(app, lock_unique_for=100)
+        edit.apply_async((1,), **when())
+        assert delay + 60 < client.ttl(f"{LOCK}:unique") <= delay + 100
+
+    def test_many_threads_send_one_message(self, app, client):
+        """All get the same id, also while the first is publishing."""
+        edit = declare(app)
+        edit.app.finalize()
+        results, start = [], threading.Barrier(20)
+
+        def send():
+            start.wait()
+            results.append(edit.delay(1))
+
+        threads = [threading.Thread(target=send) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len({result.id for result in results}) == 1
+        assert sorted(result.duplicate for result in results) == [False] + [True] * 19
+        assert messages(client) == 1
+
+    def test_a_sender_that_died_is_not_waited_for_long(self, app, client):
+        """Its key is reserved for seconds; meanwhile messages are sent without a reservation."""
+        edit = declare(app)
+        client.set(f"{LOCK}:unique", "1 s 1 1 dead ", px=10_000)
+        sent = edit.delay(1)
+        assert messages(client) == 1
+        assert sent.id != "dead"
+
+    @pytest.mark.parametrize("until", ["start", "end", "expiry"])
+    def test_a_message_that_ends_unrun_frees_its_key_unless_that_has_an_expiry(
+        self, app, client, until
+    ):
+        """Revoked, skipped or killed: with "expiry" it is one per lock_unique_for all the same."""
+        edit = declare(app, lock_unique_until=until)
+        sent = edit.delay(1)
+        request = Context(id=sent.id, task="edit", headers={"dislock_unique": [LOCK, until]})
+        edit.dislock_guard.end_reservation(request)
+        assert reserved_for(client) == (sent.id if until == "expiry" else None)
+
+    def test_eager_tasks_are_not_reserved(self, app, client):
+        """They run at once, and send nothing."""
+        edit = declare(app)
+        app.conf.task_always_eager = True
+        for _ in range(2):
+            edit.delay(1)
+        assert not client.keys("*unique*")
+
+    def test_a_key_that_cannot_be_built_sends_all_the_same(self, app, client, caplog):
+        """The worker says what is wrong with it."""
+        edit = declare(app)
+        for _ in range(2):
+            edit.delay(1.5)
+        assert messages(client) == 2
+        assert "sent without a reservation" in caplog.text
+
+    def test_a_task_without_the_option_is_sent_as_ever(self, app, client):
+        """And its messages carry no header of ours."""
+        edit = declare(app, lock_unique_until=None)
+        for _ in range(2):
+            edit.delay(1)
+        assert messages(client) == 2
+        assert not client.keys("dislock*")
+
+
+class TestReplacing:
+    def test_the_newest_counts(self, app, client):
+        """Each is sent; those before are told that they were replaced."""
+        edit = declare(app, lock_on_duplicate="replace")
+        results = [edit.delay(1, edition) for edition in range(3)]
+        assert messages(client) == 3
+        assert reserved_for(client) == results[-1].id
+        assert client.hgetall(f"{LOCK}:older") == {
+            results[0].id: results[1].id,
+            results[1].id: results[2].id,
+        }
+
+    def test_a_debounce_has_an_end(self, app, client):
+        """From lock_replace_for on, the newest is not postponed any more."""
+        edit = declare(app, lock_on_duplicate="replace", lock_replace_for=30)
+        edit.apply_async((1,), countdown=20)
+        record = client.get(f"{LOCK}:unique").split(" ")
+        record[3] = str(int(record[3]) - 25_000)  # the first was sent 25 s ago
+        client.set(f"{LOCK}:unique", " ".join(record), px=100_000)
+        edit.apply_async((1,), countdown=20)
+        message = client.lindex("celery", 0)
+        eta = datetime.fromisoformat(json.loads(message)["headers"]["eta"])
+        assert 0 <= (eta - datetime.now(timezone.utc)).total_seconds() <= 5
+
+
+class TestRunning:
+    """What becomes of the reservation, where the lock server is away for a while."""
+
+    @pytest.mark.parametrize("lock_key", ["edit:<doc>", ("edit:<doc>", "all")])
+    @pytest.mark.parametrize(("until", "ends"), [("start", True), ("end", True), ("expiry", False)])
+    def test_a_task_that_ran_without_its_lock_frees_its_key(
+        self, app, client, lock_key, until, ends
+    ):
+        """Else the next messages of the key would be dropped for lock_unique_for."""
+
+        def fail(*_args, **_kwargs):
+            raise StoreError("redis://x", "away")
+
+        ran = []
+        app.conf.dislock_on_unavailable = "run"
+
+        @app.task(
+            name="edit",
+            base=SingletonTask,
+            lock_key=lock_key,
+            lock_unique_until=until,
+            shared=False,
+        )
+        def edit(doc):
+            ran.append(doc)
+            away.undo()
+
+        sent = edit.delay(1)
+        header = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+        away = pytest.MonkeyPatch()
+        for name in ("acquire", "begin"):
+            away.setattr(Store, name, fail)
+        try:
+            deliver(edit, sent.id, 1, headers={"dislock_unique": header})
+        finally:
+            away.undo()
+        assert ran == [1]
+        assert reserved_for(client, header[0]) == (None if ends else sent.id)
+        assert edit.delay(1).duplicate is not ends
+
+    def test_a_retry_of_a_task_that_ran_without_its_lock_keeps_its_key(self, app, client):
+        """It goes on."""
+        app.conf.dislock_on_unavailable = "run"
+
+        @app.task(
+            name="edit",
+            bind=True,
+            base=SingletonTask,
+            lock_key="edit:<doc>",
+            lock_unique_until="end",
+            shared=False,
+        )
+        def edit(self, doc):
+            away.undo()
+            raise self.retry(countdown=600)
+
+        def fail(*_args, **_kwargs):
+            raise StoreError("redis://x", "away")
+
+        sent = edit.delay(1)
+        away = pytest.MonkeyPatch()
+        for name in ("acquire", "begin"):
+            away.setattr(Store, name, fail)
+        try:
+            deliver(edit, sent.id, 1, headers={"dislock_unique": [LOCK, "end"]})
+        finally:
+            away.undo()
+        assert messages(client) == 2
+        assert reserved_for(client) == sent.id
+
+
+class TestGoingOn:
+    """A task that goes on in another message under its own id."""
+
+    @pytest.mark.parametrize("limit", [1, None])
+    @pytest.mark.parametrize("how", ["retry", "replace"])
+    def test_its_next_message_has_the_key(self, app, client, how, limit):
+        """Neither the end of the body nor that of its lock ends the new reservation."""
+
+        @app.task(
+            name="edit",
+            bind=True,
+            base=SingletonTask,
+            lock_key="edit:<doc>",
+            lock_limit=limit,
+            lock_unique_until="end",
+            shared=False,
+        )
+        def edit(self, doc):
+            if how == "retry":
+                raise self.retry(countdown=600)
+            self.replace(edit.si(doc))
+
+        sent = edit.delay(1)
+        deliver(edit, sent.id, 1, headers={"dislock_unique": [LOCK, "end"]})
+        assert messages(client) == 2
+        assert reserved_for(client) == sent.id
+        assert client.get(f"{LOCK}:unique").split(" ")[1] == "w"
+        assert client.ttl(f"{LOCK}:unique") > HOUR - 60
+        assert edit.delay(1).id == sent.id
+
+    @pytest.mark.parametrize("until", ["start", "end", "expiry"])
+    @pytest.mark.parametrize("lock_key", ["edit:<doc>", ("edit:<doc>", "all")])
+    @pytest.mark.parametrize(
+        ("strategy", "goes_on"),
+        [("retry", True), ("skip", False), ("raise", False), ("reject", False), ("wait", False)],
+    )
+    def test_what_is_refused_by_the_lock(self, app, client, until, lock_key, strategy, goes_on):
+        """A task that is put off keeps its key; one that ends without running frees it."""
+
+        @app.task(
+            name="edit",
+            base=SingletonTask,
+            lock_key=lock_key,
+            lock_on_conflict=strategy,
+            lock_unique_until=until,
+            shared=False,
+            **({"lock_wait_timeout": 0.05} if strategy == "wait" else {}),
+        )
+        def edit(doc): ...
+
+        sent = edit.delay(1)
+        header = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+        store = runtime_of(app).process.store
+        store.acquire([LOCK], "another", 60.0, '{"id": "another"}')
+        deliver(edit, sent.id, 1, headers={"dislock_unique": header})
+        kept = goes_on or until == "expiry"
+        assert reserved_for(client, header[0]) == (sent.id if kept else None)
+        assert messages(client) == 1 + goes_on
+        assert edit.delay(1).duplicate is kept
+        if kept:
+            assert client.ttl(f"{header[0]}:unique") > HOUR - 60
+
+
+class TestAway:
+    @pytest.fixture
+    def app(self, redis_url):
+        app = Celery("away", broker=redis_url, set_as_current=False)
+        app.conf.dislock_url = "redis://127.0.0.1:1/0"
+        with Dislock(app):
+            yield app
+        app.close()
+
+    def test_messages_are_sent_all_the_same(self, app, client, caplog):
+        """Without reservations, with one warning per outage."""
+        edit = declare(app)
+        for _ in range(5):
+            assert edit.delay(1).id
+        assert messages(client) == 5
+        assert caplog.text.count("sent without reservations") == 1
+
+    def test_it_can_be_an_error(self, app, client):
+        """dislock_on_unavailable="raise": the caller decides."""
+        app.conf.dislock_on_unavailable = "raise"
+        edit = declare(app)
+        with pytest.raises(StoreError):
+            edit.delay(1)
+        assert messages(client) == 0

@@ -1,0 +1,168 @@
+"""A worker renews the reservations of messages that wait in it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from celery.app.task import Context
+
+from celery_dislock import SingletonTask
+from celery_dislock.exceptions import StoreError
+from celery_dislock.worker import reservations
+from celery_dislock.worker.reservations import RENEWALS, ReservationStep
+from tests.unit.fakes import without_strangers
+
+LOCK = "dislock:{edit:1}"
+
+
+class Store:
+    """Keeps what it was asked, or fails."""
+
+    fails = None
+
+    def __init__(self):
+        self.kept = []
+        self.kept_of_running = []
+
+    def keep(self, reservations, *, runs, within):
+        assert within > 0
+        if self.fails:
+            raise self.fails
+        kept = self.kept_of_running if runs else self.kept
+        kept.append([(one.lock, one.id, one.until, one.ttl) for one in reservations])
+
+    def close(self):
+        self.kept.append("closed")
+
+
+class Timer:
+    """Calls nothing by itself."""
+
+    def call_after(self, seconds, call, args):
+        self.due = (seconds, call, args)
+        return SimpleNamespace(cancel=lambda: None)
+
+
+class Request:
+    """A message that a worker has."""
+
+    def __init__(self, task, header=None, id="a"):  # noqa: A002 -- as Celery has it
+        headers = {} if header is None else {"dislock_unique": header}
+        self.task = task
+        self.message = SimpleNamespace(headers=headers)
+        self._context = Context(id=id, headers=headers)
+
+
+@pytest.fixture
+def app(plain_app):
+    without_strangers(plain_app)
+
+    @plain_app.task(
+        name="edit",
+        base=SingletonTask,
+        lock_key="edit:<doc>",
+        lock_unique_until="start",
+        lock_unique_for=100,
+        shared=False,
+    )
+    def edit(doc): ...
+
+    @plain_app.task(
+        name="free",
+        base=SingletonTask,
+        lock_key="edit:<doc>",
+        lock_limit=None,
+        lock_unique_until="end",
+        lock_unique_for=200,
+        shared=False,
+    )
+    def free(doc): ...
+
+    @plain_app.task(name="plain", shared=False)
+    def plain(): ...
+
+    return plain_app
+
+
+@pytest.fixture
+def world(app, monkeypatch):
+    """A step that has started, its store, and the worker's requests."""
+    state = SimpleNamespace(reserved_requests=set(), active_requests=set())
+    monkeypatch.setattr(reservations, "state", state)
+    worker = SimpleNamespace(app=app, timer=Timer())
+    step = ReservationStep(worker)
+    assert step.include_if(worker)
+    step.start(worker)
+    step._store = store = Store()
+
+    def tick():
+        _, call, args = worker.timer.due
+        call(*args)
+
+    return SimpleNamespace(state=state, store=store, tick=tick, worker=worker, step=step)
+
+
+def test_what_waits_is_renewed(app, world):
+    """Prefetched, or held for its ETA; in one round trip, for lock_unique_for."""
+    edit = app.tasks["edit"]
+    world.state.reserved_requests = {Request(edit, [LOCK, "start"])}
+    world.tick()
+    assert world.store.kept == [[(LOCK, "a", "start", 100.0)]]
+    assert world.worker.timer.due[0] == 100 / RENEWALS
+
+
+@pytest.mark.parametrize("header", [None, "x", [LOCK, "expiry"], ["other:{k}", "start"]])
+def test_what_has_no_reservation_to_renew_is_left_alone(app, world, header):
+    """None, a forged one, or one that ends at a certain time."""
+    world.state.reserved_requests = {Request(app.tasks["edit"], header)}
+    world.tick()
+    assert world.store.kept == []
+
+
+def test_what_runs_is_left_to_its_watchdog(app, world):
+    """Its process renews it, with its lease."""
+    request = Request(app.tasks["edit"], [LOCK, "end"])
+    world.state.reserved_requests = world.state.active_requests = {request}
+    world.tick()
+    assert world.store.kept == world.store.kept_of_running == []
+
+
+def test_what_runs_without_a_lock_is_renewed(app, world):
+    """It has no lease with which its process would renew it."""
+    request = Request(app.tasks["free"], [LOCK, "end"])
+    started = Request(app.tasks["free"], [LOCK, "start"], id="b")
+    world.state.reserved_requests = world.state.active_requests = {request, started}
+    world.tick()
+    assert world.store.kept == []
+    assert world.store.kept_of_running == [[(LOCK, "a", "end", 200.0)]]
+
+
+def test_other_tasks_are_left_alone(app, world):
+    """They have no guard."""
+    world.state.reserved_requests = {Request(app.tasks["plain"], [LOCK, "end"])}
+    world.tick()
+    assert world.store.kept == []
+
+
+@pytest.mark.parametrize("error", [StoreError("redis://x", "away"), ZeroDivisionError()])
+def test_nothing_stops_it(app, world, error):
+    """The next step tries again."""
+    world.state.reserved_requests = {Request(app.tasks["edit"], [LOCK, "start"])}
+    world.store.fails = error
+    world.tick()
+    world.store.fails = None
+    world.tick()
+    assert len(world.store.kept) == 1
+
+
+def test_it_stops_with_the_worker(world):
+    """The broker delivers to another worker what this one still has."""
+    world.step.stop(world.worker)
+    assert world.store.kept == ["closed"]
+
+
+def test_a_worker_without_unique_tasks_does_not_step(plain_app):
+    """Nor one that locks nothing."""
+    worker = SimpleNamespace(app=without_strangers(plain_app))
+    assert not ReservationStep(worker).include_if(worker)
