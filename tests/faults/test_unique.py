@@ -1,0 +1,319 @@
+"""Senders and workers of unique tasks die, and the lock server is away: no message is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.scripts import CONFIRM, RESERVE
+from celery_dislock.tasks import sending
+from celery_dislock.tasks.sending import PUBLISH_FOR
+from tests.acceptance.fleet import Worker
+from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
+from tests.faults.conftest import ROOT
+from tests.faults.proxy import Proxy, runs
+from tests.faults.unique_app import UNIQUE_FOR
+from tests.holding import wait_for
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.faults
+
+LIMIT = 60.0  # seconds until a condition must hold
+AT_ONCE = 5.0  # seconds: far beyond the second that the first sender waits
+PREFETCHED = 100
+KILLED = 9
+
+
+@pytest.fixture(scope="module")
+def rabbitmq(tmp_path_factory):
+    """A RabbitMQ for this file: it delivers again at once what a dead worker has left."""
+    try:
+        find_rabbitmq()
+    except RabbitMissing as exc:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
+        pytest.skip(str(exc))
+    with RabbitServer(tmp_path_factory.mktemp("unique") / "rabbitmq") as rabbitmq:
+        yield rabbitmq
+
+
+@pytest.fixture(scope="module")
+def lock_server(redis_program, tmp_path_factory):
+    """A server of this file alone: its workers outlive a test."""
+    with RedisServer(tmp_path_factory.mktemp("unique") / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def client(lock_server):
+    """A client of that server, which is empty."""
+    with lock_server.client(decode_responses=True) as client:
+        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def start_worker(tmp_path):
+    """Start workers of ``tests.faults.unique_app``; none outlives the test."""
+    started = []
+
+    def start(locks, broker):
+        env = {"UNIQUE_LOCKS": locks, "UNIQUE_BROKER": broker}
+        name = f"unique-{len(started)}"
+        options = ["--pool", "prefork", "--concurrency", "1"]
+        started.append(Worker(tmp_path, name, *options, app="tests.faults.unique_app", env=env))
+        started[-1].wait_until_ready()
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.stop()
+
+
+def reserved(client, lock):
+    """The state and the task id of a reservation, and how long it lasts; None: the key is free."""
+    record = client.get(f"{lock}:unique")
+    if record is None:
+        return None
+    _, state, _, _, task_id, _ = record.split(" ")
+    return state, task_id, client.ttl(f"{lock}:unique")
+
+
+class TestSenders:
+    """A sender is killed between two of its steps."""
+
+    @pytest.fixture
+    def send(self, lock_server):
+        """Send a message in a process that dies at the given place."""
+
+        def send(place, name, doc, edition=0):
+            command = [sys.executable, "-m", "tests.faults.unique_app"]
+            env = {"UNIQUE_LOCKS": lock_server.url, "UNIQUE_BROKER": lock_server.url}
+            sender = subprocess.run(
+                [*command, place, name, doc, str(edition)],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                check=False,
+                timeout=LIMIT,
+            )
+            assert sender.returncode == KILLED
+
+        return send
+
+    PLACES = pytest.mark.parametrize(
+        ("place", "sent", "state", "most"),
+        [
+            ("before reserve", 0, None, 0),
+            ("after reserve", 0, "s", PUBLISH_FOR),
+            ("before publish", 0, "s", PUBLISH_FOR),
+            ("after publish", 1, "s", PUBLISH_FOR),
+            ("before confirm", 1, "s", PUBLISH_FOR),
+            ("after confirm", 1, "w", UNIQUE_FOR),
+        ],
+    )
+
+    @PLACES
+    def test_its_key_is_blocked_for_seconds(self, client, send, place, sent, state, most):
+        """For PUBLISH_FOR at most, unless its message was confirmed: that one will come."""
+        send(place, "edit", "a")
+        assert client.llen("celery") == sent
+        found = reserved(client, "dislock:{edit:a}")
+        assert (found and found[0]) == state
+        assert (found[2] if found else 0) <= most
+
+    def test_what_was_published_runs(self, client, send, lock_server, start_worker):
+        """Whatever became of its sender; and its key is free then, also for one that died late."""
+        places = ["after reserve", "after publish", "before confirm", "after confirm"]
+        for number, place in enumerate(places):
+            send(place, "edit", str(number))
+        client.set("gate", 1)
+        start_worker(lock_server.url, lock_server.url)
+        wait_for(lambda: client.llen("ran") == 3, "three runs", LIMIT)
+        assert set(client.lrange("ran", 0, -1)) == {"edit:1:0", "edit:2:0", "edit:3:0"}
+        wait_for(lambda: not client.keys("*:unique"), "all keys are free", PUBLISH_FOR + AT_ONCE)
+
+    @pytest.mark.parametrize(
+        ("place", "ran"),
+        [
+            ("after reserve", ["newest:a:1"]),
+            ("after publish", ["newest:a:1", "newest:a:2"]),
+            ("after confirm", ["newest:a:2"]),
+        ],
+    )
+    def test_one_that_replaces_others(self, client, send, lock_server, start_worker, place, ran):
+        """An older message is replaced by one that was sent, never by one that was not.
+
+        If the newer one was not confirmed when the older one came, both run, and the newest last.
+        """
+        send("after confirm", "newest", "a", 1)
+        send(place, "newest", "a", 2)
+        client.set("gate", 1)
+        start_worker(lock_server.url, lock_server.url)
+        wait_for(lambda: client.llen("ran") >= len(ran), "the runs", LIMIT)
+        wait_for(lambda: not client.llen("celery") and not client.hlen("unacked"), "all", LIMIT)
+        assert client.lrange("ran", 0, -1) == ran
+
+
+class Senders:
+    """An app whose lock server is not its broker, and what it sends."""
+
+    def __init__(self, app, broker):
+        self.broker = broker
+        self._numbers = iter(range(10**6))
+
+        @app.task(
+            name="edit",
+            base=SingletonTask,
+            lock_key="edit:<doc>",
+            lock_unique_until="start",
+            shared=False,
+        )
+        def edit(doc): ...
+
+        self.edit = edit
+
+    def send(self):
+        """Send a message of a new key; return the key and whether it was reserved."""
+        doc = next(self._numbers)
+        sent = self.edit.delay(doc)
+        assert sent.duplicate is False
+        message = json.loads(self.broker.lindex("celery", 0))
+        assert message["headers"]["id"] == sent.id
+        return "dislock_unique" in message["headers"]
+
+
+@pytest.fixture
+def away(own_redis_server, redis_url, redis_client):
+    """Senders, and the proxy before a lock server of their own."""
+    with Proxy(own_redis_server.port) as proxy:
+        app = Celery("away", broker=redis_url, set_as_current=False)
+        app.conf.dislock_url = proxy.url
+        with contextlib.closing(app), Dislock(app):
+            senders = Senders(app, redis_client)
+            senders.proxy = proxy
+            assert senders.send()
+            yield senders
+            proxy.heal()
+
+
+def warnings(caplog):
+    return caplog.text.count("are sent without reservations")
+
+
+class TestAway:
+    def test_a_server_that_is_paused(self, own_redis_server, away, caplog):
+        """The first sender waits for a second; those after it do not ask.  One warning."""
+        own_redis_server.pause()
+        try:
+            before = time.monotonic()
+            assert away.send() is False
+            assert time.monotonic() - before < AT_ONCE
+            asked = len(away.proxy.commands)
+            # The server is asked again after LEAVE_ALONE; a slow machine may get there.
+            for _ in range(20):
+                assert away.send() is False
+            late = (time.monotonic() - before) // sending.LEAVE_ALONE
+            assert len(away.proxy.commands) <= asked + 10 * late
+            assert warnings(caplog) == 1
+        finally:
+            own_redis_server.resume()
+        wait_for(lambda: time.sleep(0.2) or away.send(), "reservations", LIMIT)
+        assert warnings(caplog) == 1
+
+    def test_a_server_that_dies_between_the_two_phases(self, own_redis_server, away, monkeypatch):
+        """The message is out, and is not confirmed: no error, and the result is the caller's."""
+        kill = own_redis_server.kill
+
+        def send_and_kill(*args, **kwargs):
+            send(*args, **kwargs)
+            kill()
+
+        amqp = away.edit.app.amqp
+        send = amqp.send_task_message
+        monkeypatch.setattr(amqp, "send_task_message", send_and_kill)
+        sent = away.edit.delay("two phases")
+        assert sent.duplicate is False
+        assert away.broker.llen("celery") == 2
+
+    def test_a_reply_that_is_lost(self, away, own_redis_server):
+        """Its own reservation is no other's: sent again, it is granted again."""
+        for script in (RESERVE, CONFIRM):
+            away.proxy.fault(runs(script), "lose reply")
+            assert away.send()
+        with own_redis_server.client(decode_responses=True) as client:
+            states = {client.get(key).split(" ")[1] for key in client.keys("*:unique")}
+        assert states == {"w"}
+
+    @pytest.mark.parametrize(
+        "commands",
+        [
+            [("REPLICAOF", "127.0.0.1", "1")],
+            [
+                ("CONFIG", "SET", "replica-serve-stale-data", "no"),
+                ("REPLICAOF", "127.0.0.1", "1"),
+            ],
+            [("CONFIG", "SET", "maxmemory", "1")],
+            [("ACL", "SETUSER", "default", "-@scripting")],
+            [("ACL", "SETUSER", "default", "resetkeys", "~other:*")],
+        ],
+        ids=["READONLY", "MASTERDOWN", "OOM", "NOPERM", "NOPERM of a key"],
+    )
+    def test_a_server_that_answers_errors(self, own_redis_server, away, caplog, commands):
+        """As one that does not answer: all is sent, with one warning, and it is left alone."""
+        with own_redis_server.client() as client:
+            for command in commands:
+                client.execute_command(*command)
+        before = time.monotonic()
+        assert away.send() is False
+        assert time.monotonic() - before < AT_ONCE
+        asked = len(away.proxy.commands)
+        for _ in range(5):
+            assert away.send() is False
+        late = (time.monotonic() - before) // sending.LEAVE_ALONE
+        assert len(away.proxy.commands) <= asked + 10 * late
+        assert warnings(caplog) == 1
+
+
+class TestWorkers:
+    def test_a_worker_that_dies_with_many_messages(
+        self, client, lock_server, rabbitmq, start_worker
+    ):
+        """The broker delivers them to another, where all run; their keys are free after that."""
+        broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
+        app = Celery("sender", broker=broker, set_as_current=False)
+        app.conf.dislock_url = lock_server.url
+        with contextlib.closing(app), Dislock(app):
+
+            @app.task(
+                name="edit",
+                base=SingletonTask,
+                lock_key="edit:<doc>",
+                lock_unique_until="end",
+                lock_unique_for=UNIQUE_FOR,
+                ignore_result=True,
+                shared=False,
+            )
+            def edit(doc): ...
+
+            doomed = start_worker(lock_server.url, broker)
+            sent = [edit.delay(number) for number in range(PREFETCHED)]
+            wait_for(lambda: client.llen("ran") == 1, "one that runs", LIMIT)
+            wait_for(lambda: doomed.log.count(" received") == PREFETCHED, "the others", LIMIT)
+            doomed.kill()
+            again = [edit.delay(number) for number in range(1, PREFETCHED)]
+            assert [result.id for result in again] == [result.id for result in sent[1:]]
+        client.set("gate", 1)
+        start_worker(lock_server.url, broker)
+        expected = {f"edit:{number}:0" for number in range(PREFETCHED)}
+        wait_for(lambda: set(client.lrange("ran", 0, -1)) == expected, "all runs", LIMIT)
+        wait_for(lambda: not client.keys("*:unique"), "all keys are free", UNIQUE_FOR)
+        assert client.llen("ran") == PREFETCHED + 1
