@@ -35,6 +35,8 @@ NAMES = (
     "hand_off",
     "many_leases",
     "noop_task",
+    "enqueue",
+    "enqueue_under_kills",
     "guard",
     "never_yields",
     "crash_to_next",
@@ -81,7 +83,7 @@ def main() -> None:
 def summaries() -> str:
     """Return the first line of each benchmark's docstring, under its name."""
     docs = {name: import_module(f"benchmarks.{name}").__doc__ or "" for name in NAMES}
-    return "\n".join(f"{name:<16} {doc.strip().splitlines()[0]}" for name, doc in docs.items())
+    return "\n".join(f"{name:<19} {doc.strip().splitlines()[0]}" for name, doc in docs.items())
 
 
 def _exit(signum: int, _frame: Any) -> None:
