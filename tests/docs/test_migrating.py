@@ -909,9 +909,17 @@ def by_hand(request: pytest.FixtureRequest, redis_client: redis.Redis) -> ByHand
     return ByHand(lambda key, expiry: cache.add(key, "1", timeout=expiry), cache.delete)
 
 
+def configure_django() -> None:
+    """Give Django its default settings, because other tests look at all objects of this process."""
+    settings = pytest.importorskip("django.conf").settings
+    if not settings.configured:
+        settings.configure()
+
+
 def cache_in_memory(name: str) -> Any:
     """Make a cache as Django has it by default."""
     locmem = pytest.importorskip("django.core.cache.backends.locmem")
+    configure_django()
     return locmem.LocMemCache(name, {})
 
 
@@ -1092,6 +1100,7 @@ class TestByHand:
     def test_a_cache_that_is_cleared(self, task, redis_url, redis_client):
         """clear() of Django's Redis cache empties its database: give the locks another one."""
         redis_cache = pytest.importorskip("django.core.cache.backends.redis")
+        configure_django()
         cache = redis_cache.RedisCache(database(redis_url, 1), {})
         cache.add("by-hand:7", "1", timeout=600)
 

@@ -38,7 +38,7 @@ def client(redis_client):
     return redis_client
 
 
-def declare(app, name="edit", **options):
+def declare(app, name="unique.edit", **options):
     """Declare a task whose key is its first argument's."""
 
     @app.task(
@@ -191,9 +191,9 @@ class TestSending:
             lambda _, edit: edit.apply_async((), {"doc": 1}),
             lambda _, edit: edit.s(1).delay(),
             lambda _, edit: edit.si(1).apply_async(),
-            lambda app, _: app.send_task("edit", (1,)),
-            lambda app, _: app.send_task("edit", (), {"doc": "1"}, 0),
-            lambda app, _: app.signature("edit", (1,)).delay(),
+            lambda app, _: app.send_task("unique.edit", (1,)),
+            lambda app, _: app.send_task("unique.edit", (), {"doc": "1"}, 0),
+            lambda app, _: app.signature("unique.edit", (1,)).delay(),
         ],
         ids=[
             "delay",
@@ -218,8 +218,8 @@ class TestSending:
         app = Celery("late", broker=redis_url, set_as_current=False)
         with Dislock(app):
             declare(app)
-            assert app.send_task("edit", (1,)).duplicate is False
-            assert app.send_task("edit", (1,)).duplicate is True
+            assert app.send_task("unique.edit", (1,)).duplicate is False
+            assert app.send_task("unique.edit", (1,)).duplicate is True
         app.close()
 
     def test_it_can_be_an_error(self, app, client):
@@ -335,7 +335,7 @@ class TestSending:
         """Revoked, skipped or killed: with "expiry" it is one per lock_unique_for all the same."""
         edit = declare(app, lock_unique_until=until)
         sent = edit.delay(1)
-        request = Context(id=sent.id, task="edit", headers={"dislock_unique": [LOCK, until]})
+        request = Context(id=sent.id, task="unique.edit", headers={"dislock_unique": [LOCK, until]})
         edit.dislock_guard.end_reservation(request)
         assert reserved_for(client) == (sent.id if until == "expiry" else None)
 
@@ -354,6 +354,22 @@ class TestSending:
             edit.delay(1.5)
         assert messages(client) == 2
         assert "sent without a reservation" in caplog.text
+
+    def test_a_task_that_may_be_replaced_in_line_says_when_it_was_sent(self, app, client):
+        """A retry is as old as its task; others say nothing."""
+        edit = declare(
+            app,
+            lock_unique_until=None,
+            lock_on_conflict="queue",
+            lock_queue_limit=1,
+            lock_queue_overflow="replace",
+        )
+        before = time.time()
+        edit.delay(1)
+        edit.apply_async((1,), headers={"dislock_sent": 7, "mine": 1})
+        retry, first = (json.loads(one)["headers"] for one in client.lrange("celery", 0, -1))
+        assert before * 1e6 <= first["dislock_sent"] <= time.time() * 1e6
+        assert (retry["dislock_sent"], retry["mine"]) == (7, 1)
 
     def test_a_task_without_the_option_is_sent_as_ever(self, app, client):
         """And its messages carry no header of ours."""
@@ -406,7 +422,7 @@ class TestRunning:
         app.conf.dislock_on_unavailable = "run"
 
         @app.task(
-            name="edit",
+            name="unique.edit",
             base=SingletonTask,
             lock_key=lock_key,
             lock_unique_until=until,
@@ -434,7 +450,7 @@ class TestRunning:
         app.conf.dislock_on_unavailable = "run"
 
         @app.task(
-            name="edit",
+            name="unique.edit",
             bind=True,
             base=SingletonTask,
             lock_key="edit:<doc>",
@@ -469,7 +485,7 @@ class TestGoingOn:
         """Neither the end of the body nor that of its lock ends the new reservation."""
 
         @app.task(
-            name="edit",
+            name="unique.edit",
             bind=True,
             base=SingletonTask,
             lock_key="edit:<doc>",
@@ -500,7 +516,7 @@ class TestGoingOn:
         """A task that is put off keeps its key; one that ends without running frees it."""
 
         @app.task(
-            name="edit",
+            name="unique.edit",
             base=SingletonTask,
             lock_key=lock_key,
             lock_on_conflict=strategy,

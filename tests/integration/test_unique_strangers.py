@@ -185,26 +185,26 @@ class TestApps:
         edit = declare(make())
         stranger = make("plain", plugin=False)
         for _ in range(2):
-            stranger.send_task("edit", (1,))
+            stranger.send_task("unique.edit", (1,))
         assert messages(client) == 2
         assert reserved_for(client) is None
         assert edit.delay(1).duplicate is False
-        stranger.send_task("edit", (1,))
+        stranger.send_task("unique.edit", (1,))
         assert messages(client) == 4
 
     def test_a_sender_that_does_not_know_the_task(self, make, client):
         """The options are the task's: without it nobody knows that it is unique."""
         stranger = make("knows-nothing")
         for _ in range(2):
-            stranger.send_task("edit", (1,))
+            stranger.send_task("unique.edit", (1,))
         assert messages(client) == 2
         assert not client.keys("dislock*")
 
     def test_the_option_as_an_annotation(self, make, client):
         """Celery's setting for options of tasks whose code is not ours."""
-        app = make(task_annotations={"edit": {"lock_unique_until": "start"}})
+        app = make(task_annotations={"unique.edit": {"lock_unique_until": "start"}})
 
-        @app.task(name="edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
+        @app.task(name="unique.edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
         def edit(doc): ...
 
         assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
@@ -214,7 +214,7 @@ class TestApps:
         """For all tasks of an app, as every option of a task."""
         app = make(dislock_unique_until="start")
 
-        @app.task(name="edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
+        @app.task(name="unique.edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
         def edit(doc): ...
 
         assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
@@ -224,7 +224,9 @@ class TestApps:
         """dislock_enabled: a task with a lock_key is unique, whatever its base class."""
         app = make(dislock_enabled=True)
 
-        @app.task(name="edit", lock_key="edit:<doc>", lock_unique_until="start", shared=False)
+        @app.task(
+            name="unique.edit", lock_key="edit:<doc>", lock_unique_until="start", shared=False
+        )
         def edit(doc): ...
 
         assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
@@ -243,14 +245,14 @@ class TestApps:
 class TestExpires:
     @pytest.mark.parametrize(
         "expires",
-        [60, datetime.now(timezone.utc) + timedelta(seconds=60)],
+        [lambda: 60, lambda: datetime.now(timezone.utc) + timedelta(seconds=60)],
         ids=["seconds", "time"],
     )
     @pytest.mark.parametrize(("until", "most"), [("start", 60), ("end", 60), ("expiry", 3600)])
     def test_a_message_that_expires(self, make, client, until, most, expires):
         """RabbitMQ drops it without a word to anybody: its key is free when its time is over."""
         edit = declare(make(), lock_unique_until=until)
-        edit.apply_async((1,), expires=expires)
+        edit.apply_async((1,), expires=expires())
         assert most - 30 < client.ttl(f"{LOCK}:unique") <= most
 
     def test_one_that_has_expired(self, make, client):
