@@ -15,8 +15,7 @@
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
--- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room,
---                      unless the one that comes was sent before it
+-- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room
 --
 -- Touches   all keys of the lock
 --
@@ -108,11 +107,6 @@ local function put_in_line(joined, its_home, its_message)
   return in_line()
 end
 
--- When a message was sent, if its headers say so; see messages/headers.py.
-local function sent_at(stored)
-  return tonumber(string.match(stored, '"dislock_sent":(%d+)'))
-end
-
 -- Make room in line for a record of this size, where that is wished.  Returns whether there is room.
 local function make_room(size)
   local function too_many_bytes()
@@ -138,21 +132,13 @@ local function make_room(size)
     mark_done(lock, other, DONE_WITH_LOCK)
   end
 
-  -- Whether this message was sent before another: senders of this package say when.
-  local function is_older_than(other)
-    local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')
-    return mine and its and mine < its
-  end
-
   if too_many_bytes() and too_big() then return false end
   local rank = 0
   while most > 0 and waiting() >= most or too_many_bytes() do
     if not replaces then return false end
     local oldest = redis.call('ZRANGE', lock.line, rank, rank)[1]
     if not oldest then return false end
-    if not is_parked(oldest) then rank = rank + 1
-    elseif is_older_than(ticket_of(oldest)) then return false
-    else replace(ticket_of(oldest)) end
+    if is_parked(oldest) then replace(ticket_of(oldest)) else rank = rank + 1 end
   end
   return true
 end

@@ -874,25 +874,6 @@ class TestBounds:
         broker.end("first")
         assert broker.given() == ["b"]
 
-    @pytest.mark.parametrize(
-        ("in_line", "comes", "stays"),
-        [(2, 1, "a"), (1, 2, "b"), (1, 1, "b"), (None, 1, "b"), (1, None, "b")],
-        ids=["older", "newer", "the same time", "not known in line", "not known"],
-    )
-    def test_the_one_that_was_sent_last_stays(
-        self, broker, held, redis_client, in_line, comes, stays
-    ):
-        """Workers reach the lock in any order; the senders say when they sent."""
-        bounds = Bounds(1, overflow="replace")
-
-        def sent(at):
-            return b"{}" if at is None else b'1 {"headers":{"dislock_sent":%d}}' % at
-
-        broker.park("a", message=sent(in_line), bounds=bounds)
-        answer = broker.park("b", message=sent(comes), bounds=bounds)
-        assert line(redis_client) == [stays]
-        assert isinstance(answer, Parked if stays == "b" else Full)
-
     def test_those_who_wait_in_their_slot_do_not_make_room(self, broker, held, redis_client):
         """Nor do they count: the oldest parked task does, from the middle of the line."""
         wait = broker.store.acquire
