@@ -6,6 +6,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore, Reject
+from celery.utils.time import maybe_iso8601
 
 from celery_dislock.messages.headers import HELD_HEADER
 
@@ -40,7 +41,7 @@ class Outbox:
     @property
     def retry_in(self) -> float | None:
         """Seconds until the last of the retries is due; None if there are no retries."""
-        return max((_delay(options) for _, options in self._retries), default=None)
+        return max((delay_of(options) for _, options in self._retries), default=None)
 
     def send(self) -> None:
         """
@@ -63,11 +64,16 @@ class Outbox:
             raise Reject(exc, requeue=False) from exc
 
 
-def _delay(options: Mapping[str, Any]) -> float:
-    eta = options.get("eta")
-    if isinstance(eta, str):
-        eta = datetime.fromisoformat(eta)
-    if isinstance(eta, datetime):
-        now = datetime.now(eta.tzinfo or timezone.utc)
-        return max(0.0, (eta.replace(tzinfo=now.tzinfo) - now).total_seconds())
-    return max(0.0, float(options.get("countdown") or 0.0))
+def delay_of(options: Mapping[str, Any]) -> float:
+    """Return the seconds from now until a message's ETA or countdown; 0 if it has none."""
+    return seconds_until(options.get("eta") or options.get("countdown"))
+
+
+def seconds_until(when: Any) -> float:
+    """Return the seconds until a time, which is given as Celery takes it; 0 if it is over."""
+    if isinstance(when, str):
+        when = maybe_iso8601(when)
+    if isinstance(when, datetime):
+        now = datetime.now(when.tzinfo or timezone.utc)
+        return max(0.0, (when.replace(tzinfo=now.tzinfo) - now).total_seconds())
+    return max(0.0, float(when or 0.0))

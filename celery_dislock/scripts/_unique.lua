@@ -66,8 +66,9 @@ local function replaced_by(lock, id)
 end
 
 -- A task begins.  With *ends* "start" its reservation is over; with "end" it is kept for ttl_ms, and
--- renewed while the task runs: also if it was lost, unless another has the key by now.
-local function begin_unique(lock, id, ends, ttl_ms)
+-- renewed while the task runs: also if it was lost, unless another has the key by now.  What was lost is
+-- not made again under *elsewhere*, a name that is not of the task's own locks: anybody can forge one.
+local function begin_unique(lock, id, ends, ttl_ms, elsewhere)
   if ends == 'expiry' then return end
   local there = unique_of(lock)
   if there and there.id ~= id then return end
@@ -76,6 +77,7 @@ local function begin_unique(lock, id, ends, ttl_ms)
     if there then redis.call('DEL', lock .. UNIQUE) end
     return
   end
+  if not there and elsewhere then return end
   there = there or {since = now, first = now, id = id, older = ''}
   there.state = 'r'
   write_unique(lock, there, ttl_ms)

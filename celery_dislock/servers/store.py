@@ -321,17 +321,22 @@ class Store:
             locks
         )
 
-    def begin(self, reservation: Reservation) -> None:
+    def begin(self, reservation: Reservation, *, elsewhere: bool = False) -> None:
         """
         Begin a task whose message was reserved, where :meth:`acquire` was not told of it.
 
         Its reservation ends, or is kept while the task runs, as its sender wanted.
 
+        Args:
+            reservation: The reservation.
+            elsewhere: Whether its name is not of the task's own locks.  Then a reservation that is
+                gone is not made again.
+
         Raises:
             Replaced: The task must not run.
             StoreError: The server did not answer.
         """
-        by = self.lock_server.run(BEGIN, [reservation.lock], *reservation.terms)
+        by = self.lock_server.run(BEGIN, [reservation.lock], *reservation.terms, int(elsewhere))
         if by is not None:
             raise Replaced(text(by))
 

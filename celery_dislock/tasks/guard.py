@@ -14,7 +14,7 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.names import execution_start
+from celery_dislock.keys.names import execution_start, reserved_lock
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.locks.attempt import Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
@@ -121,6 +121,7 @@ class Guard:
             return run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
             self._leave_line(delivery)
+            delivery.completed = True  # no copy of it is to run
             delivery.settle()
             conflicts.end_replaced(delivery, exc)
         finally:
@@ -222,7 +223,8 @@ class Guard:
             return
         if not (attempt.has_begun and attempt.reservation):
             try:
-                delivery.lock.store.begin(reservation)
+                own = reserved_lock(delivery.lock.names)
+                delivery.lock.store.begin(reservation, elsewhere=reservation.lock != own)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then

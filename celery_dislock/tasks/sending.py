@@ -19,18 +19,17 @@ import contextlib
 import inspect
 import logging
 import time
-from datetime import datetime, timezone
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from celery._state import get_current_task
 from celery.utils import uuid
-from celery.utils.time import maybe_iso8601
 
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.messages.outbox import delay_of, seconds_until
 from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
 
 if TYPE_CHECKING:
@@ -206,28 +205,13 @@ def belongs_to_more(options: Mapping[str, Any]) -> bool:
     return is_a_step or any(options.get(name) for name in BELONGS_TO_MORE)
 
 
-def delay_of(options: Mapping[str, Any]) -> float:
-    """Return the seconds from now until a message's ETA or countdown; 0 if it has none."""
-    return _seconds_until(options.get("eta") or options.get("countdown"))
-
-
-def _seconds_until(when: Any) -> float:
-    """Return the seconds until a time, which is given as Celery takes it; 0 if it is over."""
-    if isinstance(when, str):
-        when = maybe_iso8601(when)
-    if isinstance(when, datetime):
-        now = datetime.now(when.tzinfo or timezone.utc)
-        return max(0.0, (when.replace(tzinfo=now.tzinfo) - now).total_seconds())
-    return max(0.0, float(when or 0.0))
-
-
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which a message that was sent keeps its key."""
     kept = declared.lock_unique_for + delay_of(options)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
-    return min(kept, max(_seconds_until(expires), PUBLISH_FOR))
+    return min(kept, max(seconds_until(expires), PUBLISH_FOR))
 
 
 def postponed(options: dict[str, Any], replace_for: float | None, burst: float) -> dict[str, Any]:

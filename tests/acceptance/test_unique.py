@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import uuid
 from itertools import pairwise
 
@@ -30,6 +29,12 @@ def reserved_for(scene):
 
 def wait_until_unreserved(scene):
     wait_for(f"the key {scene.key} is not reserved", lambda: reserved_for(scene) is None)
+
+
+def assert_nothing_waits(scene):
+    """Neither the lock nor its line has anything left."""
+    scene.wait_until_free()
+    assert not scene.line
 
 
 def assert_the_next_is_sent(fleet, scene, task):
@@ -198,19 +203,20 @@ class TestReplacing:
         wait_until_unreserved(scene)
         assert not scene.redis.exists(f"{scene.lock}:older")
 
-    def test_one_that_runs_is_not_replaced(self, fleet, scene):
-        """A newer message waits for its lock, and runs after it."""
+    def test_one_that_waits_for_its_lock_is_replaced(self, fleet, scene):
+        """It has not begun: when it is handed the lock, it learns of the newer message."""
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
         first = fleet.send(scenarios.newest_only, scene.key, 1)
-        time.sleep(0.5)  # it waits for the lock by now, or will find that it was replaced
+        scene.wait_for_line(1)
         second = fleet.send(scenarios.newest_only, scene.key, 2)
         scene.open_gate()
         holder.get(timeout=LIMIT)
         assert second.get(timeout=LIMIT) == 2
         wait_for("the first ends", first.ready)
-        editions = [event["edition"] for event in scene.reported("ran")]
-        assert editions in ([2], [1, 2])
+        assert first.state == states.REVOKED
+        assert [event["edition"] for event in scene.reported("ran")] == [2]
+        assert_nothing_waits(scene)
 
 
 @POOLS
@@ -244,6 +250,16 @@ class TestStrangers:
         scene.open_gate()
         sent.get(timeout=LIMIT)
         wait_for("the old key is free", lambda: not scene.redis.exists(f"{old}:unique"))
+
+    def test_a_forged_header_reserves_nothing_elsewhere(self, fleet, scene):
+        """A message that names the key of others does not keep their messages from being sent."""
+        others = f"dislock:{{others-{scene.key}}}"
+        headers = {"dislock_unique": [others, "end"]}
+        sent = fleet.send(scenarios.hold, scene.key, headers=headers)
+        scene.wait_for_report("begin")
+        assert not scene.redis.exists(f"{others}:unique")
+        scene.open_gate()
+        sent.get(timeout=LIMIT)
 
     @pytest.mark.parametrize(
         "forged",
