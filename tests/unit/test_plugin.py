@@ -269,3 +269,10 @@ def test_a_lock_has_no_other_options(app, option, remedy):
         Dislock(app).lock("k", **{option: 5})
     assert (refused.value.option, refused.value.value) == (option, 5)
     assert refused.value.remedy == remedy
+
+
+def test_a_worker_gets_all_steps(plain_app):
+    """Start-up, the sweep, and what the main process renews for others."""
+    Dislock(plain_app)
+    names = {step.__name__ for step in plain_app.steps["worker"]}
+    assert {"LockStep", "SweepStep", "StalledStep", "ReservationStep"} <= names
