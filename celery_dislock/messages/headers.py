@@ -31,6 +31,7 @@ RETRY_UNTIL_HEADER = "dislock_retry_until"  # UNIX time at which lock_on_conflic
 HELD_HEADER = "dislock_held"  # owner whose lease this delivery takes over
 GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold the lock
 TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
+SENT_HEADER = "dislock_sent"  # when a task was sent that may be replaced in line: UNIX time in us
 UNIQUE_HEADER = "dislock_unique"  # where its key is reserved, and lock_unique_until; not a note
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,7 @@ FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id", "timestamp")
+STAY = {SENT_HEADER, UNIQUE_HEADER}  # of our headers; the others are notes of one delivery
 DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects cycles by these
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
@@ -94,7 +95,7 @@ class Message:
             headers={
                 name: value
                 for name, value in headers.items()
-                if name == UNIQUE_HEADER or not name.startswith(("dislock_", *DEAD_LETTER))
+                if name in STAY or not name.startswith(("dislock_", *DEAD_LETTER))
             },
             content_type=content_type,
             content_encoding=content_encoding,

@@ -15,7 +15,8 @@
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
--- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room
+-- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
+--                      that is the one that comes, if it was sent before the first in line
 --
 -- Touches   all keys of the lock
 --
@@ -84,10 +85,10 @@ local function refused()
 end
 
 local function in_line()
-  local place = redis.call('ZRANK', lock.line, member_of(ticket))
+  local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local remaining, other, its_holder = in_the_way(lock)
   local replaced = message ~= '' and redis.call('HGETALL', lock.name .. REPLACED) or {}
-  return {PARKED, turns, place and place + 1 or 0, remaining, other, its_holder, replaced}
+  return {PARKED, turns, rank and rank + 1 or waiting(), remaining, other, its_holder, replaced}
 end
 
 -- What is done.
@@ -107,7 +108,27 @@ local function put_in_line(joined, its_home, its_message)
   return in_line()
 end
 
--- Make room in line for a record of this size, where that is wished.  Returns whether there is room.
+-- When a message was sent, if its headers say so, which are its first line.
+local function sent_at(stored)
+  return tonumber(string.match(stored, '^[^\n]*"dislock_sent":(%d+)'))
+end
+
+local function was_sent_before(other)
+  local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')
+  return mine and its and mine < its
+end
+
+local function replace(other, its_message)
+  redis.call('HSET', lock.name .. REPLACED, other, its_message)
+  keep(lock.name .. REPLACED)
+  forget(lock, other)
+  mark_done(lock, other, DONE_WITH_LOCK)
+end
+
+local NO_ROOM, ROOM, OLDEST = 0, 1, 2
+
+-- Make room in line for a record of this size, where that is wished.
+-- Returns NO_ROOM, ROOM, or OLDEST: the task that comes is the one that makes room.
 local function make_room(size)
   local function too_many_bytes()
     return tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size > most_bytes
@@ -122,25 +143,23 @@ local function make_room(size)
     return on_their_way + size > most_bytes
   end
 
-  local function replace(other)
+  local function take_out(other)
     local record = redis.call('HGET', lock.tickets, other)
     local parked = parse_ticket(record)
-    if not parked then return set_aside(lock, other, record or '') end
-    redis.call('HSET', lock.name .. REPLACED, other, parked.message)
-    keep(lock.name .. REPLACED)
-    forget(lock, other)
-    mark_done(lock, other, DONE_WITH_LOCK)
+    if parked then replace(other, parked.message) else set_aside(lock, other, record or '') end
   end
 
-  if too_many_bytes() and too_big() then return false end
+  if too_many_bytes() and too_big() then return NO_ROOM end
   local rank = 0
   while most > 0 and waiting() >= most or too_many_bytes() do
-    if not replaces then return false end
+    if not replaces then return NO_ROOM end
     local oldest = redis.call('ZRANGE', lock.line, rank, rank)[1]
-    if not oldest then return false end
-    if is_parked(oldest) then replace(ticket_of(oldest)) else rank = rank + 1 end
+    if not oldest then return NO_ROOM end
+    if not is_parked(oldest) then rank = rank + 1
+    elseif was_sent_before(ticket_of(oldest)) then return OLDEST
+    else take_out(ticket_of(oldest)) end
   end
-  return true
+  return ROOM
 end
 
 -- The four cases, of which one answers.
@@ -185,9 +204,14 @@ local function new()
     return granted(grant(lock, owner, ttl, mode, holder), 0)
   end
   if message == '' then return refused() end
-  if not marked and not make_room(#message + 80) then  -- with what is written before it
+  local room = marked and ROOM or make_room(#message + 80)  -- with what is written before it
+  if room == NO_ROOM then
     local remaining, other, its_holder = in_the_way(lock)
     return {FULL, turns, waiting(), remaining, other, its_holder}
+  end
+  if room == OLDEST then  -- it is parked, and replaced at once
+    replace(ticket, message)
+    return in_line()
   end
   return put_in_line(joins_at(lock), home, message)
 end

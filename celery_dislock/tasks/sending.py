@@ -28,7 +28,7 @@ from celery.utils import uuid
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
 from celery_dislock.messages.outbox import delay_of, seconds_until
 from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
 
@@ -166,7 +166,12 @@ def sending_uniquely(app: Celery, runtime: Runtime[ParkingProcess]) -> Callable[
     ) -> Any:
         options.update(zip(positional, more, strict=False))
         guard = _guard_of(app, name, options.get("task_type"))
-        if guard is None or guard.options.lock_unique_until is None:
+        if guard is None:
+            return send(name, args, kwargs, **options)
+        if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
+            headers = options.get("headers") or {}
+            options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
+        if guard.options.lock_unique_until is None:
             return send(name, args, kwargs, **options)
         if runtime.off or belongs_to_more(options):
             return marked(send(name, args, kwargs, **options))

@@ -874,6 +874,52 @@ class TestBounds:
         broker.end("first")
         assert broker.given() == ["b"]
 
+    @pytest.mark.parametrize(
+        ("in_line", "comes", "stays"),
+        [(2, 1, "a"), (1, 2, "b"), (1, 1, "b"), (None, 1, "b"), (1, None, "b")],
+        ids=["older", "newer", "the same time", "not known in line", "not known"],
+    )
+    def test_the_one_that_was_sent_last_stays(
+        self, broker, held, redis_client, in_line, comes, stays
+    ):
+        """Workers reach the lock in any order; the senders say when they sent."""
+        bounds = Bounds(1, overflow="replace")
+
+        def sent(at):
+            return b"{}" if at is None else b'1 {"headers":{"dislock_sent":%d}}' % at
+
+        messages = {"a": sent(in_line), "b": sent(comes)}
+        broker.park("a", message=messages["a"], bounds=bounds)
+        answer = broker.park("b", message=messages["b"], bounds=bounds)
+        assert line(redis_client) == [stays]
+        (goes,) = {"a", "b"} - {stays}
+        assert (type(answer), answer.place) == (Parked, 1)
+        assert answer.replaced == {f"{goes}:0:0": messages[goes]}
+
+    def test_one_that_was_sent_before_is_done_when_it_comes_again(self, broker, held):
+        """Its end is told until somebody has, like that of one which was in line."""
+        bounds = Bounds(1, overflow="replace")
+        messages = [b'1 {"headers":{"dislock_sent":%d}}' % at for at in (2, 1)]
+        broker.park("a", message=messages[0], bounds=bounds)
+        for answer in (Parked, Done):
+            found = broker.park("b", copy=answer, message=messages[1], bounds=bounds)
+            assert isinstance(found, answer)
+        assert broker.sweep().replaced == {"b:0:0": messages[1]}
+
+    @pytest.mark.parametrize(
+        "written",
+        [b'1 {"headers":{"x":"\\"dislock_sent\\":1"}}\n[]', b'1 {"headers":{}}\n{"dislock_sent":1}'],
+        ids=["in a value", "in the body"],
+    )
+    def test_the_time_of_sending_is_a_header_and_nothing_else(
+        self, broker, held, redis_client, written
+    ):
+        """An argument that looks like it does not make its task the older one."""
+        bounds = Bounds(1, overflow="replace")
+        broker.park("a", message=b'1 {"headers":{"dislock_sent":2}}\n[]', bounds=bounds)
+        broker.park("b", message=written, bounds=bounds)
+        assert line(redis_client) == ["b"]
+
     def test_those_who_wait_in_their_slot_do_not_make_room(self, broker, held, redis_client):
         """Nor do they count: the oldest parked task does, from the middle of the line."""
         wait = broker.store.acquire

@@ -355,6 +355,22 @@ class TestSending:
         assert messages(client) == 2
         assert "sent without a reservation" in caplog.text
 
+    def test_a_task_that_may_be_replaced_in_line_says_when_it_was_sent(self, app, client):
+        """A retry is as old as its task; others say nothing."""
+        edit = declare(
+            app,
+            lock_unique_until=None,
+            lock_on_conflict="queue",
+            lock_queue_limit=1,
+            lock_queue_overflow="replace",
+        )
+        before = time.time()
+        edit.delay(1)
+        edit.apply_async((1,), headers={"dislock_sent": 7, "mine": 1})
+        retry, first = (json.loads(one)["headers"] for one in client.lrange("celery", 0, -1))
+        assert before * 1e6 <= first["dislock_sent"] <= time.time() * 1e6
+        assert (retry["dislock_sent"], retry["mine"]) == (7, 1)
+
     def test_a_task_without_the_option_is_sent_as_ever(self, app, client):
         """And its messages carry no header of ours."""
         edit = declare(app, lock_unique_until=None)
