@@ -908,7 +908,10 @@ class TestBounds:
 
     @pytest.mark.parametrize(
         "written",
-        [b'1 {"headers":{"x":"\\"dislock_sent\\":1"}}\n[]', b'1 {"headers":{}}\n{"dislock_sent":1}'],
+        [
+            b'1 {"headers":{"x":"\\"dislock_sent\\":1"}}\n[]',
+            b'1 {"headers":{}}\n{"dislock_sent":1}',
+        ],
         ids=["in a value", "in the body"],
     )
     def test_the_time_of_sending_is_a_header_and_nothing_else(
