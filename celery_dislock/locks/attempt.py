@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.servers.store import Reservation
+    from celery_dislock.servers.reservations import Reservation
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lock import Lock
-    from celery_dislock.servers.store import Reservation
+    from celery_dislock.servers.reservations import Reservation
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.servers.store import Reservation, Store
+    from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.store import Store
 
 BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
 EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
@@ -366,8 +367,8 @@ class Watchdog:
         """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
         if reservations:
             with suppress(StoreError):
-                within = max(WITHIN_LEAST, until - self._clock())
-                self._store.keep(reservations, runs=True, within=min(within, WITHIN_MOST))
+                within = min(max(WITHIN_LEAST, until - self._clock()), WITHIN_MOST)
+                self._store.reservations.keep(reservations, runs=True, within=within)
 
     def _schedule(self, lease: Lease) -> float:
         return self._put(lease, lease.trusted_until if lease.due is None else lease.due)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.messages.outbox import Outbox
-    from celery_dislock.servers.store import Reservation, Store
+    from celery_dislock.servers.reservations import Reservation, Reservations
 
 logger = logging.getLogger("celery_dislock")
 
 
-def end_reservation(store: Store, reservation: Reservation, task: str) -> None:
+def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:
     """
     End the reservation of a message that does not wait any more; logs a StoreError.
 
@@ -41,7 +41,7 @@ def end_reservation(store: Store, reservation: Reservation, task: str) -> None:
     if reservation.until == "expiry":
         return
     try:
-        store.unreserve(reservation)
+        reservations.end(reservation.lock, reservation.id)
     except StoreError as exc:
         logger.warning(
             "Task %s has ended, and its key %r stays reserved until that expires: %s",
@@ -167,7 +167,7 @@ class Delivery:
         """End the reservation of the message, if it has one; logs a StoreError."""
         reservation, self.reservation = self.reservation, None
         if reservation is not None:
-            end_reservation(self.lock.store, reservation, str(self))
+            end_reservation(self.lock.store.reservations, reservation, str(self))
 
     def told(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in place of Celery's line about *error*; return the error."""

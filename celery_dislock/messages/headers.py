@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import UNIQUE_UNTIL
 from celery_dislock.keys.names import owners_start, reserved_name, task_name, ticket_name
-from celery_dislock.servers.store import Reservation
+from celery_dislock.servers.reservations import Reservation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -138,7 +138,7 @@ def reservation_of(request: Context, prefix: str, ttl: float) -> Reservation | N
     Args:
         request: Celery's request of the delivery.
         prefix: Prefix of the locks' names in Redis: ``dislock_prefix``.
-        ttl: See :class:`celery_dislock.servers.store.Reservation`.
+        ttl: See :class:`celery_dislock.servers.reservations.Reservation`.
     """
     headers = request.headers
     given = headers.get(UNIQUE_HEADER) if isinstance(headers, dict) else None

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.servers.replies import Refused, Turn
+    from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
-    from celery_dislock.servers.store import Reservation
 
 
 class Ticket(NamedTuple):

@@ -11,8 +11,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
     ACQUIRE_UNIQUE,
-    BEGIN,
-    CONFIRM,
     GRANTED,
     HOLDERS,
     RECALL,
@@ -24,7 +22,6 @@ from celery_dislock.scripts import (
     RENEW_STALLED,
     REPLACED_BY,
     TAKE_OVER,
-    UNRESERVE,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.replies import (
@@ -43,6 +40,7 @@ from celery_dislock.servers.replies import (
     text,
     turns,
 )
+from celery_dislock.servers.reservations import Reservation, Reservations
 from celery_dislock.servers.server import SOCKET_TIMEOUT, locks_pattern, scan, server_for
 
 if TYPE_CHECKING:
@@ -50,28 +48,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Looked, Turn
-
-
-class Reservation(NamedTuple):
-    """
-    What a task's message says of the reservation of its key.
-
-    Attributes:
-        lock: Name in Redis under which the key is reserved.
-        id: The task's id, as reserved_name() writes it.
-        until: ``lock_unique_until`` of the sender.
-        ttl: Seconds for which the reservation is kept while the task runs, until it is renewed.
-    """
-
-    lock: str
-    id: str
-    until: str
-    ttl: float
-
-    @property
-    def terms(self) -> tuple[str, str, int]:
-        """The arguments of the scripts that begin a task."""
-        return self.id, self.until, milliseconds(self.ttl)
 
 
 class Execution(NamedTuple):
@@ -117,6 +93,7 @@ class Store:
     Attributes:
         server: The server's URL without its password, for messages.
         lock_server: The server itself, for code that keeps other data there.
+        reservations: The reservations of keys on this server.
         home: The argument of that name; empty if the server keeps no lines.
     """
 
@@ -130,6 +107,7 @@ class Store:
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
         self.lock_server = server_for(url, options, pause=pause)
+        self.reservations = Reservations(self.lock_server)
         self.server = self.lock_server.name
         self.home = home if self.lock_server.keeps_lines else ""
         self._hand_over = hand_over
@@ -164,7 +142,8 @@ class Store:
                 ask again before this time is over.  0: do not wait in line.
             fair: True: come after those who already wait.
             reservation: The reservation of the task's message, if it has the name of the one lock.
-                The task begins with the acquisition; see :meth:`begin`.
+                The task begins with the acquisition; see
+                :meth:`celery_dislock.servers.reservations.Reservations.begin`.
 
         Returns:
             The fencing tokens, or the lease that is in the way.
@@ -320,51 +299,6 @@ class Store:
         return self._end(RELEASE, locks, owner, at_least, ticket, settles, reservation) == len(
             locks
         )
-
-    def begin(self, reservation: Reservation, *, elsewhere: bool = False) -> None:
-        """
-        Begin a task whose message was reserved, where :meth:`acquire` was not told of it.
-
-        Its reservation ends, or is kept while the task runs, as its sender wanted.
-
-        Args:
-            reservation: The reservation.
-            elsewhere: Whether its name is not of the task's own locks.  Then a reservation that is
-                gone is not made again.
-
-        Raises:
-            Replaced: The task must not run.
-            StoreError: The server did not answer.
-        """
-        by = self.lock_server.run(BEGIN, [reservation.lock], *reservation.terms, int(elsewhere))
-        if by is not None:
-            raise Replaced(text(by))
-
-    def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
-        """
-        Keep reservations for the time that each states, in one pipelined round trip.
-
-        For one thread only, like :meth:`renew`, and on the same connection.
-
-        Args:
-            reservations: The reservations.
-            runs: Whether their tasks run; if not, their messages wait.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        calls = [(one.lock, one.id, milliseconds(one.ttl), int(runs)) for one in reservations]
-        self.lock_server.run_many(CONFIRM, calls, within=within)
-
-    def unreserve(self, reservation: Reservation) -> None:
-        """
-        End a reservation.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        self.lock_server.run(UNRESERVE, [reservation.lock], reservation.id)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.store import Reservation
+    from celery_dislock.servers.reservations import Reservation
 
 
 # States that end a delivery.  A task that is stopped with its worker has none of them, and its
@@ -223,8 +223,8 @@ class Guard:
             return
         if not (attempt.has_begun and attempt.reservation):
             try:
-                own = reserved_lock(delivery.lock.names)
-                delivery.lock.store.begin(reservation, elsewhere=reservation.lock != own)
+                elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
+                delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then
@@ -312,7 +312,7 @@ class Guard:
         reservation = None if self.runtime.off else self.reservation_of(request)
         if reservation is not None:
             what = f"{getattr(request, 'task', '?')}[{request.id}]"
-            end_reservation(self.runtime.process.store, reservation, what)
+            end_reservation(self.runtime.process.store.reservations, reservation, what)
 
     @property
     def parks(self) -> bool:

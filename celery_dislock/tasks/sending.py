@@ -26,11 +26,11 @@ from celery._state import get_current_task
 from celery.utils import uuid
 
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.keys.names import reserved_lock
+from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
 from celery_dislock.messages.outbox import delay_of, seconds_until
-from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
+from celery_dislock.servers.reservations import Reserved, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.reservations import Reservations
     from celery_dislock.tasks.guard import Guard
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
@@ -95,9 +96,10 @@ class Sender:
         if not locks or self._clock() < self._away_until:
             return marked(self._send(name, args, kwargs, **options))
         task_id = options["task_id"] = options.get("task_id") or uuid()
-        lock, again = reserved_lock(locks), is_sent_again(options)
+        lock, encoded_id = reserved_lock(locks), reserved_name(task_id)
+        again = is_sent_again(options)
         try:
-            found = self._reserve(guard, lock, task_id, again=again)
+            found = self._reserve(guard, lock, encoded_id, again=again)
         except StoreError as exc:
             self._unavailable(guard, exc)
             return marked(self._send(name, args, kwargs, **options))
@@ -105,9 +107,10 @@ class Sender:
         if found is None or (again and isinstance(found, Taken)):
             return marked(self._send(name, args, kwargs, **options))
         if isinstance(found, Taken):
+            first = task_id_of_reserved(found.id)
             if guard.options.lock_on_duplicate == "raise":
-                raise DuplicateTaskError(" + ".join(map(key_of, locks)), found.id)
-            return self._result_of(found.id, options)
+                raise DuplicateTaskError(" + ".join(map(key_of, locks)), first)
+            return self._result_of(first, options)
         headers = {**(options.pop("headers", None) or {})}
         headers[UNIQUE_HEADER] = [lock, guard.options.lock_unique_until]
         options = postponed(options, guard.options.lock_replace_for, found.burst)
@@ -115,20 +118,20 @@ class Sender:
             sent = self._send(name, args, kwargs, headers=headers, **options)
         except BaseException:
             with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
-                self._reservations().end(lock, task_id)
+                self._reservations().end(lock, encoded_id)
             raise
         with contextlib.suppress(StoreError):
-            self._reservations().confirm(lock, task_id, _kept_for(guard.options, options))
+            self._reservations().confirm(lock, encoded_id, _kept_for(guard.options, options))
         return marked(sent)
 
     def _reserve(
-        self, guard: Guard, lock: str, task_id: str, *, again: bool
+        self, guard: Guard, lock: str, encoded_id: str, *, again: bool
     ) -> Reserved | Taken | None:
         """Reserve the key; None if another sender has reserved it and does not publish."""
         replaces = guard.options.lock_on_duplicate == "replace" and not again
         until = self._clock() + WAIT_FOR_OTHER
         while True:
-            found = self._reservations().reserve(lock, task_id, PUBLISH_FOR, replaces=replaces)
+            found = self._reservations().reserve(lock, encoded_id, PUBLISH_FOR, replaces=replaces)
             if isinstance(found, Reserved) or found.is_sent:
                 return found
             if self._clock() >= until:
@@ -158,7 +161,7 @@ def sending_uniquely(app: Celery, runtime: Runtime[ParkingProcess]) -> Callable[
     """Wrap an app's ``send_task``, through which all its messages go."""
     send = app.send_task
     positional = list(inspect.signature(send).parameters)[3:]
-    sender = Sender(app, send, lambda: Reservations(runtime.process.quick_store.lock_server))
+    sender = Sender(app, send, lambda: runtime.process.quick_store.reservations)
 
     @wraps(send)
     def send_task(

@@ -110,7 +110,7 @@ class Arrivals:
         reservation = reservation_of(request, self._runtime.settings.dislock_prefix, 0.0)
         if reservation is not None and not self._runtime.off:
             what = f"{request.task}[{request.id}]"
-            end_reservation(self._runtime.process.store, reservation, what)
+            end_reservation(self._runtime.process.store.reservations, reservation, what)
 
     def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
         turn = self._turn_of(request)

@@ -30,7 +30,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_name
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.store import Reservation
 from celery_dislock.tasks.request import PID_MAX, is_alive
 
 if TYPE_CHECKING:
@@ -127,8 +126,8 @@ def _release(worker: WorkController, process: Process, found: list[Left]) -> Non
         if process.store.release([left.lock], left.lease.owner, at_least):
             logger.info("Released the %s, which died with its worker.", left)
         if guard.options.lock_unique_until == "end":
-            task_id = reserved_name(left.lease.holder.get("id"))
-            process.store.unreserve(Reservation(left.lock, task_id, "end", 0.0))
+            encoded_id = reserved_name(left.lease.holder.get("id"))
+            process.store.reservations.end(left.lock, encoded_id)
 
 
 def _keep(left: Left, why: str) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from celery.worker import WorkController
 
-    from celery_dislock.servers.store import Reservation
+    from celery_dislock.servers.reservations import Reservation
 
 RENEWALS = 4  # in the shortest lock_unique_for of the tasks
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
@@ -70,10 +70,10 @@ class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             waiting = list(self._waiting(list(state.reserved_requests)))
             if waiting:
-                self._store.keep(waiting, runs=False, within=WITHIN)
+                self._store.reservations.keep(waiting, runs=False, within=WITHIN)
             running = list(self._running(list(state.active_requests)))
             if running:
-                self._store.keep(running, runs=True, within=WITHIN)
+                self._store.reservations.keep(running, runs=True, within=WITHIN)
         except StoreError as exc:
             logger.debug("Reservations of waiting messages are not renewed: %s", exc)
         except Exception:

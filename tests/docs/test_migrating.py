@@ -29,7 +29,7 @@ from redis.lock import Lock as RedisLock
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, LockHeldError
-from celery_dislock.tasks.reservations import Reservations
+from celery_dislock.servers.reservations import Reservations
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.docs.page import DOCS
 from tests.docs.test_compared import LIMIT, wait_for, worker

@@ -17,7 +17,7 @@ import redis
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.tasks.reservations import Reservations
+from celery_dislock.servers.reservations import Reservations
 
 UNIQUE_FOR = 30.0  # seconds
 TIMEOUT = 2.0  # seconds: lock_watchdog_timeout

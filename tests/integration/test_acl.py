@@ -18,8 +18,8 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
-from celery_dislock.servers.store import Execution, Reservation, Store
-from celery_dislock.tasks.reservations import Reservations, Reserved
+from celery_dislock.servers.reservations import Reservation, Reserved
+from celery_dislock.servers.store import Execution, Store
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
@@ -188,7 +188,7 @@ class Life:
         self.lines.delist(LOCK, found[LOCK])
 
     def sending(self) -> None:
-        reservations = Reservations(self.store.lock_server)
+        reservations = self.store.reservations
         reserved = Reservation(LOCK, "n", "end", LONG)
         for task, newest in (("m", False), ("n", True)):
             assert isinstance(reservations.reserve(LOCK, task, LONG, replaces=newest), Reserved)
@@ -196,14 +196,14 @@ class Life:
         with pytest.raises(Replaced):
             self.acquire("m@w/1", reservation=reserved._replace(id="m"))
         assert isinstance(self.acquire("n@w/1", reservation=reserved), Granted)
-        self.store.keep([reserved], runs=True, within=WITHIN)
+        reservations.keep([reserved], runs=True, within=WITHIN)
         assert self.store.release([LOCK], "n@w/1", reservation=reserved)
         ticket = Ticket("u:0:0", "u@", marked=False)
         parked = self.lines.park(LOCK, "u@w/1", LONG, HOLDER, ticket, reservation=reserved)
         assert isinstance(parked, Granted)
         assert self.store.release([LOCK], "u@w/1")
-        self.store.begin(reserved)
-        self.store.unreserve(reserved)
+        reservations.begin(reserved)
+        assert reservations.end(LOCK, reserved.id)
 
 
 def test_the_user_of_the_page_can_do_all(url, admin):

@@ -14,9 +14,9 @@ from celery.app.task import Context
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.keys.names import reserved_lock
-from celery_dislock.servers.store import Reservation, Store
-from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
+from celery_dislock.keys.names import reserved_lock, reserved_name
+from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
+from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from celery_dislock.tasks.task import runtime_of
 from tests.unit.deliveries import deliver
@@ -68,10 +68,10 @@ class TestReservations:
     @pytest.fixture
     def reservations(self, app, client):
         client.ping()
-        return Reservations(runtime_of(app).process.store.lock_server)
+        return runtime_of(app).process.store.reservations
 
-    def reserve(self, reservations, task_id, *, ttl=HOUR, replaces=False):
-        return reservations.reserve(LOCK, task_id, ttl, replaces=replaces)
+    def reserve(self, reservations, encoded_id, *, ttl=HOUR, replaces=False):
+        return reservations.reserve(LOCK, encoded_id, ttl, replaces=replaces)
 
     def test_one_has_it(self, reservations):
         """The second is told whose it is, and whether that one's message was sent."""
@@ -82,11 +82,12 @@ class TestReservations:
         assert isinstance(self.reserve(reservations, "a"), Reserved)
 
     @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
-    def test_any_id_is_given_back_as_it_was(self, reservations, task_id):
-        """Ids come from users: whatever they contain, they are compared as a whole."""
-        self.reserve(reservations, task_id)
-        assert self.reserve(reservations, "other") == Taken(task_id, is_sent=False)
-        assert reservations.end(LOCK, task_id)
+    def test_any_id_is_compared_as_a_whole(self, reservations, task_id):
+        """Ids come from users, and may contain what separates a reservation's parts."""
+        encoded_id = reserved_name(task_id)
+        self.reserve(reservations, encoded_id)
+        assert self.reserve(reservations, "other") == Taken(encoded_id, is_sent=False)
+        assert reservations.end(LOCK, encoded_id)
 
     def test_nobody_ends_what_another_has(self, reservations, client):
         """Compared by id: neither ended nor kept longer."""
@@ -149,7 +150,7 @@ class TestReservations:
     def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, app, client):
         """It waits like any message: it is kept for longer than a running task, and replaced."""
         self.reserve(reservations, "a")
-        runtime_of(app).process.store.begin(Reservation(LOCK, "a", "end", 60.0))
+        reservations.begin(Reservation(LOCK, "a", "end", 60.0))
         assert not reservations.confirm(LOCK, "a", HOUR)  # its sender, which was slower
         self.reserve(reservations, "a", ttl=PUBLISH_FOR)
         assert reservations.confirm(LOCK, "a", HOUR)
@@ -435,8 +436,8 @@ class TestRunning:
         sent = edit.delay(1)
         header = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
         away = pytest.MonkeyPatch()
-        for name in ("acquire", "begin"):
-            away.setattr(Store, name, fail)
+        away.setattr(Store, "acquire", fail)
+        away.setattr(Reservations, "begin", fail)
         try:
             deliver(edit, sent.id, 1, headers={"dislock_unique": header})
         finally:
@@ -466,8 +467,8 @@ class TestRunning:
 
         sent = edit.delay(1)
         away = pytest.MonkeyPatch()
-        for name in ("acquire", "begin"):
-            away.setattr(Store, name, fail)
+        away.setattr(Store, "acquire", fail)
+        away.setattr(Reservations, "begin", fail)
         try:
             deliver(edit, sent.id, 1, headers={"dislock_unique": [LOCK, "end"]})
         finally:

@@ -43,11 +43,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Granted, Refused, Replaced
-from celery_dislock.servers.store import Reservation, Store
-from celery_dislock.tasks import reservations as reservations_module
-from celery_dislock.tasks.reservations import Reservations, Reserved, Taken
+from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
@@ -174,7 +174,7 @@ class UniqueMachine(RuleBasedStateMachine):
         self.client = redis.Redis.from_url(url, decode_responses=True)
         driven_clock.start(self.client)
         self.store = Store(url)
-        self.reservations = Reservations(self.store.lock_server)
+        self.reservations = self.store.reservations
         self.model = Model()
         self.senders = []  # messages whose senders are at work
         self.queue = []  # messages that wait
@@ -289,7 +289,7 @@ class UniqueMachine(RuleBasedStateMachine):
         """Return whether it runs; raises Replaced."""
         if self.limit is None:
             if reservation:
-                self.store.begin(reservation)
+                self.reservations.begin(reservation)
                 self.model.begin(message.id, self.until)
             return True
         answer = self.store.acquire(
@@ -323,7 +323,7 @@ class UniqueMachine(RuleBasedStateMachine):
 
     def unreserve(self, message):
         if message.reserved and self.until != "expiry":
-            self.store.unreserve(self.reservation(message))
+            self.reservations.end(LOCK, message.id)
             self.model.end(message.id)
 
     @precondition(lambda self: self.running)
@@ -390,7 +390,7 @@ class UniqueMachine(RuleBasedStateMachine):
             if self.until == "expiry" or not kept:
                 continue
             asked = [self.reservation(message, ttl) for message in kept]
-            self.store.keep(asked, runs=runs, within=10.0)
+            self.reservations.keep(asked, runs=runs, within=10.0)
             for message in kept:
                 self.model.confirm(message.id, ttl, runs=runs)
         for message in self.running:
@@ -471,10 +471,10 @@ class UniqueMachine(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(redis_url, monkeypatch):
-    scripts = ("ACQUIRE", "ACQUIRE_UNIQUE", "BEGIN", "CONFIRM", "HOLDERS", "RELEASE", "RENEW")
-    for name in (*scripts, "RELEASE_DEAD", "RELEASE_UNIQUE", "UNRESERVE"):
+    scripts = ("ACQUIRE", "ACQUIRE_UNIQUE", "HOLDERS", "RELEASE", "RENEW")
+    for name in (*scripts, "RELEASE_DEAD", "RELEASE_UNIQUE"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("RESERVE", "CONFIRM", "UNRESERVE"):
+    for name in ("RESERVE", "CONFIRM", "UNRESERVE", "BEGIN"):
         monkeypatch.setattr(reservations_module, name, clocked(getattr(reservations_module, name)))
     return lambda: UniqueMachine(redis_url)
 

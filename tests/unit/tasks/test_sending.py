@@ -9,7 +9,7 @@ import pytest
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.tasks.reservations import Reserved, Taken
+from celery_dislock.servers.reservations import Reserved, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
     PUBLISH_FOR,
@@ -33,23 +33,23 @@ class Reservations:
         self.answers = [Reserved(0.0)]
         self.asked = []
 
-    def reserve(self, lock, task_id, ttl, *, replaces):
+    def reserve(self, lock, encoded_id, ttl, *, replaces):
         assert lock == LOCK
         assert ttl == PUBLISH_FOR
-        self.asked.append(("reserve", task_id, replaces))
+        self.asked.append(("reserve", encoded_id, replaces))
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def confirm(self, lock, task_id, ttl):
-        self.asked.append(("confirm", task_id, ttl))
+    def confirm(self, lock, encoded_id, ttl):
+        self.asked.append(("confirm", encoded_id, ttl))
         if self.answers == ["gone"]:
             raise StoreError("redis://x", "away")
         return True
 
-    def end(self, lock, task_id):
-        self.asked.append(("end", task_id))
+    def end(self, lock, encoded_id):
+        self.asked.append(("end", encoded_id))
         return True
 
 
@@ -103,6 +103,15 @@ def test_a_message_is_reserved_published_and_confirmed(world):
     [options] = world.sent
     assert options["headers"] == {"mine": 1, "dislock_unique": [LOCK, "start"]}
     assert result.duplicate is False
+
+
+def test_the_id_is_encoded(world):
+    """It may be any text, and a reservation's parts are separated by marks."""
+    world.send(task_id="a b")
+    assert world.reservations.asked == [("reserve", "a%20b", False), ("confirm", "a%20b", 3600.0)]
+    assert world.sent[0]["task_id"] == "a b"
+    world.reservations.answers = [Taken("a%20b", is_sent=True)]
+    assert world.send().id == "a b"
 
 
 def test_the_caller_s_headers_stay_as_they_are(world):

@@ -17,13 +17,14 @@ LOCK = "dislock:{edit:1}"
 
 
 class Store:
-    """Keeps what it was asked, or fails."""
+    """Its own reservations: keeps what it was asked, or fails."""
 
     fails = None
 
     def __init__(self):
         self.kept = []
         self.kept_of_running = []
+        self.reservations = self
 
     def keep(self, reservations, *, runs, within):
         assert within > 0
