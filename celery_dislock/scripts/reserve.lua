@@ -14,9 +14,16 @@
 -- again keeps what it has: it is a retry, whose message is being sent if its task has run.
 
 -- include: _record
--- include: _unique
 
 local lock, id, ttl, replaces = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
+
+-- The usual case: the key is free, and the first message counts.
+if not replaces and not redis.call('GET', lock .. UNIQUE) then
+  redis.call('SET', lock .. UNIQUE, table.concat({'1 s', now, now, id, ''}, ' '), 'PX', ttl)
+  return {1, 0}
+end
+
+-- include: _unique
 
 local there = unique_of(lock)
 if there and there.id == id then
