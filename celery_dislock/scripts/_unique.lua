@@ -12,7 +12,11 @@
 --     older      what this one replaces as soon as it is sent: ",id@until_ms" for each message, which may
 --                wait until then
 --
---   <lock>:older    hash: id of a message that was replaced -> id of the message that replaced it
+--   <lock>:older    hash: id of a message that was replaced -> "by ends_ms told"
+--
+--     by         id of the message that replaced it
+--     ends_ms    until when it may come
+--     told       the owner that was told so; empty: it has not come yet
 --
 -- A reservation never keeps a message from running; only its entry in <lock>:older does.  Each is
 -- compared by id: nobody ends what another has reserved.
@@ -34,17 +38,28 @@ local function write_unique(lock, it, ttl_ms)
   redis.call('SET', lock .. UNIQUE, record, 'PX', ttl_ms)
 end
 
+-- Messages that were purged, or that the broker has dropped, are never told.
+local function forget_ended(older)
+  local found = redis.call('HGETALL', older)
+  for i = 1, #found, 2 do
+    local ends = string.match(found[i + 1], '^%S+ (%d+)')
+    if not ends or tonumber(ends) <= now then redis.call('HDEL', older, found[i]) end
+  end
+end
+
 -- Its message is there: tell those that it replaces, for ttl_ms, and for as long as they may wait.
 local function tell_older(lock, there, ttl_ms)
   if there.older == '' then return end
-  local older = lock .. OLDER
+  local older, more = lock .. OLDER, 0
   for replaced, until_ms in string.gmatch(there.older, ',([^,@]+)@(%d+)') do
     if replaced ~= there.id then  -- else its id was used before, and is the newest again
-      redis.call('HSET', older, replaced, there.id)
-      ttl_ms = math.max(ttl_ms, until_ms - now)
+      local waits_ms = math.max(ttl_ms, until_ms - now)
+      redis.call('HSET', older, replaced, string.format('%s %.0f ', there.id, now + waits_ms))
+      live_at_least(older, waits_ms)
+      more = more + 1
     end
   end
-  live_at_least(older, ttl_ms)
+  if redis.call('HLEN', older) % OLDER_MOST < more then forget_ended(older) end  -- now and then
   there.older = ''
 end
 
@@ -56,13 +71,27 @@ local function end_unique(lock, id)
   return true
 end
 
--- The id of the task whose message has replaced this one; nil if none has.  Told once: what comes again
--- after that is the only copy of that work, for all that is known.
-local function replaced_by(lock, id)
-  local by = redis.call('HGET', lock .. OLDER, id)
+-- The id of the task whose message has replaced this one; nil if none has.  Told to one owner, again if its
+-- command was sent again: what comes for another after that is the only copy of that work, for all that
+-- is known.
+local function replaced_by(lock, id, owner)
+  local by, ends, told = string.match(redis.call('HGET', lock .. OLDER, id) or '', '^(%S+) (%d+) (.*)$')
   if not by then return nil end
-  redis.call('HDEL', lock .. OLDER, id)
+  if told == '' then
+    redis.call('HSET', lock .. OLDER, id, table.concat({by, ends, owner}, ' '))
+  elseif told ~= owner then
+    redis.call('HDEL', lock .. OLDER, id)
+    return nil
+  end
   return by
+end
+
+-- A task has begun that a message was about to replace, which is not confirmed yet: both run.
+local function strike(lock, there, id)
+  local kept = string.gsub(there.older, ',([^,@]+)@%d+', function(older) return older == id and '' end)
+  if kept == there.older then return end
+  there.older = kept
+  write_unique(lock, there, redis.call('PTTL', lock .. UNIQUE))
 end
 
 -- A task begins.  With *ends* "start" its reservation is over; with "end" it is kept for ttl_ms, and
@@ -71,7 +100,7 @@ end
 local function begin_unique(lock, id, ends, ttl_ms, elsewhere)
   if ends == 'expiry' then return end
   local there = unique_of(lock)
-  if there and there.id ~= id then return end
+  if there and there.id ~= id then return strike(lock, there, id) end
   if there then tell_older(lock, there, OLDER_MS) end  -- its sender has not confirmed yet
   if ends == 'start' then
     if there then redis.call('DEL', lock .. UNIQUE) end

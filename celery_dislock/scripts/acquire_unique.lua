@@ -16,7 +16,7 @@
 -- include: _unique
 -- include: _states
 
-local by = replaced_by(KEYS[1], ARGV[8])
+local by = replaced_by(KEYS[1], ARGV[8], ARGV[1])
 if by then return {REPLACED_BY, by} end
 
 local function acquire()

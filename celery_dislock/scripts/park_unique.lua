@@ -16,7 +16,7 @@
 -- include: _unique
 -- include: _states
 
-local by = replaced_by(KEYS[1], ARGV[14])
+local by = replaced_by(KEYS[1], ARGV[14], ARGV[1])
 if by then return {REPLACED_BY, {}, by} end
 
 local function park()

@@ -18,7 +18,7 @@
 local lock, id, ttl, replaces = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
 
 -- The usual case: the key is free, and the first message counts.
-if not replaces and not redis.call('GET', lock .. UNIQUE) then
+if not replaces and redis.call('EXISTS', lock .. UNIQUE, lock .. OLDER) == 0 then
   redis.call('SET', lock .. UNIQUE, table.concat({'1 s', now, now, id, ''}, ' '), 'PX', ttl)
   return {1, 0}
 end
@@ -42,6 +42,6 @@ if there and there.state ~= 'r' then
   local latest = string.format(',%s@%.0f', there.id, ends)
   mine.older = (several < OLDER_MOST and there.older or '') .. latest
 end
-if replaces then redis.call('HDEL', lock .. OLDER, id) end  -- an id that is used again is newer now
+redis.call('HDEL', lock .. OLDER, id)  -- an id that is used again is newer now
 write_unique(lock, mine, ttl)
 return {1, now - mine.first}

@@ -224,7 +224,9 @@ class Guard:
         if not (attempt.has_begun and attempt.reservation):
             try:
                 elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
-                delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
+                delivery.lock.store.reservations.begin(
+                    reservation, attempt.owner, elsewhere=elsewhere
+                )
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then

@@ -202,7 +202,7 @@ class Life:
         parked = self.lines.park(LOCK, "u@w/1", LONG, HOLDER, ticket, reservation=reserved)
         assert isinstance(parked, Granted)
         assert self.store.release([LOCK], "u@w/1")
-        reservations.begin(reserved)
+        reservations.begin(reserved, "a@w:1/1")
         assert reservations.end(LOCK, reserved.id)
 
 

@@ -16,6 +16,7 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock, reserved_name
 from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
+from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from celery_dislock.tasks.task import runtime_of
@@ -64,7 +65,17 @@ def reserved_for(client, lock=LOCK):
     return record.split(" ")[4] if record else None
 
 
+def replaced(client):
+    """The ids of messages that were replaced and have not come, with those that replaced them."""
+    found = client.hgetall(f"{LOCK}:older")
+    return {older: one.split(" ")[0] for older, one in found.items() if one.endswith(" ")}
+
+
 class TestReservations:
+    @pytest.fixture
+    def store(self, app):
+        return runtime_of(app).process.store
+
     @pytest.fixture
     def reservations(self, app, client):
         client.ping()
@@ -103,7 +114,7 @@ class TestReservations:
         reservations.confirm(LOCK, "a", HOUR)
         self.reserve(reservations, "b", replaces=True)
         reservations.confirm(LOCK, "b", HOUR)
-        assert client.hgetall(f"{LOCK}:older") == {"a": "b"}
+        assert replaced(client) == {"a": "b"}
         assert {client.ttl(key) > 0 for key in client.scan_iter()} == {True}
 
     def test_what_is_not_sent_replaces_nothing(self, reservations, client):
@@ -114,7 +125,7 @@ class TestReservations:
         assert not client.exists(f"{LOCK}:older")
         self.reserve(reservations, "c", replaces=True)
         reservations.confirm(LOCK, "c", HOUR)
-        assert client.hgetall(f"{LOCK}:older") == {"a": "c", "b": "c"}
+        assert replaced(client) == {"a": "c", "b": "c"}
         assert not reservations.confirm(LOCK, "b", HOUR)
 
     def test_a_message_is_told_for_as_long_as_it_may_wait(self, reservations, client):
@@ -124,7 +135,7 @@ class TestReservations:
         for newer in "bc":
             self.reserve(reservations, newer, replaces=True)
         reservations.confirm(LOCK, "c", 60.0)
-        assert client.hgetall(f"{LOCK}:older") == {"a": "c", "b": "c"}
+        assert replaced(client) == {"a": "c", "b": "c"}
         assert HOUR - 60 < client.ttl(f"{LOCK}:older") <= HOUR
 
     def test_an_id_that_is_used_again_is_not_replaced_by_what_came_before(
@@ -137,7 +148,14 @@ class TestReservations:
         reservations.confirm(LOCK, "b", HOUR)
         self.reserve(reservations, "a", replaces=True)
         reservations.confirm(LOCK, "a", HOUR)
-        assert client.hgetall(f"{LOCK}:older") == {"b": "a"}
+        assert replaced(client) == {"b": "a"}
+
+    def test_an_id_that_is_used_again_by_others_is_not_replaced(self, reservations, client):
+        """An old sender knows nothing of "replace", and its message must not be lost for it."""
+        self.replace(reservations, "a", "b")
+        reservations.end(LOCK, "b")
+        assert isinstance(self.reserve(reservations, "a"), Reserved)
+        assert replaced(client) == {}
 
     def test_an_id_that_is_used_again_does_not_replace_itself(self, reservations, client):
         """Also if what came in between was not sent yet."""
@@ -145,19 +163,61 @@ class TestReservations:
         for task_id in "ba":
             self.reserve(reservations, task_id, replaces=True)
         reservations.confirm(LOCK, "a", HOUR)
-        assert client.hgetall(f"{LOCK}:older") == {"b": "a"}
+        assert replaced(client) == {"b": "a"}
 
     def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, app, client):
         """It waits like any message: it is kept for longer than a running task, and replaced."""
         self.reserve(reservations, "a")
-        reservations.begin(Reservation(LOCK, "a", "end", 60.0))
+        reservations.begin(Reservation(LOCK, "a", "end", 60.0), "a@w:1/1")
         assert not reservations.confirm(LOCK, "a", HOUR)  # its sender, which was slower
         self.reserve(reservations, "a", ttl=PUBLISH_FOR)
         assert reservations.confirm(LOCK, "a", HOUR)
         assert client.ttl(f"{LOCK}:unique") > HOUR - 60
         self.reserve(reservations, "b", replaces=True)
         reservations.confirm(LOCK, "b", HOUR)
-        assert client.hgetall(f"{LOCK}:older") == {"a": "b"}
+        assert replaced(client) == {"a": "b"}
+
+    def test_a_task_that_has_begun_is_not_replaced(self, reservations, client):
+        """Its retry, or a copy, would end because of a message that was sent while it ran."""
+        self.reserve(reservations, "a")
+        reservations.confirm(LOCK, "a", HOUR)
+        for newer in "bc":
+            self.reserve(reservations, newer, replaces=True)
+        reservations.begin(Reservation(LOCK, "a", "start", 60.0), "a@w:1/1")
+        assert reservations.confirm(LOCK, "c", HOUR)
+        assert replaced(client) == {"b": "c"}
+
+    @pytest.mark.parametrize("how", ["acquire", "begin"])
+    def test_a_command_that_was_sent_again_is_told_the_same(self, reservations, store, client, how):
+        """The reply to the first was lost: else an older edition ran after all."""
+        self.replace(reservations, "a", "b")
+        reservation = Reservation(LOCK, "a", "start", 60.0)
+
+        def ask(owner):
+            if how == "begin":
+                return reservations.begin(reservation, owner)
+            return store.acquire([LOCK], owner, 60.0, "{}", reservation=reservation)
+
+        for _ in range(2):
+            with pytest.raises(Replaced) as told:
+                ask("a@w:1/1")
+            assert told.value.by == "b"
+        ask("a@w:2/1")  # a copy, of which nothing is known
+
+    def test_what_never_comes_is_forgotten(self, reservations, client):
+        """Messages that were purged, or that the broker drops when they expire, are never told."""
+        self.replace(reservations, "a", "b")
+        ended = {f"id-{nth}": f"b {int(time.time() * 1000) - 1} " for nth in range(98)}
+        client.hset(f"{LOCK}:older", mapping=ended)
+        for newer in "cde":
+            self.reserve(reservations, newer, replaces=True)
+            reservations.confirm(LOCK, newer, HOUR)
+        assert replaced(client) == {"a": "b", "b": "c", "c": "d", "d": "e"}
+
+    def replace(self, reservations, older, newer):
+        for task_id in (older, newer):
+            self.reserve(reservations, task_id, replaces=True)
+            reservations.confirm(LOCK, task_id, HOUR)
 
     def test_the_first_of_a_burst_is_remembered(self, reservations):
         """So that a debounce has an end."""
@@ -388,7 +448,7 @@ class TestReplacing:
         results = [edit.delay(1, edition) for edition in range(3)]
         assert messages(client) == 3
         assert reserved_for(client) == results[-1].id
-        assert client.hgetall(f"{LOCK}:older") == {
+        assert replaced(client) == {
             results[0].id: results[1].id,
             results[1].id: results[2].id,
         }

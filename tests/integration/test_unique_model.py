@@ -81,6 +81,7 @@ class Model:
     now: int = 0
     record: Record | None = None
     older: dict[str, str] = field(default_factory=dict)
+    told: dict[str, str] = field(default_factory=dict)  # id -> owner that was told
     older_until: int = 0
     leases: dict[str, int] = field(default_factory=dict)
 
@@ -91,6 +92,7 @@ class Model:
             self.record = None
         if self.older_until <= self.now:
             self.older.clear()
+            self.told.clear()
 
     def mine(self, task_id):
         return self.record if self.record and self.record.id == task_id else None
@@ -104,8 +106,8 @@ class Model:
             return Reserved((self.now - mine.first) * UNIT)
         if there and not replaces:
             return Taken(there.id, is_sent=there.state != "s")
-        if replaces:
-            self.older.pop(task_id, None)
+        self.older.pop(task_id, None)
+        self.told.pop(task_id, None)
         self.record = Record(task_id, "s", self.now + PUBLISH, self.now)
         if there and there.state != "r":
             self.record.first = there.first
@@ -127,10 +129,19 @@ class Model:
         self.record.older = []
         if not told:
             return
-        if not self.older:
+        for older in told:
+            self.told.pop(older, None)
+        if not (self.older or self.told):
             self.older_until = 0
         self.older |= dict.fromkeys(told, self.record.id)
         self.older_until = max(self.older_until, self.now + ttl, *told.values())
+
+    def replaced_by(self, task_id, owner):
+        if task_id in self.older:
+            self.told[task_id] = owner
+            return self.older.pop(task_id)
+        self.told.pop(task_id, None)
+        return None
 
     def end(self, task_id):
         mine = self.mine(task_id)
@@ -139,7 +150,10 @@ class Model:
         return mine is not None
 
     def begin(self, task_id, until):
-        if until == "expiry" or (self.record and self.record.id != task_id):
+        if until == "expiry":
+            return
+        if self.record and self.record.id != task_id:
+            self.record.older = [one for one in self.record.older if one[0] != task_id]
             return
         if self.record:
             self.tell_older(OLDER)
@@ -257,9 +271,9 @@ class UniqueMachine(RuleBasedStateMachine):
     def deliver(self, index, refused):
         message = self.queue.pop(index % len(self.queue))
         reservation = self.reservation(message)
-        by = self.model.older.pop(message.id, None) if reservation else None
         self.owners += 1
         message.owner = f"{message.id}@w:1/{self.owners}"
+        by = self.model.replaced_by(message.id, message.owner) if reservation else None
         granted, told = False, None
         try:
             granted = self.begin(message, reservation)
@@ -289,7 +303,7 @@ class UniqueMachine(RuleBasedStateMachine):
         """Return whether it runs; raises Replaced."""
         if self.limit is None:
             if reservation:
-                self.reservations.begin(reservation)
+                self.reservations.begin(reservation, message.owner)
                 self.model.begin(message.id, self.until)
             return True
         answer = self.store.acquire(
@@ -417,8 +431,10 @@ class UniqueMachine(RuleBasedStateMachine):
                 older for older, _ in model.older
             ]
             assert self.units_left(f"{LOCK}:unique") == model.expires - self.model.now
-        assert self.client.hgetall(f"{LOCK}:older") == self.model.older
-        if self.model.older:
+        there = {id_: one.split(" ") for id_, one in self.client.hgetall(f"{LOCK}:older").items()}
+        assert {id_: by for id_, (by, _, told) in there.items() if not told} == self.model.older
+        assert {id_: told for id_, (_, _, told) in there.items() if told} == self.model.told
+        if there:
             assert self.units_left(f"{LOCK}:older") == self.model.older_until - self.model.now
         assert {holding.owner for holding in self.store.holders(LOCK)} == set(self.model.leases)
 
@@ -453,8 +469,9 @@ class UniqueMachine(RuleBasedStateMachine):
             self.model.pass_time(UNIQUE_FOR)
             driven_clock.advance(self.client, UNIQUE_FOR * UNIT)
             assert not self.client.exists(f"{LOCK}:unique")
-        self.model.pass_time(2 * OLDER)
-        driven_clock.advance(self.client, 2 * OLDER * UNIT)
+        rest = max(2 * OLDER, self.model.older_until - self.model.now)
+        self.model.pass_time(rest)
+        driven_clock.advance(self.client, rest * UNIT)
         left = driven_clock.keys(self.client)
         self.store.close()
         self.client.close()
