@@ -126,18 +126,6 @@ class TestCalls:
         edit.apply((1,)).get()
         assert reserved_for(client) == first.id
 
-    def test_a_transaction_that_rolls_back(self, make, client):
-        """Django's delay_on_commit() sends when the transaction ends: nothing before, or at all."""
-        edit = declare(make())
-        on_commit = [lambda: edit.delay(1)]
-        assert reserved_for(client) is None
-        on_commit.clear()  # rolled back
-        on_commit.extend([lambda: edit.delay(1)] * 2)
-        assert reserved_for(client) is None
-        sent = [hook() for hook in on_commit]
-        assert [result.duplicate for result in sent] == [False, True]
-        assert messages(client) == 1
-
 
 class TestApps:
     def test_two_with_different_prefixes(self, make, client):
