@@ -30,7 +30,9 @@ local function unique_of(lock)
   if not record then return nil end
   local state, since, first, id, older = string.match(record, '^1 (%a) (%d+) (%d+) (%S+) (%S*)$')
   if not state then return nil end
-  return {state = state, since = tonumber(since), first = tonumber(first), id = id, older = older}
+  -- A failover can set the clock back.  What has begun in the future would be postponed until then.
+  local began = math.min(tonumber(first), now)
+  return {state = state, since = tonumber(since), first = began, id = id, older = older}
 end
 
 local function write_unique(lock, it, ttl_ms)
