@@ -641,6 +641,19 @@ def unique_or_queue(key: str) -> dict[str, Any]:
     return stay(key)
 
 
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_unique_until="start",
+    lock_on_duplicate="replace",
+    lock_on_conflict="queue",
+)
+def newest_or_queue(key: str, edition: int) -> int:
+    """As newest_only, and is parked if the lock is held."""
+    report(key, "ran", edition=edition)
+    return edition
+
+
 # The second of a key is parked.
 
 

@@ -218,6 +218,49 @@ class TestReplacing:
         assert [event["edition"] for event in scene.reported("ran")] == [2]
         assert_nothing_waits(scene)
 
+    def test_one_that_is_parked_is_replaced(self, fleet, scene):
+        """At its turn it learns of the newer message, and gives its turn on."""
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        results = [fleet.send(scenarios.newest_or_queue, scene.key, 1)]
+        scene.wait_for_line(1)
+        results.append(fleet.send(scenarios.newest_or_queue, scene.key, 2))
+        scene.wait_for_line(2)
+        scene.open_gate()
+        holder.get(timeout=LIMIT)
+        assert results[1].get(timeout=LIMIT) == 2
+        with pytest.raises(TaskRevokedError, match=results[1].id):
+            results[0].get(timeout=LIMIT)
+        assert [event["edition"] for event in scene.reported("ran")] == [2]
+        assert_no_copy_would_run(scene, results[0].id)
+
+    @pytest.mark.parametrize(
+        "task", [scenarios.hold_or_queue, scenarios.hold_or_queue_late], ids=["early", "late"]
+    )
+    def test_one_that_was_parked_under_another_key_is_replaced(self, fleet, scene, task):
+        """Its reservation is older than its lock_key.  It has claimed its turn when it learns."""
+        old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin", id=holder.id)
+        scene.redis.hset(f"{old}:older", task_id, "newer")
+        headers = {"dislock_unique": [old, "start"]}
+        parked = fleet.send(task, scene.key, task_id=task_id, headers=headers)
+        scene.wait_for_line(1)
+        scene.open_gate()
+        holder.get(timeout=LIMIT)
+        with pytest.raises(TaskRevokedError, match="newer"):
+            parked.get(timeout=LIMIT)
+        assert not scene.reported("begin", id=task_id)
+        assert_no_copy_would_run(scene, task_id)
+
+
+def assert_no_copy_would_run(scene, task_id):
+    """A task that was parked has left its line as done, and claims nothing."""
+    assert_nothing_waits(scene)
+    ticket = f"{task_id}:0:0"
+    wait_for("its mark", lambda: scene.redis.exists(f"{scene.lock}:done:{ticket}"))
+    assert not scene.redis.hexists(f"{scene.lock}:running", ticket)
+
 
 @POOLS
 class TestStrangers:
