@@ -86,6 +86,8 @@ def worker(app: Celery, **options: Any) -> Iterator[None]:
     def leave_alone(**_: Any) -> None:
         """Set up no logging: Celery would take the handlers of the tests away."""
 
+    # Else it hears up to a second later that it may stop.
+    app.conf.broker_transport_options = {"polling_interval": 0.05}
     setup_logging.connect(leave_alone)
     try:
         with start_worker(app, perform_ping_check=False, **({"pool": "solo"} | options)):
