@@ -1,0 +1,68 @@
+"""An app with tasks of the other libraries and of ours.  What is not installed skips its tests."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask
+from tests.docs.migrating.libraries import HOUR, Library, export
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from celery import Task
+
+
+@pytest.fixture
+def app(redis_url: str) -> Iterator[Celery]:
+    """An app for all libraries: broker and locks on one server, results in memory."""
+    with Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False) as app:
+        settings = {"url": redis_url, "default_timeout": HOUR}
+        app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": settings}
+        Dislock(app)
+        yield app
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make the libraries forget the clients that they keep for ever."""
+    for module, name in (
+        ("celery_once.backends.redis", "redis"),
+        ("celery_singleton.backends", "_backend"),
+    ):
+        if find_spec(module.partition(".")[0]):
+            monkeypatch.setattr(f"{module}.{name}", None)
+    return monkeypatch
+
+
+@pytest.fixture
+def theirs(app: Celery, fresh: pytest.MonkeyPatch) -> Callable[..., Task]:
+    """Declare a task of another library; the test is skipped without it."""
+
+    def declare(library: Library, options: dict[str, Any], body: Any = export, **more: Any) -> Task:
+        module, name = library.base.split(":")
+        base = getattr(pytest.importorskip(module), name)
+        return app.task(base=base, **{"name": "theirs", "shared": False, **options, **more})(body)
+
+    return declare
+
+
+@pytest.fixture
+def ours(app: Celery) -> Callable[..., Task]:
+    """Declare a task of ours that is unique when sent."""
+
+    def declare(body: Any = export, **options: Any) -> Task:
+        options = {"name": "ours", "lock_unique_until": "end", **options}
+        return app.task(base=SingletonTask, shared=False, **options)(body)
+
+    return declare
+
+
+@pytest.fixture
+def dislock(app: Celery) -> Dislock:
+    """Our locks for plain Python, of the same app."""
+    return Dislock(app)

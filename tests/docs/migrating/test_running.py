@@ -1,0 +1,244 @@
+"""What docs/migrating.md says of running: the same calls with the other library, and with ours."""
+
+from __future__ import annotations
+
+import threading
+from datetime import datetime, timedelta, timezone
+from typing import TYPE_CHECKING
+
+import pytest
+from celery import chain
+from celery.exceptions import Ignore, Reject
+from celery.worker import state
+
+from tests.docs.migrating.libraries import (
+    CELERY_ONCE,
+    LIBRARIES_WARN,
+    export,
+    locks_of,
+    messages,
+    of,
+    of_all,
+    of_each,
+    reservations,
+)
+from tests.docs.test_compared import LIMIT, wait_for, worker
+
+if TYPE_CHECKING:
+    from celery import Task
+
+pytestmark = LIBRARIES_WARN
+
+
+class TestWhenRunning:
+    """The second table of behaviour: what becomes of the key when the task comes to a worker."""
+
+    @of_all
+    def test_two_never_run_at_the_same_time(self, app, theirs, ours, redis_client, library):
+        """After the expiry a second is sent; there both run, here the second is skipped."""
+        meeting = threading.Barrier(2, timeout=LIMIT)
+        started, may_end = threading.Event(), threading.Event()
+
+        def meet(corp_id):
+            started.set()
+            meeting.wait()
+
+        def run(corp_id):
+            started.set()
+            may_end.wait(LIMIT)
+
+        with_two_threads = {"pool": "threads", "concurrency": 2}
+        for task in (theirs(library, library.drops, meet), ours(run)):
+            started.clear()
+            first = task.delay(7)
+            with worker(app, **with_two_threads):
+                assert started.wait(LIMIT)
+                redis_client.delete(*locks_of(redis_client, library), *reservations(redis_client))
+                second = task.delay(7)
+                if task.name == "ours":
+                    wait_for(lambda result=second: result.state == "REVOKED")
+                    may_end.set()
+                else:
+                    second.get(timeout=LIMIT)
+                first.get(timeout=LIMIT)
+        assert not meeting.broken
+
+    @of_all
+    @pytest.mark.parametrize("outcome", ["success", "failure"])
+    def test_a_task_that_ends_frees_its_key(
+        self, app, theirs, ours, redis_client, library, outcome
+    ):
+        """As in the other libraries, whether it succeeds or fails."""
+
+        def body(corp_id):
+            if outcome == "failure":
+                raise ValueError(corp_id)
+
+        both = [theirs(library, library.drops, body).delay(7), ours(body).delay(7)]
+        with worker(app):
+            wait_for(lambda: all(result.ready() for result in both))
+            wait_for(lambda: not locks_of(redis_client, library))
+            wait_for(lambda: not reservations(redis_client))
+
+    @of_each("runs", [1, 2, 1])
+    def test_a_retry_runs(self, app, theirs, ours, redis_client, library, runs):
+        """A retry has the same id and passes; only celery-once lets it pass as well."""
+        ran: list[tuple[str, int]] = []
+
+        def body(self, corp_id):
+            ran.append((self.name, len(reservations(redis_client))))
+            if self.request.retries == 0:
+                raise self.retry(countdown=0)
+
+        task = theirs(library, library.drops, body, bind=True)
+        result = task.delay(7)
+        own = ours(body, bind=True).delay(7)
+        with worker(app):
+            own.get(timeout=LIMIT)
+            wait_for(lambda: result.state == ("SUCCESS" if runs == 2 else "RETRY"))
+            wait_for(lambda: not reservations(redis_client))
+        assert [name for name, _ in ran].count("theirs") == runs
+        assert [held for name, held in ran if name == "ours"] == [1, 1]
+        assert len(locks_of(redis_client, library)) == (0 if runs == 2 else 1)
+
+    @of_all
+    def test_what_is_revoked_is_free(self, app, theirs, ours, redis_client, library):
+        """The worker that drops the message ends its reservation; there the lock stays."""
+        both = [theirs(library, library.drops).delay(7), ours().delay(7)]
+        state.revoked.update(result.id for result in both)
+        try:
+            with worker(app):
+                wait_for(lambda: all(result.state == "REVOKED" for result in both))
+                wait_for(lambda: not reservations(redis_client))
+        finally:
+            for result in both:
+                state.revoked.discard(result.id)
+        assert len(locks_of(redis_client, library)) == 1
+
+    @of_all
+    def test_what_expires_is_free(self, app, theirs, ours, redis_client, library):
+        """As for a task that is revoked."""
+        both = [
+            task.apply_async((7,), expires=datetime.now(timezone.utc) - timedelta(seconds=1))
+            for task in (theirs(library, library.drops), ours())
+        ]
+        with worker(app):
+            wait_for(lambda: all(result.state == "REVOKED" for result in both))
+            wait_for(lambda: not reservations(redis_client))
+        assert len(locks_of(redis_client, library)) == 1
+
+    @of_all
+    @pytest.mark.parametrize("error", [Ignore, Reject])
+    def test_what_ignores_or_rejects_is_free(self, app, theirs, ours, redis_client, library, error):
+        """There is no result, and no lock is left here; there it stays."""
+        ran = []
+
+        def body(self, corp_id):
+            ran.append(self.name)
+            raise error("none" if error is Ignore else "no")
+
+        theirs(library, library.drops, body, bind=True, acks_late=True).delay(7)
+        ours(body, bind=True, acks_late=True).delay(7)
+        with worker(app):
+            wait_for(lambda: len(ran) == 2)
+            wait_for(lambda: not reservations(redis_client))
+        assert len(locks_of(redis_client, library)) == 1
+
+    @of_all
+    def test_the_last_step_of_a_chain_is_not_lost(self, app, theirs, ours, redis_client, library):
+        """A step that is a duplicate is dropped there, and the chain's result never comes."""
+        first = app.task(export, name="first", shared=False)
+        both = [theirs(library, library.drops), ours()]
+        for task in both:
+            task.delay(7)
+        app.control.purge()  # and the keys stay taken
+        results = [chain(first.si(7), task.si(7)).delay() for task in both]
+        with worker(app):
+            assert results[1].get(timeout=LIMIT) == 7
+            assert results[0].parent.get(timeout=LIMIT) == 7
+        assert messages(redis_client) == 0
+        assert results[0].state == "PENDING"
+
+    @of_each("locked", [[1, 0], [1, 0], [1]])
+    def test_a_task_ends_no_other_reservation(
+        self, app, theirs, ours, redis_client, library, locked
+    ):
+        """The first to end deletes the second one's lock there; here the id is compared.
+
+        celery-heimdall's first does not run at all, and deletes the lock of the second.
+        """
+        seen: dict[str, list[int]] = {"theirs": [], "ours": []}
+
+        def held(name):
+            return reservations(redis_client) if name == "ours" else locks_of(redis_client, library)
+
+        def body(self, corp_id):
+            seen[self.name].append(len(held(self.name)))
+
+        results = []
+        for task in (theirs(library, library.drops, body, bind=True), ours(body, bind=True)):
+            task.delay(7)
+            redis_client.delete(*held(task.name))  # as its expiry does
+            results.append(task.delay(7))
+        with worker(app):
+            for result in results:
+                result.get(timeout=LIMIT)
+        assert seen == {"theirs": locked, "ours": [1, 1]}
+
+    @of_all
+    def test_arguments_may_change_in_the_body(self, app, theirs, ours, redis_client, library):
+        """The key travels with the message; there it is built again from the arguments."""
+
+        def body(rows):
+            rows.append("total")
+
+        both = [theirs(library, library.drops, body).delay([7]), ours(body).delay([7])]
+        with worker(app):
+            for result in both:
+                result.get(timeout=LIMIT)
+            wait_for(lambda: not reservations(redis_client))
+        assert len(locks_of(redis_client, library)) == 1
+
+    @of(CELERY_ONCE)
+    @pytest.mark.parametrize("more", [{"lock_limit": None}, {"lock_on_conflict": "queue"}], ids=str)
+    def test_the_next_is_sent_when_this_one_starts(
+        self, app, theirs, ours, redis_client, library, more
+    ):
+        """Until it starts a duplicate is dropped, and from then on the next one is sent."""
+        ran: list[str] = []
+        declared: dict[str, Task] = {}
+
+        def body(self, corp_id):
+            ran.append(self.name)
+            if ran.count(self.name) == 1:
+                declared[self.name].delay(corp_id)
+
+        once = {"once": {"graceful": True, "unlock_before_run": True}}
+        declared["theirs"] = theirs(library, once, body, bind=True)
+        declared["ours"] = ours(body, bind=True, lock_unique_until="start", **more)
+        for task in declared.values():
+            task.delay(7)
+            task.delay(7)
+        with worker(app):
+            wait_for(lambda: len(ran) == 4)
+            wait_for(lambda: not reservations(redis_client))
+        assert (ran.count("theirs"), ran.count("ours")) == (2, 2)
+
+    @of(CELERY_ONCE)
+    def test_without_a_lock_two_may_run(self, app, theirs, ours, library):
+        """With lock_limit=None ours is unique in the queue only, as unlock_before_run is."""
+        meetings = {name: threading.Barrier(2, timeout=LIMIT) for name in ("theirs", "ours")}
+        declared: dict[str, Task] = {}
+
+        def body(self, corp_id):
+            if not meetings[self.name].n_waiting:
+                declared[self.name].delay(corp_id)
+            meetings[self.name].wait()
+            return "met"
+
+        once = {"once": {"graceful": True, "unlock_before_run": True}}
+        declared["theirs"] = theirs(library, once, body, bind=True)
+        declared["ours"] = ours(body, bind=True, lock_unique_until="start", lock_limit=None)
+        results = [task.delay(7) for task in declared.values()]
+        with worker(app, pool="threads", concurrency=4):
+            assert [result.get(timeout=LIMIT) for result in results] == ["met", "met"]
