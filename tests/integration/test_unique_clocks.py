@@ -196,6 +196,17 @@ class TestServers:
         assert not reservations.end(LOCK, "a")
         assert reserved_for(client) == "b"
 
+    def test_a_clock_that_goes_forward_forgets_a_replacement(
+        self, reservations, advance, client, begin
+    ):
+        """What was replaced runs as well, and leaves the key to the newer message."""
+        for task_id in "ab":
+            self.send(reservations, task_id, replaces=True)
+        advance(HOUR)
+        self.send(reservations, "c", replaces=True)
+        begin("a", "start")
+        assert reserved_for(client) == "c"
+
     def test_a_burst_is_never_older_than_the_clock(self, reservations, advance):
         """Else a debounce would be postponed for an hour beyond lock_replace_for."""
         self.send(reservations, "a", replaces=True)
