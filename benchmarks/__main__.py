@@ -37,6 +37,7 @@ NAMES = (
     "noop_task",
     "enqueue",
     "enqueue_under_kills",
+    "bursts",
     "guard",
     "never_yields",
     "crash_to_next",
