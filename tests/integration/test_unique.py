@@ -15,8 +15,8 @@ from celery.app.task import Context
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock, reserved_name
-from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
 from celery_dislock.servers.replies import Replaced
+from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from celery_dislock.tasks.task import runtime_of
