@@ -3,6 +3,7 @@
 -- KEYS, ARGV[1] to [7]   as for acquire.lua
 --
 -- KEYS[1]    the lock, whose name is also that of the reservation
+-- ARGV[1]    owner
 -- ARGV[8]    id       of the task
 -- ARGV[9]    ends     ) see begin_unique() in _unique.lua
 -- ARGV[10]   ttl_ms   )

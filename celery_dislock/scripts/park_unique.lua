@@ -3,6 +3,7 @@
 -- KEYS, ARGV[1] to [13]   as for park.lua
 --
 -- KEYS[1]    the lock, whose name is also that of the reservation
+-- ARGV[1]    owner
 -- ARGV[14]   id       of the task
 -- ARGV[15]   ends     ) see begin_unique() in _unique.lua
 -- ARGV[16]   ttl_ms   )
