@@ -35,6 +35,7 @@ NAMES = (
     "hand_off",
     "many_leases",
     "noop_task",
+    "metrics",
     "enqueue",
     "enqueue_under_kills",
     "bursts",
@@ -44,6 +45,7 @@ NAMES = (
     "hot_key",
     "parking",
     "sweep",
+    "listing",
 )
 QUICK = ("acquire_release", "kinds", "guard")
 BASELINE = Path(__file__).with_name("baseline.json")  # ratios, by what was measured

@@ -1,5 +1,6 @@
 """Distributed locks for Celery tasks, held for exactly as long as the task runs."""
 
+from celery_dislock.config.options import Key as Key
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 import click
 
+from celery_dislock.words import so_far
+
 
 class DislockError(Exception):
     """Base of every error of this package."""
@@ -81,17 +83,30 @@ class LockHeldError(DislockError):
         key: The key of the lock.
         holder: Text that names the holder: task, task id, worker and process.
         remaining: Seconds until the holder's lease ends, unless it is renewed.
+        held_for: Seconds since the holder took the lock; None if that is not known.
+        renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
+            None if that is not known, or the lease has a fixed expiry.
     """
 
-    def __init__(self, key: str, holder: str, remaining: float) -> None:
-        super().__init__(key, holder, remaining)
+    def __init__(
+        self,
+        key: str,
+        holder: str,
+        remaining: float,
+        held_for: float | None = None,
+        renewed: float | None = None,
+    ) -> None:
+        known = () if held_for is None else (held_for, renewed)
+        super().__init__(key, holder, remaining, *known)
         self.key = key
         self.holder = holder
         self.remaining = remaining
+        self.held_for = held_for
+        self.renewed = renewed
 
     def __str__(self) -> str:
         return (
-            f"lock {self.key!r} is held by {self.holder}, "
+            f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
             f"for {self.remaining:.1f} s more unless renewed"
         )
 

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from celery import Celery, current_app
 from celery._state import connect_on_app_finalize
 from celery.bin.base import CeleryOption
 from celery.bin.worker import worker as worker_command
-from celery.signals import worker_process_init
+from celery.signals import worker_process_init, worker_process_shutdown, worker_shutdown
+from celery.worker.control import inspect_command
 
-from celery_dislock.config.checks import seconds, yes_or_no
-from celery_dislock.config.settings import app_settings, refuse_unknown, task_options
+from celery_dislock.config.settings import app_settings, refuse_unknown
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.templates import in_order
-from celery_dislock.keys.values import check_key
-from celery_dislock.locks.reentrant import ReentrantLock
+from celery_dislock.locks.counting import finish_all
+from celery_dislock.locks.making import keys_of, make_lock
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.operating.handle import LockHandle
 from celery_dislock.tasks.sending import sending_uniquely
 from celery_dislock.tasks.task import guard_new, guard_tasks, runtime_of
 from celery_dislock.worker.arrivals import ArrivalStep
+from celery_dislock.worker.events import EventStep
+from celery_dislock.worker.figures import FiguresStep, hide_figures, inspect_locks, show_figures
 from celery_dislock.worker.reservations import ReservationStep
 from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from celery import Task
     from typing_extensions import Self
 
-    from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.reentrant import ReentrantLock
 
 logger = logging.getLogger("celery_dislock")
 
@@ -103,7 +103,9 @@ class Dislock:
             remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
             told = shown(app) if isinstance(app, (str, list, tuple)) else app
             raise SettingsError("Dislock(app)", "app", told, remedy)
+        self._app: Celery | None = app
         self.runtime = runtime_of(app)
+        self.runtime.for_python = True
         _follow(app)
         app._dislock_guards.catch_up()  # noqa: SLF001 -- ours
 
@@ -124,6 +126,7 @@ class Dislock:
         conf = {"dislock_url": url, **{f"dislock_{name}": v for name, v in settings.items()}}
         app_settings(conf)
         dislock = cls.__new__(cls)
+        dislock._app = None  # noqa: SLF001 -- ours
         dislock.runtime = Runtime(lambda: conf)
         return dislock
 
@@ -175,43 +178,23 @@ class Dislock:
             "lock_expire": expire,
             "lock_on_lost": on_lost,
         }
-        stated = {name: value for name, value in given.items() if value is not None}
-        owner = f"lock {key!r}"
         if unknown:
-            refuse_unknown(owner, unknown, LOCK_OPTIONS)
-        resolved = self.runtime.resolved.get(
-            stated, self.runtime.conf, lambda: self._resolve(owner, stated)
-        )
-        wait_for = None
-        try:
-            if timeout is not None:
-                wait_for = seconds(at_least=0)(timeout)
-        except ValueError as exc:
-            raise SettingsError(owner, "timeout", timeout, str(exc)) from exc
-        try:
-            yes_or_no(fair)
-        except ValueError as exc:
-            raise SettingsError(owner, "fair", fair, str(exc)) from exc
-        given_keys: Any = key
-        several = not isinstance(given_keys, (str, bytes)) and isinstance(given_keys, Iterable)
-        keys = [check_key(one) for one in given_keys] if several else [check_key(given_keys)]
-        return ReentrantLock(
-            in_order(keys), resolved, self.runtime, timeout=wait_for, fair=fair, stated=stated
-        )
+            refuse_unknown(f"lock {key!r}", unknown, LOCK_OPTIONS)
+        return make_lock(self.runtime, key, given, timeout=timeout, fair=fair)
 
-    def _resolve(self, owner: str, stated: dict[str, Any]) -> TaskOptions:
-        try:
-            resolved = task_options(owner, stated, self.runtime.conf)
-        except SettingsError as exc:
-            option = exc.option if exc.owner != owner else exc.option.removeprefix("lock_")
-            raise SettingsError(exc.owner, option, exc.value, exc.remedy) from exc
-        on_lost = stated.get("lock_on_lost")
-        if on_lost is None:  # the app's setting applies to tasks only
-            return replace(resolved, lock_on_lost="warn")
-        if on_lost == "terminate":
-            remedy = "use 'warn' or 'raise'; 'terminate' is for tasks"
-            raise SettingsError(owner, "on_lost", on_lost, remedy)
-        return resolved
+    def lock_of(self, key: str | Sequence[str]) -> LockHandle:
+        """
+        Return the lock of a key, to look at it and to free it; takes nothing, sends no command.
+
+        The lock of a task and its arguments is ``task.lock_for(...)``.
+
+        Args:
+            key: The key, or a list of keys.
+
+        Raises:
+            LockKeyError: A key cannot be used, or the list is empty.
+        """
+        return LockHandle(keys_of(key), self.runtime, self._app)
 
     def close(self) -> None:
         """
@@ -246,8 +229,8 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
 
 
 def _follow(app: Celery) -> None:
-    app.steps["worker"].update((LockStep, SweepStep, StalledStep, ReservationStep))
-    app.steps["consumer"].add(ArrivalStep)
+    app.steps["worker"].update((LockStep, FiguresStep, SweepStep, StalledStep, ReservationStep))
+    app.steps["consumer"].update((ArrivalStep, EventStep))
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
     if "_dislock_guards" not in vars(app):
         app._dislock_guards = _Guards(app)  # noqa: SLF001 -- ours
@@ -301,4 +284,13 @@ def _start_watchdog(**_kwargs: Any) -> None:
         runtime.process.watchdog.start()
 
 
+worker_process_init.connect(show_figures, weak=False)
 worker_process_init.connect(_start_watchdog, weak=False)
+# A pool process ends without atexit.
+worker_process_shutdown.connect(finish_all, weak=False)
+worker_shutdown.connect(finish_all, weak=False)
+worker_process_shutdown.connect(hide_figures, weak=False)
+
+
+# Celery's command line, too, must know the command, or "celery inspect dislock" would be refused.
+inspect_command(name="dislock")(inspect_locks)

@@ -26,13 +26,38 @@ def lock_limit(value: object) -> int:
     return whole_number(value)
 
 
+@dataclass(frozen=True)
+class Key:
+    """
+    One of several keys in a ``lock_key``, with a limit of its own.
+
+    A task of a tenant that may run three at a time, beside one call of the API at a time::
+
+        @app.task(base=SingletonTask, lock_key=[Key("tenant:<tenant>", limit=3), "api"])
+        def sync(tenant): ...
+
+    Attributes:
+        key: A template, or a callable that takes the task's arguments.
+        limit: Maximum number of exclusive leases of this key at a time, > 0; in place of the task's
+            ``lock_limit``.
+    """
+
+    key: str | Callable[..., str]
+    limit: int
+
+
 def lock_key(value: object) -> object:
     """Check the type of a ``lock_key``; the key builder checks its template."""
     if isinstance(value, (list, tuple)):
-        if not value or not all(isinstance(one, str) or callable(one) for one in value):
-            raise ValueError("give one template or callable at least, and nothing else, in a list")
+        if not value or not all(map(_is_key, value)):
+            raise ValueError(
+                "give one template or callable at least (or a Key of it), and nothing else, in a "
+                "list"
+            )
         return tuple(value)
-    if value is None or value is False or isinstance(value, str) or callable(value):
+    if isinstance(value, Key) and _is_key(value):
+        return (value,)
+    if value is None or value is False or _is_key(value):
         return value
     raise ValueError(
         "give a template such as 'export:<corp_id>', a callable, a list of them, None or False"
@@ -50,6 +75,16 @@ def lock_on_conflict(value: object) -> object:
     except ValueError:  # a built-in callable without a signature
         pass
     return value
+
+
+def _is_key(value: object) -> bool:
+    if isinstance(value, Key):
+        try:
+            lock_limit(value.limit)
+        except ValueError as exc:
+            raise ValueError(f"the limit of {value!r}: {exc}") from exc
+        value = value.key
+    return isinstance(value, str) or callable(value)
 
 
 UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
@@ -72,14 +107,19 @@ class TaskOptions:
     """How a task takes its lock; see the reference page for each option's meaning."""
 
     lock_key: (
-        str | Callable[..., str] | tuple[str | Callable[..., str], ...] | Literal[False] | None
+        str
+        | Callable[..., str]
+        | tuple[str | Callable[..., str] | Key, ...]
+        | Literal[False]
+        | None
     ) = declare(
         default=None,
         check=lock_key,
         unit="",
         description=(
             "The name of the lock: a template such as `export:<corp_id>`, a callable that takes "
-            "the task's arguments, or a list of them. A list takes all of its keys or none. None "
+            "the task's arguments, or a list of them. A list takes all of its keys or none; "
+            "`Key('tenant:<t>', limit=3)` in it has a limit of its own. None "
             "on a SingletonTask: the task's name and a digest of all its arguments. False: this "
             "task takes no lock."
         ),
@@ -291,6 +331,27 @@ class TaskOptions:
             "no limit."
         ),
     )
+
+    @property
+    def keys(self) -> tuple[str | Callable[..., str] | None, ...]:
+        """The template or callable of each key; None: the task's name and all its arguments."""
+        if self.lock_key is None or self.lock_key is False:
+            return (None,)
+        several = self.lock_key if isinstance(self.lock_key, tuple) else (self.lock_key,)
+        return tuple(key.key if isinstance(key, Key) else key for key in several)
+
+    @property
+    def limits(self) -> tuple[int, ...] | None:
+        """The limit of each key of ``lock_key``; None if none has a limit of its own."""
+        keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
+        if not any(isinstance(key, Key) for key in keys):
+            return None
+        return tuple(key.limit if isinstance(key, Key) else self.lock_limit or 1 for key in keys)
+
+    @property
+    def admits_several(self) -> bool:
+        """Whether a key of the task may have several exclusive leases at a time."""
+        return max((self.lock_limit or 0, *(self.limits or ()))) > 1
 
     @property
     def parks(self) -> bool:

@@ -117,6 +117,15 @@ class AppSettings:
             "False: such a task loses its lock after the timeout."
         ),
     )
+    dislock_metrics: bool = declare(
+        default=False,
+        check=yes_or_no,
+        unit="",
+        description=(
+            "Whether processes count what they do with locks, for metrics. They add their counts "
+            "up on the lock server every few seconds."
+        ),
+    )
 
 
 def setting_name(option: str) -> str | None:
@@ -226,6 +235,10 @@ def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOption
                 else f"it belongs to {other}={value!r}: give that too, or leave it out"
             )
             raise _refused(owner, name, declared[name], remedy)
+    if options.limits and (options.lock_limit is None or options.lock_mode == "shared"):
+        other = "lock_limit=None" if options.lock_limit is None else "lock_mode='shared'"
+        remedy = f"the limit of a key has no effect with {other}: leave one of the two out"
+        raise _refused(owner, "lock_key", keys, remedy)
     if options.lock_limit is None and options.lock_unique_until is None:
         remedy = "give a number; None is for tasks with lock_unique_until, which then take no lock"
         raise _refused(owner, "lock_limit", None, remedy)
@@ -299,6 +312,8 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
     for name, value in ALONE.items():
         if (given := getattr(options, name)) != value:
             raise SettingsError(owner, name, given, ONLY_EXCLUSIVE)
+    if options.admits_several:
+        raise SettingsError(owner, "lock_key", options.lock_key, ONLY_EXCLUSIVE)
     if options.lock_on_conflict == "queue":
         remedy = "several lock servers (dislock_url is a list) keep no line; use 'wait' or 'retry'"
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)

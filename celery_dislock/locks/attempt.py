@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.tracing import Span
     from celery_dislock.servers.reservations import Reservation
+
+AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -32,6 +35,9 @@ def in_words(holder: Mapping[str, Any]) -> str:
     if "unreadable" in holder:
         return f"a holder whose record cannot be read: {holder['unreadable']}"
     task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
+    if "paused" in holder:
+        note = f" ({holder['note']})" if holder.get("note") else ""
+        return f"an operator, who has paused it{note}"
     if "parked" in holder:
         return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
@@ -58,17 +64,25 @@ class Attempt:
         has_begun: Whether the lock server was told of the reservation when it granted the lock.
         lease: The lease; None as long as there is none.
         holder_json: The holder as a JSON object; empty: made here.
+        how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
+        asked_at: Time of the first request, on this process's clock; None before it.
+        waited: Seconds waited before that: in line, or put off.
+        span: The span of OpenTelemetry that is told of the lease; None: nobody traces.
     """
 
     __slots__ = (
+        "asked_at",
         "caller",
         "has_begun",
         "holder",
         "holder_json",
+        "how",
         "lease",
         "owner",
         "reservation",
         "sender",
+        "span",
+        "waited",
     )
 
     def __init__(
@@ -87,6 +101,15 @@ class Attempt:
         self.reservation: Reservation | None = None
         self.has_begun = False
         self.lease: Lease | None = None
+        self.how = AT_ONCE
+        self.asked_at: float | None = None
+        self.waited = 0.0
+        self.span: Span | None = None
+
+    def asks(self, now: float) -> None:
+        """Note the time of a request; the first one counts."""
+        if self.asked_at is None:
+            self.asked_at = now
 
     def end(
         self,
@@ -120,16 +143,23 @@ class Conflict(NamedTuple):
             in place of ``task`` and ``id``.
         remaining: Seconds until the holder's lease ends, unless it is renewed.
         place: Place in line, from 1, that the task would get if it were parked; else 0.
+        held_for: Seconds since the holder took the lock, by the lock server's clock; None if that
+            is not known.
+        renewed: Seconds since the holder's lease was renewed, or taken if it was not renewed since;
+            None if that is not known, or the lease has a fixed expiry.
     """
 
     key: str
     holder: Mapping[str, Any]
     remaining: float
     place: int = 0
+    held_for: float | None = None
+    renewed: float | None = None
 
     def __bool__(self) -> bool:
         return False
 
     def error(self) -> LockHeldError:
         """Make the LockHeldError for this conflict."""
-        return LockHeldError(self.key, in_words(self.holder), self.remaining)
+        holder = in_words(self.holder)
+        return LockHeldError(self.key, holder, self.remaining, self.held_for, self.renewed)

@@ -239,7 +239,7 @@ def check_terms(
             (name in stated or name not in TIMING or not held.execution)
             and (name, there, here) != ("lock_mode", "exclusive", "shared")
         )
-        or (has.lock_limit or 0) > 1
+        or has.admits_several
     ]
     if differing:
         raise LockTermsError(

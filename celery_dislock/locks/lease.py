@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import in_words
+from celery_dislock.locks.counting import CAPPED, HELD, LOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
+GONE = "expired, taken or deleted"  # end of the reason if the server no longer has a lease
 RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
@@ -48,6 +51,11 @@ logger = logging.getLogger("celery_dislock")
 def trust_in(ttl: float) -> float:
     """Return the seconds for which a lease with an expiry of *ttl* seconds is trusted."""
     return ttl - min(TRUST_MARGIN, ttl * TRUST_MARGIN_RATIO)
+
+
+def wall_time(when: float, clock: Callable[[], float]) -> float:
+    """Return the UNIX time of a time on *clock*; a clock that a test drives tells UNIX time."""
+    return when + time.time() - clock() if clock is time.monotonic else when
 
 
 class Lease:
@@ -75,7 +83,7 @@ class Lease:
         "_pid",
         "_released",
         "_reserved",
-        "acquired_at",
+        "_told_end",
         "asked_until",
         "caller",
         "capped",
@@ -90,6 +98,8 @@ class Lease:
         "renewals",
         "reservation",
         "sender",
+        "since",
+        "span",
         "tokens",
         "trusted_until",
         "watch_number",
@@ -103,6 +113,7 @@ class Lease:
         self.owner = attempt.owner
         self.holder = attempt.holder
         self.sender = attempt.sender
+        self.span = attempt.span
         self.caller: ref[Caller] | None = attempt.caller  # renewals stop when it ends
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
@@ -110,7 +121,7 @@ class Lease:
         self.capped = False
         self.on_end: Callable[[Lease, str], None] | None = None
         self.watch_number = 0  # set by the watchdog
-        self.acquired_at = since
+        self.since = since  # on this process's clock, before the request was sent
         self.trusted_until = since + trust_in(ttl)
         self.asked_until = 0.0  # beyond the trust; see Watchdog.asks
         # Monotonic time of the next renewal; None: no renewals.
@@ -120,6 +131,7 @@ class Lease:
         self._ended = ""  # how it ended, as a text
         self._released = False  # True: a release was sent, and may have been carried out
         self.finished = False
+        self._told_end = False
         self._pid = os.getpid()
 
     @property
@@ -145,6 +157,15 @@ class Lease:
     def remaining(self) -> float:
         """Seconds for which the lease is trusted unless renewed; 0 if it is not held."""
         return max(0.0, self.trusted_until - self.lock.clock()) if self.held else 0.0
+
+    @property
+    def acquired_at(self) -> float:
+        """
+        UNIX time just before the lock was asked for, by this machine's clock.
+
+        ``datetime.fromtimestamp(lease.acquired_at)`` shows it to people.
+        """
+        return wall_time(self.since, self.lock.clock)
 
     @property
     def why_ended(self) -> str:
@@ -238,7 +259,7 @@ class Lease:
             return True
         lock.keeper.unwatch(self)
         if not self._ended:
-            self.lose("the server no longer has it: expired, taken or deleted")
+            self.lose(f"the server no longer has it: {GONE}")
             self.report_lost()
         return False
 
@@ -264,6 +285,8 @@ class Lease:
             if self.on_end is not None:
                 self.on_end(self, action)
         finally:
+            self._count(LOST, "gone" if self._ended.endswith(GONE) else "expired")
+            self._tell_end("lost", reason=self._ended)
             signals.lock_lost.send(sender=self.sender, lease=self, reason=self._ended)
 
     def report_capped(self) -> None:
@@ -282,11 +305,15 @@ class Lease:
             if self.on_end is not None:
                 self.on_end(self, action)
         finally:
+            self._count(CAPPED)
+            if self.span is not None:
+                self.span.event("capped", key=self.key, renewals=self.renewals)
             signals.lock_capped.send(sender=self.sender, lease=self)
 
     def report_abandoned(self) -> None:
         """Log that the thread or greenlet that took the lease has ended without releasing it."""
         self._ended = "the thread or greenlet that took it has ended"
+        self._tell_end("abandoned")
         logger.warning(
             "Lock %r of %s is renewed no more and ends in %.1f s: the thread or greenlet "
             "that took it ended without releasing it.",
@@ -319,9 +346,10 @@ class Lease:
             if self.capped:  # the cap was reported before
                 self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
             else:
-                self.lose("it was gone when it was released: expired, taken or deleted")
+                self.lose(f"it was gone when it was released: {GONE}")
                 self.report_lost()
         self.finished = True
+        self._tell_end("released", expiring=False)
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
 
@@ -341,10 +369,26 @@ class Lease:
             if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
                 renewed = self.lock.clock()  # at the latest, by the main process
             expiry = renewed + self.lock.timeout
-            self._finish(max(at_least, expiry - self.acquired_at), ticket, settles)
+            self._finish(max(at_least, expiry - self.since), ticket, settles)
         self.finished = True
+        self._tell_end("released", expiring=True)
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
+
+    def _count(self, what: str, outcome: str = "", value: float = 1) -> None:
+        counters = self.lock.keeper.counters
+        if counters is not None:
+            counters.add(what, self.holder, outcome, value)
+
+    def _tell_end(self, end: str, **about: str | bool) -> None:
+        """Count for how long the lease was held, and tell its span how it has ended; once."""
+        if self._told_end or (self.lock.keeper.counters is None and self.span is None):
+            return
+        self._told_end = True
+        held = self.lock.clock() - self.since
+        self._count(HELD, value=held)
+        if self.span is not None:
+            self.span.event("lost" if self.lost else end, key=self.key, held=held, **about)
 
     def _stop(self, end: str) -> None:
         self.lock.keeper.unwatch(self)

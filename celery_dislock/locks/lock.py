@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
-from celery_dislock.locks.attempt import Attempt, Conflict, in_words
+from celery_dislock.locks.attempt import WAITED, Attempt, Conflict, in_words
 from celery_dislock.locks.callers import current_caller
+from celery_dislock.locks.counting import ACQUIRED, WAIT
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
 
@@ -51,6 +52,7 @@ class Lock:
         timeout: Seconds after which a lease expires unless it is renewed.
         trust: Seconds for which a lease is trusted, counted from before the request was sent.
         interval: Seconds between two renewals; None if the lease is not renewed.
+        limit: Maximum number of exclusive leases at a time; or one for each key.
     """
 
     __slots__ = (
@@ -58,6 +60,7 @@ class Lock:
         "interval",
         "keeper",
         "keys",
+        "limit",
         "names",
         "options",
         "pause",
@@ -87,6 +90,7 @@ class Lock:
         fixed = options.lock_expire is not None
         self.interval = None if fixed else self.timeout / RENEWALS_PER_TIMEOUT
         self.trust = trust_in(self.timeout)
+        self.limit: int | Sequence[int] = options.lock_limit or 1
 
     @property
     def key(self) -> str:
@@ -111,6 +115,7 @@ class Lock:
         """
         try:
             asked_at = self.clock()
+            attempt.asks(asked_at)
             answer = self._ask(attempt, place=0.0, fair=fair)
             if isinstance(answer, Granted):
                 attempt.has_begun = True
@@ -151,7 +156,9 @@ class Lock:
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
         current_caller().refuse_to_wait(self)
-        give_up_at = math.inf if timeout is None else self.clock() + timeout
+        begun = self.clock()
+        attempt.asks(begun)
+        give_up_at = math.inf if timeout is None else begun + timeout
         asked = False
         unheard = 0
         try:
@@ -162,6 +169,7 @@ class Lock:
                 if isinstance(answer, Granted):
                     attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
+                attempt.how = WAITED
                 left = give_up_at - self.clock()
                 if left <= 0:
                     self.abandon(attempt)
@@ -194,7 +202,7 @@ class Lock:
             self.timeout,
             attempt.holder_json,
             mode=self.options.lock_mode,
-            limit=self.options.lock_limit or 1,
+            limit=self.limit,
             place=place,
             fair=fair,
             reservation=attempt.reservation,
@@ -230,7 +238,14 @@ class Lock:
 
     def conflict(self, refused: Refused) -> Conflict:
         """Make the conflict of a refusal, with the key that was refused."""
-        return Conflict(self.keys[refused.nth], refused.holder, refused.remaining, refused.place)
+        return Conflict(
+            self.keys[refused.nth],
+            refused.holder,
+            refused.remaining,
+            refused.place,
+            refused.held_for,
+            refused.renewed,
+        )
 
     def keep(self, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float) -> Lease:
         """
@@ -251,8 +266,24 @@ class Lock:
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         lease = attempt.lease = Lease(self, attempt, tokens, since, ttl)
         self.keeper.watch(lease)
+        if self.keeper.counters is not None or attempt.span is not None:
+            self._tell_of(attempt, lease)
         signals.lock_acquired.send(sender=attempt.sender, lease=lease)
         return lease
+
+    def _tell_of(self, attempt: Attempt, lease: Lease) -> None:
+        """Count the acquisition, and tell its span."""
+        since = lease.since if attempt.asked_at is None else attempt.asked_at
+        waited = attempt.waited + self.clock() - since
+        counters = self.keeper.counters
+        if counters is not None:
+            counters.add(ACQUIRED, attempt.holder, attempt.how)
+            counters.add(WAIT, attempt.holder, value=waited)
+        if attempt.span is not None:
+            attempt.span.note(
+                key=self.key, outcome=attempt.how, wait=waited, token=lease.token, owner=lease.owner
+            )
+            attempt.span.event("acquired", key=self.key, wait=waited, token=lease.token)
 
     def interrupted(self, attempt: Attempt) -> None:
         """

@@ -33,6 +33,14 @@ def reentrant_lock() -> Any:
     return _original("_thread", "RLock")()
 
 
+def mutex() -> Any:
+    """Return a lock that also excludes threads of the operating system beside greenlets.
+
+    A greenlet must not yield while it has the lock, unless nobody waits for it.
+    """
+    return _original("_thread", "allocate_lock")()
+
+
 class Bell:
     """Wakes the one thread that waits; a ring that comes before is kept."""
 

@@ -27,6 +27,7 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks.attempt import Attempt, Conflict, in_words, to_json
 from celery_dislock.locks.callers import Held, check_terms, current_caller
+from celery_dislock.locks.counting import CONFLICT
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
@@ -290,7 +291,8 @@ class ReentrantLock:
                 return held
             held.leave(entry)  # the last release was interrupted
         thread = threading.current_thread()
-        me = _described(process.host, process.pid, threading.get_ident(), thread.name)
+        renewed = None if lock.interval is None else lock.timeout
+        me = _described(process.host, process.pid, threading.get_ident(), thread.name, renewed)
         attempt = Attempt(
             process.owner_name(me.start), me.holder, self, weakref.ref(caller), me.holder_json
         )
@@ -300,6 +302,8 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(attempt, fair=self._fair)
             if isinstance(answer, Conflict):
+                if lock.keeper.counters is not None:
+                    lock.keeper.counters.add(CONFLICT, attempt.holder, "refused")
                 return answer
             held = Held(lock, attempt, answer, runtime=self._runtime)
             held.entries[entry] = None
@@ -382,7 +386,7 @@ if not TYPE_CHECKING:
 
 
 class Described(NamedTuple):
-    """What all leases of one thread have in common."""
+    """What all leases of one thread with the same timeout have in common."""
 
     start: str  # of the owners' names
     holder: Mapping[str, Any]
@@ -390,8 +394,10 @@ class Described(NamedTuple):
 
 
 @lru_cache(THREADS)
-def _described(host: str, pid: int, ident: int, thread: str) -> Described:
-    holder = {"thread": thread, "worker": host, "pid": pid}
+def _described(host: str, pid: int, ident: int, thread: str, timeout: float | None) -> Described:
+    holder: dict[str, Any] = {"thread": thread, "worker": host, "pid": pid}
+    if timeout is not None:
+        holder["timeout"] = timeout
     return Described(f"{host}:{pid}:{ident}/", holder, to_json(holder))
 
 

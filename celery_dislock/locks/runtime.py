@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from celery_dislock.config.server import lock_server
 from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.locks.counting import Counters
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.running import is_pool_process
@@ -52,6 +53,7 @@ class Runtime(Generic[P]):
 
     Attributes:
         resolved: Options of locks in plain Python that were resolved before.
+        for_python: Whether somebody made a ``Dislock`` for plain Python.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Runtime(Generic[P]):
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
         self.resolved = ResolvedOptions()
+        self.for_python = False
 
     @property
     def conf(self) -> Mapping[str, Any]:
@@ -125,6 +128,9 @@ class Process:
         settings: The checked settings of the app.
         home: See :class:`celery_dislock.servers.store.Store`.
         hand_over: See :class:`celery_dislock.servers.store.Store`.
+
+    Attributes:
+        counters: What this process counts; None without ``dislock_metrics``.
     """
 
     def __init__(
@@ -147,31 +153,44 @@ class Process:
         self._new_store = partial(Store, url)
         self._options = options
         self.store = Store(url, options, home=home, hand_over=hand_over)
+        self._nonce = token_hex(4)  # process ids and thread ids are reused
+        self.counters: Counters | None = None
+        if settings.dislock_metrics:
+            name = f"{self.host}:{self.pid}/{self._nonce}"
+            self.counters = Counters(
+                settings.dislock_prefix, name, lambda: self.quick_store.lock_server
+            )
         self.watchdog = Watchdog(
             Store(url, options) if self._patched else self.store,
             beside_greenlets=bool(self._patched),
             asks=settings.dislock_renew_for_stalled and is_pool_process(),
+            counters=self.counters,
         )
         self._warned = False
         self._away = False
         self._damaged: set[str] = set()
-        self._nonce = token_hex(4)  # process ids and thread ids are reused
         self._counter = count(1)
 
     @cached_property
     def quick_store(self) -> Store:
         """A store that gives up within a second, for callers that can go on without it."""
-        given = (self._options.get(name) or QUICK for name in TIMEOUTS)
-        short = {name: min(QUICK, seconds) for name, seconds in zip(TIMEOUTS, given, strict=True)}
+        return self.store_within(QUICK)
+
+    def store_within(self, most: float) -> Store:
+        """Make a store that waits for each reply for *most* seconds, or as the settings say."""
+        given = (self._options.get(name) or most for name in TIMEOUTS)
+        short = {name: min(most, seconds) for name, seconds in zip(TIMEOUTS, given, strict=True)}
         return self._new_store({**self._options, **short})
 
     def close(self) -> None:
         """Stop the watchdog, and close the connections that are not in use."""
+        watched = len(self.watchdog)
+        self.watchdog.stop()
+        if self.counters is not None:
+            self.counters.close()
         quick = self.__dict__.pop("quick_store", None)
         if quick is not None:
             quick.close()
-        watched = len(self.watchdog)
-        self.watchdog.stop()
         self.store.close()
         if watched:
             logger.warning(

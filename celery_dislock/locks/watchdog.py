@@ -22,13 +22,21 @@ then renews its leases.  So if the trust in a lease has ended while this process
 loop asks the server before it calls the lease lost.  A renewal succeeds only if the lease has never
 expired, and then nobody else was let in.
 
+If the process counts for metrics, the loop also sends the counts, some seconds after the first; see
+:mod:`celery_dislock.locks.counting`.
+
 Beside greenlets the loop runs in a thread of the operating system, with a store of its own, and
 what it has to report is reported in the thread of the hub; see :mod:`celery_dislock.locks.native`.
+
+A pool process shows its figures to the worker's main process.  The loop does that, not the task:
+at most once in SHOW_EVERY, and only if something has changed.  A lease that comes while nothing is
+watched wakes the loop for it; those that follow within SHOW_EVERY do not.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from contextlib import suppress
 from functools import partial
@@ -38,11 +46,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.counting import EVERY, RENEWED
+from celery_dislock.locks.figures import Counts, written
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
+from celery_dislock.scripts import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
 
+    from celery_dislock.locks.counting import Counters
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.store import Store
@@ -57,6 +70,8 @@ WAITS = 4  # for a server that is away: to connect, for two replies, and for the
 STALL_LEAST = 0.25  # seconds by which the loop is late if its process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
+SHOW_EVERY = 1.0  # seconds between two showings of the figures, at least
+FOREVER = float("inf")
 DEAD_ENTRIES = 1000  # number of stale heap entries above which a clean-up is worth its cost
 
 logger = logging.getLogger("celery_dislock")
@@ -89,10 +104,15 @@ class Watchdog:
         beside_greenlets: The store belongs to the loop alone, and reports are made in a greenlet.
         asks: Ask the server about a lease in which the trust has ended while this process was
             stalled, because another process may have renewed it.
+        counters: What this process counts, which the loop sends to the server; None: nothing.
 
     Attributes:
         errors: Unexpected exceptions that the loop has survived.
+        counts: What the loop has counted.
+        show: Called by the loop with the figures when they have changed; it must not block for
+            long.  None: nobody wants them.
         asks: The argument of that name.
+        counters: The argument of that name.
     """
 
     def __init__(
@@ -103,9 +123,15 @@ class Watchdog:
         threaded: bool = True,
         beside_greenlets: bool = False,
         asks: bool = False,
+        counters: Counters | None = None,
     ) -> None:
         self.errors = 0
+        self.counts = Counts()
+        self.show: Callable[[Mapping[str, Any]], None] | None = None
         self.asks = asks
+        self.counters = counters
+        self._flush_at = FOREVER
+        self._unsent = False  # and that was reported
         self._store = store
         self._clock = clock
         self._threaded = threaded
@@ -127,6 +153,10 @@ class Watchdog:
         self._over: dict[str, Over] = {}  # by owner
         self._clear_at = 0.0
         self._failures = 0  # in a row
+        if counters is not None:
+            counters.wake = self._expect_counts
+        self._shown: object = None  # the state that the shown figures describe
+        self._shown_at = 0.0
 
     def __len__(self) -> int:
         """Return the number of watched leases."""
@@ -183,6 +213,29 @@ class Watchdog:
     def cleared(self, owner: str) -> None:
         """Forget an owner that no longer holds or waits for a lock."""
         self._over.pop(owner, None)
+
+    def _expect_counts(self) -> None:
+        """Send what was counted soon; does not block."""
+        self._flush_at = when = min(self._flush_at, self._clock() + EVERY)
+        if when < self._wakes_at:
+            self._bell.ring()
+        self._ensure_running()
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of this process; see :mod:`celery_dislock.locks.figures`."""
+        with self._mutex:
+            leases = self._watched.copy()
+        return written(os.getpid(), leases, self.counts, self.errors)
+
+    def show_figures(self) -> None:
+        """Show the figures now, if somebody wants them."""
+        if self.show is not None:
+            self._shown, self._shown_at = self._state(), self._clock()
+            self.show(self.figures())
+
+    def _state(self) -> tuple[int, ...]:
+        """Return numbers that change whenever the figures do."""
+        return (self._latest, len(self._watched), self.errors, self.counts.failures)
 
     def start(self) -> None:
         """Start the loop, unless it runs."""
@@ -246,6 +299,8 @@ class Watchdog:
                 self._renew(batch)
         if self._over and self._clear_at <= self._clock():
             self._clear()
+        if self._flush_at <= self._clock():
+            self._flush()
         with self._mutex:
             return self._idle_for()
 
@@ -283,16 +338,34 @@ class Watchdog:
         self._ran_until = self._clock()
         if self._due:
             return 0.0
-        if not self._timers and not self._over:
-            self._wakes_at = float("inf")
-            return None
         # The first entry may be stale, and then the loop wakes up once for nothing.  Skipping stale
         # entries would cost more: each of many short leases in a row would have to wake the loop.
-        self._wakes_at = self._timers[0].when if self._timers else self._clear_at
+        until = self._timers[0].when if self._timers else FOREVER
         if self._over:
-            self._wakes_at = min(self._wakes_at, self._clear_at)
-        self._ran_until = max(self._ran_until, self._wakes_at)
-        return max(0.0, self._wakes_at - self._clock())
+            until = min(until, self._clear_at)
+        until = min(until, self._flush_at)
+        self._wakes_at = until
+        if self.show is not None:
+            shows_at = self._shows_at()
+            # Nothing is watched, and that is shown: the next lease wakes the loop.
+            self._wakes_at = min(until, shows_at) if shows_at < FOREVER else FOREVER
+            until = min(until, shows_at)
+        if until == FOREVER:
+            return None
+        self._ran_until = max(self._ran_until, until)
+        return max(0.0, until - self._clock())
+
+    def _shows_at(self) -> float:
+        again_at = self._shown_at + SHOW_EVERY
+        if self._shown != self._state() or self._clock() < again_at:
+            return again_at
+        # The end of a lease does not wake the loop.
+        return self._clock() + SHOW_EVERY if self._watched else FOREVER
+
+    def _show_changes(self) -> None:
+        due = self._shown_at + SHOW_EVERY
+        if self.show is not None and self._shown != self._state() and self._clock() >= due:
+            self.show_figures()
 
     def _clear(self) -> None:
         """Release leases and places of interrupted attempts, one batch in one round trip."""
@@ -307,6 +380,36 @@ class Watchdog:
                 self._survive("releasing interrupted attempts", exc)
         for owner, _ in over:
             self.cleared(owner)
+
+    def _flush(self) -> None:
+        """Send what was counted, unless leases have to be renewed first."""
+        self._flush_at = FOREVER  # before: what is counted from now on may set it
+        if self.counters is None:
+            return
+        if self._failures:  # the server is away, and the time is needed for renewals
+            self._flush_at = self._clock() + EVERY
+            return
+        within = WITHIN_MOST / 2
+        server = self._store.lock_server
+        began = self._ran_until = self._clock()
+        again: float | None = EVERY
+        try:
+            again = self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=within))
+        except SURVIVED as exc:
+            self._survive("sending counts", exc)
+        now = self._clock()
+        if now > began + WAITS * within + STALL_LEAST:
+            with self._mutex:
+                self._notice_stall(now)
+        self._report_unsent(self.counters.error)
+        if again is not None:
+            self._flush_at = min(self._flush_at, now + again)
+
+    def _report_unsent(self, error: StoreError | None) -> None:
+        if error is not None and not self._unsent:
+            told = "Counts for metrics cannot be sent, and are kept until they can: %s"
+            self._report(logger.warning, told, error)
+        self._unsent = error is not None
 
     def _renew(self, batch: list[Entry]) -> None:
         sent_at = self._ran_until = self._clock()
@@ -323,7 +426,9 @@ class Watchdog:
         except SURVIVED as exc:
             answers = [StoreError("?", repr(exc))] * len(batch)
             self._survive("renewing leases", exc)
-        self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
+        errors = [answer for answer in answers if isinstance(answer, StoreError)]
+        self.counts.failures += len(errors)
+        self._report_outage(errors)
         self._heard(batch, answers, sent_at, until=sent_at + WAITS * within + STALL_LEAST)
 
     def _heard(
@@ -348,6 +453,7 @@ class Watchdog:
                 if not _valid(entry):
                     continue
                 if answer is True:
+                    self.counts.renewed(lease, sent_at)
                     lease.extend(sent_at)
                     self._schedule(lease)
                     renewed.append(lease)
@@ -357,11 +463,17 @@ class Watchdog:
                     lost.append(lease)
                 else:
                     self._retry(lease)
+        self._tell_renewed(renewed)
+        for lease in lost:
+            self._report(lease.report_lost)
+
+    def _tell_renewed(self, renewed: list[Lease]) -> None:
+        if self.counters is not None:
+            for lease in renewed:
+                self.counters.add(RENEWED, lease.holder, tells=self._tell is at_once)
         if signals.lock_renewed.receivers:
             for lease in renewed:
                 self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
-        for lease in lost:
-            self._report(lease.report_lost)
 
     def _keep(self, reservations: list[Reservation], until: float) -> None:
         """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
@@ -392,6 +504,7 @@ class Watchdog:
         if errors:
             self._failures += 1
             if self._failures == 1:
+                self.counts.outages += 1
                 told = "Cannot renew %d lock(s), trying again: %s"
                 self._report(logger.warning, told, len(errors), errors[0])
         elif self._failures:
@@ -417,6 +530,7 @@ class Watchdog:
         while self._loop is loop:
             try:
                 idle = self.tick()
+                self._show_changes()
                 if idle != 0.0:
                     with self._mutex:
                         idle = self._idle_for()  # a lease may have been added since

@@ -35,6 +35,8 @@ SENT_HEADER = "dislock_sent"  # when a task was sent that may be replaced in lin
 UNIQUE_HEADER = "dislock_unique"  # where its key is reserved, and lock_unique_until; not a note
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 
+SINCE_HEADER = "dislock_since"  # when it first asked for its lock in vain: UNIX time, for metrics
+
 PUT_OFF_MOST_TIMES = 10**6  # the count stops here
 UNTIL_MOST = 10.0**11  # UNIX time, about the year 5138
 OWNER_MOST = 400  # characters after the task's id: worker, process and count
@@ -57,6 +59,8 @@ class Notes:
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn.
         replaced: Why the task lost its place in line.
+        since: UNIX time at which the task first asked for its lock in vain; None if nobody
+            measures it.
     """
 
     put_off: int = 0
@@ -65,6 +69,7 @@ class Notes:
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
     replaced: str | None = None
+    since: float | None = None
 
     @classmethod
     def of(cls, request: Context, prefix: str) -> Notes:
@@ -106,6 +111,7 @@ class Notes:
             GIVEN_UP_HEADER: self.given_up,
             TICKET_HEADER: list(self.parked or ()),
             REPLACED_HEADER: self.replaced,
+            SINCE_HEADER: self.since,
         }
         return {header: note for header, note in noted.items() if note}
 
@@ -195,8 +201,13 @@ def _ticket(given: Any, task_id: str, prefix: str) -> tuple[str, str] | None:
 
 
 def _reason(given: Any, _task_id: str, _prefix: str) -> str | None:
+    return readable_reason(given)
+
+
+def readable_reason(given: object) -> str | None:
+    """Return a reason from a message if it can be shown; else None."""
     is_text = isinstance(given, str) and 0 < len(given) <= REASON_MOST and given.isprintable()
-    return given if is_text else None
+    return str(given) if is_text else None
 
 
 # For each header, the attribute of Notes and the function that reads the header.  The function gets
@@ -209,4 +220,5 @@ READERS: dict[str, tuple[str, Callable[[Any, str, str], Any]]] = {
     GIVEN_UP_HEADER: ("given_up", _owners),
     TICKET_HEADER: ("parked", _ticket),
     REPLACED_HEADER: ("replaced", _reason),
+    SINCE_HEADER: ("since", _time),
 }

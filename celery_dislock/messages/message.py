@@ -16,9 +16,10 @@ from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from celery.app.task import Context
     from celery.worker.request import Request
@@ -34,6 +35,18 @@ DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects c
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
+class TaskSkipped(Ignore):  # type: ignore[misc]
+    """Ends a delivery whose task does not run, and whose result is REVOKED.
+
+    Attributes:
+        why: Why it does not run.
+    """
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 class TaskParked(Ignore):  # type: ignore[misc]
     """Ends a delivery whose task was parked.
 
@@ -41,16 +54,23 @@ class TaskParked(Ignore):  # type: ignore[misc]
         key: The key of the lock.
         place: Place in line, counted from 1.
         holder: Description of the lock's holder.
+        held_for: Seconds since the holder took the lock; None if that is not known.
+        replaced: Why tasks end whose place in line it took, by their ids.
     """
 
-    def __init__(self, key: str, place: int, holder: str) -> None:
-        super().__init__(key, place, holder)
+    def __init__(self, key: str, place: int, holder: str, held_for: float | None = None) -> None:
+        super().__init__(key, place, holder, *(() if held_for is None else (held_for,)))
         self.key = key
         self.place = place
         self.holder = holder
+        self.held_for = held_for
+        self.replaced: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        return f"parked: place {self.place} in line for lock {self.key!r}, held by {self.holder}"
+        return (
+            f"parked: place {self.place} in line for lock {self.key!r}, "
+            f"held by {self.holder}{so_far(self.held_for)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from celery.exceptions import Ignore
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
+from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict, in_words
+from celery_dislock.messages.headers import SINCE_HEADER
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
@@ -98,6 +100,8 @@ class Parking:
         message = Message.of(self._delivery.request)
         if message is None:
             return None
+        if self._delivery.notes.since is not None:
+            message.headers[SINCE_HEADER] = self._delivery.notes.since
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
         self._lines.enlist(self._delivery.lock.names[0])
@@ -127,6 +131,7 @@ class Parking:
         ticket = Ticket(delivery.ticket, owners_start(delivery.id), bool(came_from), message)
         with self._process.log_order.parking(ticket.name):
             asked_at = lock.clock()
+            attempt.asks(asked_at)
             answer = self._lines.park(
                 lock.names[0],
                 attempt.owner,
@@ -134,21 +139,24 @@ class Parking:
                 attempt.holder_json,
                 ticket,
                 mode=lock.options.lock_mode,
-                limit=lock.options.lock_limit or 1,
+                limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
                 bounds=bounds,
                 reservation=attempt.reservation,
             )
             if isinstance(answer, Parked):
-                parked = TaskParked(lock.key, answer.place, in_words(answer.conflict.holder))
+                holder = in_words(answer.conflict.holder)
+                parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
                 delivery.told(parked, f"{parked}.")
         if isinstance(answer, Parked):
-            self._process.tell_replaced(lock.names[0], answer.replaced)
+            parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
             acknowledge_unrun(delivery)
         if isinstance(answer, Granted):
             attempt.has_begun = True
             delivery.was_parked = answer.claimed
+            if answer.claimed:
+                attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
 

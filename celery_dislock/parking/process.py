@@ -53,10 +53,16 @@ class ParkingProcess(Process):
         if self._publisher is not None:
             self._publisher.hand_over(self.lines, turns)
 
-    def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> None:
-        """End tasks that were replaced by newer ones in the line of this lock."""
-        if replaced and self._publisher is not None:
-            self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order)
+    def tell_replaced(self, lock: str, replaced: Mapping[str, bytes]) -> Mapping[str, str]:
+        """
+        End tasks that were replaced by newer ones in the line of this lock.
+
+        Returns:
+            Why they end, by task id.  The caller tells it in an event.
+        """
+        if not replaced or self._publisher is None:
+            return {}
+        return self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order) or {}
 
     def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
         """Set aside parked tasks of this lock that have a result but do not claim their turns."""

@@ -22,7 +22,7 @@ from kombu.utils.url import url_to_parts
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of, task_name
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
 from celery_dislock.messages.message import Message
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import withdraw
@@ -129,22 +129,27 @@ class Publisher:
 
     def tell_replaced(
         self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
-    ) -> None:
+    ) -> dict[str, str]:
         """
         End tasks that were replaced by newer ones in their line, with the result REVOKED.
 
-        Several processes may end the same task at the same moment.  The process that removes its
-        ticket logs it.
+        A message may say why itself: an operator has dropped it.  Several processes may end the
+        same task at the same moment.  The process that removes its ticket logs it.
+
+        Returns:
+            Why they end, by task id: those that were logged here.
         """
         key = key_of(lock)
+        newer = f"a newer task took its place in line for lock {key!r}"
+        ended: dict[str, str] = {}
         for ticket, written in replaced.items():
-            reason = f"a newer task took its place in line for lock {key!r}"
             try:
                 message = Message.from_bytes(written)
             except ValueError as exc:
                 self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
                 continue
             try:
+                reason = readable_reason(message.headers.get(REPLACED_HEADER)) or newer
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
@@ -153,12 +158,14 @@ class Publisher:
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
                     line = f"Task {message} skipped: {reason}. It does not run."
                     order.write(ticket, partial(logger.info, "%s", line))
+                    ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(
                     "Task %s lost its place in line for lock %r; its result will say so when the "
                     "sweep has tried again: %s",
                     *(message, key, reason_of(exc)),
                 )
+        return ended
 
     def end_unclaimed(self, lines: Lines, lock: str, tickets: Sequence[str]) -> None:
         """Set aside parked tasks that do not claim their turns and whose results say they ended.

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.scripts import (
     DELIST,
+    DROP,
     ENLIST,
     FULL,
     GIVE_BACK,
     GRANTED,
     LEAVE,
+    LIMIT,
     LINES,
     PARK,
     PARK_UNIQUE,
@@ -48,11 +50,14 @@ from celery_dislock.servers.replies import (
 from celery_dislock.servers.server import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.servers.replies import Refused, Turn
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
+
+
+NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
 
 
 class Ticket(NamedTuple):
@@ -73,6 +78,13 @@ class Bounds(NamedTuple):
 
 
 UNBOUNDED = Bounds()
+
+
+class Dropped(NamedTuple):
+    """A parked task that was taken out of line, and is not to run."""
+
+    message: bytes  # empty: its record could not be read, and is set aside
+    ours: bool  # the caller tells its end; else a worker of the message's broker does, at a sweep
 
 
 class Lines:
@@ -152,11 +164,12 @@ class Lines:
             token, claimed = rest
             return Granted((int(token),), bool(claimed))
         if state == REFUSED:
-            *lease, place = rest
-            return refused(*lease, place=place)
+            remaining_ms, other, other_holder, place, *held_ms = rest
+            return refused(remaining_ms, other, other_holder, *held_ms, place=place)
         if state == PARKED:
-            place, *lease, replaced = rest
-            return Parked(place, refused(*lease), messages(replaced))
+            place, remaining_ms, other, other_holder, replaced, *held_ms = rest
+            conflict = refused(remaining_ms, other, other_holder, *held_ms)
+            return Parked(place, conflict, messages(replaced))
         if state == FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
@@ -217,6 +230,29 @@ class Lines:
         withdrawn, given = self._server.run(WITHDRAW, [lock], self._home, ticket, delivery)
         self._publish(given)
         return bool(withdrawn)
+
+    def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
+        """
+        Take a parked task out of line, or take its turn away; no copy of its message runs.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The task's ticket.
+            note: Why, as a member of a JSON object: a header's name and its text.
+
+        Returns:
+            What was dropped; None if the task is not in line: it runs, is done, or was dropped.
+
+        Raises:
+            StoreError: The server did not answer.  The task may be out of the line.
+        """
+        reply, resent = self._server.exchange(DROP, [lock], self._home, ticket, note)
+        state, given, *rest = reply
+        self._publish(given)
+        if rest:
+            message, ours = rest
+            return Dropped(message, bool(ours))
+        return Dropped(b"", ours=False) if state or resent else None
 
     def give_back(self, lock: str, ticket: str) -> None:
         """
@@ -295,6 +331,46 @@ class Lines:
         total, cursor, found = self._server.run(LINES, [self._names], cursor, count)
         names = {text(lock): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
         return total, cursor, names
+
+    def limit(
+        self, lock: str, limit: int | None, *, ttl: float = 0.0, note: str = ""
+    ) -> int | None:
+        """
+        Admit another number of leases than the code says, and hand the lock on if it admits more.
+
+        Args:
+            lock: Name of the lock in Redis.
+            limit: Number of exclusive leases, >= 0; 0 admits no shared lease either.  None: what
+                the code says holds again.
+            ttl: Seconds for which that lasts; 0: until it is taken back.
+            note: Text for people.
+
+        Returns:
+            The limit that was set until now; None if there was none.
+
+        Raises:
+            StoreError: The server did not answer.  The limit may have been set.
+        """
+        wanted = "" if limit is None else limit
+        before, given = self._server.run(LIMIT, [lock], wanted, milliseconds(ttl), note, self._home)
+        self._publish(given)
+        return int(before) if before else None
+
+    def names(self) -> Iterator[str]:
+        """
+        Yield the names of the locks that have, or recently had, parked tasks; read in pages.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        cursor = b"0"
+        told: set[str] = set()
+        while True:
+            _, cursor, page = self.page(cursor, NAMES_TOGETHER)
+            yield from (name for name in page if name not in told)
+            told.update(page)
+            if cursor == b"0":
+                return
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
         """

@@ -20,7 +20,7 @@ from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.parking.process import ParkingProcess
@@ -60,6 +60,9 @@ class Sweep:
         looks_first: Check that there are any lines before taking the lease.  If a worker's tasks do
             not park, there usually are none.
         clock: Monotonic clock, in seconds.
+
+    Attributes:
+        tell: Called with the tasks that were ended because others took their place: why, by id.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Sweep:
         self._holder = json.dumps({"task": "sweep", "worker": worker, "pid": process.pid})
         self._every = every
         self._looks_first = looks_first
+        self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
         self._cursor = FIRST
 
     def step(self) -> float:
@@ -120,7 +124,9 @@ class Sweep:
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
                 continue
-            process.tell_replaced(lock, swept.replaced)
+            replaced = process.tell_replaced(lock, swept.replaced)
+            if replaced:
+                self.tell(replaced)
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])

@@ -14,14 +14,16 @@ local function count_leases(lock)
   local found = redis.call('HGETALL', lock.name)
   for i = 1, #found, 2 do
     local owner, record = found[i], found[i + 1]
-    local expires, token, _, mode, holder = parse(record)
+    local expires, token, acquired, mode, holder = parse(record)
     lock.newest = math.max(lock.newest, token)
     if expires <= now then
       redis.call('HDEL', lock.name, owner)
     else
       lock.records[owner] = record
       lock[mode] = lock[mode] + 1
-      local lease = {owner = owner, expires = expires, token = token, holder = holder}
+      local lease = {
+        owner = owner, expires = expires, token = token, acquired = acquired, holder = holder,
+      }
       if ends_before(lease, lock.first) then lock.first = lease end
     end
   end
@@ -37,9 +39,24 @@ local function leases_of(lock, start)
   return found
 end
 
+-- What an operator has set: the limit, and a note; nothing if the code's limit holds.  See limit.lua.
+-- While the slot moves, a limit that cannot be seen is not heeded: the lock alone answers then.
+local function limit_set(lock)
+  if lock.set == nil then
+    local seen, found = pcall(redis.call, 'GET', lock.name .. LIMIT)
+    lock.set = seen and found or false
+    if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
+  end
+  if not lock.set then return nil end
+  local limit, note = string.match(lock.set, '^1 (%d+) %d+ (.*)$')
+  if not limit then error('dislock: a limit in it cannot be read', 0) end
+  return tonumber(limit), note
+end
+
 local function admits(lock, mode, limit)
   count_leases(lock)
-  if mode == 's' then return lock.x == 0 end
+  limit = limit_set(lock) or limit
+  if mode == 's' then return lock.x == 0 and limit > 0 end
   return lock.s == 0 and lock.x < limit
 end
 
@@ -61,7 +78,10 @@ local function grant(lock, owner, ttl_ms, mode, holder)
   return token
 end
 
--- Of the leases in the way, the one that ends first: remaining_ms, owner, holder, as a refusal has them.
+local NOT_KNOWN = -1  -- for how long a lock has been held
+
+-- Of the leases in the way, the one that ends first: remaining_ms, owner, holder, held_ms, as a refusal
+-- has them.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.
 local function in_the_way(lock)
   local first = count_leases(lock).first
@@ -70,7 +90,11 @@ local function in_the_way(lock)
       local lease = read(owner, record)
       if ends_before(lease, first) then first = lease end
     end
-    if not first then return RESERVED_MS, '', '{"parked":true}' end
+    if not first then
+      local limit, note = limit_set(lock)
+      local holder = limit == 0 and cjson.encode({paused = true, note = note}) or '{"parked":true}'
+      return RESERVED_MS, '', holder, NOT_KNOWN
+    end
   end
-  return first.expires - now, first.owner, first.holder
+  return first.expires - now, first.owner, first.holder, now - first.acquired
 end

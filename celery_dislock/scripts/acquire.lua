@@ -6,7 +6,7 @@
 -- ARGV[3]   holder     JSON, for messages and tools
 -- ARGV[4]   mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
 --                      s shared: admitted beside no exclusive lease
--- ARGV[5]   limit      integer > 0
+-- ARGV[5]   limit      integer > 0; of several locks also one for each: "3,1"
 -- ARGV[6]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
 -- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
@@ -15,8 +15,10 @@
 --
 -- Returns   {1, token, ...}                         granted, with the token of each lock: the leases
 --                                                   end in ttl_ms unless renewed
---           {0, remaining_ms, owner, holder, nth}   refused by the nth lock, counted from 0: of the
---                                                   leases in the way, the one that ends first
+--           {0, remaining_ms, owner, holder, nth, held_ms}
+--                                                   refused by the nth lock, counted from 0: of the
+--                                                   leases in the way, the one that ends first, and
+--                                                   for how long it has been held; -1: not known
 --
 -- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the
 -- lock that refused it, and keeps those before it meanwhile: all take them in the same order, so
@@ -34,13 +36,13 @@
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
-if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE) then
+if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. LIMIT) then
   return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
 end
 
 -- include: _join
 
-local limit, place_ms = tonumber(ARGV[5]), tonumber(ARGV[6])
+local limit, place_ms = tonumber(ARGV[5]), tonumber(ARGV[6])  -- nil: each lock has its own
 local passes_line = ARGV[7] == '0'
 local waits = place_ms > 0
 
@@ -50,20 +52,20 @@ local function refuse(name)
   if mode ~= 'x' or limit ~= 1 then return nil end
   local found = redis.call('HGETALL', name)
   if #found ~= 2 or found[1] == owner then return nil end
-  local expires, its_holder = string.match(found[2], '^1 (%d+) %d+ %d+ [xs] (.*)$')
+  local expires, acquired, its_holder = string.match(found[2], '^1 (%d+) %d+ (%d+) [xs] (.*)$')
   if not expires or tonumber(expires) <= now then return nil end
 
   local lock = {line = name .. LINE, places = name .. PLACES}
-  local seen, there = pcall(redis.call, 'EXISTS', lock.line, name .. NEVER)
-  if not seen then return nil end
+  local seen, there = pcall(redis.call, 'EXISTS', lock.line, name .. NEVER, name .. LIMIT)
+  if not seen or there > 1 then return nil end
   if there == 1 then
     local head = redis.call('ZRANGE', lock.line, 0, 0)[1]
-    local place = redis.call('HGET', lock.places, head)
+    local place = head and redis.call('HGET', lock.places, head)
     local deadline = place and string.match(place, '^1 (%d+) %d+ x 1 ')
     if not deadline or tonumber(deadline) <= now then return nil end
   end
   if waits then join_line(lock, owner, place_ms, ttl, mode, limit, holder) end
-  return {REFUSED, expires - now, found[1], its_holder, 0}
+  return {REFUSED, expires - now, found[1], its_holder, 0, now - acquired}
 end
 
 local refusal = refuse(KEYS[1])  -- of several, too: the asker has none then
@@ -73,9 +75,15 @@ if refusal then return refusal end
 -- include: _grant
 -- include: _line
 
+-- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
+-- anyway; if an operator admits more, the task would run twice at a time.
+local function copy_in(lock)
+  local task = limit_set(lock) and string.match(owner, '^[^@]*@')
+  return task and leases_of(lock, task)[1]
+end
+
 -- Returns the token, and whether its lease is a new one; nothing where the lock refuses.
-local function take(lock)
-  count_leases(lock)
+local function take(lock, limit)
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)
@@ -103,16 +111,24 @@ local function take(lock)
   end
 end
 
+local limits = {}
+for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) end
+
 local granted, new = {GRANTED}, {}
 for nth, key in ipairs(KEYS) do
-  local lock = open(key)
-  local token, is_new = take(lock)
+  local lock = count_leases(open(key))
+  local copy = not lease_of(lock, owner) and copy_in(lock)
+  local token, is_new
+  if not copy then token, is_new = take(lock, limits[nth] or limits[1]) end
   if not token then
     if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
-    local remaining, other, its_holder = in_the_way(lock)
-    return {REFUSED, remaining, other, its_holder, nth - 1}
+    if copy then
+      return {REFUSED, copy.expires - now, copy.owner, copy.holder, nth - 1, now - copy.acquired}
+    end
+    local remaining, other, its_holder, held = in_the_way(lock)
+    return {REFUSED, remaining, other, its_holder, nth - 1, held}
   end
   granted[nth + 1] = string.format('%.0f', token)
   if is_new then new[#new + 1] = lock end

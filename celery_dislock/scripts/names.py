@@ -42,3 +42,33 @@ def index_of_lines(prefix: str, home: str) -> str:
 def sweep_lock(prefix: str, home: str) -> str:
     """Name the lock under which one worker at a time sweeps the lines of one broker."""
     return f"{prefix}:sweep:{{{home}}}"
+
+
+def index_of_counts(prefix: str) -> str:
+    """Name the index of the workers that have counted something, for metrics."""
+    return f"{prefix}:metrics:{{counts}}"
+
+
+def counts_of(prefix: str, worker: str) -> str:
+    """Name the hash of what a worker has counted; in the slot of the index."""
+    return f"{index_of_counts(prefix)}:of:{worker}"
+
+
+def counted_by(prefix: str, worker: str, process: str) -> str:
+    """Name the string that keeps which counts of a process were added to those of a worker."""
+    return f"{index_of_counts(prefix)}:by:{process}:{worker}"
+
+
+_OF_A_LOCK = re.compile(
+    rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KINDS, key=len, reverse=True))})",
+    re.DOTALL,
+)
+
+
+def lock_in(redis_key: str) -> str | None:
+    """Return the name of the lock that a Redis key belongs to; None for keys of other things.
+
+    Keys of which a lock may have many are left out: they never come alone.
+    """
+    found = _OF_A_LOCK.fullmatch(redis_key)
+    return found[1] if found else None

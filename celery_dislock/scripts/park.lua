@@ -23,11 +23,13 @@
 -- Returns   {state, turns, ...}, where turns must be published: {lock, ticket, message, ...}
 --
 --   {1, turns, token, claimed}                   granted; claimed: 1 a parked task's turn   0 no ticket
---   {0, turns, remaining_ms, owner, holder, place}   refused: of the leases in the way, the one that
---                                                ends first; the place that it would have in line
---   {2, turns, place, remaining_ms, owner, holder, replaced}   parked; replaced: {ticket, message, ...}
+--   {0, turns, remaining_ms, owner, holder, place, held_ms}   refused: of the leases in the way, the one
+--                                                that ends first, and for how long it has been held; -1:
+--                                                not known; the place that it would have in line
+--   {2, turns, place, remaining_ms, owner, holder, replaced, held_ms}   parked; replaced: {ticket,
+--                                                message, ...}
 --   {3, turns}                                   this work is done: a mark says so, and nothing else does
---   {4, turns, waiting, remaining_ms, owner, holder}   the line is full
+--   {4, turns, waiting, remaining_ms, owner, holder, held_ms}   the line is full
 --
 -- A task that waits already keeps its place, and so does one that ran in a process that died.  Safe to
 -- send twice: the owner is given the same token, the ticket has the same place.
@@ -42,7 +44,7 @@ local ticket, marked = ARGV[7], ARGV[9] == '1'
 
 local name = KEYS[1]
 local has_nobody = not marked
-  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING)
+  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. LIMIT)
 
 if has_nobody and redis.call('EXISTS', keys_of_mark(name, ticket)) == 0 then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
@@ -59,6 +61,7 @@ end
 -- include: _join
 -- include: _line
 -- include: _parked
+-- include: _replaced
 
 local limit, same_task = tonumber(ARGV[5]), ARGV[8]
 local message = ARGV[10]
@@ -80,15 +83,16 @@ local function granted(token, claimed)
 end
 
 local function refused()
-  local remaining, other, its_holder = in_the_way(lock)
-  return {REFUSED, turns, remaining, other, its_holder, waiting() + 1}
+  local remaining, other, its_holder, held = in_the_way(lock)
+  return {REFUSED, turns, remaining, other, its_holder, waiting() + 1, held}
 end
 
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
-  local remaining, other, its_holder = in_the_way(lock)
+  local remaining, other, its_holder, held = in_the_way(lock)
   local replaced = message ~= '' and redis.call('HGETALL', lock.name .. REPLACED) or {}
-  return {PARKED, turns, rank and rank + 1 or waiting(), remaining, other, its_holder, replaced}
+  local place = rank and rank + 1 or waiting()
+  return {PARKED, turns, place, remaining, other, its_holder, replaced, held}
 end
 
 -- What is done.
@@ -118,13 +122,6 @@ local function was_sent_before(other)
   return mine and its and mine < its
 end
 
-local function replace(other, its_message)
-  redis.call('HSET', lock.name .. REPLACED, other, its_message)
-  keep(lock.name .. REPLACED)
-  forget(lock, other)
-  mark_done(lock, other, DONE_WITH_LOCK)
-end
-
 local NO_ROOM, ROOM, OLDEST = 0, 1, 2
 
 -- Make room in line for a record of this size, where that is wished.
@@ -146,7 +143,7 @@ local function make_room(size)
   local function take_out(other)
     local record = redis.call('HGET', lock.tickets, other)
     local parked = parse_ticket(record)
-    if parked then replace(other, parked.message) else set_aside(lock, other, record or '') end
+    if parked then replace(lock, other, parked.message) else set_aside(lock, other, record or '') end
   end
 
   if too_many_bytes() and too_big() then return NO_ROOM end
@@ -189,7 +186,9 @@ end
 -- It has claimed its turn before.  Unless its result is on its way, that process has died.
 local function ran_before(record)
   local joined, _, settles = parse_claim(record)
-  if settles > now then return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE} end
+  if settles > now then
+    return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE, NOT_KNOWN}
+  end
   if admits(lock, mode, limit) then return granted(claim(joined), 1) end
   if message == '' then return refused() end
   redis.call('HDEL', lock.running, ticket)
@@ -206,11 +205,11 @@ local function new()
   if message == '' then return refused() end
   local room = marked and ROOM or make_room(#message + 80)  -- with what is written before it
   if room == NO_ROOM then
-    local remaining, other, its_holder = in_the_way(lock)
-    return {FULL, turns, waiting(), remaining, other, its_holder}
+    local remaining, other, its_holder, held = in_the_way(lock)
+    return {FULL, turns, waiting(), remaining, other, its_holder, held}
   end
   if room == OLDEST then  -- it is parked, and replaced at once
-    replace(ticket, message)
+    replace(lock, ticket, message)
     return in_line()
   end
   return put_in_line(joins_at(lock), home, message)
@@ -229,7 +228,10 @@ if not (parked or ran) then
   end
 end
 local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
-if other then return {REFUSED, turns, other.expires - now, other.owner, other.holder, NO_PLACE} end
+if other then
+  local remaining, held = other.expires - now, now - other.acquired
+  return {REFUSED, turns, remaining, other.owner, other.holder, NO_PLACE, held}
+end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end

@@ -83,7 +83,8 @@ end
 
 if #KEYS == 1 then
   local lock = KEYS[1]
-  local seen, there = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED)
+  local seen, there =
+    pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED, lock .. LIMIT)
   if seen then
     if there == 0 then has_line = false end
     if ticket == '' and at_least_ms <= 0 then

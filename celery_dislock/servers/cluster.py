@@ -66,6 +66,7 @@ class Cluster:
     """
 
     keeps_lines = True
+    kind = "cluster"
 
     def __init__(
         self,
@@ -153,11 +154,21 @@ class Cluster:
         Raises:
             StoreError: No node answered with the slot map, or a slot is on no node.
         """
+        return [send for _, send in self.members()]
+
+    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+        """
+        Return the senders, each with the name of its node.
+
+        Raises:
+            StoreError: No node answered with the slot map, or a slot is on no node.
+        """
         if not self._slots or None in self._slots:
             self._find_slots()
             if None in self._slots:
                 raise self._uncovered(self._slots.index(None))
-        return [self._node(one).send for one in dict.fromkeys(self._slots) if one is not None]
+        nodes = [self._node(one) for one in dict.fromkeys(self._slots) if one is not None]
+        return [(node.name, node.send) for node in nodes]
 
     def asks(self, key: str) -> list[Command]:
         """See :meth:`celery_dislock.servers.node.Node.asks`."""

@@ -68,6 +68,9 @@ class Watching(Protocol):
     def close(self) -> None:
         """Close its own connections."""
 
+    def roll_call(self) -> list[tuple[str, str]]:
+        """Return who watches, and why each of them cannot tell the master; empty: it can."""
+
 
 class Node:
     """One Redis process, and the connections to it.
@@ -101,6 +104,7 @@ class Node:
         self._resends = resends
         self._min_replicas = min_replicas
         self._watched_by = watched_by
+        self.kind = "sentinel" if watched_by else "single"
         confirm = watched_by.confirm if watched_by else None
         self._wire = Wire(connect, confirm)
         self.batch = Batch(name, connect, confirm)
@@ -174,6 +178,10 @@ class Node:
         except NoScriptError as exc:
             raise self._error(exc) from None
 
+    def watchers(self) -> list[tuple[str, str]]:
+        """Return the Sentinels, and what is wrong with each; see :meth:`Sentinels.roll_call`."""
+        return self._watched_by.roll_call() if self._watched_by else []
+
     def asks(self, key: str) -> list[Command]:
         """Return each command that is sent outside scripts, in a form that changes nothing."""
         waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
@@ -182,6 +190,10 @@ class Node:
     def senders(self) -> list[Callable[..., Any]]:
         """Return a function for each server that has locks, which sends it a command: here one."""
         return [self.send]
+
+    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the senders, each with the name of its server: here one."""
+        return [(self.name, self.send)]
 
     def _exchange(
         self,

@@ -24,14 +24,28 @@ class Granted(NamedTuple):
     claimed: bool = False  # the task was parked, and this is its claim
 
 
-class Refused(NamedTuple):
-    """A lock was refused.  Described is the lease in the way that ends first."""
-
+class _InTheWay(NamedTuple):
     owner: str
     remaining: float  # seconds
     holder: Mapping[str, Any]
     nth: int = 0  # index of the lock that refused, among the locks asked for
     place: int = 0  # place in line, from 1, that the task would get if it were parked; 0: none
+
+
+class Refused(_InTheWay):
+    """
+    A lock was refused.  Described is the lease in the way that ends first.
+
+    Two refusals are equal whatever they say of the past, which is for messages only.
+
+    Attributes:
+        held_for: Seconds since the acquisition; None: not known.
+        renewed: Seconds since the last renewal, or the acquisition if there was none since; None:
+            not known, or the lease has a fixed expiry.
+    """
+
+    held_for: float | None = None
+    renewed: float | None = None
 
 
 class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock
@@ -144,11 +158,38 @@ def holder_of(written: bytes) -> Mapping[str, Any]:
 
 
 def refused(
-    remaining_ms: int, owner: bytes, holder: bytes, *, nth: int = 0, place: int = 0
+    remaining_ms: int,
+    owner: bytes,
+    holder: bytes,
+    held_ms: int = -1,
+    *,
+    nth: int = 0,
+    place: int = 0,
 ) -> Refused:
     """Parse a refusal of a script: the lease that is in the way."""
     who = text(owner).removeprefix("~")
-    return Refused(who, remaining_ms / 1000, holder_of(holder), nth, place)
+    answer = Refused(who, remaining_ms / 1000, holder_of(holder), nth, place)
+    if held_ms >= 0:  # less: not known, or the server's clock was set back
+        answer.held_for = held_ms / 1000
+        if not owner.startswith(b"~"):
+            answer.renewed = renewed_ago(answer.holder, answer.remaining, answer.held_for)
+    return answer
+
+
+def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) -> float | None:
+    """
+    Return the seconds since a lease was renewed, or taken if it was not renewed since.
+
+    A lease that was handed to a waiter ends earlier than after its timeout until it is renewed.
+
+    Returns:
+        None if the holder does not say for how long a renewal lasts: its lease is not renewed, or
+        its version did not write that.
+    """
+    timeout = holder.get("timeout")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        return None
+    return min(max(0.0, timeout - remaining), held_for)
 
 
 def turns(reply: Sequence[bytes]) -> list[Turn]:

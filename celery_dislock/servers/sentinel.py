@@ -187,6 +187,29 @@ class Sentinels:
         if (connection.host, connection.port) != named:
             raise NoMaster(f"the Sentinels call {_at(named)} the master now")
 
+    def roll_call(self) -> list[tuple[str, str]]:
+        """
+        Ask every Sentinel for the master; blocks for the timeout of each that is away.
+
+        Returns:
+            Of each Sentinel its address, and why its answer does not count; empty: it does.
+        """
+        with self._mutex:
+            return [
+                (_at(sentinel.address), self._why_not(sentinel)) for sentinel in self._sentinels
+            ]
+
+    def _why_not(self, sentinel: Asked) -> str:
+        try:
+            answer = sentinel.ask(self._master, self._timeout / len(self._sentinels), self._others)
+        except ResponseError as exc:
+            return reason_of(exc) if isinstance(exc, NoPermissionError) else "knows no such master"
+        except (RedisError, OSError) as exc:
+            return reason_of(exc)
+        if answer is None:
+            return "sees too few other Sentinels"
+        return "" if answer.address else "says that the master is down"
+
     def _confirmed(self) -> Address | None:
         """Return the master that was named last, if that answer still counts."""
         return self._named if self._clock() < self._holds_until else None

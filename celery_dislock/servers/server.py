@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
 
-__all__ = ["RESENDS", "SOCKET_TIMEOUT", "Server", "locks_pattern", "scan", "server_for"]
+__all__ = [
+    "RESENDS",
+    "SOCKET_TIMEOUT",
+    "Server",
+    "keys_pattern",
+    "locks_pattern",
+    "scan",
+    "server_for",
+]
 
 SCANNED = 500  # names that a server examines in one step of a scan
 
@@ -34,10 +42,12 @@ class Server(Protocol):
     Attributes:
         name: The URL without its password, for messages.
         keeps_lines: Whether the server can keep waiters and parked tasks in line.
+        kind: "single", "sentinel", "cluster" or "quorum".
     """
 
     name: str
     keeps_lines: bool
+    kind: str
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Group consecutive keys that one script can take together."""
@@ -55,6 +65,9 @@ class Server(Protocol):
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return a function for each server that has locks, which sends that server a command."""
+
+    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the senders, each with the name of its server, for messages."""
 
     def asks(self, key: str) -> Sequence[Command]:
         """Return each command that is sent outside scripts, in a form that changes nothing."""
@@ -111,8 +124,21 @@ def locks_pattern(prefix: str) -> str:
     Args:
         prefix: Any text, matched literally.
     """
-    escaped = re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
-    return f"{escaped}:{{*}}"
+    return f"{_escaped(prefix)}:{{*}}"
+
+
+def keys_pattern(prefix: str, pattern: str) -> str:
+    """Return the SCAN pattern that matches all keys in Redis of some locks.
+
+    Args:
+        prefix: Any text, matched literally.
+        pattern: Pattern of the locks' keys, as SCAN takes it.
+    """
+    return f"{_escaped(prefix)}:{{{pattern}}}*"
+
+
+def _escaped(prefix: str) -> str:
+    return re.sub(r"[\\*?\[\]]", r"\\\g<0>", prefix)
 
 
 def scan(send: Callable[..., Any], pattern: str) -> Iterator[list[str]]:

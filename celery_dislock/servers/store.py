@@ -11,6 +11,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
     ACQUIRE_UNIQUE,
+    FREE,
     GRANTED,
     HOLDERS,
     RECALL,
@@ -121,7 +122,7 @@ class Store:
         holder: str,
         *,
         mode: str = "exclusive",
-        limit: int = 1,
+        limit: int | Sequence[int] = 1,
         place: float = 0.0,
         fair: bool = True,
         reservation: Reservation | None = None,
@@ -136,7 +137,8 @@ class Store:
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
             mode: "exclusive" or "shared".
-            limit: Maximum number of leases of an exclusive lock at a time, > 0.
+            limit: Maximum number of leases of an exclusive lock at a time, > 0; or one for each of
+                the locks.
             place: Seconds for which a refused owner keeps its place in line at the lock that
                 refused it.  The owner also keeps the leases on the locks before that one.  It must
                 ask again before this time is over.  0: do not wait in line.
@@ -153,28 +155,29 @@ class Store:
             StoreError: The server did not answer.  The locks may have been taken: their leases end
                 with their expiry, or at once when the owner asks again.
         """
-        terms: tuple[str | int, ...] = (
-            milliseconds(ttl),
-            holder,
-            MODES[mode],
-            limit,
-            milliseconds(place),
-            int(fair),
-        )
         script = ACQUIRE
+        terms: tuple[str | int, ...] = (milliseconds(place), int(fair))
         if reservation is not None:
             script, terms = ACQUIRE_UNIQUE, (*terms, *reservation.terms)
         tokens: list[int] = []
         try:
             for together in self.lock_server.together(locks):
-                state, *answer = self.lock_server.run(script, together, owner, *terms)
+                limits: str | int
+                if isinstance(limit, int):
+                    limits = limit
+                else:
+                    limits = ",".join(map(str, limit[len(tokens) : len(tokens) + len(together)]))
+                state, *answer = self.lock_server.run(
+                    script, together, owner, milliseconds(ttl), holder, MODES[mode], limits, *terms
+                )
                 if state == REPLACED_BY:
                     raise Replaced(text(answer[0]))
                 if state != GRANTED:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
-                    remaining_ms, other, other_holder, nth = answer
-                    return refused(remaining_ms, other, other_holder, nth=len(tokens) + nth)
+                    remaining_ms, other, other_holder, nth, *held_ms = answer
+                    nth += len(tokens)
+                    return refused(remaining_ms, other, other_holder, *held_ms, nth=nth)
                 tokens += map(int, answer)
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
@@ -356,6 +359,32 @@ class Store:
         if error is not None:
             raise error
         return ended
+
+    def free(self, lock: str, owner: str, token: int) -> bool:
+        """
+        End one lease of any owner, and hand the lock to the next in line.
+
+        Its owner is not asked, and learns of it from its next renewal.  A turn that is freed sends
+        its parked task to the end of the line.
+
+        Args:
+            lock: Name of the lock in Redis.
+            owner: Owner of the lease.
+            token: Its fencing token.
+
+        Returns:
+            False if that lease had ended before; nothing was changed.  Also True if a reply was
+            lost: the command was sent again, and may have found its own work.
+
+        Raises:
+            StoreError: The server did not answer.  The lease may have ended.
+        """
+        reply, resent = self.lock_server.exchange(FREE, [lock], owner, token, self.home)
+        if isinstance(reply, list):
+            reply, told = reply
+            if self._hand_over is not None:
+                self._hand_over(turns(told))
+        return bool(reply) or resent
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.locks.counting import UNAVAILABLE
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.park import Parking, acknowledge_unrun, leave_old_line
@@ -112,6 +114,14 @@ class Acquisition:
         delivery, key = self.delivery, self.delivery.lock.key
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
+        counters, attempt = delivery.lock.keeper.counters, delivery.attempt
+        if counters is not None:
+            counters.add(UNAVAILABLE, attempt.holder, choice)
+            if delivery.notes.since is None:
+                delivery.notes.since = time.time()
+        if attempt.span is not None:
+            attempt.span.note(key=key, outcome="unavailable")
+            attempt.span.event("unavailable", key=key, reason=str(error))
         if choice == "run" and may_run:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return

@@ -23,9 +23,12 @@ from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import task_id_of_reserved, task_name
 from celery_dislock.locks.attempt import Conflict, in_words
+from celery_dislock.locks.counting import CONFLICT
+from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.replies import Full
+from celery_dislock.words import so_far
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,11 +67,26 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     delivery = asking.delivery
     signals.lock_conflict.send(sender=delivery.task, conflict=conflict, task_id=delivery.id)
     if is_a_copy(delivery, conflict):
+        _count(delivery, conflict, "copy")
         put_off_copy(delivery, conflict)
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):
         chosen = _ask(chosen, delivery.task, conflict)
+    _count(delivery, conflict, chosen)
     return STRATEGIES[chosen](asking, conflict)
+
+
+def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
+    """Count a conflict by what becomes of the task, and tell the task's span."""
+    attempt, counters = delivery.attempt, delivery.lock.keeper.counters
+    if counters is not None:
+        counters.add(CONFLICT, attempt.holder, outcome)
+        if delivery.notes.since is None:
+            delivery.notes.since = time.time()
+    if attempt.span is not None:
+        holder = in_words(conflict.holder)
+        attempt.span.note(key=conflict.key, outcome=outcome)
+        attempt.span.event("conflict", key=conflict.key, outcome=outcome, holder=holder)
 
 
 def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
@@ -79,9 +97,11 @@ def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
 def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
     """End a task without running it: store REVOKED with the reason, and raise Ignore."""
     delivery.end_reservation()
-    if not delivery.is_eager:
-        _end(delivery, TaskRevokedError(reason), states.REVOKED)
-    raise delivery.told(Ignore(reason), f"skipped: {reason}. It does not run.")
+    what = f"skipped: {reason}. It does not run."
+    if delivery.is_eager:
+        raise delivery.told(Ignore(reason), what)
+    _end(delivery, TaskRevokedError(reason), states.REVOKED)
+    raise delivery.told(TaskSkipped(reason), what)
 
 
 def end_replaced(delivery: Delivery, replaced: Replaced) -> NoReturn:
@@ -188,6 +208,7 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     """Put off a copy of a task that runs; raises Ignore, which leaves the result untouched."""
     reason = (
         f"another delivery of this task holds lock {conflict.key!r}: {in_words(conflict.holder)}"
+        f"{so_far(conflict.held_for, conflict.renewed)}"
     )
     # A turn that is claimed late may be given twice, which needs no warning.
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
-from celery_dislock.locks.attempt import Attempt, Conflict, current
+from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
+from celery_dislock.locks.tracing import current_span
 from celery_dislock.messages.delivery import Delivery, end_reservation
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
 
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
+
+WAIT_MOST = 31 * 86400.0  # seconds: no line is kept for longer, so a header that says so is forged
 
 logger = logging.getLogger("celery_dislock")
 
@@ -88,19 +92,18 @@ class Guard:
         declared = self.options.lock_key
         try:
             self._keys = [
-                key_builder(
-                    None if one is False else one, signature=_signature(task), task_name=name
-                )
-                for one in (declared if isinstance(declared, tuple) else [declared])
+                key_builder(one, signature=_signature(task), task_name=name)
+                for one in self.options.keys
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", declared, str(exc)) from exc
         self._looks_for_copies = (
             self.options.lock_mode == "shared"
-            or (self.options.lock_limit or 0) > 1
+            or self.options.admits_several
             or self.options.lock_dedupe_redelivered
         )
         self._locks = self.options.lock_limit is not None
+        self._limits = self.options.limits
         self.main_process_keeps = not self._locks or len(self._keys) > 1
         self._parks = self.options.parks and self._locks
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
@@ -114,7 +117,10 @@ class Guard:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        delivery = self._delivery(task, request, self._keys_of(args, kwargs))
+        built = [builder.key(args, kwargs) for builder in self._keys]
+        delivery = self._delivery(task, request, in_order(built))
+        if self._limits is not None:
+            delivery.lock.limit = limits_in_order(built, self._limits)
         previous = current.set(delivery.attempt)
         run = self._run if self._locks else self._run_without_lock
         try:
@@ -274,7 +280,7 @@ class Guard:
                 return
         except StoreError:
             return
-        held_for = delivery.lock.clock() - lease.acquired_at
+        held_for = delivery.lock.clock() - lease.since
         until = held_for + delay + self.timeout
         delivery.at_least = max(until, self.options.lock_at_least_for)
         delivery.leaves = True
@@ -290,9 +296,17 @@ class Guard:
             "pid": process.pid,
             "host": process.host,
         }
+        if self.interval is not None:
+            holder["timeout"] = self.timeout
         start = execution_start(request.id, request.hostname, process.pid)
         attempt = Attempt(process.owner_name(start), holder, sender=task)
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
+        attempt.span = current_span()
+        if notes.put_off:
+            attempt.how = PUT_OFF
+        if notes.since is not None:
+            waited = time.time() - notes.since
+            attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
         if request.headers and not request.is_eager:
@@ -373,6 +387,15 @@ class Guard:
         if noted is not None and noted == self._turn_of(request):
             self.runtime.process.lines.leave(*noted)
 
+    def keys(self, args: Any, kwargs: Any) -> Sequence[str]:
+        """
+        Return the keys that the task locks for these arguments, in the order of their locks.
+
+        Raises:
+            Exception: As for :meth:`lock_names`.
+        """
+        return self._keys_of(args, kwargs)
+
     def lock_names(self, args: Any, kwargs: Any) -> Sequence[str]:
         """
         Return the names in Redis of the locks that the task takes for these arguments.
@@ -414,6 +437,20 @@ class Guard:
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self.runtime.settings.dislock_prefix)
+
+
+def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:
+    """
+    Return the limits of a lock's keys, in the order of :func:`in_order`.
+
+    Of two that a task declares for the same key, the smaller one.  One number, if it is that of all
+    keys: that is all that some servers know.
+    """
+    smallest: dict[str, int] = {}
+    for key, limit in zip(keys, limits, strict=True):
+        smallest[key] = min(limit, smallest.get(key, limit))
+    ordered = [smallest[key] for key in in_order(keys)]
+    return ordered[0] if len(set(ordered)) == 1 else ordered
 
 
 def _signature(task: type[Task]) -> inspect.Signature:

@@ -69,7 +69,7 @@ class Copies:
 
     def _look(self) -> None:
         options, owner = self._lock.options, self._delivery.attempt.owner
-        if options.lock_mode == "shared" or (options.lock_limit or 0) > 1:
+        if options.lock_mode == "shared" or options.admits_several:
             for other in self._store.holders(self._lock.names[0]):
                 if other.holder.get("id") == self._delivery.id and other.owner != owner:
                     self._put_off("another delivery of this task holds", other.remaining)

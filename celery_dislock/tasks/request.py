@@ -22,19 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery import states
 from kombu.asynchronous import get_event_loop
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
+from celery_dislock.messages.events import revoked, sends
 from celery_dislock.messages.headers import TICKET_HEADER, UNIQUE_HEADER
-from celery_dislock.messages.message import TaskParked, keep_message
+from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
+# What follows states of ours, if it has to be said.
+AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
@@ -50,7 +54,8 @@ def recovering(base: type | str) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # A task that was parked before may be parked again, with any strategy.
-            if self.task.dislock_guard.parks or TICKET_HEADER in (self.message.headers or ()):
+            self._was_parked = TICKET_HEADER in (self.message.headers or ())
+            if self._was_parked or self.task.dislock_guard.parks:
                 keep_message(self)
 
         def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,10 +64,13 @@ def recovering(base: type | str) -> type:
             exc = getattr(exc, "exc", exc)
             if isinstance(exc, DEATHS):
                 _release_after_death(self)
-            elif isinstance(exc, TaskParked):
-                about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
-                self.send_event("task-parked", **about)
+            else:
+                _send_events(self, exc)
             return super().on_failure(exc_info, *args, **kwargs)
+
+        def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
+            """Send an event; called by Celery, too."""
+            super().send_event(type, **_as_monitors_take_it(type, fields, parked=self._was_parked))
 
         def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
             if not soft:
@@ -70,6 +78,32 @@ def recovering(base: type | str) -> type:
             return super().on_timeout(soft, timeout)
 
     return Request
+
+
+def _send_events(request: Any, exc: BaseException) -> None:
+    """Tell those who watch the worker how a delivery has ended, if Celery does not."""
+    if isinstance(exc, TaskSkipped):
+        request.send_event("task-revoked", **revoked(exc.why))
+    elif isinstance(exc, TaskParked):
+        about = {"key": exc.key, "place": exc.place, "holder": exc.holder}
+        if exc.held_for is not None:
+            about["held_for"] = exc.held_for
+        request.send_event("task-parked", **about)
+        if exc.replaced and request.task.send_events and sends(request.eventer):
+            for task_id, reason in exc.replaced.items():
+                request.eventer.send("task-revoked", uuid=task_id, **revoked(reason))
+
+
+def _as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) -> dict[str, Any]:
+    """
+    Add to an event the state that follows from it, where a monitor may have another one.
+
+    Celery's State, and so Flower, keeps the state PARKED of a task that starts or is revoked when
+    it has its turn, and LOCK-LOST of one that is terminated; see :func:`revoked`.
+    """
+    if (parked or fields.get("terminated")) and type_ in AFTER_OURS:
+        return {**fields, "state": AFTER_OURS[type_]}
+    return fields
 
 
 def _release_after_death(request: Any) -> None:

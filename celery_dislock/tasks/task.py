@@ -22,13 +22,16 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.result import EagerResult
 from celery.signals import task_postrun, task_revoked
 
+from celery_dislock import signals
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import app_settings, nearer, task_options
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.events import events_of
 from celery_dislock.messages.headers import own_turn
+from celery_dislock.operating.handle import LockHandle
 from celery_dislock.parking.process import ParkingProcess
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.reporting import leave_out_what_is_told
@@ -96,11 +99,50 @@ class SingletonTask(Task):  # type: ignore[misc]
         """The lease of the current execution; None if it runs without a lock."""
         return lease_of(self)
 
+    def lock_for(self, *args: Any, **kwargs: Any) -> LockHandle:
+        """
+        Return the lock that the task takes for these arguments, to look at it and to free it.
+
+        Takes nothing, and sends no command.
+
+        Raises:
+            LockKeyError: No key can be built from the arguments.
+            SettingsError: The task takes no lock.
+        """
+        return lock_for(self, *args, **kwargs)
+
 
 def lease_of(task: Task) -> Lease | None:
     """Return the lease of the task's current execution; None if it runs without a lock."""
     delivery = Delivery.of(task.request)
     return delivery.lease if delivery is not None else None
+
+
+def lock_for(task: Task, *args: Any, **kwargs: Any) -> LockHandle:
+    """Return the lock that a task takes for these arguments; see SingletonTask.lock_for."""
+    guard = guard_of(task)
+    return LockHandle(guard.keys(args, kwargs), guard.runtime, task.app)
+
+
+def guard_of(task: Task) -> Guard:
+    """
+    Return the guard of a task.
+
+    A task that is guarded in workers under ``--dislock`` alone has none here: it is made, and not
+    installed.
+
+    Raises:
+        SettingsError: The task takes no lock, or one of its options cannot be used.
+    """
+    guard: Guard | None = getattr(task, "dislock_guard", None)
+    if guard is not None:
+        return guard
+    declared = getattr(task, "lock_key", None)
+    if declared is None or declared is False:
+        remedy = "the task takes no lock: it has no lock_key, and is no SingletonTask"
+        raise SettingsError(task.name, "lock_key", declared, remedy)
+    options = task_options(task.name, declared_options(type(task)), task.app.conf)
+    return Guard(task.name, type(task), options, runtime_of(task.app))
 
 
 def install(task: type[Task], app: Celery) -> None:
@@ -128,6 +170,7 @@ def install(task: type[Task], app: Celery) -> None:
     task.on_replace = _replacing_after_release(task.on_replace)
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
+        task.lock_for = lock_for
     leave_out_what_is_told()
     request_class = task.Request
     if not isinstance(request_class, property):  # not inherited from a guarded class
@@ -135,6 +178,8 @@ def install(task: type[Task], app: Celery) -> None:
     # For every guarded task: one that does not park now may have been parked under other options.
     task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
     task_postrun.connect(_after_result, dispatch_uid="dislock_after_result")
+    signals.lock_lost.connect(_tell_lost, dispatch_uid="dislock_tell_lost")
+    signals.lock_capped.connect(_tell_capped, dispatch_uid="dislock_tell_capped")
 
 
 def guard_tasks(app: Celery) -> None:
@@ -246,6 +291,25 @@ def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
             )
 
 
+def _tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
+    action = lease.lock.options.lock_on_lost
+    _send_event(sender, "task-lock-lost", lease, reason=reason, action=action)
+
+
+def _tell_capped(sender: object, lease: Lease, **_kwargs: Any) -> None:
+    action, ends_in = lease.lock.options.lock_on_cap, lease.remaining
+    _send_event(
+        sender, "task-lock-capped", lease, renewals=lease.renewals, ends_in=ends_in, action=action
+    )
+
+
+def _send_event(sender: object, type_: str, lease: Lease, **fields: Any) -> None:
+    """Send an event about a running task; nothing about a lock of plain Python."""
+    if isinstance(sender, Task) and sender.send_events:
+        worker, task_id = lease.holder["worker"], lease.holder["id"]
+        events_of(sender.app).send(type_, worker, uuid=task_id, key=lease.key, **fields)
+
+
 def _outbox_of(task: Task) -> Outbox | None:
     """Return the outbox of the running body; None if no body runs, or if the task is eager."""
     request = task.request_stack.top
@@ -308,6 +372,8 @@ def declared_options(task: type[Task]) -> dict[str, Any]:
 def _is_declared(cls: type, name: str) -> bool:
     if name in _OPTIONS:
         return True
+    if name == "lock_for":  # the method, unless somebody takes it for an option
+        return not callable(vars(cls)[name])
     if name.startswith("_") or name in _OF_EVERY_TASK:
         return False
     # A class body may define methods of any name.  Arguments of a task decorator are all options.

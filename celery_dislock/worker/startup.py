@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import OF_OTHERS
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
+from celery_dislock.operating.checks.server import eviction, role
+from celery_dislock.operating.findings import SERIOUS
 from celery_dislock.tasks.task import declared_options
 
 if TYPE_CHECKING:
@@ -108,8 +110,7 @@ def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
         options = task.dislock_guard.options
         if options.lock_on_conflict not in {"wait", "queue"}:
             continue
-        keys = options.lock_key if isinstance(options.lock_key, tuple) else (options.lock_key,)
-        for key in keys:
+        for key in options.keys:
             if key is not None:  # without lock_key, no other task has the same key
                 shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
                 names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
@@ -142,18 +143,9 @@ def about_server(info: Mapping[str, Any]) -> Iterator[str]:
     Args:
         info: The fields of the server's ``INFO`` reply.
     """
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction" and int(info.get("maxmemory", 0)) > 0:
-        yield (
-            f"The lock server may evict locks that are held when its memory is full "
-            f"(maxmemory-policy {policy}). Set it to noeviction, or keep the locks on a server of "
-            "their own (dislock_url)."
-        )
-    if info.get("role") == "slave":
-        yield (
-            "The lock server is a replica, which takes no locks: every task is put off. Give the "
-            "master's URL, or sentinel:// to follow it (dislock_url)."
-        )
+    for found in (*eviction(info), *role(info)):
+        if found.level == SERIOUS:
+            yield f"{found.what} {found.remedy}"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 
 from celery_dislock.config.settings import app_settings, check_servers
 from celery_dislock.exceptions import DislockError
+from celery_dislock.messages.events import events_of, revoked
 from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.tasks.task import SingletonTask, guard_tasks, runtime_of
@@ -16,7 +18,7 @@ from celery_dislock.worker import startup
 from celery_dislock.worker.predecessor import release_left_behind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from celery import Celery
     from celery.worker import WorkController
@@ -122,6 +124,7 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._sweep = Sweep(
             process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
         )
+        self._sweep.tell = partial(tell_replaced, worker)
         self._again(worker, 0.0)
 
     def _again(self, worker: WorkController, after: float) -> None:
@@ -135,6 +138,13 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._entry is not None:
             self._entry.cancel()
             self._sweep.end()
+
+
+def tell_replaced(worker: WorkController, replaced: Mapping[str, str]) -> None:
+    """Tell those who watch the worker which tasks others have replaced in line, and why."""
+    events = events_of(worker.app)
+    for task_id, reason in replaced.items():
+        events.send("task-revoked", worker.hostname, uuid=task_id, **revoked(reason))
 
 
 def check_lock_server(app: Celery) -> tuple[str, list[str]]:

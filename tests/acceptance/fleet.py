@@ -63,12 +63,13 @@ class Worker:
         *options: str,
         app: str = "tests.acceptance.scenarios",
         env: Mapping[str, str] | None = None,
+        heartbeat: bool = False,
     ) -> None:
         self.name = name
         self.log_file = folder / f"{name}.log"
         command = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", f"{name}@here"]
         command += ["--loglevel", "INFO", "--without-gossip", "--without-mingle"]
-        command += ["--without-heartbeat", *options]
+        command += [*(() if heartbeat else ("--without-heartbeat",)), *options]
         paths = [str(ROOT), str(folder)]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(

@@ -76,7 +76,13 @@ def runs_of_the_package() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "heading", ["Unique when sending", "Parked tasks", "Somebody who can publish messages"]
+    "heading",
+    [
+        "Unique when sending",
+        "Parked tasks",
+        "Somebody who can publish messages",
+        "Somebody who can reach the page",
+    ],
 )
 def test_every_promise_of_a_table_has_its_test(heading):
     """The last column of that table in docs/guarantees.md names tests that exist."""

@@ -13,7 +13,11 @@ from celery import Celery
 
 from celery_dislock import Dislock, scripts
 from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.locks.counting import ACQUIRED, Counters
 from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.operating.metrics import Metrics
+from celery_dislock.operating.overview import LockState, Overview
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
@@ -205,6 +209,34 @@ class Life:
         reservations.begin(reserved, "a@w:1/1")
         assert reservations.end(LOCK, reserved.id)
 
+    def operating(self) -> None:
+        assert isinstance(self.acquire("a/1"), Granted)
+        self.lines.enlist(LOCK)
+        assert self.park("v").place == 1
+        overview = Overview(self.store.lock_server, "dislock")
+        assert [lock.waiting for lock in overview.locks() if isinstance(lock, LockState)] == [1]
+        assert self.lines.drop(LOCK, "v:0:0", '"a":"b"')
+        assert self.lines.leave(LOCK, "v:0:0")
+        assert self.lines.limit(LOCK, 0) is None
+        assert self.lines.limit(LOCK, None) == 0
+        (shown,) = overview.lock(LOCK).holders
+        assert self.store.free(LOCK, shown.owner, shown.token)
+
+    def metrics(self) -> None:
+        counters = Counters("dislock", "p", lambda: self.store.lock_server)
+        counters.add(ACQUIRED, {"task": "shop.export", "worker": "celery@w1"}, "at_once")
+        counters.finish()
+        runtime = Runtime(lambda: {"dislock_url": self.url})
+        assert isinstance(self.acquire("a/1"), Granted)
+        ticket = Ticket("x:0:0", "x@", marked=False, message=b"{}")
+        assert isinstance(self.lines.park(LOCK, "x@w/1", LONG, HOLDER, ticket), Parked)
+        reading = Metrics(runtime).read()
+        assert reading.up
+        assert len(reading.values["celery_dislock_acquisitions_total"]) == 1
+        assert len(reading.values["celery_dislock_parked"]) == 1
+        assert self.lines.leave(LOCK, "x:0:0")
+        assert self.store.release([LOCK], "a/1")
+
 
 def test_the_user_of_the_page_can_do_all(url, admin):
     """Locks, waiters, parked tasks and the sweep live their whole life on the documented rules."""
@@ -215,6 +247,8 @@ def test_the_user_of_the_page_can_do_all(url, admin):
     life.waiting()
     life.parking()
     life.sending()
+    life.metrics()
+    life.operating()
     life.store.close()
     stats = admin.info("commandstats")
     unused = [name for name in COMMANDS if f"cmdstat_{name}" not in stats]

@@ -22,6 +22,8 @@ LINE, PLACES, HANDED = f"{LOCK}:line", f"{LOCK}:places", f"{LOCK}:handed"
 NOW = START * 1000  # milliseconds
 US = START * 1_000_000
 TOKEN = US - 9_000_000
+LIMIT = f"{LOCK}:limit"
+PAUSED, FOR_TWO = {LIMIT: f"1 0 {NOW} by hand"}, {LIMIT: f"1 2 {NOW} "}
 BEGINS = re.compile(r"^if #KEYS == 1\b|^local refusal = refuse.*", re.MULTILINE)
 
 
@@ -97,6 +99,12 @@ OTHER_RELEASES = {
     "a turn that has run out": state(places=TWO, keys={HANDED: {"t:0:0": NOW - 1}}),
     "a turn that goes on": state(places=TWO, keys={HANDED: {"t:0:0": NOW + 9000}}),
     "turns and no line": state(keys={HANDED: {"t:0:0": NOW - 1}}),
+    "paused, and one waits": state(places=ONE, keys=PAUSED),
+    "paused, and two wait": state(places=TWO, keys=PAUSED),
+    "paused": state(keys=PAUSED),
+    "for two now": state(places=TWO, keys=FOR_TWO),
+    "a limit of another format": state(places=TWO, keys={LIMIT: "2 0"}),
+    "a limit of another type": state(places=TWO, keys={LIMIT: ["a"]}),
     "no line": state(),
     "no line, and a lease that has ended": state(lock={"me": lease(0)}),
     "a line of another type": state(keys={LINE: ["a"]}),
@@ -121,7 +129,9 @@ class Server:
         """Return the reply, and every key with its content and the seconds that it lives."""
         driven_clock.start(self._client)
         for key, content in before.items():
-            if isinstance(content, list):
+            if isinstance(content, str):
+                self._client.set(key, content)
+            elif isinstance(content, list):
                 self._client.rpush(key, *content)
             elif isinstance(next(iter(content.values())), int):
                 self._client.zadd(key, content)
@@ -225,6 +235,13 @@ OTHER_ACQUISITIONS = {
     "a record of another format": state(lock={"you": "2 0 0"}),
     "a record cut short": state(lock={"you": lease().partition("x")[0]}),
     "nobody has it": state(lock={}, places=TWO),
+    "paused": state(lock={"you": lease()}, keys=PAUSED),
+    "paused, and two wait": state(lock={"you": lease()}, places=TWO, keys=PAUSED),
+    "paused, and nobody has it": state(lock={}, keys=PAUSED),
+    "for two now": state(lock={"you": lease()}, keys=FOR_TWO),
+    "for two now, and one waits": state(lock={"you": lease()}, places=ONE, keys=FOR_TWO),
+    "a limit of another format": state(lock={"you": lease()}, keys={LIMIT: "2 0"}),
+    "a limit of another type": state(lock={"you": lease()}, keys={LIMIT: ["a"]}),
     "its place is over": state(lock={"you": lease()}, places=[("me", place(0)), *TWO]),
     "the first is dead": state(lock={"you": lease()}, places=[("a", place(0)), ("b", place())]),
     "the first has no place": state(lock={"you": lease()}, places=[("a", None), ("b", place())]),

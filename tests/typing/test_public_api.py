@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 app = Celery("shop", broker="redis://localhost:6379/0")
 dislock = Dislock(app)
 assert_type(dislock, Dislock)
+assert_type(dislock.lock_of("export:7").key, str)
+assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).free()], list[int])
 
 by_keyword = Dislock(app=app)
 Dislock()  # type: ignore[call-arg]

@@ -16,6 +16,8 @@ ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
     exceptions.LockKeyError("export:<x>", "x", "it is a float"),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
+    exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5, 720.0, 3.1),
+    exceptions.LockTermsError("export:7", "this very thread", 12.5, "limit=1", "limit=2"),
     exceptions.NotOwnerError("export:7", "thread MainThread on host (pid 5)"),
     exceptions.LockLostError("export:7", "expired"),
     exceptions.StoreError("redis://x", "refused"),
@@ -46,6 +48,24 @@ def test_errors_survive_a_json_result_backend(error):
 def test_errors_form_one_tree(error):
     """Whoever catches DislockError catches them all."""
     assert isinstance(error, exceptions.DislockError)
+
+
+@pytest.mark.parametrize(
+    ("known", "words", "args"),
+    [
+        ((), "", ()),
+        ((720.0,), ", for 12 min so far", (720.0, None)),
+        ((720.0, 3.1), ", for 12 min so far, last renewed 3.1 s ago", (720.0, 3.1)),
+        ((5.0, 5.0), ", for 5.0 s so far", (5.0, 5.0)),
+    ],
+)
+def test_who_is_refused_reads_for_how_long_the_lock_has_been_held(known, words, args):
+    """Before what is left of the lease; without those times it reads as it always did."""
+    error = exceptions.LockHeldError("k", "t[1] on w (pid 5)", 12.5, *known)
+    more = "for 12.5 s more unless renewed"
+    assert str(error) == f"lock 'k' is held by t[1] on w (pid 5){words}, {more}"
+    assert error.args == ("k", "t[1] on w (pid 5)", 12.5, *args)
+    assert repr(error).startswith("LockHeldError('k', 't[1] on w (pid 5)', 12.5")
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -229,9 +229,9 @@ class Peers:
         """Send a command to all servers; returns the same as :meth:`ask`."""
         return self._ask(partial(self._run, command, command, None), within)
 
-    def senders(self, within: float) -> list[Callable[..., Any]]:
-        """Return a function for each server, which sends that server a command."""
-        return [partial(peer.ask, within=within) for peer in self._peers]
+    def members(self, within: float) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the name of each server, and a function that sends that server a command."""
+        return [(peer.name, partial(peer.ask, within=within)) for peer in self._peers]
 
     def ask_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """

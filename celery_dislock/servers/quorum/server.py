@@ -22,8 +22,12 @@ from celery_dislock.config.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, che
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
+    COUNTS,
+    FREE,
     GRANTED,
     HOLDERS,
+    LIMIT,
+    LOOK,
     RELEASE,
     RELEASE_DEAD,
     RENEW,
@@ -73,6 +77,7 @@ class Quorum:
     """
 
     keeps_lines = False
+    kind = "quorum"
 
     def __init__(
         self,
@@ -162,7 +167,11 @@ class Quorum:
 
     def senders(self) -> list[Callable[..., Any]]:
         """Return a function for each server, which sends that server a command."""
-        return self._peers.senders(self._patience)
+        return [send for _, send in self.members()]
+
+    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+        """Return the senders, each with the name of its server."""
+        return self._peers.members(self._patience)
 
     def asks(self, key: str) -> list[Command]:  # noqa: ARG002 -- nobody waits on a key here
         """See :meth:`celery_dislock.servers.node.Node.asks`."""
@@ -231,12 +240,18 @@ class Quorum:
         owner, *rest = arguments
         if script in {RENEW, RENEW_STALLED}:
             rest[0] += drift(rest[0])
+        if script is FREE:  # each server has a token of its own, and the newest was shown
+            rest.append(1)
         return (self._names.of(owner), *rest)
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
         answered, majority = self._require_majority(replies), self._peers.majority
         if script is HOLDERS:
             return merge_holders(answered, majority)
+        if script is LIMIT:
+            return answered[0]
+        if script in {LOOK, COUNTS}:
+            return merge_looks(answered, majority) if script is LOOK else merge_counts(answered)
         if not all(isinstance(reply, int) for reply in answered):
             found = Counter(reply for reply in answered if reply is not None)
             return found.most_common(1)[0][0] if found else None
@@ -332,4 +347,43 @@ def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
         if len(found) >= majority:
             remaining = sorted((lease[1] for lease in found), reverse=True)[majority - 1]
             merged += [owner, remaining, max(int(lease[2]) for lease in found), *found[0][3:]]
+    return merged
+
+
+def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
+    """Return what a majority reports of a lock; these servers keep no line and no reservations."""
+    now = max(answer[0] for answer in answers)
+    leases: dict[bytes, list[tuple[Any, ...]]] = {}
+    for now_there, found, *_ in answers:
+        for owner, expires, *rest in zip(*[iter(found)] * 6, strict=True):
+            leases.setdefault(owner, []).append((expires - now_there, *rest))
+    merged: list[Any] = []
+    for owner, found in leases.items():
+        if len(found) >= majority:
+            remaining = sorted((lease[0] for lease in found), reverse=True)[majority - 1]
+            token = max(int(lease[1]) for lease in found)
+            merged += [owner, now + remaining, token, *found[0][2:]]
+    limits: dict[bytes, list[tuple[bytes, int]]] = {}
+    for *_, limit, limit_ms in answers:
+        if limit:
+            limits.setdefault(limit.split(b" ")[1], []).append((limit, limit_ms))
+    set_by_most = next((found for found in limits.values() if len(found) >= majority), None)
+    return [now, merged, *answers[0][2:-2], *(set_by_most or [(b"", -1)])[0]]
+
+
+def merge_counts(answers: Sequence[list[Any]]) -> list[Any]:
+    """
+    Return the counts that counts.lua has found; of each field the highest.
+
+    A server that was away has missed some additions, and has no more than were made.
+    """
+    if not any(isinstance(part, list) for answer in answers for part in answer):
+        return list(dict.fromkeys(name for answer in answers for name in answer))
+    merged: list[Any] = []
+    for found in zip(*answers, strict=True):
+        counts: dict[bytes, int] = {}
+        for flat in found:
+            for field, number in zip(*[iter(flat)] * 2, strict=True):
+                counts[field] = max(counts.get(field, 0), int(number))
+        merged.append([part for field, n in counts.items() for part in (field, str(n).encode())])
     return merged

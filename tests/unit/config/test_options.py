@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock import Key, SettingsError
 from celery_dislock.config.settings import (
     task_options,
 )
@@ -35,3 +36,49 @@ def test_every_strategy_is_accepted(strategy):
 def test_a_task_may_be_parked_that_says_so_or_asks_a_callable(declared, parks):
     """Nobody knows what a callable will say; a task of several keys is never parked."""
     assert task_options("t", declared, {}).parks is parks
+
+
+@pytest.mark.parametrize(
+    ("declared", "keys", "limits"),
+    [
+        ({}, (None,), None),
+        ({"lock_key": "k"}, ("k",), None),
+        ({"lock_key": ["a", "b"]}, ("a", "b"), None),
+        ({"lock_key": [Key("a", limit=3), "b"]}, ("a", "b"), (3, 1)),
+        ({"lock_key": ["a", Key("b", 1)], "lock_limit": 5}, ("a", "b"), (5, 1)),
+        ({"lock_key": Key("a", limit=3)}, ("a",), (3,)),
+    ],
+)
+def test_a_key_may_have_a_limit_of_its_own(declared, keys, limits):
+    """The others have that of the task."""
+    options = task_options("t", declared, {})
+    assert (options.keys, options.limits) == (keys, limits)
+    assert options.admits_several is (max(limits or (1,)) > 1)
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ({"lock_key": Key("a", limit=0)}, "give 1 or more"),
+        ({"lock_key": [Key("a", limit="3"), "b"]}, "whole number"),
+        ({"lock_key": [Key(7, limit=3)]}, "one template or callable"),
+        ({"lock_key": Key(Key("a", 2), 2)}, "give a template"),
+        ({"lock_key": Key("a", 2), "lock_mode": "shared"}, "no effect with lock_mode='shared'"),
+        (
+            {"lock_key": Key("a", 2), "lock_limit": None, "lock_unique_until": "start"},
+            "no effect with lock_limit=None",
+        ),
+    ],
+)
+def test_a_limit_that_cannot_be_is_told(declared, words):
+    """When the task is bound, with its name, the option and what to give."""
+    with pytest.raises(SettingsError, match=words):
+        task_options("t", declared, {})
+
+
+def test_several_servers_keep_no_limits():
+    """A Key with a limit of 1 is what they have anyway."""
+    conf = {"dislock_url": [f"redis://{host}" for host in "abc"]}
+    task_options("t", {"lock_key": [Key("a", limit=1), "b"]}, conf)
+    with pytest.raises(SettingsError, match="exclusive locks only"):
+        task_options("t", {"lock_key": [Key("a", limit=2), "b"]}, conf)

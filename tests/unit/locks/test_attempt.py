@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.locks.attempt import Attempt, in_words
+from celery_dislock.locks.attempt import Attempt, Conflict, in_words
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -38,3 +38,13 @@ def test_a_conflict_is_false_and_a_lease_is_true(world):
     """``if lock.try_acquire():`` enters only where the lock was got."""
     assert world.lock().try_acquire(Attempt("a", HOLDER))
     assert not world.lock().try_acquire(Attempt("b", HOLDER))
+
+
+def test_an_error_says_what_the_conflict_knows():
+    """Key, holder, what is left, and for how long it has been held."""
+    error = Conflict("k", HOLDER, 28.4, 0, 720.0, 3.1).error()
+    assert str(error) == (
+        "lock 'k' is held by shop.export[1] on w1 (pid 7), for 12 min so far, last renewed 3.1 s "
+        "ago, for 28.4 s more unless renewed"
+    )
+    assert (error.held_for, error.renewed) == (720.0, 3.1)

@@ -7,6 +7,7 @@ import pytest
 from celery_dislock.exceptions import (
     LockLostError,
 )
+from celery_dislock.locks import lease as lease_module
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -98,6 +99,25 @@ def test_leave_stops_the_renewals_and_sends_nothing(world, heard):
     assert [call[0] for call in world.store.calls] == ["acquire"]
     assert heard[-1][0] == "lock_released"
     assert heard[-1][1]["expiring"] is True
+
+
+def test_when_a_lease_was_acquired_is_unix_time(world, monkeypatch):
+    """For people: the time of the machine's clock, also if that was corrected since."""
+    monkeypatch.setattr(lease_module.time, "monotonic", world.clock)
+    monkeypatch.setattr(lease_module.time, "time", lambda: 1_700_000_000.0 + world.clock.now)
+    lease = world.lease()
+    acquired = 1_700_000_000.0 + world.clock.now
+    world.clock.advance(20)
+    assert lease.acquired_at == pytest.approx(acquired)
+    monkeypatch.setattr(lease_module.time, "time", lambda: 1_700_003_600.0 + world.clock.now)
+    assert lease.acquired_at == pytest.approx(acquired + 3600)
+
+
+def test_the_time_of_a_clock_that_is_driven_is_told_as_it_is(world):
+    """It has nothing to do with the machine's."""
+    lease = world.lease()
+    world.clock.advance(20)
+    assert lease.acquired_at == lease.since == world.clock.now - 20
 
 
 def test_at_least_for_is_passed_on_at_release(world):

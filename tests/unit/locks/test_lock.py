@@ -10,6 +10,7 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
+from celery_dislock.servers.replies import Refused
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -24,6 +25,13 @@ def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
     error = conflict.error()
     assert error.key == "k"
     assert error.holder == "shop.export[1] on w1 (pid 7)"
+
+
+def test_a_conflict_says_for_how_long_the_lock_has_been_held(world):
+    """As the server has told."""
+    refused = Refused("other", 29.0, HOLDER, 0, 2)
+    refused.held_for, refused.renewed = 720.0, 1.0
+    assert world.lock().conflict(refused) == Conflict("k", HOLDER, 29.0, 2, 720.0, 1.0)
 
 
 def test_uncontended_acquire_and_release_are_one_round_trip_each(world):

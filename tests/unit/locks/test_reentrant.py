@@ -68,11 +68,19 @@ def test_a_thread_is_named_as_it_is_called_now(world, make):
         for name in (before, "renamed", before):
             thread.name = name
             with make() as lease:
-                holder = {"thread": name, "worker": "here", "pid": 42}
+                holder = {"thread": name, "worker": "here", "pid": 42, "timeout": 30.0}
                 assert lease.holder == world.store.leases["dislock:{k}"][2] == holder
                 assert lease.owner.startswith(f"here:42:{threading.get_ident()}/")
     finally:
         thread.name = before
+
+
+def test_a_lock_with_a_fixed_expiry_is_not_said_to_be_renewed(make):
+    """Its holder tells no timeout, from which others could tell when it was renewed."""
+    with make(lock_expire=5) as lease:
+        assert "timeout" not in lease.holder
+    with make(lock_watchdog_timeout=5) as lease:
+        assert lease.holder["timeout"] == 5
 
 
 def test_two_objects_of_one_key_count_together_without_a_round_trip(world, make):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller
-from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, _valid
+from celery_dislock.locks.counting import EVERY, RENEWED, Counters
+from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, Watchdog, _valid
 
 
 def names(events):
@@ -592,3 +594,104 @@ def test_reports_can_be_made_elsewhere(world, heard):
     for note in notes:
         note()
     assert sorted(names(heard)) == ["lock_capped", "lock_lost", *["lock_renewed"] * 3]
+
+
+class FakeCounters(Counters):
+    """Notes when it was flushed; says when it wants to be flushed again."""
+
+    def __init__(self, world):
+        super().__init__("dislock", "host:7/abcd", lambda: None)
+        self.world = world
+        self.flushed = []
+        self.again = None
+
+    def flush(self, send):
+        self.flushed.append(self.world.clock.now)
+        self._events.clear()
+        self._expected = False
+        send([])
+        return self.again
+
+
+@pytest.fixture
+def counting(world):
+    """The counters of a watchdog that ticks when told to."""
+    counters = FakeCounters(world)
+    world.store.lock_server = SimpleNamespace(run_many=lambda *_, **__: [])
+    world.watchdog = Watchdog(world.store, clock=world.clock, threaded=False, counters=counters)
+    return counters
+
+
+def test_counts_are_sent_a_few_seconds_after_the_first(world, counting):
+    """The loop sleeps until then, and sends what many leases have counted at once."""
+    assert world.watchdog.tick() is None
+    began = world.clock.now
+    for number in range(10):
+        lease = world.lease(f"k{number}", f"o{number}")
+        lease.release()
+    world.run(60)
+    assert counting.flushed == [began + EVERY]
+
+
+def test_an_idle_process_sends_no_counts(world, counting):
+    """Where nothing happens, the loop sleeps for good."""
+    world.run(600)
+    assert counting.flushed == []
+    assert world.watchdog.tick() is None
+
+
+def test_counts_that_could_not_be_sent_are_sent_again(world, counting):
+    """As often as it takes, a few seconds apart."""
+    counting.again = EVERY
+    began = world.clock.now
+    world.lease().release()
+    world.run(3 * EVERY + 1)
+    assert counting.flushed == [began + EVERY, began + 2 * EVERY, began + 3 * EVERY]
+
+
+def test_renewals_go_before_counts(world, counting):
+    """While the server does not answer, the time is needed for leases that are still trusted."""
+    world.lease(lock_watchdog_timeout=9)
+    world.store.away = True
+    world.run(8)
+    assert counting.flushed == []
+    world.store.away = False
+    world.run(EVERY + 1)
+    assert len(counting.flushed) == 1
+
+
+def test_each_renewal_is_counted(world, counting):
+    """As many as the server has granted."""
+    lease = world.lease(lock_watchdog_timeout=3)
+    seen = []
+    counting.add = lambda what, *_args, **_kwargs: seen.append(what)
+    world.run(10)
+    assert seen == [RENEWED] * lease.renewals
+    assert lease.renewals > 5
+
+
+def test_counts_that_cannot_be_sent_are_reported_once(world, counting, caplog):
+    """An operator who sees flat curves finds the reason in the log, and once per outage."""
+    counting.again = EVERY
+    counting.error = StoreError("redis://fake", "OOM command not allowed")
+    world.lease().release()
+    with caplog.at_level(logging.WARNING):
+        world.run(3 * EVERY + 1)
+        counting.error = None
+        world.run(EVERY)
+        counting.error = StoreError("redis://fake", "away")
+        world.run(EVERY)
+    told = [line for line in caplog.messages if line.startswith("Counts for metrics cannot be")]
+    assert len(told) == 2
+    assert "OOM" in told[0]
+
+
+def test_an_error_while_counts_are_sent_ends_no_loop(world, counting, caplog):
+    """Leases are renewed all the same."""
+    counting.flush = lambda _send: 1 / 0
+    lease = world.lease(lock_watchdog_timeout=30)
+    with caplog.at_level(logging.ERROR):
+        world.run(100)
+    assert lease.held
+    assert world.watchdog.errors > 1
+    assert "sending counts" in caplog.text

@@ -19,6 +19,7 @@ from celery_dislock.messages.headers import (
     READERS,
     REPLACED_HEADER,
     RETRY_UNTIL_HEADER,
+    SINCE_HEADER,
     TICKET_HEADER,
     Notes,
 )
@@ -34,6 +35,7 @@ for _ in range(sys.getrecursionlimit() // 2):
 FORGED = [
     *((PUT_OFF_HEADER, one) for one in [-1, 10**400, "3", 1.5, True, [], math.nan]),
     *((RETRY_UNTIL_HEADER, one) for one in [-1, 0, math.inf, math.nan, 1e300, "9", True, {}]),
+    *((SINCE_HEADER, one) for one in [-1, 0, math.inf, math.nan, 1e300, "9", True, {}]),
     *((HELD_HEADER, one) for one in ["other@w:1/n.1", "1", "", 7, ["1@w:1/n.1"]]),
     (HELD_HEADER, "1@" + "x" * 10_000),
     *((GIVEN_UP_HEADER, one) for one in ["1@w:1/n.1", [7, 8], ["other@w:1/n.1"], {"a": 1}, 7]),
@@ -63,6 +65,7 @@ GENUINE = {
     GIVEN_UP_HEADER: ["1@w:1/n.2", "1@w:1/n.3"],
     TICKET_HEADER: [LOCK, "1:0:0"],
     REPLACED_HEADER: "a newer task took its place in line for lock 'k'",
+    SINCE_HEADER: 1.5e9,
 }
 
 

@@ -442,6 +442,14 @@ def test_a_parked_task_says_where_it_stands():
     assert str(parked) == words
 
 
+def test_a_parked_task_says_for_how_long_the_lock_has_been_held():
+    """To people in words, to the worker in seconds."""
+    parked = TaskParked("export:7", 3, "t[1] on w (pid 7)", 720.0)
+    parked = pickle.loads(pickle.dumps(parked))
+    assert parked.held_for == 720.0
+    assert str(parked).endswith(", held by t[1] on w (pid 7), for 12 min so far")
+
+
 def test_a_property_that_no_broker_takes_is_left_out(app):
     """Who sends a message can make it anything: it would never be published again."""
     odd = {"expiration": "soon", "priority": "high", "correlation_id": {}, "reply_to": "caller"}

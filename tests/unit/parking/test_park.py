@@ -228,6 +228,25 @@ def test_who_had_to_make_room_is_told(app, world, lines):
     assert runtime_of(app).process._publisher.told == [(LOCK, replaced)]
 
 
+def test_the_worker_hears_whom_it_has_ended(app, world, lines, monkeypatch):
+    """With the outcome of the one that took their place, for the events."""
+    monkeypatch.setattr(Postman, "tell_replaced", lambda *_: {"9": "why"})
+    lines.answers = [OTHERS, Parked(1, OTHERS, {"9:0:0": b"message"})]
+    assert ended(come(declare(app))).replaced == {"9": "why"}
+
+
+def test_a_parked_task_says_for_how_long_the_lock_has_been_held(app, world, lines, caplog):
+    """In its line of the log, and to its worker."""
+    caplog.set_level("INFO", "celery_dislock")
+    held = Refused(*OTHERS)
+    held.held_for = 720.0
+    lines.answers = [held, Parked(1, held)]
+    assert ended(come(declare(app))).held_for == 720.0
+    assert f"parked: place 1 in line for lock 'k', held by {HOLDER}, for 12 min so far." in (
+        caplog.text
+    )
+
+
 def test_nobody_is_told_who_made_no_room(app, world, lines):
     """As almost always."""
     world.lease("k", "other")

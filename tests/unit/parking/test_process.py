@@ -70,6 +70,12 @@ def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
     ]
 
 
+def test_what_was_ended_is_passed_on(publisher):
+    """For the events about it."""
+    publisher.tell_replaced = lambda *_: {"t": "why"}
+    assert process(publisher).tell_replaced("lock", {"t:0": b"m"}) == {"t": "why"}
+
+
 def test_nothing_is_published_where_nobody_had_to_go(publisher):
     """An empty answer is the usual one."""
     made = process(publisher)

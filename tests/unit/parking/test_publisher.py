@@ -276,7 +276,7 @@ def task(app):
 
 
 def tell_replaced(postman, lines, replaced, order=None):
-    postman.tell_replaced(lines, LOCK, replaced, order or Order())
+    return postman.tell_replaced(lines, LOCK, replaced, order or Order())
 
 
 def result(app, task_id="1"):
@@ -289,7 +289,8 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     caplog.set_level("INFO", "celery_dislock")
     left = []
     lines.leave = lambda *told: left.append((*told, result(app)[0])) or True
-    tell_replaced(postman, lines, {"1:0:0": parked("1")})
+    ended = tell_replaced(postman, lines, {"1:0:0": parked("1")})
+    assert ended == {"1": REASON}
     state, error = result(app)
     assert (state, type(error), str(error)) == ("REVOKED", TaskRevokedError, REASON)
     assert left == [(LOCK, "1:0:0", "REVOKED")]
@@ -515,3 +516,36 @@ def test_results_that_come_by_messages_are_not_taken(app, postman, lines, monkey
     app.backend.store_result("1", None, "FAILURE")
     postman.end_unclaimed(lines, LOCK, ["1:0:0"])
     assert lines.store.calls == []
+
+
+# Dropped by an operator
+
+
+def dropped(reason, task_id="1", alone=True):
+    """Make the message of a task that an operator has dropped."""
+    message = Message.from_bytes(parked(task_id, alone=alone))
+    return replace(message, headers={**message.headers, REPLACED_HEADER: reason}).to_bytes()
+
+
+def test_a_message_may_say_itself_why_it_does_not_run(app, task, postman, lines, caplog):
+    """Its result and the log have that reason, whoever tells it."""
+    caplog.set_level("INFO", "celery_dislock")
+    lines.parked[LOCK, "1:0:0"] = b""
+    tell_replaced(postman, lines, {"1:0:0": dropped("dropped by an operator")})
+    state, error = result(app)
+    assert (state, str(error)) == ("REVOKED", "dropped by an operator")
+    assert "Task t[1] skipped: dropped by an operator. It does not run." in caplog.text
+
+
+def test_a_worker_that_ends_it_is_told_the_same(app, task, postman, producer, lines):
+    """It goes on in the header of the message."""
+    tell_replaced(postman, lines, {"1:0:0": dropped("dropped by an operator", alone=False)})
+    [(_, options)] = producer.sent
+    assert options["headers"][REPLACED_HEADER] == "dropped by an operator"
+
+
+@pytest.mark.parametrize("reason", ["", "a\nb", "x" * 1001, 7, None, ["x"]])
+def test_a_reason_that_nobody_has_written_so_is_no_reason(app, task, postman, lines, reason):
+    """The usual one takes its place."""
+    tell_replaced(postman, lines, {"1:0:0": dropped(reason)})
+    assert str(result(app)[1]) == REASON

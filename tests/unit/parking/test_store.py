@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.store import Bounds, Lines, Ticket
-from celery_dislock.scripts import DELIST, ENLIST, LEAVE, LINES, PARK, SWEEP, WITHDRAW
+from celery_dislock.parking.store import Bounds, Dropped, Lines, Ticket
+from celery_dislock.scripts import DELIST, DROP, ENLIST, LEAVE, LINES, PARK, SWEEP, WITHDRAW
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
@@ -183,3 +183,28 @@ def test_an_error_of_the_server_is_the_callers(lines, server, published):
         with pytest.raises(StoreError):
             call()
     assert published == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "resent", "dropped"),
+    [
+        ([1, GIVEN, b"m", 1], False, Dropped(b"m", ours=True)),
+        ([1, GIVEN, b"m", 0], False, Dropped(b"m", ours=False)),
+        ([2, GIVEN], False, Dropped(b"", ours=False)),
+        ([0, GIVEN], False, None),
+        ([0, GIVEN], True, Dropped(b"", ours=False)),  # the sweep tells what the first has dropped
+    ],
+)
+def test_what_was_dropped(server, lines, published, reply, resent, dropped):
+    """Who tells its end; and whose turn it is now is published."""
+    server.exchange = lambda *asked: (server.asked.append(asked), (reply, resent))[1]
+    assert lines.drop(LOCK, "1:0:0", "note") == dropped
+    assert server.asked == [(DROP, [LOCK], "home", "1:0:0", "note")]
+    assert published == [TURNS]
+
+
+def test_the_index_is_read_in_pages(server, lines):
+    """A lock may come on two of them, and is named once."""
+    pages = [[3, b"7", [b"a", b"1", b"b", b"1"]], [3, b"0", [b"b", b"1", b"c", b"1"]]]
+    server.run = lambda _script, _keys, cursor, _count: pages[cursor == b"7"]
+    assert list(lines.names()) == ["a", "b", "c"]

@@ -46,6 +46,7 @@ class Process:
         self.told.append((lock, replaced))
         if self.error is not None:
             raise self.error
+        return {ticket.partition(":")[0]: "why" for ticket in replaced}
 
     def lock_server_failed(self, error):
         self.answered.append(False)
@@ -177,6 +178,16 @@ def test_who_lost_a_place_and_was_not_told_is_told(process, sweep):
     process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"}), "b": Swept(1, {})}
     sweep.step()
     assert process.told[0] == ("a", {"1:0:0": b"message"})
+
+
+def test_the_worker_hears_whom_the_sweep_has_ended(process, sweep):
+    """For the events about them; of nobody where there is none."""
+    ended = []
+    sweep.tell = ended.append
+    process.lines.pages = [(2, FIRST, empty("a", "b"))]
+    process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"}), "b": Swept(1, {})}
+    sweep.step()
+    assert ended == [{"1": "why"}]
 
 
 def test_a_lock_server_that_is_away_is_asked_again_from_the_first_page(process, sweep, caplog):

@@ -26,6 +26,7 @@ ENDINGS = {
     ":mark:": "string",
     ":unique": "string",
     ":older": "hash",
+    ":limit": "string",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them
 

@@ -40,6 +40,29 @@ def test_a_refusal_names_the_owner_without_the_mark_of_its_end():
     assert told == Refused("a/1", 1.5, {}, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("owner", "holder", "held_ms", "told"),
+    [
+        (b"a/1", b"{}", -1, (None, None)),
+        (b"a/1", b'{"timeout":30}', -500, (None, None)),  # the server's clock was set back
+        (b"a/1", b"{}", 720_000, (720.0, None)),
+        (b"a/1", b'{"timeout":30}', 720_000, (720.0, 1.0)),
+        (b"a/1", b'{"timeout":30.5}', 720_000, (720.0, 1.5)),
+        (b"a/1", b'{"timeout":20}', 720_000, (720.0, 0.0)),  # of a majority, which adds a margin
+        (b"a/1", b'{"timeout":900}', 4_000, (4.0, 4.0)),  # handed over, and not renewed yet
+        (b"a/1", b'{"timeout":"30"}', 4_000, (4.0, None)),
+        (b"a/1", b'{"timeout":true}', 4_000, (4.0, None)),
+        (b"a/1", b"no JSON", 4_000, (4.0, None)),
+        (b"~a/1", b'{"timeout":30}', 720_000, (720.0, None)),  # left to run out
+    ],
+)
+def test_a_refusal_says_for_how_long_the_lock_has_been_held(owner, holder, held_ms, told):
+    """And when its lease was renewed, if the holder says for how long a renewal lasts."""
+    refused = replies.refused(29_000, owner, holder, held_ms)
+    assert (refused.held_for, refused.renewed) == told
+    assert refused == replies.refused(29_000, owner, holder)  # but for what is for people
+
+
 def test_the_holders_of_a_lock_say_who_is_done_with_it():
     """Each lease has its five fields; one that is left to expire is told from one that is held."""
     reply = [b"a/1", 1500, b"7", b"x", b"{}", b"~b/1", 20, b"8", b"s", b"{}"]

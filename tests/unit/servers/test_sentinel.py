@@ -341,3 +341,23 @@ def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking,
     with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
         node._connect(within)
     assert given == [pytest.approx(each)] * 4
+
+
+def test_a_roll_call_asks_all_of_them(sentinels, three):
+    """Also those that are left alone; each says why its answer does not count."""
+    three[0].left_alone_until = float("inf")
+    three[1].says = redis.ResponseError("No such master with that name")
+    three[2].says = None
+    assert sentinels.roll_call() == [
+        ("s0:26379", ""),
+        ("s1:26379", "knows no such master"),
+        ("s2:26379", "sees too few other Sentinels"),
+    ]
+    three[0].says = redis.ConnectionError("Connection refused")
+    three[1].says = redis.exceptions.NoPermissionError("this user has no permissions")
+    three[2].says = Said(1, None)
+    (_, away), (_, forbidden), (_, down) = sentinels.roll_call()
+    assert away
+    assert "permissions" in forbidden
+    assert down == "says that the master is down"
+    assert asked(three) == [2, 2, 2]

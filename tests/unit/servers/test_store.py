@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, FREE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.replies import First, Granted, Handed, Refused
 from celery_dislock.servers.store import Store
 
@@ -185,3 +185,17 @@ def test_the_holders_of_a_lock_are_asked_in_one_question():
     server = Server([])
     assert store(server).holders(A) == []
     assert asked(server) == [(HOLDERS, A)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "freed"),
+    [(1, True), (0, False), ((0, True), True), ([1, [A.encode(), b"t:0", b"m"]], True)],
+)
+def test_a_lease_is_freed_by_its_owner_and_token(answer, freed):
+    """A lost reply may have been that of our own work; whose turn it is now is published."""
+    given = []
+    server = Server(answer)
+    made = store(server, home="broker", hand_over=given.extend)
+    assert made.free(A, "me/1", 5) is freed
+    assert server.asked == [(FREE, A, "me/1", 5, "broker")]
+    assert [turn.ticket for turn in given] == (["t:0"] if isinstance(answer, list) else [])

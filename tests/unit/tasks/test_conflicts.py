@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+
 import pytest
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
 from celery_dislock.config import options
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER
+from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER, SINCE_HEADER
+from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.messages.resend import PUT_OFF_MOST
 from celery_dislock.tasks import conflicts
 from tests.unit.deliveries import deliver
@@ -68,6 +72,32 @@ def test_the_result_tells_state_and_reason(app, world, strategy, state, error):
     assert stored(app)[0] == state
     assert isinstance(stored(app)[1], error)
     assert HELD in str(stored(app)[1])
+
+
+def test_a_skip_tells_its_worker_why(app, world):
+    """Which tells those who watch it; an eager task has no worker."""
+    world.lease("k", "other")
+    task = declare(app, "skip")
+    skipped = deliver(task, "2").retval.exception
+    skipped = getattr(skipped, "exc", skipped)
+    assert isinstance(skipped, TaskSkipped)
+    assert skipped.why == str(stored(app)[1])
+    assert type(task.apply().result) is Ignore
+
+
+def test_a_copy_that_is_put_off_says_for_how_long_the_task_has_run(monkeypatch):
+    """The task may hang: nothing else tells for how long."""
+    delivery = SimpleNamespace(
+        notes=SimpleNamespace(parked=None), told=lambda _error, what, **_: RuntimeError(what)
+    )
+    holder = {"task": "t", "id": "2", "worker": "w", "pid": 7}
+    conflict = Conflict("k", holder, 30.0, 0, 720.0, 3.1)
+    monkeypatch.setattr(conflicts, "put_off", lambda *_, **__: 2.1)
+    with pytest.raises(RuntimeError, match=r"put off for 2\.1 s") as told:
+        conflicts.put_off_copy(delivery, conflict)
+    assert str(told.value).endswith(
+        "holds lock 'k': t[2] on w (pid 7), for 12 min so far, last renewed 3.1 s ago"
+    )
 
 
 def test_a_retry_tells_why_it_is_put_off(app, world, broker):
@@ -363,3 +393,112 @@ def test_an_eager_task_is_no_copy(app, world, broker):
 def test_each_strategy_that_can_be_named_is_there():
     """The option's names are declared once, and each has its function."""
     assert tuple(conflicts.STRATEGIES) == options.STRATEGIES
+
+
+@pytest.fixture
+def counted(world, monkeypatch):
+    """What is counted: name and outcome, and of a histogram the seconds."""
+    events = []
+
+    class Recorder:
+        def add(self, what, holder, outcome="", value=1, **_):
+            assert {"task", "worker"} <= holder.keys()
+            events.append((what, outcome or value))
+
+    world.watchdog.counters = Recorder()
+    return events
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "reject"])
+def test_a_conflict_is_counted_by_what_becomes_of_the_task(app, world, broker, counted, strategy):
+    """Once per delivery, under the strategy's name, and no acquisition."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy)
+    def export(): ...
+
+    world.lease()
+    counted.clear()
+    deliver(export, "2")
+    assert counted == [("conflict", strategy)]
+
+
+def test_a_conflict_is_counted_by_what_a_callable_chooses(app, world, broker, counted):
+    """Not by the name of the callable."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=lambda _task, _conflict: None)
+    def export(): ...
+
+    world.lease()
+    counted.clear()
+    deliver(export, "2")
+    assert counted == [("conflict", "skip")]
+
+
+def test_a_copy_is_counted_as_one(app, world, broker, counted):
+    """Another delivery of the same task is in the way, whatever the strategy."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def export(): ...
+
+    world.lease()
+    counted.clear()
+    deliver(export, "1")
+    assert counted == [("conflict", "copy")]
+
+
+def test_the_wait_of_a_task_that_was_put_off_counts_from_its_first_conflict(
+    app, world, broker, counted, monkeypatch
+):
+    """Its message says since when it waits; the lock that is got at last ends that."""
+    now = [1.6e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="retry", lock_retry_for=1000)
+    def export(): ...
+
+    lease = world.lease()
+    for after in (0, 7):
+        now[0] += after
+        deliver(export, "2", headers=broker.sent[-1]["headers"] if broker.sent else {})
+        assert broker.sent[-1]["headers"][SINCE_HEADER] == 1.6e9
+    lease.release()
+    counted.clear()
+    now[0] += 5
+    deliver(export, "2", headers=broker.sent[-1]["headers"])
+    assert ("acquired", "put_off") in counted
+    assert ("wait", 12) in counted
+
+
+@pytest.mark.parametrize("since", [1.0, 9e9])
+def test_a_wait_that_cannot_be_is_not_counted(app, world, counted, since):
+    """A forged header, or the clock of another machine."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def export(): ...
+
+    deliver(export, "2", headers={SINCE_HEADER: since})
+    assert ("wait", 0.0) in counted
+
+
+def test_without_metrics_no_message_says_since_when_it_waits(app, world, broker):
+    """Nobody measures it, so the header is left out."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="retry")
+    def export(): ...
+
+    world.lease()
+    deliver(export, "2")
+    assert SINCE_HEADER not in broker.sent[0]["headers"]
+
+
+def test_a_lock_server_that_is_away_is_counted_by_what_becomes_of_the_task(
+    app, world, broker, counted
+):
+    """As dislock_on_unavailable says."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def export(): ...
+
+    world.store.away = True
+    deliver(export, "2")
+    assert counted == [("unavailable", "retry")]

@@ -14,6 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun
 
 from celery_dislock import (
+    Key,
     LockHeldError,
     LockKeyError,
     LockLostError,
@@ -88,6 +89,31 @@ def test_a_task_may_take_several_keys_all_or_none(app, world):
         transfer.apply((2, 1)).get()
     assert raised.value.key == "account:2"
     assert list(world.store.leases) == ["dislock:{account:2}"]
+
+
+def test_each_key_is_taken_with_its_own_limit(app, world, monkeypatch):
+    """In the order of the keys; the smaller one, if two templates give the same key."""
+    asked, take = [], world.store.acquire
+
+    def acquire(locks, *args, limit, **terms):
+        asked.append(limit)
+        return take(locks, *args, limit=limit, **terms)
+
+    monkeypatch.setattr(world.store, "acquire", acquire)
+
+    @app.task(base=SingletonTask, lock_key=[Key("tenant:<t>", limit=3), "api", Key("all:<t>", 5)])
+    def sync(t): ...
+
+    @app.task(base=SingletonTask, lock_key=[Key("<a>", limit=3), Key("<b>", limit=2), "z"])
+    def move(a, b): ...
+
+    @app.task(base=SingletonTask, lock_key=[Key("a", limit=2), Key("b", limit=2)])
+    def same(): ...
+
+    sync.apply((1,)).get()
+    move.apply(("y", "y")).get()
+    same.apply().get()
+    assert asked == [[5, 1, 3], [2, 1], 2]
 
 
 def test_a_task_called_as_a_function_takes_no_lock(app, world):

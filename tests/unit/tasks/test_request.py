@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from celery.worker.request import Request
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import TICKET_HEADER
-from celery_dislock.messages.message import TaskParked
+from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.tasks import request as recovery
 
 CHILD = os.getpid() + 1
@@ -99,6 +100,65 @@ def test_who_watches_the_worker_hears_of_a_parked_task(alive):
         ("task-parked", {"key": "k", "place": 3, "holder": "t[1]"}),
         "on_failure",
     ]
+
+
+def test_who_watches_the_worker_hears_for_how_long_the_lock_was_held(alive):
+    """Where the lock server has said so."""
+    guard = Guard()
+    recovery.recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", 720.0)))
+    assert guard.events[0][1]["held_for"] == 720.0
+
+
+REVOKED = {"terminated": False, "signum": None, "expired": False, "state": "REVOKED"}
+
+
+def test_who_watches_the_worker_hears_of_a_skipped_task(alive):
+    """Celery says nothing of a task that is ignored: it would be seen as started for ever."""
+    guard = Guard()
+    skipped = pickle.loads(pickle.dumps(TaskSkipped("lock 'k' is held")))
+    recovery.recovering(Base)(guard).on_failure(failure(skipped))
+    told = {**REVOKED, "reason": "lock 'k' is held"}
+    assert guard.events == [("task-revoked", told), "on_failure"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("of_this_task", [True, False])
+def test_who_watches_the_worker_hears_of_those_that_made_room(alive, wanted, of_this_task):
+    """After the one that took their place: it may have made room itself."""
+    guard = Guard()
+    request = recovery.recovering(Base)(guard)
+    request.task.send_events = of_this_task
+    request.eventer = SimpleNamespace(
+        enabled=wanted,
+        groups=None,
+        send=lambda *event, **about: guard.events.append((event, about)),
+    )
+    parked = TaskParked("k", 3, "t[1]")
+    parked.replaced = {"7": "a newer task took its place"}
+    request.on_failure(failure(pickle.loads(pickle.dumps(parked))))
+    told = {"uuid": "7", "reason": "a newer task took its place", **REVOKED}
+    expected = [(("task-revoked",), told)] if wanted and of_this_task else []
+    assert guard.events[1:] == [*expected, "on_failure"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "event", "fields", "state"),
+    [
+        (None, "task-started", {}, None),
+        (None, "task-revoked", {"terminated": False}, None),
+        (None, "task-revoked", {"terminated": True}, "REVOKED"),
+        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-started", {}, "STARTED"),
+        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-revoked", {}, "REVOKED"),
+        ({TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, "task-succeeded", {}, None),
+    ],
+)
+def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, state):
+    """They would keep PARKED until its end; for other tasks Celery's order is the right one."""
+    monkeypatch.setattr(recovery, "keep_message", lambda _request: None)
+    guard = Guard()
+    guard.headers = headers
+    recovery.recovering(Base)(guard).send_event(event, **fields)
+    assert guard.events == [(event, {**fields, **({"state": state} if state else {})})]
 
 
 @pytest.mark.parametrize("parks", [True, False])

@@ -7,6 +7,8 @@ from celery import Task
 from celery.exceptions import Ignore
 
 from celery_dislock import SettingsError, SingletonTask
+from celery_dislock.locks.attempt import Attempt
+from celery_dislock.messages.events import events_of
 from celery_dislock.tasks.task import declared_options, install, lease_of, runtime_of
 
 
@@ -124,3 +126,58 @@ def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
         return 0 if traceback is None else 1 + depth(traceback.tb_next)
 
     assert depth(refused) < depth(caught.value.__traceback__)
+
+
+class TestEvents:
+    """What those who watch the worker hear of the lease of a task that runs."""
+
+    @pytest.fixture
+    def sent(self, app):
+        sent = []
+        events_of(app).send = lambda type_, worker, **fields: sent.append((type_, worker, fields))
+        return sent
+
+    @staticmethod
+    def lease(world, task, **options):
+        holder = {"task": "t", "id": "1", "worker": "w1@here", "pid": 7}
+        attempt = Attempt("me", holder, sender=task)
+        return world.lock(**options).try_acquire(attempt)
+
+    @pytest.fixture
+    def task(self, app):
+        @app.task(name="t", base=SingletonTask, lock_key="k", shared=False)
+        def task(): ...
+
+        app.finalize()
+        return app.tasks["t"]
+
+    def test_a_lost_lock_is_told_with_key_and_reason(self, world, task, sent):
+        """And with what becomes of the body."""
+        lease = self.lease(world, task, lock_on_lost="raise")
+        lease.lose("somebody deleted it")
+        lease.report_lost()
+        told = {"uuid": "1", "key": "k", "reason": "somebody deleted it", "action": "raise"}
+        assert sent == [("task-lock-lost", "w1@here", told)]
+
+    def test_a_cap_is_told_with_renewals_and_end(self, world, task, sent):
+        """The lease goes on for a while."""
+        lease = self.lease(world, task)
+        lease.renewals = 360
+        lease.report_capped()
+        [(type_, worker, fields)] = sent
+        assert (type_, worker) == ("task-lock-capped", "w1@here")
+        assert fields.pop("ends_in") == pytest.approx(29.5)
+        assert fields == {"uuid": "1", "key": "k", "renewals": 360, "action": "expire"}
+
+    def test_a_task_without_events_has_none(self, world, task, sent):
+        """As Celery's own."""
+        task.send_events = False
+        self.lease(world, task).report_lost()
+        assert sent == []
+
+    def test_a_lock_of_plain_python_has_none(self, world, task, sent):
+        """There is no task that a monitor could show."""
+        lease = self.lease(world, object())
+        lease.report_lost()
+        lease.report_capped()
+        assert sent == []

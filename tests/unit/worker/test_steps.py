@@ -11,6 +11,7 @@ from celery.worker import WorkController
 from celery.worker.components import Pool
 
 from celery_dislock import Dislock, SingletonTask, StoreError
+from celery_dislock.messages.events import events_of
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.task import runtime_of
 from celery_dislock.worker.steps import LockStep, SweepStep
@@ -226,6 +227,20 @@ def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
         entry = worker.timer.due.pop()
         assert (entry.after, worker.timer.due) == (after, [])
         entry.run()
+
+
+def test_those_whom_the_sweep_has_ended_are_told_to_monitors(app, worker, sweeps):
+    """In the name of this worker."""
+    declare_parking(app)
+    step = SweepStep(worker)
+    step.include_if(worker)
+    step.start(worker)
+    sent = []
+    events_of(app).send = lambda *event, **fields: sent.append((event, fields))
+    sweeps[0].tell({"1": "why"})
+    [(event, fields)] = sent
+    assert event == ("task-revoked", "w1@here")
+    assert (fields["uuid"], fields["reason"], fields["state"]) == ("1", "why", "REVOKED")
 
 
 def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.scripts import ACQUIRE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
+from celery_dislock.scripts import (
+    ACQUIRE,
+    HOLDERS,
+    RECALL,
+    RELEASE,
+    RELEASE_DEAD,
+    RENEW,
+    TAKE_OVER,
+)
+from celery_dislock.scripts import (
+    FREE as FREE_SCRIPT,
+)
 from celery_dislock.servers.quorum.members import (
     NoReplyError,
 )
@@ -161,6 +172,8 @@ class TestDecide:
             (RELEASE, [2, 2, 1, 1, 1], 1),
             (RELEASE, [1, 1, AWAY, AWAY, AWAY], None),
             (RELEASE_DEAD, [0, 0, 0, 0, 1], 1),
+            (FREE_SCRIPT, [1, 1, 1, 0, 0], 1),
+            (FREE_SCRIPT, [1, 1, 0, 0, 0], 0),
             (TAKE_OVER, [1, 1, 1, 0, 0], 1),
             (TAKE_OVER, [1, 1, 0, AWAY, AWAY], 0),
             (RECALL, [None, b"done 0", None, AWAY, AWAY], b"done 0"),

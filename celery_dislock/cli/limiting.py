@@ -1,0 +1,100 @@
+"""``celery dislock pause``, ``resume`` and ``limit``: how many a lock admits, until taken back."""
+
+from __future__ import annotations
+
+import getpass
+from typing import Any
+
+import click
+
+from celery_dislock.cli.keys import Asked, by_key
+from celery_dislock.cli.session import as_json, duration, plain, session, write_json
+from celery_dislock.keys.templates import key_of
+from celery_dislock.words import for_people
+
+for_ = click.option(
+    "--for",
+    "seconds",
+    type=duration,
+    metavar="TIME",
+    help="Take it back after this time: 90, 10m, 2h. Default: it lasts until `resume`.",
+)
+note = click.option("--note", default="", help="Why: shown to people and to tasks it refuses.")
+
+
+@click.command()
+@by_key
+@for_
+@note
+@as_json
+@click.pass_context
+def pause(context: click.Context, /, asked: Asked, **given: Any) -> None:
+    """Let nobody take the lock of KEY.
+
+    Who has the lock keeps it. Tasks that wait or are parked stay in line.
+    """
+    _set(context, asked, 0, **given)
+
+
+@click.command()
+@by_key
+@as_json
+@click.pass_context
+def resume(context: click.Context, /, asked: Asked, *, json_: bool) -> None:
+    """Take back the pause or the limit of KEY: the limit of the code holds again."""
+    _set(context, asked, None, json_=json_)
+
+
+@click.command()
+@click.argument("key")
+@click.argument("number", type=click.IntRange(min=0))
+@for_
+@note
+@as_json
+@click.pass_context
+def limit(context: click.Context, /, key: str, number: int, **given: Any) -> None:
+    """Admit NUMBER exclusive leases of KEY at a time, whatever the code says.
+
+    0 is the same as `pause`. `resume` takes it back. Shared leases are not counted.
+    """
+    _set(context, Asked(key, None, (), {}), number, **given)
+
+
+def _set(
+    context: click.Context,
+    asked: Asked,
+    number: int | None,
+    *,
+    json_: bool,
+    seconds: float | None = None,
+    note: str = "",
+) -> None:
+    signed = "" if number is None else f"by {_user()}{': ' if note else ''}{note}"
+    with session(context) as opened:
+        before = {
+            key_of(name): opened.actions.limit(name, number, seconds=seconds, note=signed)
+            for name in asked.names(opened)
+        }
+    if json_:
+        write_json(
+            [
+                {"key": key, "limit": number, "before": was, "seconds": seconds}
+                for key, was in before.items()
+            ]
+        )
+        return
+    for key, was in before.items():
+        lasts = f"for {for_people(seconds)}" if seconds else f"until: celery dislock resume {key}"
+        told = {
+            None: "has the limit of the code again",
+            0: f"is paused {lasts}. Who has the lock keeps it",
+        }.get(number, f"admits {number} at a time, {lasts}")
+        past = {None: "", 0: " It was paused."}.get(was, f" It admitted {was}.")
+        click.echo(f"Lock {plain(key)} {plain(told)}.{past}")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return "an operator"

@@ -1,0 +1,134 @@
+"""What the commands share: the app's locks, its output, and how errors end a command."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
+from celery_dislock.keys.values import check_key
+from celery_dislock.operating.actions import Actions, BrokerError
+from celery_dislock.operating.overview import Overview
+from celery_dislock.tasks.task import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from celery import Celery
+
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.parking.process import ParkingProcess
+
+FOUND = 1  # exit code: a finding, or nothing to do it to
+AWAY = 3  # exit code: the lock server, or the broker that was needed, did not answer
+
+NO_SERVER = (
+    "Name the app, as in `celery -A proj dislock ls`, or the lock server, as in "
+    "`celery dislock --dislock-url redis://localhost ls`"
+)
+
+# What a terminal could take for a command: keys and task names come from messages.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+
+as_json = click.option("--json", "json_", is_flag=True, help="Write JSON, for programs.")
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+_TIME = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
+
+
+def duration(text: str) -> float:
+    """Read a time above 0 from the command line: ``90``, ``10m``, ``2h``, ``1.5d``; in seconds."""
+    found = _TIME.fullmatch(text.strip().lower())
+    if not found or found[2] not in _UNITS or not float(found[1]):
+        raise click.BadParameter(f"{text!r} is no time above 0; give 90 (seconds), 10m, 2h or 1d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+class Session:
+    """
+    One command's use of the lock server.
+
+    Args:
+        app: The app that ``-A`` names.
+
+    Attributes:
+        app: The argument of that name.
+        runtime: What the app's locks share.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self.runtime: Runtime[ParkingProcess] = runtime_of(app)
+
+    @property
+    def process(self) -> ParkingProcess:
+        """The store and the lines of this process."""
+        return self.runtime.process
+
+    @property
+    def overview(self) -> Overview:
+        """What the lock server knows."""
+        prefix = self.runtime.settings.dislock_prefix
+        return Overview(self.process.store.lock_server, prefix)
+
+    @property
+    def actions(self) -> Actions:
+        """What a person can do to locks."""
+        return Actions(self.app, self.process)
+
+    def name_of(self, key: str) -> str:
+        """Return the name in Redis of the lock of a key, as people write it."""
+        return self.runtime.lock_names([check_key(key)])[0]
+
+
+@contextmanager
+def session(context: click.Context) -> Iterator[Session]:
+    """Open the app's lock server for a command; an error ends the command with its exit code."""
+    opened = Session(context.obj.app)
+    try:
+        yield opened
+    except DamagedLockError as exc:
+        click.echo(f"Error: {plain(exc)}", err=True)
+        sys.exit(FOUND)
+    except (StoreError, BrokerError) as exc:
+        click.echo(f"Error: {plain(exc)}", err=True)
+        sys.exit(AWAY)
+    except SettingsError as exc:
+        told = f"{plain(exc)}. {NO_SERVER}" if exc.value is None else plain(exc)
+        raise click.UsageError(told, context) from exc
+    except DislockError as exc:
+        raise click.UsageError(plain(exc), context) from exc
+    finally:
+        opened.runtime.close()
+
+
+def plain(text: object) -> str:
+    """Return text that a terminal shows as it is: control characters are escaped."""
+    written = str(text)
+    if written.isprintable():
+        return written
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], written)
+
+
+def write_json(told: Any) -> None:
+    """Write JSON, which a terminal can show, too."""
+    click.echo(json.dumps(told, indent=2, default=str))
+
+
+def write_json_rows(rows: Iterable[Any]) -> None:
+    """Write a JSON list with a line for each of its elements: fast, and good for ``grep``."""
+    lines = ",\n ".join(json.dumps(row, default=str) for row in rows)
+    click.echo(f"[{lines}]")
+
+
+def write_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write rows under headings, in columns; each cell is made plain."""
+    cells = [list(headings), *([plain(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    form = "  ".join(f"{{:<{width}}}" for width in widths)
+    click.echo("\n".join(form.format(*row).rstrip() for row in cells))

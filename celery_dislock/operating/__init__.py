@@ -1,0 +1,1 @@
+"""What people and tools ask of the locks, and do to them, while the workers run."""

@@ -1,0 +1,193 @@
+"""What people do to locks while the workers run: free, drop a parked task, pause and limit."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+from celery.app.task import Context
+
+from celery_dislock.config.urls import ONLY_EXCLUSIVE
+from celery_dislock.exceptions import DislockError, SettingsError
+from celery_dislock.keys.templates import key_of
+from celery_dislock.messages.delivery import end_reservation
+from celery_dislock.messages.events import tell_revoked
+from celery_dislock.messages.headers import REPLACED_HEADER, reservation_of
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.overview import Overview
+from celery_dislock.redaction import reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from celery import Celery
+
+    from celery_dislock.operating.overview import Holder
+    from celery_dislock.parking.process import ParkingProcess
+
+NOTE_MOST = 200  # characters
+LOOK_EVERY = 0.2  # seconds, while a lease is to end
+
+
+class BrokerError(DislockError):
+    """The broker did not take a command for the workers.
+
+    Attributes:
+        reason: What went wrong.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the broker did not take the command for the workers: {self.reason}"
+
+
+class Actions:
+    """
+    Changes locks on behalf of a person.  Each method blocks for its round trips; thread-safe.
+
+    Args:
+        app: The app whose tasks take the locks; None: there are no workers to be told.
+        process: The store and the lines of this process.
+    """
+
+    def __init__(self, app: Celery | None, process: ParkingProcess) -> None:
+        self._app = app
+        self._process = process
+        self._overview = Overview(process.store.lock_server, "")
+
+    def free(self, name: str, owner: str, token: int) -> bool:
+        """
+        End one lease, and hand the lock to the next in line.
+
+        The holder's body may still run.  It is told that the lease is lost.
+
+        Args:
+            name: The lock's name in Redis.
+            owner: The owner of the lease, as it was shown.
+            token: Its fencing token, as it was shown.
+
+        Returns:
+            False if that lease has ended meanwhile; nothing was changed.
+
+        Raises:
+            StoreError: The server did not answer.  The lease may have ended.
+        """
+        return self._process.store.free(name, owner, token)
+
+    def terminate(self, holder: Holder, *, signal: str = "TERM") -> None:
+        """
+        Tell the workers to end the execution of a task that holds a lock; does not wait for it.
+
+        Its task id is revoked: no worker runs the task under this id any more.
+
+        Args:
+            holder: A task's lease.
+            signal: The signal that its pool process gets.
+
+        Raises:
+            BrokerError: The broker did not take the command.
+            SettingsError: There is no app.
+        """
+        if self._app is None:
+            remedy = "there are no workers to be told: make the locks from a Celery app"
+            raise SettingsError("free()", "terminate", "True", remedy)
+        try:
+            self._app.control.revoke(holder.id, terminate=True, signal=signal)
+        except Exception as exc:  # noqa: BLE001 -- any of the broker's client
+            raise BrokerError(reason_of(exc)) from None
+
+    def wait_until_ended(
+        self, name: str, holder: Holder, seconds: float, pause: Callable[[float], None] = time.sleep
+    ) -> Holder | None:
+        """
+        Wait until a lease has ended; blocks for *seconds* at most.
+
+        Returns:
+            None if it has ended, else the lease as it is now.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            found = self._overview.lock(name, most=0).holders
+            same = [one for one in found if (one.owner, one.token) == (holder.owner, holder.token)]
+            if not same or time.monotonic() >= until:
+                return same[0] if same else None
+            pause(LOOK_EVERY)
+
+    def drop(self, name: str, ticket: str) -> bool:
+        """
+        End a parked task, with the result REVOKED; no copy of its message runs.
+
+        If its message belongs to another broker, a worker of that broker stores the result at its
+        next sweep.
+
+        Args:
+            name: The lock's name in Redis.
+            ticket: The task's ticket.
+
+        Returns:
+            False if it is not in line any more: it was dropped, or runs, or has run.
+
+        Raises:
+            StoreError: The server did not answer.  The task may be out of the line.
+        """
+        process = self._process
+        if not process.store.lock_server.keeps_lines:
+            return False
+        reason = f"dropped by an operator from the line for lock {key_of(name)!r}"
+        dropped = process.lines.drop(name, ticket, json.dumps({REPLACED_HEADER: reason})[1:-1])
+        if dropped is None:
+            return False
+        if dropped.message:
+            self._end_reservation(name, dropped.message)
+        if dropped.ours:
+            tell_revoked(self._app, process.tell_replaced(name, {ticket: dropped.message}))
+        return True
+
+    def _end_reservation(self, name: str, written: bytes) -> None:
+        try:
+            message = Message.from_bytes(written)
+        except ValueError:  # whoever tells its end says so
+            return
+        request = Context(message.headers, headers=message.headers)
+        reservation = reservation_of(request, name.partition(":{")[0], 0.0)
+        if reservation is not None:
+            end_reservation(self._process.store.reservations, reservation, str(message))
+
+    def limit(
+        self, name: str, limit: int | None, *, seconds: float | None = None, note: str = ""
+    ) -> int | None:
+        """
+        Admit another number of leases than the code says; 0 pauses the lock.
+
+        Those who hold it keep it.  Those who wait and are parked stay in line, and are served when
+        the limit admits them.
+
+        Args:
+            name: The lock's name in Redis.
+            limit: The number of exclusive leases, >= 0.  None: the code's limit holds again.
+            seconds: How long this lasts, > 0; None: until it is taken back.
+            note: Why, and by whom: shown to people, and to tasks that are refused.
+
+        Returns:
+            The limit that was set until now; None if there was none.
+
+        Raises:
+            SettingsError: Several independent servers admit one lease at most.
+            StoreError: The server did not answer.  The limit may have been set.
+        """
+        server = self._process.store.lock_server
+        if (limit or 0) > 1 and not server.keeps_lines:
+            raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
+        return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
+
+
+def one_line(note: str) -> str:
+    """Return a note as it is stored: one line, of limited length."""
+    return " ".join(note.split())[:NOTE_MOST]

@@ -1,0 +1,423 @@
+"""What the lock server knows of its locks: who holds them, who waits, what is reserved.
+
+Nothing here changes a lock.  Times are those of the lock server: a lock is "held" since its
+acquisition, by the clock that decides when its lease ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.locks.attempt import in_words
+from celery_dislock.scripts import LOOK
+from celery_dislock.scripts.names import lock_in
+from celery_dislock.servers.replies import NAMES, holder_of, renewed_ago, text
+from celery_dislock.servers.server import SOCKET_TIMEOUT, keys_pattern, scan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from celery_dislock.servers.server import Server
+
+PLACES = 20  # of a line, unless more are asked for
+SEARCHED = 200  # places in line that are looked at in one round trip
+TOGETHER = 100  # locks that are looked at in one round trip: 1 or 2 ms of the server
+
+UNIQUE_STATES = {"s": "being sent", "w": "waiting", "r": "running"}
+
+_UNIQUE = re.compile(rb"1 (\w) (\d+) (\d+) (\S+) (\S*)")
+_LIMIT = re.compile(rb"1 (\d+) (\d+) (.*)", re.DOTALL)
+_WAITS = re.compile(rb"1 (\d+) (\d+) ([xs]) (\d+) (.*)", re.DOTALL)
+_PARKED = re.compile(rb"1 (\d+) (\d+) (\d+) ([xs]) (\d+) (\S+) 1 (.*)", re.DOTALL)
+
+
+class Holder(NamedTuple):
+    """
+    A live lease, for people.
+
+    Attributes:
+        owner: The string that identifies the acquisition.
+        token: Its fencing token.
+        mode: "exclusive" or "shared".
+        held: Seconds since the acquisition.
+        acquired_at: UNIX time of the acquisition.
+        remaining: Seconds until the lease ends, unless it is renewed again.
+        renewed: Seconds since the last renewal, or since the acquisition; None if the holder's
+            version does not say, and for a fixed expiry.
+        expiring: Whether the owner is done with it, and it is left to expire.
+        turn: Whether the lock is reserved for a parked task whose message is on its way.
+        who: The holder in words.
+        task, id, worker, pid, host, thread: The holder; None where it has none.
+    """
+
+    owner: str
+    token: int
+    mode: str
+    held: float
+    acquired_at: float
+    remaining: float
+    renewed: float | None
+    expiring: bool
+    turn: bool
+    who: str
+    task: str | None
+    id: str | None
+    worker: str | None
+    pid: int | None
+    host: str | None
+    thread: str | None
+
+    @property
+    def can_be_terminated(self) -> bool:
+        """Whether it is a task that a worker runs, which a worker can be told to end."""
+        return bool(self.id and self.worker) and not (self.turn or self.expiring)
+
+    @property
+    def may_live(self) -> bool:
+        """
+        Whether its process may still run, for all that the lease tells.
+
+        A lease is renewed after each third of its timeout.  One that was not renewed for half of it
+        has nobody who renews it.  A fixed expiry tells nothing.
+        """
+        if self.expiring or self.turn:
+            return False
+        return self.renewed is None or self.renewed < self.remaining
+
+
+class Place(NamedTuple):
+    """
+    A place in line, or a turn.
+
+    Attributes:
+        place: Place in line, from 1; 0: it has its turn, and its message is on its way.
+        waiting: Seconds since it joined the line.
+        mode: "exclusive" or "shared".
+        parked: Whether it is a parked task; else a worker slot or a thread waits.
+        ticket: The ticket of a parked task; empty: it is not parked.
+        turns: How often the parked task was given its turn.
+        who: The waiter in words.
+        task, id: The task; None if a thread waits, or the message cannot be read.
+        args: The task's arguments, as Celery describes them in the message; None: not known.
+        exchange, routing_key: Where its message goes when it has its turn; None: it is not parked,
+            or its message cannot be read.
+    """
+
+    place: int
+    waiting: float
+    mode: str
+    parked: bool
+    ticket: str
+    turns: int
+    who: str
+    task: str | None
+    id: str | None
+    args: str | None
+    exchange: str | None = None
+    routing_key: str | None = None
+
+
+class Reserved(NamedTuple):
+    """
+    The reservation of a key for a message.
+
+    Attributes:
+        id: Id of the message's task.
+        state: "being sent", "waiting" or "running".
+        since: Seconds since the key was reserved.
+        remaining: Seconds until the reservation ends, unless it is renewed.
+    """
+
+    id: str
+    state: str
+    since: float
+    remaining: float
+
+
+class LockState(NamedTuple):
+    """
+    All that the lock server knows of a lock.
+
+    Attributes:
+        key: The key.
+        name: The lock's name in Redis.
+        holders: Its live leases.
+        waiting: How many stand in line.
+        line: The first of them.
+        turns: Parked tasks that have their turn, and have not claimed it.
+        aside: How many parked tasks were set aside because nobody could read or run them.
+        reservation: The reservation of the key; None if there is none.
+        limit: How many leases an operator admits, whatever the code says; 0: it is paused.  None:
+            the code's limit holds.
+        limit_remaining: Seconds until that ends; None: it lasts until it is taken back.
+        limit_since: UNIX time at which it was set; None: no limit is set.
+        limit_note: Why, and by whom; empty: nothing was said.
+    """
+
+    key: str
+    name: str
+    holders: Sequence[Holder]
+    waiting: int
+    line: Sequence[Place]
+    turns: Sequence[Place]
+    aside: int
+    reservation: Reserved | None
+    limit: int | None
+    limit_remaining: float | None
+    limit_since: float | None
+    limit_note: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether the lock server knows anything of it."""
+        return bool(
+            self.holders or self.waiting or self.turns or self.aside or self.reservation
+        ) or (self.limit is not None)
+
+
+class Overview:
+    """
+    Reads the locks of a lock server.  Each method blocks for its round trips; thread-safe.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of the locks' names in Redis.
+    """
+
+    def __init__(self, server: Server, prefix: str) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._mutex = threading.Lock()  # run_many() is for one thread
+
+    def lock(self, name: str, first: int = 0, most: int = PLACES) -> LockState:
+        """
+        Look at one lock.
+
+        Args:
+            name: Its name in Redis.
+            first: Place in line to begin with, from 0.
+            most: Maximum number of places.
+
+        Raises:
+            DamagedLockError: A record of the lock cannot be read.
+            StoreError: The server did not answer.
+        """
+        return seen(name, self._server.run(LOOK, [name], first, most), first)
+
+    def locks(
+        self, pattern: str = "*", failed: list[StoreError] | None = None
+    ) -> Iterator[LockState | StoreError]:
+        """
+        Look at all locks whose keys match, without their lines.
+
+        The names are read in pages, so that the server answers others in between.  A lock that
+        comes or goes meanwhile may be there or not.
+
+        Args:
+            pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
+            failed: See :meth:`names`.
+
+        Returns:
+            Each lock once, in no order; the error of one that cannot be read.
+
+        Raises:
+            StoreError: A server did not answer.
+        """
+        for names in self.names(pattern, failed):
+            yield from self.look(names)
+
+    def names(
+        self, pattern: str = "*", failed: list[StoreError] | None = None
+    ) -> Iterator[list[str]]:
+        """
+        List the names of locks whose keys match, each once, in pages of :data:`TOGETHER`.
+
+        Args:
+            pattern: See :meth:`locks`.
+            failed: Takes the error of each server that did not answer, in place of raising it: the
+                others are read nevertheless.
+
+        Raises:
+            StoreError: A server did not answer; with *failed*: none did.
+        """
+        told: set[str] = set()
+        page: list[str] = []
+        errors: list[StoreError] | None = None if failed is None else []
+        senders = self._server.senders()
+        for send in senders:
+            for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
+                for redis_key in found:
+                    name = lock_in(redis_key)
+                    if name is None or name in told:
+                        continue
+                    told.add(name)
+                    page.append(name)
+                    if len(page) == TOGETHER:
+                        yield page
+                        page = []
+        if page:
+            yield page
+        if failed is not None and errors:
+            if len(errors) == len(senders):
+                raise errors[0]
+            failed += errors
+
+    def look(self, names: Sequence[str]) -> list[LockState | StoreError]:
+        """Look at several locks, without their lines, in one pipelined round trip."""
+        calls = [(name, 0, 0) for name in names]
+        with self._mutex:
+            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+        return [
+            reply if isinstance(reply, StoreError) else seen(name, reply)
+            for name, reply in zip(names, replies, strict=True)
+        ]
+
+
+def find_parked(overview: Overview, name: str, wanted: str) -> list[Place]:
+    """
+    Return the parked tasks of a ticket or a task id in one line, read in pages.
+
+    Raises:
+        StoreError: The server did not answer.
+    """
+    found: dict[str, Place] = {}
+    first, seen_all = 0, False
+    while not seen_all:
+        lock = overview.lock(name, first, SEARCHED)
+        for place in (*lock.turns, *lock.line):
+            if place.parked and wanted in {place.ticket, place.id}:
+                found[place.ticket] = place
+        first += SEARCHED
+        seen_all = first >= lock.waiting
+    return list(found.values())
+
+
+def _scanned(
+    send: Callable[..., Any], pattern: str, failed: list[StoreError] | None
+) -> Iterator[list[str]]:
+    try:
+        yield from scan(send, pattern)
+    except StoreError as exc:
+        if failed is None:
+            raise
+        failed.append(exc)
+
+
+def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
+    """Parse the reply of look.lua, which was asked for the line from *first* on."""
+    now_ms, leases, waiting, line, turns, aside, unique, unique_ms, limit, limit_ms = reply
+    limited = _LIMIT.fullmatch(limit)
+    return LockState(
+        key=_shown_key(name),
+        name=name,
+        holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
+        waiting=waiting,
+        line=[
+            _place(now_ms, nth, *one)
+            for nth, one in enumerate(zip(*[iter(line)] * 3, strict=True), first + 1)
+        ],
+        turns=[
+            _parked(now_ms, 0, text(ticket), record)
+            for ticket, _, record in zip(*[iter(turns)] * 3, strict=True)
+        ],
+        aside=aside,
+        reservation=_reserved(now_ms, unique, unique_ms),
+        limit=int(limited[1]) if limited else None,
+        limit_remaining=limit_ms / 1000 if limited and limit_ms >= 0 else None,
+        limit_since=int(limited[2]) / 1000 if limited else None,
+        limit_note=text(limited[3]) if limited else "",
+    )
+
+
+def _shown_key(name: str) -> str:
+    key, _, several = name.partition("{")[2].rpartition("}")
+    return f"{key} and others" if several else key
+
+
+def _holder(
+    now_ms: int, owner: bytes, expires: int, token: bytes, mode: bytes, holder: bytes, acquired: int
+) -> Holder:
+    about = holder_of(holder)
+    remaining, held = (expires - now_ms) / 1000, (now_ms - acquired) / 1000
+    return Holder(
+        owner=text(owner).removeprefix("~"),
+        token=int(token),
+        mode=NAMES[mode.decode()],
+        held=held,
+        acquired_at=acquired / 1000,
+        remaining=remaining,
+        renewed=None if owner.startswith(b"~") else renewed_ago(about, remaining, held),
+        expiring=owner.startswith(b"~"),
+        turn="parked" in about,
+        who=in_words(about),
+        **{name: about.get(name) for name in ("task", "id", "worker", "pid", "host", "thread")},
+    )
+
+
+def _place(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -> Place:
+    if member.endswith(b"#"):
+        return _parked(now_ms, nth, text(member[:-1]), record)
+    waits = _WAITS.fullmatch(record)
+    about: Mapping[str, Any] = holder_of(waits[5]) if waits else {}
+    return Place(
+        place=nth,
+        waiting=now_ms / 1000 - float(joined) / 1e6,
+        mode=NAMES[waits[3].decode()] if waits else "exclusive",
+        parked=False,
+        ticket="",
+        turns=0,
+        who=in_words(about),
+        task=about.get("task"),
+        id=about.get("id"),
+        args=None,
+    )
+
+
+def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
+    parked = _PARKED.fullmatch(record)
+    message: Mapping[str, Any] = {}
+    headers: Mapping[str, Any] = {}
+    if parked is not None:
+        try:
+            message = json.loads(parked[7])
+            headers = message["headers"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            message, headers = {}, {}
+    task, task_id = headers.get("task"), headers.get("id") or task_id_of(ticket)
+    given = [str(headers[name]) for name in ("argsrepr", "kwargsrepr") if headers.get(name)]
+    return Place(
+        place=nth,
+        waiting=now_ms / 1000 - int(parked[1]) / 1e6 if parked else 0.0,
+        mode=NAMES[parked[4].decode()] if parked else "exclusive",
+        parked=True,
+        ticket=ticket,
+        turns=int(parked[2]) if parked else 0,
+        who=f"{task or '?'}[{task_id}]",
+        task=task,
+        id=task_id,
+        args=" ".join(given) or None,
+        exchange=_text(message.get("exchange")),
+        routing_key=_text(message.get("routing_key")),
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _reserved(now_ms: int, record: bytes, ttl_ms: int) -> Reserved | None:
+    unique = _UNIQUE.fullmatch(record)
+    if unique is None:
+        return None
+    state, since, _, task_id, _ = unique.groups()
+    return Reserved(
+        id=task_id_of_reserved(text(task_id)),
+        state=UNIQUE_STATES.get(text(state), "?"),
+        since=(now_ms - int(since)) / 1000,
+        remaining=ttl_ms / 1000,
+    )

@@ -1,0 +1,55 @@
+-- free.lua: end one lease because a person wants it, and hand the lock on.
+--
+-- KEYS[1]   lock
+-- ARGV[1]   owner      of the lease
+-- ARGV[2]   token      of the lease
+-- ARGV[3]   home       the caller's broker; empty: it cannot publish
+-- ARGV[4]   or_older   1: each of several servers has a token of its own, and the newest of them is given
+--
+-- Touches   all keys of the lock but those of its marks
+--
+-- Returns   1 ended   0 it had ended before, or the owner has another lease by now: nothing was changed
+--           {1, turns}   turns: {lock, ticket, message, ...}, to be published
+--
+-- Also ends a lease that is left to expire, and the turn of a parked task, which goes to the end of the
+-- line.  Sent twice, the second answers 0.
+
+-- include: _record
+-- include: _lease
+-- include: _grant
+-- include: _join
+-- include: _line
+-- include: _marks
+-- include: _parked
+
+local owner, token, or_older = ARGV[1], tonumber(ARGV[2]), ARGV[4] == '1'
+home = ARGV[3]
+local lock = with_parked(open(KEYS[1]))
+line_exists(lock)  -- or an error, before anything is done
+count_leases(lock)
+
+local function shown()
+  for _, name in ipairs({owner, '~' .. owner}) do
+    local lease = lease_of(lock, name)
+    if lease and (lease.token == token or or_older and lease.token < token) then return lease end
+  end
+end
+
+-- Its message may be lost.  If nobody else waits, it is sent again now.
+local function put_last(ticket)
+  if redis.call('ZREM', lock.handed, ticket) == 0 then return end
+  local joined, parked = joins_at(lock), read_ticket(lock, ticket)
+  if parked then
+    parked.joined = joined
+    write_ticket(lock, ticket, parked)
+  end
+  join(lock, ticket, joined)
+end
+
+local lease = shown()
+if not lease then return 0 end
+drop(lock, lease)
+redis.call('DEL', lock.name .. WAKE .. owner)  -- its news, if it was handed the lease
+if is_parked(owner) then put_last(ticket_of(owner)) end
+if anyone_waits(lock) then recall_and_hand_off(lock) end
+return turns[1] and {1, turns} or 1

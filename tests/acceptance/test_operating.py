@@ -1,0 +1,137 @@
+"""What an operator does to locks of real workers: free, terminate, and drop a parked task."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from celery import chain
+from celery.exceptions import TaskRevokedError
+from click.testing import CliRunner
+
+from celery_dislock.cli import dislock as command
+from tests.acceptance import scenarios
+from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery 5.5
+]
+
+QUEUE = scenarios.hold_or_queue
+FOUND = 1
+
+
+def dislock(*args):
+    """Run a command of the scenarios' app."""
+    answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=scenarios.app))
+    if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+        raise answer.exception
+    return answer
+
+
+def outcome(answer):
+    (told,) = json.loads(answer.stdout)
+    return told["outcome"]
+
+
+def begun(scene, result):
+    """Wait until the body of this task runs, and return its process."""
+    return scene.wait_for_report("begin", id=result.id)["pid"]
+
+
+@PREFORK
+def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
+    """The task is told to end, its lock is released by the worker, and no two ran at a time."""
+    holder = fleet.send(QUEUE, scene.key)
+    dead = begun(scene, holder)
+    parked = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    answer = dislock("free", scene.key, "--terminate", "--yes", "--json")
+    assert (answer.exit_code, outcome(answer)) == (0, "terminated")
+    with pytest.raises(TaskRevokedError):
+        holder.get(timeout=LIMIT)
+    begun(scene, parked)
+    scene.open_gate()
+    assert parked.get(timeout=LIMIT)["held"] is True
+    scene.assert_exclusive(dead=[dead])
+
+
+@PREFORK
+def test_a_terminated_task_that_keeps_its_lock_is_freed(fleet, scene):
+    """With ``release_on_failure=False`` the lease is left to expire: nobody renews it any more."""
+    holder = fleet.send(scenarios.hold_or_keep, scene.key)
+    begun(scene, holder)
+    handle = scenarios.hold_or_keep.lock_for(scene.key)
+    (shown,) = handle.holders()
+    freed = handle.free(terminate=True, wait=1.0)
+    if not freed:  # it may have been renewed just now; nobody does so again
+        wait_for("nobody renews it", lambda: not handle.holders()[0].may_live, limit=2 * LIMIT)
+        freed = handle.free(terminate=True, wait=1.0)
+    assert [one.token for one in freed] == [shown.token]
+    assert handle.holders() == []
+
+
+@PREFORK
+def test_a_holder_that_is_not_terminated_learns_that_it_lost_the_lock(fleet, scene):
+    """Its next renewal finds the lease gone; another has the lock by then."""
+    holder = fleet.send(scenarios.hold_renewed, scene.key)
+    begun(scene, holder)
+    answer = dislock("free", scene.key, "--yes", "--json")
+    assert (answer.exit_code, outcome(answer)) == (0, "freed")
+    wait_for(
+        "the worker says so",
+        lambda: fleet.says(scene.key, "is lost: the server no longer has it"),
+    )
+    scene.open_gate()
+    assert holder.get(timeout=LIMIT)["held"] is False
+
+
+@pytest.mark.parametrize("pool", ["threads"])
+def test_a_pool_that_cannot_terminate_keeps_the_lock(start_fleet, pool, scene):
+    """A thread cannot be ended: after the limit the lock is still held, and the message says so."""
+    fleet = start_fleet(pool, "--dislock")
+    holder = fleet.send(scenarios.hold, scene.key)
+    begun(scene, holder)
+    answer = dislock("free", scene.key, "--terminate", "--yes", "--wait", "1", "--json")
+    assert (answer.exit_code, outcome(answer)) == (FOUND, "still runs")
+    assert "leave out --terminate" in answer.stderr
+    assert not scene.is_free
+    scene.open_gate()
+    scene.wait_until_free()
+
+
+@PREFORK
+def test_a_dropped_task_is_revoked_and_those_behind_it_run(fleet, scene):
+    """Its caller is told why; it never runs, and the line goes on."""
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    begun(scene, holder)
+    first = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    second = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(2)
+    assert dislock("drop", first.id, "--key", scene.key, "--yes").exit_code == 0
+    with pytest.raises(TaskRevokedError, match="dropped by an operator from the line for lock"):
+        first.get(timeout=LIMIT)
+    scene.open_gate()
+    scene.open_gate(holder.id)
+    assert second.get(timeout=LIMIT)["held"] is True
+    assert [event["id"] for event in scene.reported("begin")] == [holder.id, second.id]
+
+
+@PREFORK
+def test_a_dropped_task_ends_its_chain(fleet, scene):
+    """What comes after it is told by a worker that knows the task, with the same reason."""
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    begun(scene, holder)
+    canvas = chain(fleet.signature(QUEUE, scene.key), fleet.signature(scenarios.step, scene.key))
+    last = fleet.start(canvas)
+    scene.wait_for_line(1)
+    assert dislock("drop", last.parent.id, "--yes").exit_code == 0
+    with pytest.raises(TaskRevokedError, match="dropped by an operator"):
+        last.parent.get(timeout=LIMIT)
+    wait_for("a worker says so", lambda: fleet.says(last.parent.id, "dropped by an operator"))
+    scene.open_gate(holder.id)
+    holder.get(timeout=LIMIT)
+    assert [event["id"] for event in scene.reported("begin")] == [holder.id]

@@ -1,0 +1,280 @@
+"""``celery dislock web`` as an operator starts it, and as somebody hostile talks to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from celery_dislock import Dislock
+from celery_dislock.web.login import line_of
+from tests.pages import PASSWORD
+
+pytestmark = pytest.mark.acceptance
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 30.0  # seconds until the server must be there, and must have ended
+# As the entry point does, which an environment with a checkout on its path may not have.
+PROGRAM = """
+import sys
+from celery.bin.celery import celery, main
+from celery_dislock.cli import dislock
+celery.add_command(dislock)
+sys.argv[0] = "celery"
+main()
+"""
+APP = """
+import os
+from celery import Celery
+app = Celery("shop", broker=os.environ["SHOP_BROKER_URL"])
+"""
+
+
+class Server:
+    """The command, in a process of its own."""
+
+    def __init__(self, folder: Path, url: str, *args: str) -> None:
+        (folder / "shop.py").write_text(APP, "utf-8")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, "-A", "shop", "dislock", "web", "--port", "0", *args],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+                "PYTHONUNBUFFERED": "1",
+                "SHOP_BROKER_URL": url,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.line = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)(\S*)/", self.line)
+        assert found, self.line + self.process.stdout.read()
+        self.port = int(found[1])
+        self.address = f"http://127.0.0.1:{self.port}{found[2]}"
+
+    def ask(self, path: str, form: dict[str, str] | None = None, **headers: str):
+        """Return status and JSON of an answer."""
+        data = None if form is None else urllib.parse.urlencode(form).encode()
+        request = urllib.request.Request(self.address + path, data, headers)  # noqa: S310 -- ours
+        try:
+            with urllib.request.urlopen(request, timeout=LIMIT) as answer:  # noqa: S310 -- ours
+                return answer.status, json.loads(answer.read()), answer.headers
+        except urllib.error.HTTPError as answer:
+            with answer:
+                return answer.code, json.loads(answer.read()), answer.headers
+
+    def say(self, *parts: bytes) -> bytes:
+        """Send bytes, and return all that comes back."""
+        answer = b""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            try:
+                for part in parts:
+                    connection.sendall(part)
+                connection.shutdown(socket.SHUT_WR)
+                while more := connection.recv(65536):
+                    answer += more
+            except (ConnectionError, TimeoutError):
+                pass  # it has heard enough
+        return answer
+
+    def stop(self, how: int = signal.SIGTERM) -> tuple[int, str]:
+        """End it; return its exit code and what it has printed."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            printed, _ = self.process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            printed, _ = self.process.communicate()
+        return self.process.returncode, printed
+
+
+@pytest.fixture
+def serve(tmp_path, redis_url):
+    """Start the command with these options."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*args, url=redis_url):
+            server = Server(tmp_path, url, *args)
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def users(tmp_path):
+    """A login file with ann."""
+    path = tmp_path / "users"
+    path.write_text(f"{line_of('ann', PASSWORD)}\n", "utf-8")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_it_serves_the_page_of_an_app_without_a_dislock(serve, redis_url):
+    """On the loopback, and it ends without a traceback."""
+    with Dislock.from_url(redis_url) as dislock, dislock.lock("export:7"):
+        server = serve()
+        status, told, headers = server.ask("/api/locks")
+        assert status == 200
+        assert [one["key"] for one in told["locks"]] == ["export:7"]
+        assert "Server" not in headers
+    assert server.line == f"The page is at {server.address}/ (^C ends it)\n"
+    assert server.stop() == (0, "")
+
+
+def test_it_ends_with_an_interrupt(serve):
+    """As ^C sends it."""
+    assert serve().stop(signal.SIGINT) == (0, "")
+
+
+def test_a_port_that_is_taken_is_told(serve, tmp_path, redis_url):
+    """The exit code is 1."""
+    port = str(serve().port)
+    command = [sys.executable, "-c", PROGRAM, "-A", "shop", "dislock", "web", "--port", port]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "SHOP_BROKER_URL": ""},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 1
+    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
+
+
+def test_a_lock_server_that_is_away_is_told_on_the_page(serve):
+    """The page is there all the same, and shows no password."""
+    secret = "sec%2Fret%40word"  # noqa: S105 -- of nobody
+    server = serve(url=f"redis://:{secret}@127.0.0.1:1/0")
+    status, told, _ = server.ask("/api/locks")
+    assert status == 503
+    assert "127.0.0.1:1" in told["error"]
+    _, printed = server.stop()
+    for shown in (json.dumps(told), printed):
+        assert "sec%2Fret" not in shown
+        assert "sec/ret" not in shown
+
+
+def test_somebody_logs_in_and_pauses_a_lock(serve, users, redis_url):
+    """The log says who did it."""
+    server = serve("--login-file", users, "--allow-actions", "--login-to-read")
+    origin = {"Origin": server.address}
+    assert server.ask("/api/locks")[0] == 401
+    form = {"user": "ann", "password": PASSWORD}
+    status, told, headers = server.ask("/api/login", form, **origin)
+    assert status == 200
+    signed = {**origin, "Cookie": headers["Set-Cookie"].partition(";")[0]}
+    assert server.ask("/api/locks", **signed)[0] == 200
+    form = {"csrf": told["csrf"], "name": "dislock:{export:7}", "limit": "0", "why": ""}
+    assert server.ask("/api/limit", form, **signed)[1]["done"] is True
+    with Dislock.from_url(redis_url) as dislock:
+        assert "by ann" in str(dislock.lock("export:7").try_acquire())
+    _, printed = server.stop()
+    assert "'ann' paused lock 'export:7'" in printed
+    assert PASSWORD not in printed
+
+
+def test_guessing_is_slowed_down(serve, users):
+    """After five attempts from an address, none is tried."""
+    server = serve("--login-file", users)
+    form = {"user": "ann", "password": "wrong"}
+    origin = {"Origin": server.address}
+    statuses = [server.ask("/api/login", form, **origin)[0] for _ in range(7)]
+    assert statuses == [401] * 5 + [429] * 2
+
+
+def test_a_proxy_in_front_is_believed_only_if_it_is_trusted(serve, users):
+    """Behind it the page has another name, another path, and asks for a login."""
+    forwarded = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+    host = {"Host": "ops.example.com"}
+    args = ("--login-file", users, "--allow-host", "ops.example.com", "--url-prefix", "/locks")
+    behind = serve(*args, "--trusted-proxy", "127.0.0.1")
+    assert behind.ask("/api/locks", **host, **forwarded)[0] == 401
+    form = {"user": "ann", "password": PASSWORD}
+    origin = {"Origin": "https://ops.example.com"}
+    status, _, headers = behind.ask("/api/login", form, **host, **forwarded, **origin)
+    assert status == 200
+    assert "Path=/locks;" in headers["Set-Cookie"]
+    assert "; Secure" in headers["Set-Cookie"]
+    origin = {"Origin": "http://ops.example.com"}
+    assert behind.ask("/api/login", form, **host, **forwarded, **origin)[0] == 403
+    alone = serve()
+    assert alone.ask("/api/locks")[0] == 200
+    assert alone.ask("/api/locks", **forwarded)[0] == 403
+    assert alone.ask("/api/locks", **host)[0] == 421
+
+
+GET = b"GET /api/locks HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n"
+POST = (
+    b"POST /api/login HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: http://127.0.0.1:%d\r\n"
+    b"Content-Type: application/x-www-form-urlencoded\r\n"
+)
+HOSTILE = {
+    "negative length": [POST, b"Content-Length: -5\r\n\r\nuser="],
+    "two lengths": [POST, b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nuser=a"],
+    "length and chunks": [
+        POST,
+        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nuser=\r\n0\r\n\r\n",
+    ],
+    "chunks": [POST, b"Transfer-Encoding: chunked\r\n\r\n5\r\nuser=\r\n0\r\n\r\n"],
+    "broken chunks": [POST, b"Transfer-Encoding: chunked\r\n\r\n-5\r\nuser=\r\n0\r\n\r\n"],
+    "large chunk": [POST, b"Transfer-Encoding: chunked\r\n\r\nfffffffff\r\n", b"a" * 100_000],
+    "huge length": [POST, b"Content-Length: 99999999999\r\n\r\n", b"a" * 100_000],
+    "huge headers": [GET, b"X: " + b"a" * 500_000 + b"\r\n\r\n"],
+    "many headers": [GET, b"X: a\r\n" * 50_000, b"\r\n"],
+    "null byte": [GET, b"X: a\x00b\r\n\r\n"],
+    "null byte in the path": [b"GET /static/page.js%00.html HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    "line break": [b"GET /%0d%0aSet-Cookie:a=b HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    "up": [b"GET /static/../../page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    "up, encoded": [b"GET /static/%2e%2e/page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    "up, encoded twice": [b"GET /static/%252e%252e/page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+    "two hosts": [b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"],
+    "host in the path": [b"GET http://evil.example/api/locks HTTP/1.1\r\nHost: evil\r\n\r\n"],
+    "no host": [b"GET / HTTP/1.1\r\n\r\n"],
+    "no request": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
+    "method with a line break": [b"GE\rT / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_no_proper_request_is_refused(serve, name):
+    """By the server or by the page; nothing is done, and it goes on."""
+    server = serve()
+    parts = [part.replace(b"%d", str(server.port).encode()) for part in HOSTILE[name]]
+    answer = server.say(*parts)
+    assert answer == b"" or re.match(rb"HTTP/1\.[01] 4\d\d ", answer), answer[:200]
+    assert b"\r\nSet-Cookie" not in answer
+    assert b"Traceback" not in answer
+    assert server.ask("/api/session")[0] == 200
+    status, printed = server.stop()
+    assert status == 0
+    assert "Traceback" not in printed
+
+
+def test_slow_and_idle_connections_keep_nobody_out(serve):
+    """Fifty browsers that say nothing, or half of something."""
+    server = serve()
+    with contextlib.ExitStack() as stack:
+        for number in range(50):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            connection.sendall(b"GET / HT" if number % 2 else b"")
+        began = time.monotonic()
+        assert server.ask("/api/session")[0] == 200
+        assert time.monotonic() - began < LIMIT

@@ -1,0 +1,734 @@
+"""``celery dislock ...`` on a real server: what each command prints, changes, and ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import redis
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.cli import dislock as command
+from celery_dislock.messages.message import Message
+from celery_dislock.parking.store import Ticket
+from celery_dislock.servers.replies import Parked
+from celery_dislock.servers.store import Store
+from tests.holding import Holding, name_of, wait_for
+from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.leaks import SECRET
+from tests.redis_server import RedisServer
+
+ROOT = Path(__file__).parents[2]
+LONG = 600.0  # seconds: no such lease runs out by itself
+LIMIT = 30  # seconds for a command
+HOSTILE = ["\x1b[31mred\x1b[0m", "a\nb", "<script>alert(1)</script>", "'\"$(id)", "\u202eright"]
+AWAY, USAGE, FOUND, HELD, LOST = 3, 2, 1, 75, 76
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
+
+    @app.task(
+        base=SingletonTask,
+        name="shop.export",
+        lock_key="export:<corp_id>",
+        lock_on_conflict="queue",
+        lock_watchdog_timeout=60,
+        shared=False,
+    )
+    def export(corp_id): ...
+
+    @app.task(name="shop.move", lock_key=["from:<a>", "to:<b>"], shared=False)
+    def move(a, b): ...
+
+    @app.task(base=SingletonTask, name="shop.digest", shared=False)
+    def digest(a, b=1): ...
+
+    @app.task(name="shop.plain", shared=False)
+    def plain(): ...
+
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def dislock(app):
+    """Run a command of the app; the answer has ``exit_code``, ``stdout`` and ``stderr``."""
+
+    def run(*args, **how):
+        answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app), **how)
+        if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+            raise answer.exception
+        return answer
+
+    return run
+
+
+@pytest.fixture
+def holding(redis_url):
+    with Holding(redis_url) as holding:
+        yield holding
+
+
+@pytest.fixture
+def store(redis_url):
+    store = Store(redis_url)
+    yield store
+    store.close()
+
+
+def park(app, key, *, task="shop.export"):
+    """Park a task in the line of a key that is held; return its id."""
+    process = Dislock(app).runtime.process
+    task_id = str(uuid.uuid4())
+    headers = {"task": task, "id": task_id, "argsrepr": "(7,)", "kwargsrepr": "{}"}
+    message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[7],{},{}]")
+    ticket = Ticket(f"{task_id}:0:0", f"{task_id}@", False, message.to_bytes())
+    process.lines.enlist(name_of(key))
+    parked = process.lines.park(name_of(key), f"{task_id}@w/1", LONG, "{}", ticket)
+    assert isinstance(parked, Parked)
+    return task_id
+
+
+def hold(store, key, **holder):
+    """Take a lock as a task does."""
+    about = {"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7, "host": "h"}
+    owner = f"{uuid.uuid4()}@celery@w1:7/1"
+    written = json.dumps({**about, "timeout": LONG, **holder})
+    store.acquire([name_of(key)], owner, LONG, written)
+    return owner
+
+
+class TestList:
+    def test_an_empty_server_has_nothing(self, dislock):
+        """No table without rows; JSON has an empty list."""
+        assert (dislock("ls").stdout, dislock("ls").exit_code) == ("", 0)
+        assert json.loads(dislock("ls", "--json").stdout) == []
+
+    def test_all_that_is_known_of_is_listed(self, dislock, store, app, redis_client):
+        """Held, waited for, reserved, paused: each lock has a row, by key."""
+        for key in ("c", "a"):
+            hold(store, key)
+        park(app, "a")
+        assert dislock("pause", "b").exit_code == 0
+        redis_client.set(f"{name_of('d')}:unique", "1 w 1700000000000 1700000000000 id-9 ", px=9000)
+        printed = dislock("ls").stdout.splitlines()
+        assert [row.split()[0] for row in printed] == ["KEY", "a", "b", "c", "d"]
+        assert printed[1].split()[-1] == "7)"
+        assert "shop.export[id-1] on celery@w1" in printed[1]
+        assert "paused" in printed[2]
+        assert "waiting, " in printed[4]
+        told = json.loads(dislock("ls", "--json").stdout)
+        assert [one["key"] for one in told] == ["a", "b", "c", "d"]
+        assert (told[0]["waiting"], told[1]["limit"]) == (1, 0)
+        assert told[3]["reservation"]["id"] == "id-9"
+
+    def test_a_pattern_chooses_keys(self, dislock, store):
+        """As Redis has patterns."""
+        for key in ("export:7", "export:8", "mail:7"):
+            hold(store, key)
+        assert len(json.loads(dislock("ls", "export:*", "--json").stdout)) == 2
+
+    @pytest.mark.parametrize(
+        ("options", "keys"),
+        [
+            (["--task", "shop.export"], ["a"]),
+            (["--task", "shop.*"], ["a", "b"]),
+            (["--worker", "celery@w2"], ["b"]),
+            (["--worker", "celery@*", "--task", "*.mail"], ["b"]),
+            (["--held-for", "1h"], []),
+            (["--held-for", "10m", "--task", "shop.*"], []),
+        ],
+    )
+    def test_holders_are_chosen(self, dislock, store, app, options, keys):
+        """A lock without such a holder is left out, also one that is only paused."""
+        hold(store, "a")
+        hold(store, "b", task="shop.mail", worker="celery@w2")
+        dislock("pause", "c")
+        told = json.loads(dislock("ls", "--json", *options).stdout)
+        assert [one["key"] for one in told] == keys
+
+    def test_held_for_is_a_minimum(self, dislock, redis_client):
+        """Older leases are listed, and younger ones not."""
+        now = int(redis_client.time()[0]) * 1000
+        for key, held in (("old", 700), ("young", 500)):
+            record = f"1 {now + 60_000} 5 {now - held * 1000} x {{}}"
+            redis_client.hset(name_of(key), "owner", record)
+        told = json.loads(dislock("ls", "--held-for", "10m", "--json").stdout)
+        assert [one["key"] for one in told] == ["old"]
+        assert len(json.loads(dislock("ls", "--held-for", "400", "--json").stdout)) == 2
+
+    def test_a_damaged_lock_is_named(self, dislock, store, redis_client):
+        """It does not hide the others, and is not hidden itself."""
+        hold(store, "a")
+        redis_client.set(name_of("b"), "text")
+        redis_client.hset(name_of("c"), "owner", "9 a later version")
+        answer = dislock("ls")
+        assert answer.exit_code == 0
+        rows = answer.stdout.splitlines()[1:]
+        assert [row.split()[0] for row in rows] == ["a", "b", "c"]
+        assert "cannot be read: " in rows[1]
+        assert "cannot be read: " in rows[2]
+        told = json.loads(dislock("ls", "--json").stdout)
+        assert ["error" in one for one in told] == [False, True, True]
+        assert dislock("show", "b").exit_code == FOUND
+
+    @pytest.mark.parametrize("hostile", HOSTILE)
+    def test_a_hostile_key_is_shown_as_it_is(self, dislock, redis_client, hostile):
+        """No escape sequence of a key or a task reaches the terminal; each lock is one line."""
+        holder = json.dumps({"task": hostile, "id": hostile, "worker": hostile, "pid": 1})
+        now = int(redis_client.time()[0]) * 1000
+        redis_client.hset(f"dislock:{{{hostile}}}", hostile, f"1 {now + 60_000} 5 {now} x {holder}")
+        for options in ([], ["--json"]):
+            printed = dislock("ls", *options).stdout
+            assert "\x1b" not in printed
+            assert "\u202e" not in printed
+        assert len(dislock("ls").stdout.splitlines()) == 2
+        assert json.loads(dislock("ls", "--json").stdout)[0]["key"] == hostile
+
+
+class TestShow:
+    def test_a_lock_in_words(self, dislock, store, app):
+        """Who holds it since when, and who waits; enough for a decision."""
+        owner = hold(store, "export:7")
+        waits = park(app, "export:7")
+        dislock("pause", "export:7", "--note", "stop it")
+        answer = dislock("show", "export:7")
+        assert answer.exit_code == 0
+        printed = answer.stdout
+        for words in (
+            "held by shop.export[id-1] on celery@w1 (pid 7)",
+            "task      shop.export",
+            "worker    celery@w1",
+            "process   7 on h",
+            "held for  ",
+            " min unless renewed again",
+            f"owner     {owner}",
+            "1 in line",
+            f"1. shop.export[{waits}]",
+            f"parked as {waits}:0:0",
+            "paused until it is resumed",
+            "stop it",
+        ):
+            assert words in printed
+
+    def test_a_lock_that_nobody_knows_is_a_finding(self, dislock):
+        """A script sees it by the exit code."""
+        answer = dislock("show", "export:7")
+        assert (answer.exit_code, answer.stdout) == (FOUND, "lock export:7\n  held by nobody\n")
+        assert json.loads(dislock("show", "export:7", "--json").stdout)["holders"] == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ["--args", "[7]"],
+            ["--kwargs", '{"corp_id": 7}'],
+            ["--args", "[]", "--kwargs", '{"corp_id":"7"}'],
+        ],
+    )
+    def test_a_task_and_its_arguments_name_the_lock(self, dislock, store, options):
+        """As the task computes its key."""
+        hold(store, "export:7")
+        answer = dislock("show", "--task", "shop.export", *options)
+        assert answer.stdout.startswith("lock export:7\n  held by shop.export")
+
+    def test_a_task_that_only_a_worker_locks_has_its_keys(self, dislock):
+        """It has a ``lock_key``, and its class is plain; several keys are several locks."""
+        told = json.loads(
+            dislock("show", "--task", "shop.move", "--args", "[1, 2]", "--json").stdout
+        )
+        assert [one["key"] for one in told] == ["from:1", "to:2"]
+
+    def test_a_task_without_a_key_has_a_digest(self, dislock, app):
+        """The same as in the worker."""
+        printed = dislock("show", "--task", "shop.digest", "--args", "[7]").stdout
+        assert printed.startswith(f"lock {app.tasks['shop.digest'].lock_for(7).key}\n")
+
+    @pytest.mark.parametrize(
+        ("args", "words"),
+        [
+            ([], "Give KEY, or --task"),
+            (["k", "--task", "shop.export"], "Give KEY, or --task"),
+            (["k", "--args", "[7]"], "are the arguments of --task"),
+            (["--task", "shop.exprot"], "Did you mean 'shop.export'?"),
+            (["--task", "other"], "Does -A name the right app?"),
+            (["--task", "shop.export"], "corp_id"),
+            (["--task", "shop.export", "--args", "7"], "a list"),
+            (["--task", "shop.export", "--args", "[7"], "no JSON"),
+            (["--task", "shop.export", "--kwargs", "[7]"], "an object"),
+            (["--task", "shop.export", "--args", "[null]"], "corp_id"),
+            (["--task", "shop.plain"], "takes no lock"),
+            (["a\x1b[31mb"], "which no key may"),
+            (["{a}"], "which no key may"),
+        ],
+    )
+    def test_wrong_usage_says_what_is_right(self, dislock, args, words):
+        """Exit code 2, one message, no traceback and no escape sequence."""
+        answer = dislock("show", *args)
+        assert answer.exit_code == USAGE
+        assert words in answer.stderr
+        assert "\x1b" not in answer.stderr
+
+
+class TestLine:
+    def test_pages_follow_each_other(self, dislock, store, app):
+        """Each page says how to get the next."""
+        hold(store, "export:7")
+        ids = [park(app, "export:7") for _ in range(5)]
+        answer = dislock("line", "export:7", "--most", "2")
+        assert [row.split()[0] for row in answer.stdout.splitlines()] == ["PLACE", "1", "2"]
+        assert answer.stderr == "5 in line; go on with --first 3\n"
+        told = json.loads(dislock("line", "export:7", "--first", "3", "--json").stdout)
+        assert [(place["place"], place["id"]) for place in told["line"]] == [
+            (3, ids[2]),
+            (4, ids[3]),
+            (5, ids[4]),
+        ]
+        assert told["waiting"] == 5
+
+    def test_nobody_in_line_is_a_finding(self, dislock):
+        """Exit code 1."""
+        answer = dislock("line", "export:7")
+        assert answer.exit_code == FOUND
+        assert answer.stderr == "Nobody waits for lock export:7.\n"
+
+
+class TestFree:
+    def test_it_shows_the_holder_and_asks(self, dislock, store, redis_client):
+        """The answer no changes nothing; yes frees the lock."""
+        hold(store, "export:7")
+        refused = dislock("free", "export:7", input="n\n")
+        assert refused.exit_code == FOUND
+        assert "held by shop.export[id-1] on celery@w1 (pid 7)" in refused.stdout
+        assert "so two may run at a time" in refused.stderr
+        assert redis_client.exists(name_of("export:7"))
+        freed = dislock("free", "export:7", input="y\n")
+        assert freed.exit_code == 0
+        assert "Freed lock export:7. Its holder learns of it within" in freed.stderr
+        assert not redis_client.exists(name_of("export:7"))
+
+    def test_without_a_terminal_it_changes_nothing(self, dislock, store, redis_client):
+        """Nobody answers: a script has to say --yes."""
+        hold(store, "export:7")
+        answer = dislock("free", "export:7", input="")
+        assert answer.exit_code == FOUND
+        assert "give --yes" in answer.stderr
+        assert redis_client.exists(name_of("export:7"))
+        assert dislock("free", "export:7", "--yes").exit_code == 0
+
+    def test_nobody_holds_it(self, dislock):
+        """Exit code 1, and JSON for programs."""
+        answer = dislock("free", "export:7", "--yes", "--json")
+        assert (answer.exit_code, json.loads(answer.stdout)) == (FOUND, [])
+        assert "Nobody holds lock export:7." in answer.stderr
+
+    def test_a_lease_that_has_ended_meanwhile_is_no_other(
+        self, dislock, store, redis_client, monkeypatch
+    ):
+        """Between question and answer the lock has changed hands: the new holder keeps it."""
+        first = hold(store, "export:7")
+
+        def change_hands(*_args, **_kwargs):
+            store.release([name_of("export:7")], first)
+            hold(store, "export:7")
+            return True
+
+        monkeypatch.setattr("click.confirm", change_hands)
+        answer = dislock("free", "export:7", "--json")
+        assert answer.exit_code == FOUND
+        assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
+        assert "has ended meanwhile" in answer.stderr
+        assert len(redis_client.hkeys(name_of("export:7"))) == 1
+
+    def test_a_token_chooses_the_lease(self, dislock, store):
+        """Of a lock that several share."""
+        for owner in ("a", "b"):
+            store.acquire([name_of("k")], owner, LONG, "{}", mode="shared")
+        token = json.loads(dislock("show", "k", "--json").stdout)["holders"][0]["token"]
+        assert dislock("free", "k", "--token", str(token), "--yes").exit_code == 0
+        assert dislock("free", "k", "--token", str(token), "--yes").exit_code == FOUND
+        assert len(json.loads(dislock("show", "k", "--json").stdout)["holders"]) == 1
+
+    def test_a_thread_cannot_be_terminated(self, dislock, holding, redis_url):
+        """No worker runs it: it keeps the lock."""
+        with Dislock.from_url(redis_url) as plain:
+            lock = plain.lock("k")
+            lock.acquire()
+            answer = dislock("free", "k", "--terminate", "--yes")
+            assert answer.exit_code == FOUND
+            assert "It cannot be terminated: thread MainThread" in answer.stderr
+            assert lock.locked()
+            lock.release()
+
+    def test_a_task_that_goes_on_keeps_its_lock(self, dislock, store, redis_client, app, redis_url):
+        """No worker answers: after the limit nothing is freed, and the message says what to do."""
+        hold(store, "export:7")
+        app.conf.update(broker_url="memory://", dislock_url=redis_url)
+        answer = dislock("free", "export:7", "--terminate", "--yes", "--wait", "0.3", "--json")
+        assert answer.exit_code == FOUND
+        assert json.loads(answer.stdout)[0]["outcome"] == "still runs"
+        assert "leave out --terminate" in answer.stderr
+        assert redis_client.exists(name_of("export:7"))
+
+    def test_a_lease_that_nobody_renews_is_freed(self, dislock, redis_client, app, redis_url):
+        """The process is gone, and has left the lease to expire."""
+        now = int(redis_client.time()[0]) * 1000
+        about = json.dumps({"task": "t", "id": "1", "worker": "w", "pid": 7, "timeout": 2 * LONG})
+        lease = f"1 {now + 60_000} 5 {now - int(3 * LONG) * 1000} x {about}"
+        redis_client.hset(name_of("export:7"), "1@w:7/1", lease)
+        app.conf.update(broker_url="memory://", dislock_url=redis_url)
+        answer = dislock("free", "export:7", "--terminate", "--yes", "--wait", "0.3")
+        assert answer.exit_code == 0
+        assert "is not renewed any more" in answer.stderr
+        assert not redis_client.exists(name_of("export:7"))
+
+    def test_a_broker_that_is_away_frees_nothing(
+        self, dislock, store, redis_client, app, redis_url
+    ):
+        """--terminate needs the broker; its password is not told."""
+        hold(store, "export:7")
+        app.conf.update(
+            broker_url=f"redis://:{SECRET}@127.0.0.1:1/0",
+            dislock_url=redis_url,
+            broker_transport_options={"socket_connect_timeout": 0.2},
+            broker_connection_timeout=0.2,
+        )
+        answer = dislock("free", "export:7", "--terminate", "--yes")
+        assert answer.exit_code == AWAY
+        assert "the broker did not take the command" in answer.stderr
+        assert SECRET not in answer.output
+        assert redis_client.exists(name_of("export:7"))
+
+
+class TestDrop:
+    @pytest.mark.parametrize("by", ["ticket", "id", "key"])
+    def test_a_parked_task_is_found_and_dropped(self, dislock, store, app, by):
+        """By its ticket or its id, in whichever line it stands; its result is REVOKED."""
+        for key in ("a", "b", "c"):
+            hold(store, key)
+            park(app, key)
+        wanted = park(app, "b")
+        given = {"ticket": [f"{wanted}:0:0"], "id": [wanted], "key": [wanted, "--key", "b"]}[by]
+        answer = dislock("drop", *given, "--json", input="y\n")
+        assert answer.exit_code == 0
+        assert "place 2 in line for lock b" in answer.stderr
+        assert json.loads(answer.stdout) == [
+            {"key": "b", "ticket": f"{wanted}:0:0", "dropped": True}
+        ]
+        assert app.AsyncResult(wanted).state == "REVOKED"
+        assert "dropped by an operator" in str(app.AsyncResult(wanted).result)
+        assert json.loads(dislock("line", "b", "--json").stdout)["waiting"] == 1
+
+    def test_the_answer_no_drops_nothing(self, dislock, store, app):
+        """It is asked, as it cannot be undone."""
+        hold(store, "a")
+        wanted = park(app, "a")
+        answer = dislock("drop", wanted, input="n\n")
+        assert answer.exit_code == FOUND
+        assert json.loads(dislock("line", "a", "--json").stdout)["waiting"] == 1
+
+    def test_what_is_not_in_line_is_a_finding(self, dislock):
+        """It runs, or has run, or never was."""
+        answer = dislock("drop", "id-1", "--yes")
+        assert answer.exit_code == FOUND
+        assert "No parked task id-1 is in line." in answer.stderr
+
+
+def start(redis_url, *args):
+    """Start a command in a process of its own."""
+    code = (
+        "import sys; from types import SimpleNamespace; from celery import Celery; "
+        "from celery_dislock.cli import dislock; app = Celery(broker=sys.argv.pop(1)); "
+        "dislock(sys.argv[1:], obj=SimpleNamespace(app=app))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, redis_url, *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ended(process):
+    """Return the exit code, and what it has printed."""
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out, err
+
+
+class TestRun:
+    def test_the_command_has_the_lock_in_its_environment(self, redis_url, redis_client):
+        """Key, token and owner; the lock is held while it runs, and released after it."""
+        script = "redis-cli --version > /dev/null; echo $DISLOCK_KEY $DISLOCK_TOKEN $DISLOCK_OWNER"
+        code, out, _ = ended(start(redis_url, "run", "k", "--", "sh", "-c", script))
+        key, token, owner = out.split()
+        assert (code, key) == (0, "k")
+        assert int(token) > 0
+        assert ":" in owner
+        assert redis_client.keys("dislock:{k}*") == []
+
+    @pytest.mark.parametrize(
+        ("script", "code"), [("exit 5", 5), ("kill -9 $$", 137), ("exit 0", 0)]
+    )
+    def test_its_exit_code_is_passed_on(self, redis_url, script, code):
+        """Also how a signal has ended it, as shells say that."""
+        assert ended(start(redis_url, "run", "k", "--", "sh", "-c", script))[0] == code
+
+    def test_what_cannot_be_run_is_told_as_by_a_shell(self, redis_url, tmp_path, redis_client):
+        """127: not found; 126: not a program. The lock is released."""
+        text = tmp_path / "text"
+        text.write_text("no program")
+        assert ended(start(redis_url, "run", "k", "--", "/does/not/exist"))[0] == 127
+        assert ended(start(redis_url, "run", "k", "--", str(text)))[0] == 126
+        assert redis_client.keys("dislock:{k}*") == []
+
+    def test_a_lock_that_another_holds_is_told(self, redis_url, holding):
+        """Exit code 75 after the time to wait, with the holder's name; nothing was run."""
+        holding.take("k", timeout=60)
+        code, out, err = ended(start(redis_url, "run", "k", "--timeout", "0", "--", "echo", "ran"))
+        assert (code, out) == (HELD, "")
+        assert "lock 'k' is held by tests.hold[" in err
+
+    def test_it_waits_for_the_lock(self, redis_url, holding, redis_client):
+        """Without a limit, in line."""
+        lease = holding.take("k", timeout=60)
+        process = start(redis_url, "run", "k", "--", "echo", "ran")
+        wait_for(lambda: redis_client.zcard(f"{name_of('k')}:line"), "a waiter in line")
+        lease.release()
+        assert ended(process)[:2] == (0, "ran\n")
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    def test_signals_reach_the_command(self, redis_url, redis_client, number):
+        """The command decides what becomes of them, and its exit code counts."""
+        trap = f"trap 'exit 9' {signal.Signals(number).name[3:]}"
+        script = f"{trap}; echo ready; while :; do sleep 0.05; done"
+        process = start(redis_url, "run", "k", "--", "sh", "-c", script)
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert ended(process)[0] == 9
+        assert redis_client.keys("dislock:{k}*") == []
+
+    def test_a_signal_while_it_waits_ends_the_wait(self, redis_url, holding, redis_client):
+        """Nothing was run; its place in line is given up."""
+        holding.take("k", timeout=60)
+        process = start(redis_url, "run", "k", "--", "echo", "ran")
+        wait_for(lambda: redis_client.zcard(f"{name_of('k')}:line"), "a waiter in line")
+        process.send_signal(signal.SIGTERM)
+        assert ended(process)[:2] == (128 + signal.SIGTERM, "")
+        assert redis_client.zcard(f"{name_of('k')}:line") == 0
+
+    @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
+    def test_a_lost_lock_ends_the_command_and_what_it_started(
+        self, redis_url, redis_client, tmp_path, trap
+    ):
+        """TERM, and KILL after the grace time for what ignores it; exit code 76."""
+        pid = tmp_path / "pid"
+        script = f"{trap}sleep 300 & echo $! > {pid}; echo ready; while :; do sleep 0.05; done"
+        options = ["--watchdog-timeout", "1", "--grace", "0.5"]
+        process = start(redis_url, "run", "k", *options, "--", "sh", "-c", script)
+        assert process.stdout.readline() == "ready\n"
+        redis_client.delete(name_of("k"))
+        code, _, err = ended(process)
+        assert code == LOST
+        assert "lock 'k' is lost" in err
+        wait_for(lambda: not _runs(int(pid.read_text())), "the end of what it started")
+
+    def test_the_options_are_those_of_a_lock(self, redis_url, redis_client):
+        """A shared lease with an expiry of its own."""
+        options = ["--mode", "shared", "--expire", "5m"]
+        script = "echo ready; sleep 300"
+        process = start(redis_url, "run", "k", *options, "--", "sh", "-c", script)
+        assert process.stdout.readline() == "ready\n"
+        (record,) = redis_client.hvals(name_of("k"))
+        assert record.split()[4] == "s"
+        assert 200_000 < redis_client.pttl(name_of("k")) <= 300_000
+        process.terminate()
+        ended(process)
+
+    def test_a_task_names_the_lock_and_its_terms(self, dislock, app, monkeypatch):
+        """With --task there is no KEY: all that follows is the command."""
+        ran = []
+
+        class Child:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *exc_info):
+                pass
+
+            def start(self, words, environment):
+                ran.append(
+                    (words, environment["DISLOCK_KEY"], app.tasks["shop.export"].lock_for(7))
+                )
+                (holder,) = ran[0][2].holders()
+                ran.append(round(holder.remaining))
+                return 0
+
+            def wait(self, goes_on, grace):
+                assert goes_on()
+                return 4
+
+        monkeypatch.setattr("celery_dislock.cli.running.Child", Child)
+        options = ["--task", "shop.export", "--args", "[7]"]
+        assert dislock("run", *options, "--", "make", "it").exit_code == 4
+        assert ran[0][:2] == (("make", "it"), "export:7")
+        assert ran[1] == 60  # lock_watchdog_timeout of the task
+        assert dislock("run", *options).exit_code == USAGE
+        assert dislock("run", "k").exit_code == USAGE
+
+
+def _runs(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+class TestStrangers:
+    """A server or an app that is not as the commands would like it."""
+
+    COMMANDS = (
+        ("ls",),
+        ("show", "k"),
+        ("line", "k"),
+        ("free", "k", "--yes"),
+        ("drop", "t", "--yes"),
+        ("run", "k", "--timeout", "0", "--", "true"),
+    )
+
+    @pytest.mark.parametrize("args", COMMANDS)
+    def test_a_server_that_is_away(self, dislock, app, args):
+        """Exit code 3, one line, and no password."""
+        app.conf.update(
+            dislock_url=f"redis://:{SECRET}@127.0.0.1:1/0",
+            dislock_transport_options={"socket_connect_timeout": 0.2},
+        )
+        answer = dislock(*args)
+        assert answer.exit_code == AWAY
+        assert answer.stderr.startswith("Error: lock server redis://")
+        assert SECRET not in answer.output
+
+    @pytest.mark.parametrize("args", COMMANDS)
+    def test_an_app_without_a_lock_server(self, args):
+        """Without -A there is an app that has no Redis: the message says what to give."""
+        with Celery(broker="amqp://", set_as_current=False) as app:
+            answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
+        assert answer.exit_code == USAGE
+        assert "Name the app, as in `celery -A proj dislock ls`" in answer.stderr
+
+    def test_a_url_takes_the_place_of_the_apps(self, redis_url, store):
+        """An app is not needed to look at locks."""
+        hold(store, "k")
+        with Celery(broker="amqp://", set_as_current=False) as app:
+            args = ["--dislock-url", redis_url, "ls", "--json"]
+            answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
+        assert [one["key"] for one in json.loads(answer.stdout)] == ["k"]
+
+    def test_several_servers(self, redis_program, tmp_path):
+        """Leases are shown and freed by majority; there are no parked tasks."""
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(RedisServer(tmp_path / str(number))) for number in range(3)
+            ]
+            urls = [server.url for server in servers]
+            store = Store(urls)
+            stack.callback(store.close)
+            hold(store, "k")
+            app = stack.enter_context(Celery(broker="memory://", set_as_current=False))
+            options = [part for url in urls for part in ("--dislock-url", url)]
+
+            def run(*args):
+                obj = SimpleNamespace(app=app)
+                return CliRunner().invoke(command, [*options, *args], obj=obj)
+
+            assert len(run("ls").stdout.splitlines()) == 2
+            assert "held by shop.export" in run("show", "k").stdout
+            assert run("free", "k", "--yes").exit_code == 0
+            assert run("free", "k", "--yes").exit_code == FOUND
+            assert run("drop", "t").exit_code == USAGE
+
+    @pytest.mark.parametrize("kind", ["cluster", "sentinels"])
+    def test_other_kinds_of_servers(self, redis_program, tmp_path, kind):
+        """Keys on all nodes of a cluster, or on the master behind Sentinels."""
+        with contextlib.ExitStack() as stack:
+            if kind == "cluster":
+                url = stack.enter_context(RedisCluster(tmp_path, node_timeout=60_000)).url
+                options = {}
+            else:
+                url = stack.enter_context(Watched(tmp_path)).url
+                options = {"master_name": MASTER_NAME}
+            app = stack.enter_context(
+                Celery(broker="memory://", backend="cache+memory://", set_as_current=False)
+            )
+            app.conf.update(dislock_url=url, dislock_transport_options=options)
+            store = Store(url, options)
+            stack.callback(store.close)
+            keys = [f"k{number}" for number in range(9)]
+            for key in keys:
+                hold(store, key)
+            ids = [park(app, key) for key in keys[:3]]
+
+            def run(*args):
+                return CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
+
+            told = json.loads(run("ls", "--json").stdout)
+            assert [one["key"] for one in told] == keys
+            assert sum(one["waiting"] for one in told) == 3
+            for task_id in ids:
+                assert run("drop", task_id, "--yes").exit_code == 0
+            for key in keys:
+                assert run("free", key, "--yes").exit_code == 0
+            assert json.loads(run("ls", "--json").stdout) == []
+
+    def test_ten_thousand_hostile_keys(self, dislock, redis_client):
+        """Newlines, quotes and escapes in all of them: each lock is one line of plain text."""
+        now = int(redis_client.time()[0]) * 1000
+        with redis_client.pipeline(transaction=False) as pipeline:
+            for number in range(10_000):
+                key = f"dislock:{{{HOSTILE[number % len(HOSTILE)]}{number}}}"
+                pipeline.hset(key, "o", f"1 {now + 600_000} 5 {now} x {{}}")
+            pipeline.execute()
+        lines = dislock("ls").stdout.split("\n")
+        assert len(lines) == 10_000 + 2
+        assert all(line.isprintable() for line in lines)
+
+    def test_celerys_own_help_names_it(self):
+        """As ``celery --help`` and ``celery dislock --help`` read."""
+        printed = CliRunner().invoke(command, ["--help"], obj=SimpleNamespace(app=None)).stdout
+        rows = [row for row in printed.splitlines() if row.startswith("  ")]
+        for name in ("ls", "show", "line", "free", "drop", "run"):
+            (row,) = [row for row in rows if row.split()[0] == name]
+            assert not row.endswith("..."), row
+
+    def test_it_is_found_by_celery_itself(self):
+        """The entry point is there, whatever the app has imported."""
+        project = (ROOT / "pyproject.toml").read_text("utf-8")
+        assert 'dislock = "celery_dislock.cli:dislock"' in project
+
+
+def test_a_waiting_thread_is_in_line(redis_url, holding, dislock):
+    """Not only parked tasks wait."""
+    holding.take("k", timeout=60)
+    lock = holding.lock("k", timeout=60)
+    waiter = threading.Thread(
+        target=lambda: lock.acquire(holding.attempt("waits@w:1/1"), timeout=30)
+    )
+    waiter.start()
+    with redis.Redis.from_url(redis_url) as client:
+        wait_for(lambda: client.zcard(f"{name_of('k')}:line"), "a waiter in line")
+    (place,) = json.loads(dislock("line", "k", "--json").stdout)["line"]
+    assert (place["parked"], place["task"], place["ticket"]) == (False, "tests.hold", "")
+    assert dislock("free", "k", "--yes").exit_code == 0
+    waiter.join()

@@ -1,0 +1,346 @@
+"""Pauses and limits that an operator sets: heeded by every acquisition, hand-off and sweep."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.locks.attempt import in_words
+from celery_dislock.operating.actions import NOTE_MOST, Actions
+from celery_dislock.operating.overview import Overview
+from celery_dislock.parking import store as lines_module
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers import store as store_module
+from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
+from celery_dislock.servers.store import Reservation, Store
+from tests.holding import name_of
+from tests.integration import driven_clock
+from tests.integration.driven_clock import clocked
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCK = name_of("limits")
+LONG = 1000.0  # seconds: no such lease runs out by itself
+SHARED = {"mode": "shared"}
+
+
+class Worker:
+    """What a worker has: the store of leases, the lines, and what it was given to publish."""
+
+    def __init__(self, url):
+        self.published = []
+        self.store = Store(url, home="here", hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
+        self.overview = Overview(self.store.lock_server, "dislock")
+
+    def take(self, owner, **terms):
+        return self.store.acquire([LOCK], owner, LONG, json.dumps({"id": owner}), **terms)
+
+    def park(self, task, copy=1, *, message=b"m", marked=False, **terms):
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket, **terms)
+
+    def release(self, owner, **how):
+        return self.store.release([LOCK], owner, **how)
+
+    def given(self):
+        """Tell, once, which parked tasks have their turn."""
+        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
+        self.published.clear()
+        return tasks
+
+
+@pytest.fixture
+def passes(redis_client, monkeypatch):
+    """Time that passes when it is told to, for the scripts and the keys."""
+    for name in ("ACQUIRE", "ACQUIRE_UNIQUE", "RENEW", "RELEASE", "RELEASE_DEAD"):
+        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
+    for name in ("PARK", "PARK_UNIQUE", "LIMIT", "SWEEP", "LEAVE"):
+        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
+    driven_clock.start(redis_client)
+    return lambda seconds: driven_clock.advance(redis_client, seconds)
+
+
+@pytest.fixture
+def worker(redis_url, passes) -> Iterator[Worker]:
+    worker = Worker(redis_url)
+    yield worker
+    worker.store.close()
+
+
+@pytest.fixture
+def quorum(redis_program, tmp_path):
+    """Three independent servers, one of which is away when a pause is set."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
+        store = Store([server.url for server in servers])
+        lines = Lines(store.lock_server, "dislock", "", lambda _turns: None)
+        process = SimpleNamespace(lines=lines, store=store)
+        yield store, Actions(None, process), servers
+        store.close()
+
+
+class TestPause:
+    def test_nobody_is_admitted_to_a_free_lock(self, worker):
+        """The refusal says that an operator has paused it, and why."""
+        worker.lines.limit(LOCK, 0, note="by ana: reindex")
+        answer = worker.take("a")
+        assert isinstance(answer, Refused)
+        assert in_words(answer.holder) == "an operator, who has paused it (by ana: reindex)"
+
+    def test_nobody_is_admitted_beside_a_shared_lease(self, worker):
+        """A pause concerns shared leases, too."""
+        worker.take("a", **SHARED)
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("b", **SHARED), Refused)
+        worker.lines.limit(LOCK, None)
+        assert isinstance(worker.take("b", **SHARED), Granted)
+
+    def test_who_has_the_lock_keeps_it(self, worker):
+        """It renews, asks again and releases as ever."""
+        worker.take("a")
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("a"), Granted)
+        assert worker.store.extend([LOCK], "a", LONG)
+        assert worker.release("a")
+
+    def test_several_locks_are_refused_by_the_one_that_is_paused(self, worker):
+        """And none of the others is taken."""
+        other = name_of("limits-2")
+        worker.lines.limit(other, 0)
+        answer = worker.store.acquire([LOCK, other], "a", LONG, "{}")
+        assert (type(answer), answer.nth) == (Refused, 1)
+        assert worker.store.holders(LOCK) == []
+
+    @pytest.mark.parametrize("waiters", [1, 2, 3])
+    def test_who_waits_is_not_handed_the_lock_until_it_goes_on(self, worker, waiters):
+        """A release hands it to nobody; the end of the pause hands it to the first."""
+        worker.take("a")
+        for nth in range(waiters):
+            worker.take(f"w{nth}", place=LONG)
+        worker.lines.limit(LOCK, 0)
+        worker.release("a")
+        assert worker.overview.lock(LOCK).holders == []
+        assert worker.overview.lock(LOCK).waiting == waiters
+        assert worker.lines.limit(LOCK, None) == 0
+        assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
+        assert worker.overview.lock(LOCK).waiting == waiters - 1
+
+    def test_who_comes_to_wait_stands_in_line(self, worker):
+        """First come, first served, also of those that came to a lock that was paused."""
+        worker.lines.limit(LOCK, 0)
+        for owner in ("w0", "w1"):
+            assert isinstance(worker.take(owner, place=LONG), Refused)
+        worker.lines.limit(LOCK, None)
+        assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
+        assert isinstance(worker.take("w1", place=LONG), Refused)
+
+    def test_who_would_pass_the_line_is_not_admitted(self, worker):
+        """fair=False passes waiters, not an operator."""
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("a", fair=False), Refused)
+        assert isinstance(worker.take("a", fair=False, place=LONG), Refused)
+
+    def test_a_parked_task_stays_in_line(self, worker):
+        """Its turn comes with the end of the pause, neither by a release nor by the sweep."""
+        worker.take("a")
+        assert isinstance(worker.park("t"), Parked)
+        worker.lines.limit(LOCK, 0)
+        worker.release("a")
+        assert worker.lines.sweep([LOCK])[LOCK].parked == 1
+        assert worker.given() == []
+        worker.lines.limit(LOCK, None)
+        assert worker.given() == ["t"]
+        assert isinstance(worker.park("t", 2, marked=True), Granted)
+
+    def test_a_task_that_comes_to_a_paused_lock_is_parked(self, worker):
+        """Nobody has the lock, and it is in line for the end of the pause."""
+        worker.lines.limit(LOCK, 0)
+        assert worker.park("t").place == 1
+        worker.lines.limit(LOCK, None)
+        assert worker.given() == ["t"]
+
+    def test_a_turn_that_was_given_before_is_not_claimed(self, worker):
+        """Its message comes to a paused lock, and the task goes back to its place in line."""
+        worker.take("a")
+        worker.park("t")
+        worker.park("u")
+        worker.release("a")
+        assert worker.given() == ["t"]
+        worker.lines.limit(LOCK, 0)
+        assert worker.park("t", 2, marked=True).place == 1
+        worker.lines.limit(LOCK, None)
+        assert worker.given() == ["t"]
+
+    def test_the_lock_of_a_dead_process_is_handed_to_nobody(self, worker):
+        """Crash release ends its lease, and the line stays."""
+        worker.take("a@w:1/1")
+        worker.park("t")
+        worker.lines.limit(LOCK, 0)
+        assert worker.store.release_dead([LOCK], "a@w:1/") == 1
+        assert worker.given() == []
+
+    @pytest.mark.parametrize("parks", [False, True])
+    def test_a_unique_task_is_not_admitted(self, worker, parks):
+        """The scripts for reserved messages are the same ones."""
+        worker.lines.limit(LOCK, 0)
+        reservation = Reservation(LOCK, "t", "start", LONG)
+        if parks:
+            assert isinstance(worker.park("t", reservation=reservation), Parked)
+        else:
+            assert isinstance(worker.take("t", reservation=reservation), Refused)
+
+    def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, passes):
+        """Who asks then is admitted; the sweep gives parked tasks their turn."""
+        worker.lines.limit(LOCK, 0, ttl=60)
+        worker.park("t")
+        passes(59)
+        assert worker.lines.sweep([LOCK])[LOCK].parked == 1
+        assert worker.given() == []
+        passes(2)
+        worker.lines.sweep([LOCK])
+        assert worker.given() == ["t"]
+
+    def test_it_lasts_until_it_is_taken_back(self, worker, redis_client, passes):
+        """A pause that nobody takes back lasts for years: no task runs because days have passed."""
+        worker.lines.limit(LOCK, 0)
+        passes(10**8)
+        assert redis_client.pttl(f"{LOCK}:limit") == -1
+        assert isinstance(worker.take("a"), Refused)
+
+    def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, redis_client):
+        """A later version may have written it: the lock is damaged, and says so."""
+        redis_client.set(f"{LOCK}:limit", "2 0 0")
+        with pytest.raises(DamagedLockError, match="a limit in it cannot be read"):
+            worker.take("a")
+        redis_client.delete(f"{LOCK}:limit")
+        redis_client.rpush(f"{LOCK}:limit", "x")
+        with pytest.raises(DamagedLockError):
+            worker.take("a")
+
+
+class TestLimit:
+    def test_it_overrides_the_codes(self, worker):
+        """In both directions, for each acquisition from now on."""
+        worker.take("a")
+        worker.lines.limit(LOCK, 2)
+        assert isinstance(worker.take("b"), Granted)
+        assert isinstance(worker.take("c", limit=9), Refused)
+        assert worker.lines.limit(LOCK, 1) == 2
+        worker.release("a")
+        assert isinstance(worker.take("c", limit=9), Refused)
+        worker.lines.limit(LOCK, None)
+        assert isinstance(worker.take("c", limit=9), Granted)
+
+    def test_who_has_the_lock_keeps_it_beyond_a_lower_limit(self, worker):
+        """Nobody is thrown out; as many must leave first as are too many."""
+        for owner in "abc":
+            worker.take(owner, limit=3)
+        worker.lines.limit(LOCK, 1)
+        for owner in "ab":
+            worker.release(owner)
+            assert isinstance(worker.take("d", limit=3), Refused)
+        worker.release("c")
+        assert isinstance(worker.take("d", limit=3), Granted)
+
+    def test_those_in_line_are_admitted_at_once(self, worker):
+        """As many as the new limit admits: waiters are woken, parked tasks are published."""
+        worker.take("a")
+        worker.take("w", place=LONG)
+        worker.park("t")
+        worker.park("u")
+        worker.lines.limit(LOCK, 3)
+        assert isinstance(worker.store.wait(LOCK, "w", 1.0), Handed)
+        assert worker.given() == ["t"]
+
+    def test_a_copy_of_a_task_that_runs_is_refused(self, worker):
+        """It was delivered again, and would run twice: the number is for different tasks."""
+        worker.lines.limit(LOCK, 3)
+        worker.take("t@w:1/1")
+        worker.take("u@w:1/1")
+        for terms in ({}, {"place": LONG}):
+            answer = worker.take("t@w:2/9", **terms)
+            assert isinstance(answer, Refused)
+            assert answer.holder == {"id": "t@w:1/1"}
+        assert worker.overview.lock(LOCK).waiting == 0
+        assert isinstance(worker.take("t@w:1/1"), Granted)
+        assert isinstance(worker.take("tt@w:1/1"), Granted)
+
+    @pytest.mark.parametrize("place", [0.0, LONG])
+    def test_each_of_several_locks_has_its_own(self, worker, place):
+        """Three tenants' tasks at a time, one call of the API."""
+        api, tenant = sorted([name_of("limits-api"), name_of("limits-tenant")])
+        terms = {"limit": [2, 3], "place": place}
+        take = worker.store.acquire
+        for nth in range(2):
+            assert isinstance(take([api, tenant], f"a{nth}", LONG, "{}", **terms), Granted)
+        answer = take([api, tenant], "b", LONG, "{}", **terms)
+        assert (type(answer), answer.nth) == (Refused, 0)
+        assert isinstance(take([tenant], "c", LONG, "{}", limit=3), Granted)
+        assert isinstance(take([tenant], "d", LONG, "{}", limit=3), Refused)
+
+    def test_shared_leases_are_not_counted(self, worker):
+        """They are any number, or none while the lock is paused."""
+        worker.lines.limit(LOCK, 1)
+        for owner in "abc":
+            assert isinstance(worker.take(owner, **SHARED), Granted)
+
+    def test_what_it_was_is_told(self, worker):
+        """An operator sees what another has set."""
+        assert worker.lines.limit(LOCK, 3) is None
+        assert worker.lines.limit(LOCK, 0) == 3
+        assert worker.lines.limit(LOCK, None) == 0
+        assert worker.lines.limit(LOCK, None) is None
+
+    def test_who_has_set_it_is_shown(self, worker):
+        """With the time at which it ends, if it does."""
+        worker.lines.limit(LOCK, 2, ttl=60, note="by ana, for the night")
+        shown = worker.overview.lock(LOCK)
+        assert (shown.limit, shown.limit_note) == (2, "by ana, for the night")
+        assert shown.limit_since is not None
+        assert shown.exists
+
+    def test_a_note_of_any_text_is_a_note(self, worker):
+        """Newlines and quotes neither end the record nor break the refusal."""
+        note = '1 9\n{"x":"\\"} ¡%s\0'
+        worker.lines.limit(LOCK, 0, note=note)
+        assert worker.overview.lock(LOCK).limit_note == note
+        assert note in in_words(worker.take("a").holder)
+
+    def test_nothing_is_left_after_it(self, worker, redis_client):
+        """A limit that is taken back leaves no key."""
+        worker.lines.limit(LOCK, 0)
+        worker.lines.limit(LOCK, None)
+        assert driven_clock.keys(redis_client) == set()
+
+
+class TestActions:
+    def test_a_note_is_one_line_of_limited_length(self, worker):
+        """It is shown in tables and log lines."""
+        process = SimpleNamespace(lines=worker.lines, store=worker.store)
+        Actions(None, process).limit(LOCK, 0, note="a\n b" + "c" * 1000)
+        assert worker.overview.lock(LOCK).limit_note == ("a b" + "c" * 1000)[:NOTE_MOST]
+
+    def test_several_servers_admit_one_at_most(self, quorum):
+        """They keep exclusive locks only."""
+        _, actions, _ = quorum
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            actions.limit(LOCK, 2)
+
+    def test_a_pause_holds_on_several_servers(self, quorum):
+        """It needs a majority, as an acquisition does; a server that was away changes nothing."""
+        store, actions, servers = quorum
+        servers[0].stop()
+        actions.limit(LOCK, 0, note="by ana")
+        servers[0].start()
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Refused)
+        assert Overview(store.lock_server, "dislock").lock(LOCK).limit_note == "by ana"
+        assert actions.limit(LOCK, None) == 0
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Granted)

@@ -1,0 +1,562 @@
+"""What people do to locks on a real server: free one lease, drop one parked task, look at lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.messages.headers import REPLACED_HEADER
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.actions import Actions
+from celery_dislock.operating.overview import Overview, find_parked
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.store import Store
+from tests.holding import Holding, name_of, wait_for
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LOCK = name_of("operated")
+LONG = 1000.0  # seconds: no such lease runs out by itself
+SHARED = {"mode": "shared"}
+
+
+class Worker:
+    """What a worker has: the store of leases, the lines, and what it was given to publish."""
+
+    def __init__(self, url, home="here"):
+        self.published = []
+        self.told = []
+        self.store = Store(url, home=home, hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
+        self.overview = Overview(self.store.lock_server, "dislock")
+        self.actions = Actions(None, self)
+
+    def tell_replaced(self, lock, replaced):
+        self.told.append((lock, replaced))
+
+    def take(self, owner, **terms):
+        return self.store.acquire([LOCK], owner, LONG, json.dumps({"id": owner}), **terms)
+
+    def token(self, owner, **terms):
+        return self.take(owner, **terms).tokens[0]
+
+    def park(self, task, copy=1, *, message=None, marked=False, **terms):
+        message = message_of(task) if message is None else message
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        self.lines.enlist(LOCK)
+        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket, **terms)
+
+    def claim(self, task, copy=2):
+        return self.park(task, copy, message=b"", marked=True)
+
+    def given(self):
+        """Tell, once, which parked tasks have their turn."""
+        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
+        self.published.clear()
+        return tasks
+
+    def state(self):
+        return self.overview.lock(LOCK)
+
+    def owners(self):
+        return [holder.owner for holder in self.state().holders]
+
+    def free(self, owner=None):
+        (shown,) = [one for one in self.state().holders if owner in {None, one.owner}]
+        return self.actions.free(LOCK, shown.owner, shown.token)
+
+    def drop(self, task):
+        return self.actions.drop(LOCK, f"{task}:0:0")
+
+
+def message_of(task, /, **headers):
+    about = {"task": "shop.export", "id": task, "argsrepr": "(7,)", "kwargsrepr": "{}", **headers}
+    return Message("", "celery", about, "application/json", "utf-8", {}, True, b"[]").to_bytes()
+
+
+@pytest.fixture
+def worker(redis_url) -> Iterator[Worker]:
+    worker = Worker(redis_url)
+    yield worker
+    worker.store.close()
+
+
+@pytest.fixture
+def other(redis_url) -> Iterator[Worker]:
+    """A worker of another broker."""
+    worker = Worker(redis_url, home="there")
+    yield worker
+    worker.store.close()
+
+
+class TestFreeing:
+    def test_the_lease_that_was_shown_ends(self, worker, redis_client):
+        """A lease is freed by its owner and its token; nothing is left."""
+        token = worker.token("a")
+        assert worker.actions.free(LOCK, "a", token) is True
+        assert redis_client.keys("*") == []
+
+    @pytest.mark.parametrize("changed", [-1, 1])
+    def test_another_token_is_another_lease(self, worker, changed):
+        """A lease of the same owner that is older or newer than the shown one stays."""
+        token = worker.token("a")
+        assert worker.actions.free(LOCK, "a", token + changed) is False
+        assert worker.owners() == ["a"]
+
+    def test_what_has_come_since_stays(self, worker):
+        """The lease ended and another took the lock while the operator was thinking."""
+        token = worker.token("a")
+        worker.store.release([LOCK], "a")
+        worker.take("b")
+        assert worker.actions.free(LOCK, "a", token) is False
+        assert worker.owners() == ["b"]
+
+    def test_of_two_operators_one_has_freed_it(self, worker):
+        """Both saw the same lease, and freed it at once: the second changes nothing."""
+        token = worker.token("a")
+        answers = []
+        start = threading.Barrier(2)
+
+        def free():
+            start.wait()
+            answers.append(worker.actions.free(LOCK, "a", token))
+
+        operators = [threading.Thread(target=free) for _ in range(2)]
+        for operator in operators:
+            operator.start()
+        for operator in operators:
+            operator.join()
+        assert sorted(answers) == [False, True]
+
+    def test_other_leases_of_the_lock_stay(self, worker):
+        """Of several that share a lock, the one that was shown is freed."""
+        for owner in "abc":
+            worker.take(owner, **SHARED)
+        assert worker.free("b") is True
+        assert sorted(worker.owners()) == ["a", "c"]
+
+    def test_a_parked_task_has_its_turn(self, worker):
+        """Its message is published by whoever frees the lock, and the lock is reserved for it."""
+        worker.take("a")
+        worker.park("p")
+        worker.park("q")
+        assert worker.free() is True
+        assert worker.given() == ["p"]
+        assert worker.owners() == ["p:0:0#"]
+        assert isinstance(worker.claim("p"), Granted)
+
+    def test_a_parked_task_of_another_broker_stays_first(self, worker, other):
+        """Its message cannot be published from here; a sweep of its own worker does that."""
+        worker.take("a")
+        other.park("p")
+        assert worker.free() is True
+        assert worker.given() == []
+        assert isinstance(worker.take("b"), Refused)
+        other.lines.sweep([LOCK])
+        assert other.given() == ["p"]
+
+    def test_a_waiter_is_woken(self, redis_url, worker):
+        """Who waits in a worker slot or a thread has the lock at once."""
+        with Holding(redis_url) as holding:
+            first = holding.take("operated", timeout=60)
+            got = []
+            waiter = threading.Thread(
+                target=lambda: got.append(
+                    holding.lock("operated", timeout=60).acquire(holding.attempt(), timeout=30)
+                )
+            )
+            waiter.start()
+            wait_for(lambda: worker.state().waiting, "a waiter in line")
+            assert worker.free(first.owner) is True
+            waiter.join()
+            assert got[0].held
+
+    def test_the_holder_is_told_that_its_lease_is_lost(self, redis_url, worker):
+        """The next renewal finds the lease gone: the holder does not trust it until its expiry."""
+        with Holding(redis_url) as holding:
+            lease = holding.take("operated", timeout=3)
+            assert worker.free() is True
+            assert holding.wait_lost(lease).held is False
+            assert "the server no longer has it" in lease.why_ended
+
+    def test_a_lease_that_only_runs_out_is_freed(self, worker, redis_client):
+        """``lock_at_least_for`` holds a lock for longer than its task runs."""
+        worker.take("a")
+        worker.store.release([LOCK], "a", at_least=LONG)
+        assert worker.state().holders[0].expiring
+        assert worker.free() is True
+        assert redis_client.keys("*") == []
+
+    def test_the_turn_of_a_parked_task_goes_to_the_next(self, worker):
+        """A task whose message does not come is put at the end of the line, and is not lost."""
+        worker.take("a")
+        worker.park("p")
+        worker.park("q")
+        worker.store.release([LOCK], "a")
+        assert worker.given() == ["p"]
+        assert worker.free("p:0:0#") is True
+        assert worker.given() == ["q"]
+        assert [place.ticket for place in worker.state().line] == ["p:0:0"]
+        assert isinstance(worker.claim("p"), Parked)  # its message came after all
+        assert isinstance(worker.claim("q"), Granted)
+        worker.store.release([LOCK], "q@w/2", ticket="q:0:0")
+        assert worker.given() == ["p"]
+
+    def test_the_turn_of_the_only_parked_task_is_given_again(self, worker):
+        """Nobody else waits, so its message is sent once more."""
+        worker.take("a")
+        worker.park("p")
+        worker.store.release([LOCK], "a")
+        worker.given()
+        assert worker.free("p:0:0#") is True
+        assert worker.given() == ["p"]
+        assert worker.owners() == ["p:0:0#"]
+
+    def test_a_parked_task_that_runs_ends_as_ever(self, worker, redis_client):
+        """Its lease was freed while its body ran: its release ends its ticket."""
+        worker.take("a")
+        worker.park("p")
+        worker.store.release([LOCK], "a")
+        worker.claim("p")
+        assert worker.free() is True
+        assert worker.store.release([LOCK], "p@w/2", ticket="p:0:0") is False
+        assert isinstance(worker.claim("p", copy=3), Done)
+        assert not redis_client.exists(f"{LOCK}:running", f"{LOCK}:tickets")
+
+    def test_a_paused_lock_is_freed_and_handed_to_nobody(self, worker):
+        """The pause holds: those in line stay there."""
+        worker.take("a")
+        worker.park("p")
+        worker.lines.limit(LOCK, 0)
+        assert worker.free() is True
+        assert worker.given() == []
+        assert worker.state().waiting == 1
+
+
+class TestDropping:
+    def test_it_leaves_the_line_and_its_end_is_told(self, worker):
+        """The others move up; the caller gets the message, with the reason in its headers."""
+        worker.take("a")
+        for task in "pqr":
+            worker.park(task)
+        assert worker.drop("q") is True
+        assert [place.ticket for place in worker.state().line] == ["p:0:0", "r:0:0"]
+        ((lock, replaced),) = worker.told
+        assert lock == LOCK
+        message = Message.from_bytes(replaced["q:0:0"])
+        reason = message.headers.pop(REPLACED_HEADER)
+        assert reason == "dropped by an operator from the line for lock 'operated'"
+        assert message == Message.from_bytes(message_of("q"))
+
+    def test_a_second_time_there_is_nothing(self, worker):
+        """Two operators, or one that is not sure: the second is told that it has left."""
+        worker.take("a")
+        worker.park("p")
+        assert worker.drop("p") is True
+        assert worker.drop("p") is False
+        assert worker.drop("never there") is False
+        assert worker.actions.drop(LOCK, "bytes") is False  # a field beside the tickets
+
+    def test_a_late_copy_of_its_message_does_not_run(self, worker):
+        """A redelivery, or the message of its turn, finds that the work is done."""
+        worker.take("a")
+        worker.park("p")
+        worker.drop("p")
+        worker.store.release([LOCK], "a")
+        assert isinstance(worker.park("p", 2), Done)
+        assert isinstance(worker.claim("p", 3), Done)
+
+    def test_its_turn_goes_to_the_next(self, worker):
+        """The lock was reserved for it: the next in line gets it at once."""
+        worker.take("a")
+        worker.park("p")
+        worker.park("q")
+        worker.store.release([LOCK], "a")
+        worker.given()
+        assert worker.drop("p") is True
+        assert worker.given() == ["q"]
+        assert isinstance(worker.claim("p"), Done)
+
+    def test_what_runs_is_not_dropped(self, worker):
+        """Its ticket was claimed: the body runs, and goes on."""
+        worker.take("a")
+        worker.park("p")
+        worker.store.release([LOCK], "a")
+        worker.claim("p")
+        assert worker.drop("p") is False
+        assert worker.owners() == ["p@w/2"]
+
+    def test_a_task_of_another_broker_is_told_by_its_worker(self, worker, other):
+        """A sweep of its own worker has the message, with the reason."""
+        worker.take("a")
+        other.park("p")
+        assert worker.drop("p") is True
+        assert worker.told == []
+        swept = other.lines.sweep([LOCK])[LOCK]
+        message = Message.from_bytes(swept.replaced["p:0:0"])
+        assert message.headers[REPLACED_HEADER].startswith("dropped by an operator")
+
+    @pytest.mark.parametrize("record", [b"nonsense", b"1 2 3", b"2 1 1 1 x 1 here m"])
+    def test_a_record_that_nobody_can_read_is_set_aside(self, worker, redis_client, record):
+        """It has no message that could be told; a person can look at it."""
+        worker.take("a")
+        worker.park("p")
+        redis_client.hset(f"{LOCK}:tickets", "p:0:0", record)
+        assert worker.drop("p") is True
+        assert worker.told == []
+        assert redis_client.hget(f"{LOCK}:aside", "p:0:0") == record.decode()
+
+    @pytest.mark.parametrize(
+        "headers", [{}, {"note": ',"headers":{"a":1}'}, {"%1": "%0"}, {"dislock_sent": 5}]
+    )
+    def test_the_reason_is_put_into_the_headers_and_nowhere_else(self, worker, headers):
+        """Whatever text is in a message, only the member of that name is changed."""
+        worker.take("a")
+        worker.park("p", message=message_of("p", **headers))
+        worker.drop("p")
+        message = Message.from_bytes(worker.told[0][1]["p:0:0"])
+        message.headers.pop(REPLACED_HEADER)
+        assert message == Message.from_bytes(message_of("p", **headers))
+
+    def test_a_message_without_headers_gets_one(self, worker):
+        """Message protocol 1 has its task in the body."""
+        worker.take("a")
+        bare = Message("", "celery", {}, "application/json", "utf-8", {}, True, b"{}")
+        worker.park("p", message=bare.to_bytes())
+        worker.drop("p")
+        message = Message.from_bytes(worker.told[0][1]["p:0:0"])
+        assert list(message.headers) == [REPLACED_HEADER]
+
+    def test_several_servers_have_no_lines(self):
+        """Nothing is asked of servers that keep no parked tasks."""
+        process = SimpleNamespace(
+            store=SimpleNamespace(lock_server=SimpleNamespace(keeps_lines=False))
+        )
+        assert Actions(None, process).drop(LOCK, "p:0:0") is False
+
+
+class TestLines:
+    def test_a_page_begins_where_it_was_asked_to(self, worker):
+        """Places are counted from the head of the line, also on later pages."""
+        worker.take("a")
+        for number in range(7):
+            worker.park(f"t{number}")
+        page = worker.overview.lock(LOCK, 3, 2)
+        assert [(place.place, place.id) for place in page.line] == [(4, "t3"), (5, "t4")]
+        assert page.waiting == 7
+
+    def test_a_parked_task_is_found_by_ticket_and_by_id(self, worker, monkeypatch):
+        """Wherever in a long line it stands, or with its turn."""
+        monkeypatch.setattr("celery_dislock.operating.overview.SEARCHED", 3)
+        worker.take("a")
+        for number in range(8):
+            worker.park(f"t{number}")
+        worker.store.release([LOCK], "a")
+        for number in (0, 1, 4, 7):
+            for wanted in (f"t{number}", f"t{number}:0:0"):
+                (place,) = find_parked(worker.overview, LOCK, wanted)
+                assert place.id == f"t{number}"
+        assert find_parked(worker.overview, LOCK, "t") == []
+
+    def test_the_index_names_each_line_once(self, worker):
+        """However many pages it has."""
+        names = {name_of(f"line-{number}") for number in range(1200)}
+        for name in names:
+            worker.lines.enlist(name)
+        assert sorted(worker.lines.names()) == sorted(names)
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
+    Dislock(app)
+    yield app
+    app.close()
+
+
+class TestLockFor:
+    def test_a_task_tells_the_lock_of_its_arguments(self, app):
+        """Called as the task is called: positional or by name, it is the same lock."""
+
+        @app.task(base=SingletonTask, name="shop.export", lock_key="export:<corp>", shared=False)
+        def export(corp): ...
+
+        handle = export.lock_for(7)
+        assert (handle.key, handle.keys) == ("export:7", ("export:7",))
+        assert export.lock_for(corp=7).key == handle.key
+        with pytest.raises(LockKeyError, match="corp"):
+            export.lock_for(object())
+        with pytest.raises(TypeError, match="corp"):
+            export.lock_for()
+
+    def test_a_task_without_a_key_has_the_digest_of_its_arguments(self, app):
+        """The key is the one under which it runs."""
+
+        @app.task(base=SingletonTask, name="shop.digest", shared=False, bind=True)
+        def digest(self, a, b=1):
+            return self.lease.key
+
+        key = digest.apply((7,)).get()
+        assert digest.lock_for(7).key == digest.lock_for(a=7, b=1).key == key
+        assert digest.lock_for(8).key != key
+
+    def test_a_task_of_another_class_has_it_where_locks_are_enabled(self, app):
+        """Under ``dislock_enabled`` it is there as ``lease`` is."""
+        app.conf.dislock_enabled = True
+
+        @app.task(name="shop.keyed", lock_key="keyed:<a>", shared=False)
+        def keyed(a): ...
+
+        app.finalize()
+        assert keyed.lock_for(7).key == "keyed:7"
+
+    def test_a_task_that_takes_no_lock_says_so(self, app):
+        """``lock_key=False``: there is nothing to look at."""
+
+        @app.task(base=SingletonTask, name="shop.free", lock_key=False, shared=False)
+        def free(): ...
+
+        with pytest.raises(SettingsError, match="takes no lock"):
+            free.lock_for()
+
+    def test_several_keys_are_one_handle_of_several(self, app):
+        """It stands for all of them; each can be asked for."""
+
+        @app.task(base=SingletonTask, name="shop.move", lock_key=["b:<a>", "a:<a>"], shared=False)
+        def move(a): ...
+
+        handle = move.lock_for(7)
+        assert (handle.key, handle.keys, len(handle)) == ("a:7 + b:7", ("a:7", "b:7"), 2)
+        assert [one.key for one in handle] == ["a:7", "b:7"]
+        with Dislock(app) as dislock:
+            lease = dislock.lock(["a:7", "b:7"]).try_acquire()
+            assert [holder.owner for holder in handle.holders()] == [lease.owner] * 2
+            assert len(handle.free()) == 2
+            assert handle.holders() == []
+            assert lease.renew() is False
+            assert lease.lost
+
+    def test_free_ends_what_was_shown_and_nothing_else(self, app, redis_url):
+        """A holder that was shown, and has released since, frees nobody."""
+
+        @app.task(base=SingletonTask, name="shop.export", lock_key="export:<corp>", shared=False)
+        def export(corp): ...
+
+        with Holding(redis_url) as holding:
+            lease = holding.take("export:7", timeout=60)
+            handle = export.lock_for(7)
+            (shown,) = handle.holders()
+            assert (shown.owner, shown.token) == (lease.owner, lease.token)
+            lease.release()
+            later = holding.take("export:7", timeout=60)
+            assert handle.free(shown) == []
+            assert [one.owner for one in handle.holders()] == [later.owner]
+            assert [one.owner for one in handle.free()] == [later.owner]
+            assert handle.free() == []
+
+    def test_the_line_is_told(self, app, worker):
+        """Those who wait, in order."""
+        worker.take("a")
+        worker.park("p")
+        handle = Dislock(app).lock_of("operated")
+        assert [place.id for place in handle.line()] == ["p"]
+
+    def test_without_an_app_nobody_can_be_terminated(self, redis_url):
+        """``Dislock.from_url`` has no workers; the error says so, and nothing is freed."""
+        with Holding(redis_url) as holding, Dislock.from_url(redis_url) as dislock:
+            holding.take("export:7", timeout=60)
+            handle = dislock.lock_of("export:7")
+            with pytest.raises(SettingsError, match="no workers"):
+                handle.free(terminate=True)
+            assert len(handle.holders()) == 1
+            assert len(handle.free()) == 1
+
+
+class TestTelling:
+    def test_a_dropped_task_is_revoked_with_its_own_reason(self, app):
+        """Its caller's get() ends with the reason, and its key is free for the next message."""
+
+        @app.task(
+            base=SingletonTask,
+            name="shop.export",
+            lock_key="operated",
+            lock_on_conflict="queue",
+            lock_unique_until="end",
+            shared=False,
+        )
+        def export(): ...
+
+        app.finalize()
+        process = export.dislock_guard.runtime.process
+        result = export.delay()
+        worker = SimpleNamespace(lines=process.lines, store=process.store)
+        process.store.acquire([LOCK], "a", LONG, "{}")
+        note = {"id": result.id, "task": "shop.export", "dislock_unique": [LOCK, "end"]}
+        ticket = Ticket(f"{result.id}:0:0", f"{result.id}@", False, message_of("x", **note))
+        worker.lines.enlist(LOCK)
+        assert isinstance(worker.lines.park(LOCK, "p@w/1", LONG, "{}", ticket), Parked)
+        overview = Overview(process.store.lock_server, "dislock")
+        assert overview.lock(LOCK).reservation is not None
+        assert Actions(app, process).drop(LOCK, ticket.name) is True
+        with pytest.raises(TaskRevokedError, match="dropped by an operator"):
+            result.get(timeout=10, disable_sync_subtasks=False)
+        assert overview.lock(LOCK).reservation is None
+        assert process.lines.sweep([LOCK])[LOCK].replaced == {}
+
+
+class TestSeveralServers:
+    @pytest.fixture
+    def store(self, redis_program, tmp_path):
+        with contextlib.ExitStack() as stack:
+            self.servers = [
+                stack.enter_context(RedisServer(tmp_path / str(number))) for number in range(3)
+            ]
+            store = Store([server.url for server in self.servers], {"socket_timeout": 0.3})
+            stack.callback(store.close)
+            yield store
+
+    def shown(self, store):
+        return Overview(store.lock_server, "dislock").lock(LOCK).holders
+
+    def take(self, store, owner):
+        assert isinstance(store.acquire([LOCK], owner, LONG, "{}"), Granted)
+
+    def test_the_lease_ends_on_all_of_them(self, store):
+        """Each server has its own token; the newest was shown."""
+        self.take(store, "a")
+        (holder,) = self.shown(store)
+        assert store.free(LOCK, holder.owner, holder.token) is True
+        assert store.free(LOCK, holder.owner, holder.token) is False
+        assert self.shown(store) == []
+        for server in self.servers:
+            with server.client() as client:
+                assert client.keys("*") == []
+
+    def test_a_majority_is_enough(self, store):
+        """One of them is away: the lease has no majority any more."""
+        self.take(store, "a")
+        (holder,) = self.shown(store)
+        self.servers[0].kill()
+        assert store.free(LOCK, holder.owner, holder.token) is True
+        assert self.shown(store) == []
+
+    def test_what_has_come_since_stays(self, store):
+        """An older lease of another owner was shown."""
+        self.take(store, "a")
+        (holder,) = self.shown(store)
+        store.release([LOCK], "a")
+        self.take(store, "b")
+        assert store.free(LOCK, "a", holder.token) is False
+        assert [one.owner for one in self.shown(store)] == ["b"]

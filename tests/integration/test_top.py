@@ -1,0 +1,141 @@
+"""``celery dislock top`` on a real server, and in a real terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock.cli import dislock
+from celery_dislock.messages.message import Message
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers.store import Store
+from tests.holding import wait_for
+from tests.leaks import SECRET
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LONG = 1000.0  # seconds
+HOSTILE = "[red]x[/red]\x1b[31m"
+PROGRAM = """
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+from celery import Celery
+from celery_dislock.cli import dislock
+app = Celery("shop", broker={url!r})
+dislock(["top", "--interval", "0.1"], obj=SimpleNamespace(app=app))
+"""
+
+
+@pytest.fixture
+def held(redis_url) -> Iterator[str]:
+    """The URL of a server with a lock that is held, and a line of two."""
+    store = Store(redis_url, home="here", hand_over=lambda _turns: None)
+    lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
+    holder = json.dumps({"task": "shop.export", "id": "id-1", "worker": "w1@here", "pid": 7})
+    lock = f"dislock:{{{HOSTILE}}}"
+    store.acquire([lock], "o", LONG, holder)
+    for task in ("p1", "p2"):
+        headers = {"task": "shop.pay", "id": task}
+        message = Message("", "celery", headers, None, None, {}, True, b"").to_bytes()
+        ticket = Ticket(f"{task}:0:0", f"{task}@", False, message)
+        lines.park(lock, f"{task}@w/1", LONG, "{}", ticket)
+    store.close()
+    return redis_url
+
+
+def run(url, *args):
+    app = Celery("shop", broker=url, set_as_current=False)
+    return CliRunner().invoke(dislock, list(args), obj=SimpleNamespace(app=app))
+
+
+def test_one_screen_can_be_logged(held):
+    """Without a terminal there is one screen, wide enough for names."""
+    for arguments in (["top", "--once"], ["top"]):
+        result = run(held, *arguments)
+        assert result.exit_code == 0, result.output
+        assert "held 1   leases 1   waiting 2" in result.output
+        assert "shop.export[id-1] on w1@here (pid 7)" in result.output
+        assert "shop.pay[p1]" in result.output
+        assert "[red]x[/red]\\x1b[31m" in result.output
+        assert "\x1b" not in result.output
+
+
+def test_one_look_can_be_read_by_a_program(held):
+    """With the figures, who holds longest, and who is first in the longest lines."""
+    told = json.loads(run(held, "top", "--json").output)
+    assert (told["locks"], told["leases"], told["waiting"]) == (1, 1, 2)
+    assert told["held_longest"][0]["key"] == HOSTILE
+    assert told["longest_lines"][0]["first"]["id"] == "p1"
+
+
+def test_a_server_that_is_away_ends_it(own_redis_server):
+    """With the exit code of all commands for that, and without the password."""
+    url = own_redis_server.url.replace("redis://", f"redis://:{SECRET}@")
+    own_redis_server.stop()
+    result = run(url, "top", "--once")
+    assert result.exit_code == 3
+    assert SECRET not in result.output
+
+
+def test_one_of_several_servers_may_be_away(redis_program, tmp_path):
+    """The others are read, and the error is shown."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
+        urls = [server.url for server in servers]
+        store = Store(urls)
+        store.acquire(["dislock:{export:7}"], "o", LONG, json.dumps({"task": "t", "id": "1"}))
+        store.close()
+        servers[0].kill()
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        app.conf.dislock_url = urls
+        result = CliRunner().invoke(dislock, ["top"], obj=SimpleNamespace(app=app))
+        assert "held 1" in result.output
+        assert "export:7" in result.output
+        assert "lock server redis://127.0.0.1" in result.output
+
+
+def test_a_terminal_is_refreshed_until_q(held):
+    """It shows the locks again and again, and leaves the terminal as it was."""
+    typed, shown = pty.openpty()
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(url=held)],
+        stdin=shown,
+        stdout=shown,
+        stderr=shown,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "60", "LINES": "12"},
+    )
+    os.close(shown)
+    text = b""
+
+    def read():
+        nonlocal text
+        if select.select([typed], [], [], 0.1)[0]:
+            with contextlib.suppress(OSError):  # it has ended
+                text += os.read(typed, 65536)
+        return text
+
+    try:
+        wait_for(lambda: read().count(b"held 1") >= 3, "three screens")
+        os.write(typed, b"q")
+        wait_for(lambda: read() and program.poll() is not None, "its end")
+    finally:
+        program.kill()
+        os.close(typed)
+    assert program.wait() == 0
+    assert b"[red]x[/red]" in text
+    assert b"\x1b[31m" not in text  # the key's own escape

@@ -1,0 +1,201 @@
+"""OpenTelemetry's own instrumentor and SDK, in a worker that runs tasks with locks."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from celery import Celery
+from celery.contrib.testing.worker import start_worker
+from celery.exceptions import TaskRevokedError
+
+from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
+from celery_dislock.locks import tracing
+from celery_dislock.tasks.task import runtime_of
+from tests.holding import wait_for
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry import metrics
+from opentelemetry.instrumentation.celery import CeleryInstrumentor
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+LIMIT = 30.0  # seconds
+POOLS = ("threads",)  # else the worker runs in the thread of the test
+
+
+@pytest.fixture
+def exported():
+    """What the instrumentor has traced."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = CeleryInstrumentor()
+    instrumentor.instrument(tracer_provider=provider, meter_provider=MeterProvider())
+    yield exporter
+    instrumentor.uninstrument()
+    provider.shutdown()
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """The metrics of this process."""
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
+    monkeypatch.setattr(tracing, "_made", [])
+    yield reader
+    provider.shutdown()
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.update(dislock_url=redis_url, dislock_metrics=True, worker_hijack_root_logger=False)
+    yield app
+    runtime_of(app).close()
+    app.close()
+
+
+@pytest.fixture(params=POOLS)
+def run(app, request):
+    """Send tasks to a worker of this process, and wait for their results."""
+
+    def run(task, *args):
+        with start_worker(app, pool=request.param, concurrency=2, perform_ping_check=False):
+            result = task.delay(*args)
+            result.get(timeout=LIMIT, propagate=False)
+        return result
+
+    return run
+
+
+def span_of(exported, task_id):
+    """Return the span in which a task ran."""
+
+    def found():
+        spans = exported.get_finished_spans()
+        return [
+            span
+            for span in spans
+            if span.attributes.get("celery.action") == "run"
+            and span.attributes.get("messaging.message.id", task_id) == task_id
+        ]
+
+    return wait_for(found, "the span of the task")[-1]
+
+
+def ours(span):
+    return {
+        name.removeprefix("celery_dislock."): value
+        for name, value in span.attributes.items()
+        if name.startswith("celery_dislock.")
+    }
+
+
+def names_of(span):
+    return [event.name for event in span.events if event.name.startswith("celery_dislock.")]
+
+
+def test_the_instrumentors_span_tells_of_the_lock(app, run, exported):
+    """Key, way, wait and token as attributes, and when it was got and released as events."""
+
+    @app.task(base=SingletonTask, lock_key="export:<n>", name="shop.export", shared=False)
+    def export(n):
+        return current_lease().token
+
+    result = run(export, 7)
+    span = span_of(exported, result.id)
+    about = ours(span)
+    assert about["key"] == "export:7"
+    assert about["outcome"] == "at_once"
+    assert about["token"] == result.result
+    assert 0 <= about["wait"] < LIMIT
+    assert about["owner"].startswith(result.id)
+    assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.released"]
+    assert span.events[-1].attributes["celery_dislock.held"] >= 0
+
+
+def test_a_skipped_tasks_span_says_who_was_in_the_way(app, run, exported):
+    """The holder, in the words of the log."""
+    dislock = Dislock(app)
+
+    @app.task(base=SingletonTask, lock_key="k", name="shop.export", shared=False)
+    def export(): ...
+
+    holding = dislock.lock("k")
+    holding.acquire()
+    try:
+        result = run(export)
+    finally:
+        holding.release()
+    assert isinstance(result.result, TaskRevokedError)
+    span = span_of(exported, result.id)
+    assert ours(span) == {"key": "k", "outcome": "skip"}
+    assert names_of(span) == ["celery_dislock.conflict"]
+    (event,) = span.events[:1]
+    assert "thread MainThread" in event.attributes["celery_dislock.holder"]
+
+
+def test_a_lost_lease_is_an_event_of_the_span(app, run, exported, redis_client):
+    """It is noticed in the watchdog's thread, and told to the task's span."""
+
+    @app.task(
+        base=SingletonTask,
+        lock_key="k",
+        lock_watchdog_timeout=0.6,
+        name="shop.export",
+        shared=False,
+    )
+    def export():
+        redis_client.delete("dislock:{k}")
+        lease = current_lease()
+        wait_for(lambda: lease.lost, "the loss")
+        with pytest.raises(LockLostError):
+            lease.ensure_held()
+
+    result = run(export)
+    span = span_of(exported, result.id)
+    assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.lost"]
+    assert "deleted" in span.events[1].attributes["celery_dislock.reason"]
+
+
+def test_the_same_is_counted_through_its_api(app, run, exported, reader):
+    """The names are those of Prometheus but for the dots, which its exporter turns into them."""
+
+    @app.task(base=SingletonTask, lock_key="<n>", name="shop.export", shared=False)
+    def export(n): ...
+
+    run(export, 7)
+    data = reader.get_metrics_data()
+    points = {
+        metric.name: list(metric.data.data_points)
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        if scope.scope.name == "celery_dislock"
+        for metric in scope.metrics
+    }
+    (acquired,) = points["celery_dislock.acquisitions"]
+    assert acquired.value == 1
+    assert acquired.attributes["task"] == "shop.export"
+    assert acquired.attributes["outcome"] == "at_once"
+    assert set(acquired.attributes) == {"task", "worker", "outcome"}
+    assert points["celery_dislock.wait"][0].count == 1
+    assert points["celery_dislock.held"][0].count == 1
+    assert points["celery_dislock.leases"][0].value == 0
+
+
+def test_a_task_without_a_span_is_not_told(app, run):
+    """No instrumentor: the task runs as ever."""
+    seen = []
+
+    @app.task(base=SingletonTask, lock_key="k", name="shop.export", shared=False)
+    def export():
+        seen.append(threading.current_thread())
+
+    run(export)
+    assert len(seen) == 1

@@ -1,0 +1,130 @@
+"""Who holds what, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.operating.overview import Reserved
+from tests.unit.cli.conftest import HELD, holder, lock, place
+
+FOUND = 1
+
+
+def rows(answer):
+    """Return the keys of a table, in order."""
+    return [row.split()[0] for row in answer.stdout.splitlines()[1:]]
+
+
+def test_all_that_is_known_has_a_row(dislock, overview):
+    """Sorted by key; a lock that several hold has a row for each, an unknown one has none."""
+    overview.put(
+        lock("e"),
+        lock("d", limit=0),
+        lock("c", reservation=Reserved("id-1", "waiting", 3.0, 60.0)),
+        lock("b", holders=[holder(), holder(owner="other")]),
+        lock("a", waiting=2),
+    )
+    answer = dislock("ls", "x*")
+    assert overview.asked == ["x*"]
+    assert rows(answer) == ["a", "b", "b", "c", "d"]
+    assert answer.stdout.splitlines()[2] == (
+        "b    12 min    3.0 s ago  27 s  -        -               -       "
+        "shop.export[9b1d] on celery@w1 (pid 7)"
+    )
+    assert [one["key"] for one in json.loads(dislock("ls", "--json").stdout)] == list("abcd")
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ([], ["a", "b"]),
+        (["--held-for", f"{HELD:g}"], ["a"]),
+        (["--held-for", "1h"], []),
+        (["--task", "shop.mail"], ["b"]),
+        (["--task", "shop.*"], ["a", "b"]),
+        (["--worker", "celery@w2"], ["b"]),
+    ],
+)
+def test_holders_are_chosen(dislock, overview, options, keys):
+    """By how long, which task, and where; the limits belong to it."""
+    overview.put(
+        lock("a", holders=[holder()]),
+        lock("b", holders=[holder(held=HELD - 1, task="shop.mail", worker="celery@w2")]),
+    )
+    answer = dislock("ls", *options)
+    assert rows(answer) == keys
+    assert answer.stderr == ("" if keys else "No lock matches.\n")
+
+
+def test_a_damaged_lock_is_named(dislock, overview):
+    """With what is wrong, beside the others; not if holders are chosen: it may have none."""
+    overview.put(lock("a", holders=[holder()]))
+    overview.there["dislock:{b}"] = DamagedLockError("redis://f", "wrong type", "dislock:{b}")
+    answer = dislock("ls")
+    assert rows(answer) == ["a", "b"]
+    assert answer.stdout.endswith("cannot be read: wrong type\n")
+    assert "cannot be used" in json.loads(dislock("ls", "--json").stdout)[1]["error"]
+    assert rows(dislock("ls", "--task", "*")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "renewed 3.0 s ago, ends in 27 s unless renewed again"),
+        ({"renewed": None}, "lease     ends in 27 s\n"),
+        ({"expiring": True}, "its owner is done; ends in 27 s"),
+        ({"turn": True}, "a turn that is not claimed yet; ends in 27 s"),
+        ({"mode": "shared"}, "mode      shared"),
+        ({"thread": "MainThread", "task": None, "id": None}, "thread    MainThread"),
+    ],
+)
+def test_a_lease_in_words(dislock, overview, changed, words):
+    """What the times of a lease mean depends on its kind."""
+    overview.put(lock(holders=[holder(**changed)]))
+    assert words in dislock("show", "k").stdout
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"waiting": 3, "line": [place()]}, "... celery dislock line k --first 2"),
+        ({"turns": [place(0, turns=2)]}, "has its turn: shop.export[t0] (turn 2,"),
+        ({"aside": 2}, "2 set aside, because nobody could read or run them: dislock:{k}:aside"),
+        (
+            {"limit": 0, "limit_remaining": 60.0, "limit_note": "by me"},
+            "paused for 60 s more, by me",
+        ),
+        ({"limit": 3}, "limited to 3 at a time until it is resumed"),
+        (
+            {"reservation": Reserved("i", "running", 3.0, 60.0)},
+            "reserved for task i: its message is",
+        ),
+    ],
+)
+def test_what_belongs_to_a_lock(dislock, overview, changed, words):
+    """All that is known is shown, also if nobody holds it."""
+    overview.put(lock(**changed))
+    answer = dislock("show", "k")
+    assert answer.exit_code == 0
+    assert "held by nobody" in answer.stdout
+    assert words in answer.stdout
+
+
+def test_a_page_of_a_line(dislock, overview):
+    """Places are counted from 1 on the command line, and long arguments are cut."""
+    overview.put(lock(waiting=9, line=[place(3, args="x" * 99), place(4, parked=False, ticket="")]))
+    answer = dislock("line", "k", "--first", "3", "--most", "2")
+    assert overview.asked == [("dislock:{k}", 2, 2)]
+    assert rows(answer) == ["3", "4"]
+    assert "x" * 60 + "..." in answer.stdout
+    assert answer.stderr == "9 in line; go on with --first 5\n"
+
+
+def test_nobody_in_line_is_a_finding(dislock):
+    """Also for JSON."""
+    assert dislock("line", "k").exit_code == FOUND
+    answer = dislock("line", "k", "--json")
+    assert json.loads(answer.stdout) == {"key": "k", "waiting": 0, "turns": [], "line": []}

@@ -1,0 +1,182 @@
+"""What OpenTelemetry is told, in a process that uses it and in one that does not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import celery_dislock
+from celery_dislock import SingletonTask
+from celery_dislock.locks import counting, tracing
+from celery_dislock.locks.counting import Event
+from celery_dislock.locks.tracing import COUNTED, SECONDS, current_span, instruments
+
+
+class FakeSpan:
+    def __init__(self, *, records=True):
+        self.records = records
+        self.attributes = {}
+        self.events = []
+
+    def is_recording(self):
+        return self.records
+
+    def set_attributes(self, attributes):
+        self.attributes.update(attributes)
+
+    def add_event(self, name, attributes):
+        self.events.append((name, attributes))
+
+
+class FakeMeter:
+    def __init__(self):
+        self.recorded = []
+
+    def make(self, name, **_about):
+        def record(value, attributes):
+            self.recorded.append((name, value, dict(attributes)))
+
+        return SimpleNamespace(add=record, record=record)
+
+    create_counter = create_histogram = create_up_down_counter = make
+
+
+@pytest.fixture
+def span(monkeypatch):
+    """The span that is current."""
+    span = FakeSpan()
+    module = SimpleNamespace(get_current_span=lambda: span)
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
+    return span
+
+
+@pytest.fixture
+def meter(monkeypatch):
+    """The meter of a process that uses OpenTelemetry's metrics."""
+    meter = FakeMeter()
+    provider = SimpleNamespace(get_meter=lambda _name: meter)
+    module = SimpleNamespace(get_meter_provider=lambda: provider)
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", module)
+    monkeypatch.setattr(tracing, "_made", [])
+    return meter
+
+
+@pytest.mark.parametrize("module", [None, SimpleNamespace()])
+def test_without_opentelemetry_nobody_is_told(monkeypatch, module):
+    """It was not imported, or is being imported right now."""
+    for name in ("opentelemetry.trace", "opentelemetry.metrics"):
+        if module is None:
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        else:
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(tracing, "_made", [])
+    assert current_span() is None
+    assert instruments() is None
+
+
+def test_this_package_does_not_import_opentelemetry():
+    """An app that has it installed and does not use it pays nothing for it."""
+    texts = [file.read_text("utf-8") for file in Path(celery_dislock.__file__).parent.rglob("*.py")]
+    assert not any(
+        re.search(r"^\s*(import|from) opentelemetry", text, re.MULTILINE) for text in texts
+    )
+
+
+@pytest.mark.parametrize("name", ["_ProxyMeterProvider", "NoOpMeterProvider"])
+def test_the_api_alone_records_nothing(monkeypatch, name):
+    """redis-py imports it wherever it is installed; what counts is that the app has set it up."""
+    provider = type(name, (), {})()
+    module = SimpleNamespace(get_meter_provider=lambda: provider)
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", module)
+    monkeypatch.setattr(tracing, "_made", [])
+    assert instruments() is None
+
+
+def test_a_span_that_does_not_record_is_not_told(span):
+    """A sampled-out trace costs no attributes."""
+    span.records = False
+    assert current_span() is None
+
+
+def test_the_span_of_a_task_gets_what_became_of_its_lock(app, span):
+    """Attributes for a look at one trace, and events with their times."""
+
+    @app.task(base=SingletonTask, lock_key="export:<n>", name="shop.export")
+    def export(n): ...
+
+    export.apply((7,))
+    assert span.attributes["celery_dislock.key"] == "export:7"
+    assert span.attributes["celery_dislock.outcome"] == "at_once"
+    assert span.attributes["celery_dislock.token"] == 1
+    assert span.attributes["celery_dislock.wait"] == 0
+    assert [name for name, _ in span.events] == [
+        "celery_dislock.acquired",
+        "celery_dislock.released",
+    ]
+
+
+def test_the_span_of_a_refused_task_names_the_holder(app, world, span):
+    """Who reads the trace of a skipped task sees why it was skipped."""
+
+    @app.task(base=SingletonTask, lock_key="k", name="shop.export")
+    def export(): ...
+
+    world.lease("k")
+    export.apply()
+    assert span.attributes == {"celery_dislock.key": "k", "celery_dislock.outcome": "skip"}
+    (event,) = span.events
+    assert event[0] == "celery_dislock.conflict"
+    assert event[1]["celery_dislock.holder"] == "t[1] on w (pid 7)"
+
+
+def test_losses_and_caps_are_events_of_the_span(app, world, span):
+    """They happen in the watchdog, which tells the span that the task had."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_watchdog_timeout=3, max_renew_times=2)
+    def export():
+        world.run(10)
+
+    export.apply()
+    names = [name.rpartition(".")[2] for name, _ in span.events]
+    assert names == ["acquired", "capped", "lost"]
+    assert ("celery_dislock.capped", {"celery_dislock.key": "k", "celery_dislock.renewals": 2}) in (
+        span.events
+    )
+
+
+def test_every_metric_has_an_instrument(meter):
+    """What is counted for Prometheus is recorded for OpenTelemetry, too."""
+    known = {
+        getattr(counting, name)
+        for name in ("ACQUIRED", "CONFLICT", "RENEWED", "LOST", "CAPPED", "UNAVAILABLE")
+    }
+    assert set(COUNTED) == known
+    assert set(SECONDS) == {counting.WAIT, counting.HELD}
+    for what in [*COUNTED, *SECONDS]:
+        instruments().record(Event(what, "", "t", "w", 1))
+    names = {name for name, *_ in meter.recorded}
+    assert names == {
+        *(f"celery_dislock.{name}" for name, _ in COUNTED.values()),
+        *(f"celery_dislock.{name}" for name in SECONDS),
+        "celery_dislock.leases",
+    }
+
+
+def test_leases_go_up_and_down(meter):
+    """The number of leases that a process holds is that of its acquisitions less its ends."""
+    for what in (counting.ACQUIRED, counting.ACQUIRED, counting.HELD):
+        instruments().record(Event(what, "", "t", "w", 1))
+    steps = [value for name, value, _ in meter.recorded if name == "celery_dislock.leases"]
+    assert steps == [1, 1, -1]
+
+
+def test_labels_are_those_of_prometheus(meter):
+    """Task and worker, and the outcome where there is one; never the key."""
+    instruments().record(Event(counting.CONFLICT, "skip", "t", "w", 1))
+    assert meter.recorded == [
+        ("celery_dislock.conflicts", 1, {"task": "t", "worker": "w", "outcome": "skip"})
+    ]

@@ -1,0 +1,159 @@
+"""What people do to locks, and what they are told of it."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.messages.headers import REPLACED_HEADER
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.actions import Actions, BrokerError, one_line
+from celery_dislock.parking.store import Dropped
+from tests.leaks import SECRET
+from tests.unit.cli.conftest import holder
+
+LOCK = "dislock:{k}"
+TICKET = "t:0:0"
+
+
+class Process:
+    """The store and the lines of a process, which note what they are asked."""
+
+    def __init__(self):
+        self.asked = []
+        self.dropped = None
+        self.leases = []
+        self.store = SimpleNamespace(
+            lock_server=SimpleNamespace(keeps_lines=True),
+            free=lambda *what: self._note("free", *what),
+            reservations=SimpleNamespace(
+                end=lambda lock, task_id: self._note("unreserve", lock, task_id),
+            ),
+        )
+        self.lines = SimpleNamespace(drop=self._drop)
+
+    def _note(self, *what):
+        self.asked.append(what)
+        return True
+
+    def _drop(self, *what):
+        self._note("drop", *what)
+        return self.dropped
+
+    def tell_replaced(self, *what):
+        self._note("tell", *what)
+
+
+@pytest.fixture
+def process():
+    return Process()
+
+
+def message(**headers):
+    about = {"task": "t", "id": "t", **headers}
+    return Message("", "q", about, None, None, {}, True, b"").to_bytes()
+
+
+def test_a_lease_is_freed_by_owner_and_token(process):
+    """Both, as they were shown."""
+    assert Actions(None, process).free(LOCK, "me", 5) is True
+    assert process.asked == [("free", LOCK, "me", 5)]
+
+
+def test_a_dropped_task_is_told_with_its_reason(process):
+    """The note that goes into its message names the lock."""
+    process.dropped = Dropped(message(), ours=True)
+    assert Actions(None, process).drop(LOCK, TICKET) is True
+    (_, lock, ticket, note), told = process.asked
+    assert (lock, ticket) == (LOCK, TICKET)
+    reason = "dropped by an operator from the line for lock 'k'"
+    assert json.loads(f"{{{note}}}") == {REPLACED_HEADER: reason}
+    assert told == ("tell", LOCK, {TICKET: process.dropped.message})
+
+
+@pytest.mark.parametrize(
+    ("dropped", "answer"),
+    [(None, False), (Dropped(b"", ours=False), True), (Dropped(message(), ours=False), True)],
+)
+def test_what_is_not_ours_is_not_told(process, dropped, answer):
+    """It was not there, nobody can read it, or another broker's worker tells it."""
+    process.dropped = dropped
+    assert Actions(None, process).drop(LOCK, TICKET) is answer
+    assert [what for what, *_ in process.asked] == ["drop"]
+
+
+@pytest.mark.parametrize(("until", "ends"), [("end", True), ("start", True), ("expiry", False)])
+def test_its_reservation_ends(process, until, ends):
+    """As that of any message that does not run; with "expiry" it stays."""
+    process.dropped = Dropped(message(dislock_unique=[LOCK, until]), ours=True)
+    Actions(None, process).drop(LOCK, TICKET)
+    assert (("unreserve", LOCK, "t") in process.asked) is ends
+
+
+def test_a_message_that_cannot_be_read_is_left_to_who_tells_it(process):
+    """It has no reservation that anybody knows of."""
+    process.dropped = Dropped(b"rubbish", ours=True)
+    assert Actions(None, process).drop(LOCK, TICKET) is True
+    assert process.asked[-1] == ("tell", LOCK, {TICKET: b"rubbish"})
+
+
+def test_servers_without_lines_have_nothing_to_drop(process):
+    """Nothing is asked of them."""
+    process.store.lock_server.keeps_lines = False
+    assert Actions(None, process).drop(LOCK, TICKET) is False
+    assert process.asked == []
+
+
+def test_a_task_is_terminated_by_its_id(process):
+    """All workers are told: a copy of it must not run either."""
+    told = []
+    control = SimpleNamespace(revoke=lambda task_id, **how: told.append((task_id, how)))
+    Actions(SimpleNamespace(control=control), process).terminate(holder(), signal="KILL")
+    assert told == [("9b1d", {"terminate": True, "signal": "KILL"})]
+
+
+def test_a_broker_that_is_away_is_told_without_its_password(process):
+    """What the broker's client raises may have the URL in it."""
+
+    def revoke(*_args, **_kwargs):
+        raise ConnectionRefusedError(111, "Connection refused", f"redis://:{SECRET}@h")
+
+    app = SimpleNamespace(control=SimpleNamespace(revoke=revoke))
+    with pytest.raises(BrokerError, match="refused") as told:
+        Actions(app, process).terminate(holder())
+    assert SECRET not in str(told.value)
+    assert told.value.__cause__ is None
+
+
+def test_without_an_app_there_are_no_workers(process):
+    """``Dislock.from_url`` has none."""
+    with pytest.raises(SettingsError, match="no workers"):
+        Actions(None, process).terminate(holder())
+
+
+@pytest.mark.parametrize(("ends_after", "ended"), [(0, True), (3, True), (10_000, False)])
+def test_a_lease_is_waited_for(process, monkeypatch, ends_after, ended):
+    """Until it has ended, or the time is over; another lease of the lock does not count."""
+    mine, other = holder(), holder(token=6)
+    looks = []
+    clock = iter(range(10_000))
+    actions = Actions(None, process)
+
+    def lock(_name, most):
+        looks.append(most)
+        return SimpleNamespace(holders=[other] if len(looks) > ends_after else [other, mine])
+
+    monkeypatch.setattr(actions, "_overview", SimpleNamespace(lock=lock))
+    monkeypatch.setattr("celery_dislock.operating.actions.time.monotonic", lambda: next(clock))
+    left = actions.wait_until_ended(LOCK, mine, 30.0, pause=lambda _seconds: None)
+    assert (left is None) is ended
+    assert len(looks) <= 40
+
+
+def test_a_note_is_one_short_line():
+    """Whatever somebody writes."""
+    assert one_line(" a\n b\t c ") == "a b c"
+    assert len(one_line("x" * 999)) == 200

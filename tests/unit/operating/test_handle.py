@@ -1,0 +1,104 @@
+"""A lock from outside, in Python."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from celery_dislock.operating import handle as module
+from celery_dislock.operating.handle import LockHandle
+from tests.unit.cli.conftest import FakeActions, FakeOverview, holder, lock, place
+
+FREED = ("free", "dislock:{k}", holder().owner, 5)
+
+
+@pytest.fixture
+def actions(monkeypatch):
+    actions = FakeActions()
+    monkeypatch.setattr(module, "Actions", lambda _app, _process: actions)
+    return actions
+
+
+@pytest.fixture
+def overview(monkeypatch):
+    overview = FakeOverview()
+    monkeypatch.setattr(module, "Overview", lambda _server, _prefix: overview)
+    return overview
+
+
+@pytest.fixture
+def make(actions, overview):
+    runtime = SimpleNamespace(
+        lock_names=lambda keys: tuple(f"dislock:{{{key}}}" for key in keys),
+        process=SimpleNamespace(store=SimpleNamespace(lock_server=None)),
+        settings=SimpleNamespace(dislock_prefix="dislock"),
+    )
+    return lambda *keys: LockHandle(keys, runtime, None)
+
+
+def test_it_is_named_by_its_keys(make):
+    """One or several; each of several has a handle of its own."""
+    handle = make("a", "b")
+    assert (handle.key, handle.keys, len(handle)) == ("a + b", ("a", "b"), 2)
+    assert [one.keys for one in handle] == [("a",), ("b",)]
+    assert repr(make("a")) == "<LockHandle 'a'>"
+
+
+def test_it_sends_nothing_until_it_is_asked(make, overview):
+    """Making one costs no round trip."""
+    make("a")
+    assert overview.asked == []
+
+
+def test_holders_and_line_are_those_of_each_key_in_turn(make, overview):
+    """Several keys are asked one after the other."""
+    overview.put(
+        lock("a", holders=[holder(owner="1")], line=[place(1)]),
+        lock("b", holders=[holder(owner="2")], line=[place(2)]),
+    )
+    handle = make("a", "b")
+    assert [one.owner for one in handle.holders()] == ["1", "2"]
+    assert [one.place for one in handle.line(5)] == [1, 2]
+    assert overview.asked[-1] == ("dislock:{b}", 0, 20) or overview.asked[-1][0] == "dislock:{b}"
+
+
+def test_all_leases_are_freed(make, overview, actions):
+    """Those that are there now; what has ended meanwhile is missing in the answer."""
+    overview.put(lock("k", holders=[holder(), holder(owner="other", token=6)]))
+    assert len(make("k").free()) == 2
+    assert actions.done == [FREED, ("free", "dislock:{k}", "other", 6)]
+    actions.gone = False
+    assert make("k").free() == []
+
+
+def test_one_that_was_shown_is_freed_alone(make, overview, actions):
+    """If it is still there."""
+    overview.put(lock("k", holders=[holder(), holder(owner="other")]))
+    shown = holder(remaining=1.0)
+    assert make("k").free(shown) == [holder()]
+    assert actions.done == [FREED]
+    assert make("k").free(holder(token=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "freed", "done"),
+    [
+        (None, True, []),
+        (holder(), False, []),
+        (holder(renewed=20.0, remaining=10.0), True, [FREED]),
+    ],
+)
+def test_a_task_is_terminated_first(make, overview, actions, left, freed, done):
+    """It may end with that; what may live is not freed."""
+    overview.put(lock("k", holders=[holder()]))
+    actions.left = left
+    assert bool(make("k").free(terminate=True, wait=5.0)) is freed
+    assert actions.done == [("terminate", "9b1d", "TERM"), ("wait", "dislock:{k}", 5.0), *done]
+
+
+def test_what_runs_no_body_is_freed_at_once(make, overview, actions):
+    """A turn, or a lease that only runs out."""
+    overview.put(lock("k", holders=[holder(turn=True)]))
+    assert len(make("k").free(terminate=True)) == 1
+    assert actions.done == [FREED]
