@@ -1,0 +1,343 @@
+"""What those see who watch the workers: ``celery events``, Flower, and exporters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+from celery import states
+from celery.events.state import State
+from click.testing import CliRunner
+
+from celery_dislock.cli import dislock as command
+from tests.acceptance import camera, scenarios
+from tests.acceptance.fleet import LIMIT, ROOT, STOP_LIMIT, wait_for
+from tests.integration.servers import free_port
+
+pytestmark = [
+    pytest.mark.acceptance,
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery
+]
+
+POOLS = ["prefork", "threads", "gevent", "eventlet"]  # solo cannot hold and be refused
+
+
+@contextlib.contextmanager
+def program(folder, server, *arguments, **env):
+    """Run one of Celery's commands beside the workers; stop it at the end."""
+    log = folder / f"{arguments[0]}.log"
+    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.scenarios", *arguments]
+    env = {**os.environ, "SCENARIOS_URL": server.url, "PYTHONPATH": str(ROOT), **env}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True
+        )
+    try:
+        yield log
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(STOP_LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class Watcher:
+    """Keeps all events, and the state that Celery makes of them, as a monitor does."""
+
+    def __init__(self, own):
+        self._own = own
+        self.state = State()
+        self.events = []
+
+    def heard(self, event):
+        self.events.append(event)
+        self.state.event(event)
+
+    def look(self):
+        with contextlib.suppress(TimeoutError):
+            while True:
+                self._own.drain_events(timeout=0.1)
+
+    def of(self, result, *types):
+        """The events of a task, of these types."""
+        self.look()
+        return [e for e in self.events if e.get("uuid") == result.id and e["type"] in types]
+
+    def wait_for(self, result, type_):
+        """Wait for an event of a task; return it."""
+        return wait_for(f"{type_} of {result.id}", lambda: self.of(result, type_))[0]
+
+    def state_of(self, result):
+        self.look()
+        task = self.state.tasks.get(result.id)
+        return task.state if task is not None else None
+
+
+@contextlib.contextmanager
+def watching(url):
+    """Hear the events on a broker from now on."""
+    with scenarios.app.connection(url) as connection:
+        receiver = scenarios.app.events.Receiver(connection)
+        with receiver.consumer_context(wakeup=False) as (own, _, _):
+            watcher = Watcher(own)
+            receiver.handlers["*"] = watcher.heard
+            watcher.look()  # from here on they are kept
+            yield watcher
+
+
+@pytest.fixture
+def watcher(server):
+    with watching(server.url) as watcher:
+        yield watcher
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_skipped_task_is_revoked(start_fleet, scene, watcher, pool):
+    """It is not left in the state STARTED; the event says why, as the result does."""
+    fleet = start_fleet(pool, "--task-events")
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    skipped = fleet.send(scenarios.hold, scene.key)
+    event = watcher.wait_for(skipped, "task-revoked")
+    assert (event["terminated"], event["signum"], event["expired"]) == (False, None, False)
+    assert event["reason"].startswith(f"lock {scene.key!r} is held by ")
+    assert holder.id in event["reason"]
+    assert event["hostname"] == "own1@here"
+    assert watcher.state_of(skipped) == states.REVOKED
+    assert watcher.state_of(holder) == states.STARTED
+    scene.open_gate()
+    wait_for("the end", lambda: watcher.state_of(holder) == states.SUCCESS)
+    assert len(watcher.of(skipped, "task-revoked")) == 1
+
+
+def test_a_parked_task_is_seen_to_run_and_to_end(start_fleet, scene, watcher):
+    """PARKED while it is in line, for how long the lock was held, and then as any other task."""
+    fleet = start_fleet("prefork", "--task-events")
+    holder = fleet.send(scenarios.hold_by_itself, scene.key)
+    scene.wait_for_report("begin")
+    parked = fleet.send(scenarios.hold_or_queue, scene.key)
+    event = watcher.wait_for(parked, "task-parked")
+    assert (event["key"], event["place"]) == (scene.key, 1)
+    assert 0 <= event["held_for"] < LIMIT
+    assert watcher.state_of(parked) == "PARKED"
+    scene.open_gate(holder.id)
+    scene.wait_for_report("begin", times=2)
+    wait_for("it is seen to run", lambda: watcher.state_of(parked) == states.STARTED)
+    scene.open_gate()
+    wait_for("it is seen to end", lambda: watcher.state_of(parked) == states.SUCCESS)
+
+
+def test_a_task_that_makes_room_in_line_is_revoked(start_fleet, scene, watcher):
+    """Whoever tells its end tells it to those who watch, too."""
+    fleet = start_fleet("prefork", "--task-events")
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    older = fleet.send(scenarios.hold_newest, scene.key)
+    watcher.wait_for(older, "task-parked")
+    newer = fleet.send(scenarios.hold_newest, scene.key)
+    watcher.wait_for(newer, "task-parked")
+    event = watcher.wait_for(older, "task-revoked")
+    assert event["reason"] == f"a newer task took its place in line for lock {scene.key!r}"
+    assert watcher.state_of(older) == states.REVOKED
+    assert watcher.state_of(newer) == "PARKED"
+    scene.open_gate()
+    for result in (holder, newer):
+        result.get(timeout=LIMIT)
+
+
+def test_a_parked_task_that_is_revoked_is_seen_so(start_fleet, scene, watcher):
+    """Celery tells it at its turn, and the state PARKED does not stay."""
+    fleet = start_fleet("prefork", "--task-events")
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    parked = fleet.send(scenarios.hold_or_queue, scene.key)
+    watcher.wait_for(parked, "task-parked")
+    fleet.revoke(parked.id, reply=True)
+    scene.open_gate()
+    holder.get(timeout=LIMIT)
+    wait_for("it is seen", lambda: watcher.state_of(parked) == states.REVOKED)
+
+
+def test_a_parked_task_that_an_operator_drops_is_seen_so(start_fleet, scene, watcher):
+    """Whoever drops it tells it: no worker has anything to do with it."""
+    fleet = start_fleet("prefork", "--task-events")
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    parked = fleet.send(scenarios.hold_or_queue, scene.key)
+    watcher.wait_for(parked, "task-parked")
+    obj = SimpleNamespace(app=scenarios.app)
+    dropped = CliRunner().invoke(command, ["drop", parked.id, "--key", scene.key, "--yes"], obj=obj)
+    assert dropped.exit_code == 0, dropped.output
+    event = watcher.wait_for(parked, "task-revoked")
+    assert event["reason"].startswith("dropped by an operator")
+    assert event["hostname"].startswith("dislock@")
+    assert watcher.state_of(parked) == states.REVOKED
+    scene.open_gate()
+    holder.get(timeout=LIMIT)
+
+
+def test_a_copy_that_is_put_off_leaves_the_state_of_the_task(start_fleet, scene, watcher):
+    """The task runs: its events come from there."""
+    fleet = start_fleet("prefork", "--task-events")
+    first = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    fleet.send(scenarios.hold, scene.key, task_id=first.id)
+    wait_for("the copy is put off", lambda: fleet.says(first.id, "put off for"))
+    assert watcher.state_of(first) == states.STARTED
+    assert not watcher.of(first, "task-revoked", "task-retried")
+    scene.open_gate()
+    scene.wait_for_report("end", times=2)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_lost_lock_is_told_while_the_task_runs(start_fleet, scene, watcher, pool):
+    """Key, reason and what happens next; then the end of the task counts."""
+    fleet = start_fleet(pool, "--task-events")
+    running = fleet.send(scenarios.outlive_loss, scene.key)
+    scene.wait_for_report("begin")
+    scene.lose_the_lock()
+    event = watcher.wait_for(running, "task-lock-lost")
+    assert (event["key"], event["action"]) == (scene.key, "warn")
+    assert event["reason"] == "the server no longer has it: expired, taken or deleted"
+    assert event["hostname"] == "own1@here"
+    assert watcher.state_of(running) == "LOCK-LOST"
+    scene.open_gate()
+    wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
+
+
+def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
+    """From the main process and from a pool process, by a connection of its own."""
+    fleet = start_fleet("prefork", "--task-events", broker_url=rabbitmq.url)
+    with watching(rabbitmq.url) as watcher:
+        running = fleet.send(scenarios.outlive_loss, scene.key)
+        scene.wait_for_report("begin")
+        skipped = fleet.send(scenarios.hold, scene.key)
+        watcher.wait_for(skipped, "task-revoked")
+        scene.lose_the_lock()
+        watcher.wait_for(running, "task-lock-lost")
+        scene.open_gate()
+        running.get(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_lock_at_its_cap_is_told(start_fleet, scene, watcher, pool):
+    """After how many renewals, and when the lease ends."""
+    fleet = start_fleet(pool, "--task-events")
+    running = fleet.send(scenarios.outlive_cap, scene.key)
+    event = watcher.wait_for(running, "task-lock-capped")
+    assert (event["key"], event["action"], event["renewals"]) == (scene.key, "expire", 2)
+    assert 0 <= event["ends_in"] <= scenarios.BRIEF
+    scene.open_gate()
+    wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
+
+
+def test_pool_processes_learn_that_a_monitor_wants_events(start_fleet, scene, watcher):
+    """Flower turns them on while the worker runs; before that nothing is sent."""
+    fleet = start_fleet("prefork", heartbeat=True)  # without --task-events
+    first = fleet.send(scenarios.outlive_loss, scene.key)
+    scene.wait_for_report("begin")
+    scene.lose_the_lock()
+    wait_for("it is lost", lambda: fleet.says(first.id, "is lost"))
+    scenarios.app.control.enable_events(destination=["own1@here"], reply=True, timeout=LIMIT)
+    scene.open_gate()
+    first.get(timeout=LIMIT)
+    deadline = time.monotonic() + LIMIT
+    while True:  # until its pool processes have been told
+        again = fleet.send(scenarios.stop_at_loss, f"{scene.key}-2")
+        lock = f"dislock:{{{scene.key}-2}}"
+        wait_for("it has its lock", lambda lock=lock: scene.redis.exists(lock))
+        time.sleep(0.2)  # its body begins
+        scene.redis.delete(lock)
+        wait_for("it is lost", lambda again=again: fleet.says(again.id, "is lost"))
+        if watcher.of(again, "task-lock-lost"):
+            break
+        assert time.monotonic() < deadline
+    assert not watcher.of(first, "task-lock-lost", "task-started")
+
+
+def test_nothing_is_sent_where_nobody_wants_events(start_fleet, scene, watcher):
+    """As Celery's own events about tasks: they are off unless somebody turns them on."""
+    fleet = start_fleet("prefork")
+    holder = fleet.send(scenarios.outlive_loss, scene.key)
+    scene.wait_for_report("begin")
+    skipped = fleet.send(scenarios.outlive_loss, scene.key)
+    wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
+    scene.lose_the_lock()
+    wait_for("it is lost", lambda: fleet.says(holder.id, "is lost"))
+    scene.open_gate()
+    holder.get(timeout=LIMIT)
+    watcher.look()
+    assert [e for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}] == []
+
+
+def test_a_snapshot_of_celery_events_shows_what_became_of_tasks(
+    start_fleet, scene, server, tmp_path
+):
+    """The camera of ``celery events`` has a skipped, a parked and a lost one."""
+    options = ["--camera", f"{camera.__name__}.{camera.Camera.__name__}", "--frequency", "0.2"]
+    with program(tmp_path, server, "events", *options) as log:
+        wait_for(
+            "the camera works",
+            lambda: scene.redis.get(camera.SHUTTERS) or "Traceback" in log.read_text(),
+        )
+        fleet = start_fleet("prefork", "--task-events")
+        holder = fleet.send(scenarios.outlive_loss, scene.key)
+        scene.wait_for_report("begin")
+        skipped = fleet.send(scenarios.hold, scene.key)
+        parked = fleet.send(scenarios.hold_or_queue, scene.key)
+        wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
+        wait_for("it is parked", lambda: parked.state == "PARKED")
+
+        def seen(result):
+            return json.loads(scene.redis.hget(camera.SEEN, result.id) or "{}").get("state")
+
+        wait_for("two are seen", lambda: (seen(skipped), seen(parked)) == ("REVOKED", "PARKED"))
+        scene.lose_the_lock()
+        wait_for("the third is seen", lambda: seen(holder) == "LOCK-LOST")
+        scene.open_gate()
+        wait_for("their ends are seen", lambda: (seen(holder), seen(parked)) == ("SUCCESS",) * 2)
+        assert seen(skipped) == "REVOKED"
+
+
+def test_flower_shows_a_skipped_task_as_revoked(start_fleet, scene, server, tmp_path):
+    """Its API, and so its pages, tell the truth; nothing has to be set for it."""
+    fleet = start_fleet("prefork", heartbeat=True)  # Flower turns the events on
+    url = f"http://127.0.0.1:{(port := free_port())}"
+
+    def ask(path):
+        try:
+            with urllib.request.urlopen(f"{url}{path}", timeout=LIMIT) as answer:  # noqa: S310
+                return json.load(answer)
+        except OSError:  # it does not listen yet
+            return None
+
+    options = ["--address=127.0.0.1", f"--port={port}"]
+    with program(tmp_path, server, "flower", *options, FLOWER_UNAUTHENTICATED_API="true") as log:
+        wait_for(f"Flower answers: {log}", lambda: ask("/api/tasks") is not None)
+        wait_for(
+            "it has turned events on",
+            lambda: fleet.says("Events of group {task} enabled by remote"),
+        )
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        skipped = fleet.send(scenarios.hold, scene.key)
+        parked = fleet.send(scenarios.hold_or_queue, scene.key)
+
+        def seen():
+            tasks = ask("/api/tasks?limit=100") or {}
+            return [tasks.get(one.id, {}).get("state") for one in (holder, skipped, parked)]
+
+        wait_for("it shows all of them", lambda: seen() == ["STARTED", "REVOKED", "PARKED"])
+        scene.open_gate()
+        wait_for("it shows their ends", lambda: seen() == ["SUCCESS", "REVOKED", "SUCCESS"])
