@@ -1,0 +1,1 @@
+"""What ``celery dislock doctor`` looks at: the lock server, the workers, and the locks."""

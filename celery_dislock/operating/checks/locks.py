@@ -1,0 +1,342 @@
+"""Examine the locks themselves: leases of the dead, lines nobody serves, what was set aside.
+
+All locks are read once, in pages, and only those that something may be wrong with are remembered.
+A lock changes while it is looked at, so a finding here says what was so a moment ago.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.operating.findings import (
+    NOTE,
+    OK,
+    SERIOUS,
+    WARNING,
+    Finding,
+    listed,
+    number,
+    some,
+)
+from celery_dislock.scripts import LINES
+from celery_dislock.scripts.names import index_of_lines, sweep_lock
+from celery_dislock.servers.server import scan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from celery_dislock.operating.checks.workers import Fleet
+    from celery_dislock.operating.overview import Holder, LockState, Overview, Place, Reserved
+    from celery_dislock.servers.server import Server
+
+LINES_MOST = 200  # lines that are read place by place
+PLACES_MOST = 50  # places of each that are read
+ASKED_MOST = 200  # reservations whose ids the workers are asked for
+TURNS_MANY = 3  # turns that a parked task has not claimed
+
+# The time limits and countdowns that a task may have are not known here.
+RESERVED_LONG = 1 / 2  # of lock_unique_for
+
+
+@dataclass
+class Seen:
+    """What was seen of all locks; lists hold what may be wrong."""
+
+    locks: int = 0
+    leases: int = 0
+    waiting: int = 0
+    dead: list[tuple[str, Holder]] = field(default_factory=list)
+    lines: list[LockState] = field(default_factory=list)
+    aside: list[tuple[str, int]] = field(default_factory=list)
+    reserved: list[tuple[str, Reserved]] = field(default_factory=list)
+    limits: list[LockState] = field(default_factory=list)
+    damaged: list[StoreError] = field(default_factory=list)
+    failed: list[StoreError] = field(default_factory=list)
+
+
+def look(overview: Overview, fleet: Fleet, old: float) -> Seen:
+    """
+    Look at all locks.  Blocks for a round trip per hundred locks, and one per line.
+
+    Args:
+        overview: Reads the locks.
+        fleet: The workers that answered.
+        old: Seconds from which a reservation of a message that waits is suspicious.
+
+    Raises:
+        StoreError: No server answered.
+    """
+    seen = Seen()
+    for lock in overview.locks(failed=seen.failed):
+        if isinstance(lock, StoreError):
+            seen.damaged.append(lock)
+            continue
+        seen.locks += lock.exists
+        seen.leases += len(lock.holders)
+        seen.waiting += lock.waiting
+        for holder in lock.holders:
+            if holder.worker and "@" in holder.worker and holder.worker not in fleet.told:
+                seen.dead.append((lock.key, holder))
+        if lock.waiting:
+            seen.lines.append(lock)
+        if lock.aside:
+            seen.aside.append((lock.key, lock.aside))
+        reserved = lock.reservation
+        if reserved and reserved.state == "waiting" and reserved.since > old:
+            seen.reserved.append((lock.key, reserved))
+        if lock.limit is not None:
+            seen.limits.append(lock)
+    lines = sorted(seen.lines, key=lambda lock: -lock.waiting)[:LINES_MOST]
+    seen.lines = []
+    for lock in lines:
+        with suppress(StoreError):  # of one node of several
+            seen.lines.append(overview.lock(lock.name, most=PLACES_MOST))
+    return seen
+
+
+def counted(seen: Seen) -> Iterator[Finding]:
+    """Tell how much was looked at, and what could not be."""
+    for error in seen.failed:
+        what = f"The locks of one server could not be looked at: {error}"
+        yield Finding("locks", NOTE, what)
+    damaged = [one for one in seen.damaged if isinstance(one, DamagedLockError)]
+    if damaged:
+        names = [one.lock for one in damaged]
+        yield Finding(
+            "locks",
+            SERIOUS,
+            f"{number(len(damaged), 'lock')} cannot be used, and their tasks fail: "
+            f"{some(map(repr, names))}. {damaged[0].reason}.",
+            "See the page Operate it, A damaged lock.",
+            listed(names),
+        )
+    unread = len(seen.damaged) - len(damaged)
+    if unread:
+        what = f"{number(unread, 'lock')} could not be looked at: {seen.damaged[-1]}"
+        yield Finding("locks", NOTE, what)
+    held = f"{number(seen.locks, 'lock')}, {number(seen.leases, 'lease')}"
+    what = f"{held}, {seen.waiting} waiting."
+    yield Finding("locks", OK, what)
+
+
+def leases(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
+    """Find leases whose worker does not answer."""
+    if fleet.error or not seen.dead:
+        return
+    renewed = [(key, holder) for key, holder in seen.dead if _is_renewed(holder)]
+    stale = [(key, holder) for key, holder in seen.dead if not _is_renewed(holder)]
+    if stale:
+        workers = {str(holder.worker) for _, holder in stale}
+        longest = max(holder.remaining for _, holder in stale)
+        yield Finding(
+            "leases",
+            WARNING,
+            f"{number(len(stale), 'lease')} of workers that do not answer ({some(workers)}): "
+            f"{some(key for key, _ in stale)}.",
+            f"If these workers are gone, the leases end by themselves, the last in {longest:.0f} s."
+            " To end one now: celery dislock free KEY. A lease with a fixed expiry, and one that "
+            "a task left to expire, lasts on purpose.",
+            listed(key for key, _ in stale),
+        )
+    if renewed:
+        workers = {str(holder.worker) for _, holder in renewed}
+        yield Finding(
+            "leases",
+            NOTE,
+            f"{number(len(renewed), 'lease')} of workers that do not answer ({some(workers)}), and "
+            f"that were renewed in time: {some(key for key, _ in renewed)}.",
+            "These workers may be alive: another broker, the pool solo, or a warm shutdown. Look "
+            "again with --timeout 5, or after the timeout of the lock.",
+            listed(key for key, _ in renewed),
+        )
+
+
+def _is_renewed(holder: Holder) -> bool:
+    """Tell whether a lease was renewed in the last half of its timeout, as each third of it is."""
+    return not holder.expiring and holder.renewed is not None and holder.renewed < holder.remaining
+
+
+def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
+    """Find parked tasks whose messages no worker would consume, and turns nobody claims."""
+    unserved: dict[str, list[str]] = {}
+    unclaimed = []
+    for lock in seen.lines:
+        for place in (*lock.line, *lock.turns):
+            if not place.parked:
+                continue
+            if place.turns >= TURNS_MANY:
+                unclaimed.append(lock.key)
+            if place.routing_key is not None and not _is_consumed(place, fleet):
+                unserved.setdefault(place.routing_key or "?", []).append(lock.key)
+    if unserved and not fleet.error:
+        keys = [key for of_queue in unserved.values() for key in of_queue]
+        mute = any(_is_renewed(holder) for _, holder in seen.dead)  # it may consume them
+        yield Finding(
+            "lines",
+            WARNING if mute else SERIOUS,
+            f"{number(len(keys), 'parked task')} will go to queues that no worker "
+            "that answers consumes "
+            f"({some(unserved)}), in the lines of {some(keys)}.",
+            "Start a worker for these queues (-Q). To end a parked task: celery dislock drop.",
+            listed(keys),
+        )
+    if unclaimed:
+        yield Finding(
+            "lines",
+            WARNING,
+            f"{number(len(unclaimed), 'parked task')} had {TURNS_MANY} or more turns, and did not "
+            f"claim them: {some(unclaimed)}.",
+            "Their messages do not reach a worker, or it cannot run them: look at its log.",
+            listed(unclaimed),
+        )
+
+
+def _is_consumed(place: Place, fleet: Fleet) -> bool:
+    for queues in fleet.queues.values():
+        for queue in queues:
+            exchange = queue.get("exchange") or {}
+            if place.exchange in {"", None}:
+                if place.routing_key == queue.get("name"):
+                    return True
+            elif place.exchange == exchange.get("name") and (
+                exchange.get("type") != "direct"  # patterns are the broker's business
+                or place.routing_key in _keys_of(queue)
+            ):
+                return True
+    return False
+
+
+def _keys_of(queue: Mapping[str, Any]) -> list[Any]:
+    bindings = queue.get("bindings") or []
+    return [queue.get("routing_key"), *(one.get("routing_key") for one in bindings)]
+
+
+def sweeps(
+    server: Server, overview: Overview, prefix: str, home: str, seen: Seen
+) -> Iterator[Finding]:
+    """
+    Find lines that no worker sweeps.  A few round trips.
+
+    Args:
+        server: The lock server.
+        overview: Reads its locks.
+        prefix: ``dislock_prefix``.
+        home: Name of the broker of the app here.
+        seen: What was seen of the locks.
+    """
+    if not any(place.parked for lock in seen.lines for place in lock.line):
+        return
+    homes: set[str] = set()
+    pattern = index_of_lines(prefix, "")
+    with suppress(StoreError):
+        for send in server.senders():
+            for names in scan(send, f"{pattern}*"):
+                homes.update(name.removeprefix(pattern) for name in names)
+    unswept = []
+    for one in sorted(homes):
+        with suppress(StoreError):
+            total, *_ = server.run(LINES, [index_of_lines(prefix, one)], b"0", 1)
+            if total and not overview.lock(sweep_lock(prefix, one)).holders:
+                unswept.append("this app's broker" if one == home else f"the broker {one}")
+    if unswept:
+        yield Finding(
+            "sweep",
+            WARNING,
+            f"Nobody sweeps the lines of {', '.join(unswept)}: a line stands still if the holder "
+            "of its lock dies.",
+            "Start a worker with --dislock on that broker. After a worker has ended, the next one "
+            "takes over within a third of the timeout: then look again.",
+            unswept,
+        )
+
+
+def aside(seen: Seen) -> Iterator[Finding]:
+    """Find parked tasks that were set aside."""
+    if seen.aside:
+        tasks = sum(many for _, many in seen.aside)
+        keys = [key for key, _ in seen.aside]
+        yield Finding(
+            "set aside",
+            WARNING,
+            f"{number(tasks, 'parked task')} could not be read or run, and "
+            f"{'was' if tasks == 1 else 'were'} set aside: {some(keys)}.",
+            "See the page Operate it, Tasks that were set aside: put them back, or delete them.",
+            listed(keys),
+        )
+
+
+def reservations(
+    seen: Seen, fleet: Fleet, known: Callable[[Sequence[str]], set[str]], *, empty: bool | None
+) -> Iterator[Finding]:
+    """
+    Find reservations that are old, and those whose message is nowhere.
+
+    Args:
+        seen: What was seen of the locks.
+        fleet: The workers that answered.
+        known: Asks the workers which of these task ids they know.
+        empty: Whether all queues of the broker are empty; None: not known.
+    """
+    oldest = sorted(seen.reserved, key=lambda one: -one[1].since)[:ASKED_MOST]
+    if not oldest:
+        return
+    ids = set() if fleet.error else known([reserved.id for _, reserved in oldest])
+    gone = [key for key, reserved in oldest if reserved.id not in ids]
+    if not gone:
+        return
+    longest = max(reserved.since for _, reserved in oldest)
+    certain = empty is True and not fleet.error and None not in fleet.told.values()
+    what = (
+        f"{number(len(gone), 'key')} reserved for a message that is in no queue and that no worker "
+        f"knows: {some(gone)}."
+        if certain
+        else f"{number(len(gone), 'key')} reserved for long, up to {longest:.0f} s, for a message "
+        f"that no worker has: {some(gone)}."
+    )
+    yield Finding(
+        "reservations",
+        WARNING if certain else NOTE,
+        what,
+        "It was purged, or lost with the broker. The reservation ends by itself after "
+        "lock_unique_for; no message of this key is sent until then."
+        if certain
+        else "It may wait in a queue still. If it was purged, the reservation ends by itself after "
+        "lock_unique_for.",
+        listed(gone),
+    )
+
+
+def limits(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
+    """Tell which keys people have paused or limited, and who does not heed that."""
+    older = [name for name, told in fleet.told.items() if told is None]
+    if seen.limits and older:
+        yield Finding(
+            "limits",
+            WARNING,
+            f"{number(len(seen.limits), 'key')} paused or limited by somebody. A worker that is "
+            f"older than this command does not heed that: {some(older)}.",
+            "Update it.",
+            listed(older),
+        )
+    for what, locks in (
+        ("Paused by somebody", [lock for lock in seen.limits if lock.limit == 0]),
+        ("Limited by somebody", [lock for lock in seen.limits if lock.limit]),
+    ):
+        if locks:
+            keys = some(_limited(lock) for lock in locks)
+            yield Finding(
+                "limits",
+                NOTE,
+                f"{what}: {keys}.",
+                "To take it back: celery dislock resume KEY",
+                listed(lock.key for lock in locks),
+            )
+
+
+def _limited(lock: LockState) -> str:
+    told = [f"to {lock.limit}"] if lock.limit else []
+    told += [lock.limit_note] if lock.limit_note else []
+    return f"{lock.key} ({'; '.join(told)})" if told else lock.key

@@ -1,0 +1,219 @@
+"""``celery inspect dislock`` and ``celery dislock doctor``, asked of real workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock.cli import dislock
+from celery_dislock.cli.doctor import Workers
+from tests.acceptance import scenarios
+from tests.acceptance.fleet import LIMIT, wait_for
+
+pytestmark = pytest.mark.acceptance
+
+
+def figures(fleet):
+    """What the first worker of a fleet tells; None if it does not answer in time."""
+    [name] = [f"{worker.name}@here" for worker in fleet.workers]
+    with Celery(broker=scenarios.app.conf.broker_url, set_as_current=False) as client:
+        replies = client.control.broadcast(
+            "dislock", reply=True, destination=[name], timeout=LIMIT, limit=1
+        )
+    return replies[0][name] if replies else None
+
+
+def leases(fleet):
+    """All leases that a worker tells, with the process that has each."""
+    return [
+        (process, lease)
+        for process in figures(fleet)["processes"]
+        for lease in process.get("leases", ())
+    ]
+
+
+def children(fleet):
+    return [one["pid"] for one in figures(fleet)["processes"] if not one["main"]]
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    """The folder of temporary files of a worker of this test."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
+def test_the_lease_of_a_task_that_runs_is_told(start_fleet, scene, pool):
+    """With the process that has it, its key, task and token, and since when; then it is gone."""
+    fleet = start_fleet(pool, "--dislock")
+    result = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    [(process, lease)] = wait_for("the lease is told", lambda: leases(fleet))
+    assert process["main"] is (pool != "prefork")
+    assert process["pid"] == scene.reported("begin")[0]["pid"]
+    assert (lease["key"], lease["id"], lease["token"]) == (scene.key, result.id, scene.lease.token)
+    assert 0 < lease["held_for"] < LIMIT
+    assert 0 < lease["remaining"] <= scenarios.LONG
+    scene.open_gate()
+    result.get(timeout=LIMIT)
+    wait_for("nothing is held", lambda: not leases(fleet))
+
+
+def test_renewals_are_told(start_fleet, scene):
+    """How many there were, and whether they were late."""
+    fleet = start_fleet("prefork", "--dislock")
+    fleet.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+
+    def renewed():
+        return [one for one, _ in leases(fleet) if one["renewals"] >= 2]
+
+    [process] = wait_for("two renewals are told", renewed)
+    assert (process["outages"], process["failed_renewals"], process["errors"]) == (0, 0, 0)
+    assert process["worst_late"] >= process["late"] >= 0
+    scene.open_gate()
+
+
+def test_a_solo_worker_answers_between_its_tasks(start_fleet, scene):
+    """It has one process, and cannot answer while a body runs."""
+    fleet = start_fleet("solo", "--dislock")
+    fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    scene.open_gate()
+    told = figures(fleet)
+    [process] = told["processes"]
+    assert (process["main"], process["pid"]) == (True, scene.reported("begin")[0]["pid"])
+
+
+def test_what_workers_can_be_compared_by_is_told(start_fleet, server):
+    """Version, server, prefix, whether it locks, and the options of each task."""
+    told = figures(start_fleet("threads", "--no-dislock"))
+    assert (told["enabled"], told["locks"]) == (False, False)
+    told = figures(start_fleet("threads", "--dislock"))
+    assert (told["enabled"], told["locks"], told["no_server"]) == (True, True, None)
+    assert (told["server"], told["prefix"]) == (server.url, "dislock")
+    assert told["version"]
+    assert told["tasks"][scenarios.hold_renewed.name]["lock_watchdog_timeout"] == scenarios.BRIEF
+    assert any("visibility_timeout" in one for one in told["warnings"])
+
+
+def test_a_killed_pool_process_is_told_no_more(start_fleet, scene, temporary):
+    """Its file is deleted, and the process that takes its place is told."""
+    fleet = start_fleet("prefork", "--dislock", env={"TMPDIR": str(temporary)})
+    fleet.send(scenarios.hold, scene.key)
+    victim = scene.wait_for_report("begin")["pid"]
+    wait_for("the lease is told", lambda: leases(fleet))
+    [folder] = temporary.glob("celery-dislock-*")
+    before = children(fleet)
+    os.kill(victim, signal.SIGKILL)
+    wait_for("another process", lambda: len(set(children(fleet)) - set(before)) == 1)
+    assert victim not in children(fleet)
+    assert not (folder / f"{victim}.json").exists()
+    assert all(one["unchanged_for"] is not None for one in figures(fleet)["processes"])
+    assert leases(fleet) == []
+    scene.open_gate()
+    fleet.workers[0].terminate()
+    assert fleet.workers[0].wait_until_it_ends() == 0
+    assert list(temporary.glob("celery-dislock-*")) == []
+
+
+def test_a_killed_worker_leaves_its_folder_to_the_next(start_fleet, temporary):
+    """Who starts after it, and a minute later, deletes the folder."""
+    env = {"TMPDIR": str(temporary)}
+    first = start_fleet("prefork", "--dislock", env=env)
+    [folder] = temporary.glob("celery-dislock-*")
+    first.workers[0].kill()
+    assert folder.exists()
+    os.utime(folder, (0, 0))
+    start_fleet("prefork", "--dislock", env=env)
+    [other] = temporary.glob("celery-dislock-*")
+    assert other != folder
+
+
+def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_server):
+    """The lock server is what is away, and the worker answers nevertheless."""
+    fleet = start_fleet("prefork", "--dislock", conf={"dislock_url": own_redis_server.url})
+    fleet.send(scenarios.hold_renewed, scene.key)
+    scene.wait_for_report("begin")
+    own_redis_server.pause()
+    try:
+
+        def failing():
+            processes = figures(fleet)["processes"]
+            return [one for one in processes if one["outages"] and one["failed_renewals"]]
+
+        wait_for("the outage is told", failing)
+    finally:
+        own_redis_server.resume()
+        scene.open_gate()
+
+
+class TestDoctor:
+    def examine(self, *names, timeout="2"):
+        """Return the findings that name one of these workers."""
+        scenarios.app.conf.broker_transport_options.pop("socket_timeout", None)
+        arguments = ["doctor", "--json", "--timeout", timeout]
+        result = CliRunner().invoke(dislock, arguments, obj=SimpleNamespace(app=scenarios.app))
+        assert result.exit_code in {0, 1}, result.output
+        found = json.loads(result.output)["findings"]
+        return [one for one in found if any(name in one["what"] for name in names)]
+
+    @pytest.fixture(autouse=True)
+    def _as_before(self):
+        """The command sets time limits for the broker, for its own process."""
+        options = dict(scenarios.app.conf.broker_transport_options)
+        yield
+        scenarios.app.conf.broker_transport_options = options
+
+    def test_workers_that_do_not_lock_and_older_ones_are_named(self, start_fleet):
+        """Each with what follows from it."""
+        start_fleet("threads", "--dislock")
+        start_fleet("threads", "--no-dislock")
+        start_fleet("threads", "--dislock", app="tests.acceptance.older_app")
+        found = self.examine("own2@here", "own3@here")
+        serious = [one for one in found if one["level"] == "serious"]
+        assert any("run tasks without their locks" in one["what"] for one in serious)
+        [older] = [one for one in found if "older than this command" in one["what"]]
+        assert "own3@here" in older["about"]
+
+    def test_options_that_differ_between_workers(self, start_fleet):
+        """One of them has another default for the app."""
+        start_fleet("threads", "--dislock", conf={"dislock_watchdog_timeout": 77})
+        found = [one for one in self.examine("77.0 (own1@here)") if one["check"] == "options"]
+        assert scenarios.hold.name in {name for one in found for name in one["about"]}
+        assert {one["level"] for one in found} == {"warning"}
+
+    def test_leases_of_a_killed_worker(self, start_fleet, scene, redis_client):
+        """The key is named, and who does not answer."""
+        fleet = start_fleet("threads", "--dislock")
+        fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        fleet.workers[0].kill()
+        [found] = [one for one in self.examine("own1@here") if one["check"] == "leases"]
+        assert scene.key in found["about"]
+        with contextlib.suppress(AssertionError):
+            scene.lose_the_lock()
+
+    def test_workers_of_another_broker_are_asked_there(self, start_fleet, server, rabbitmq):
+        """The lock server is a Redis, and the broker RabbitMQ."""
+        start_fleet("prefork", "--dislock", broker_url=rabbitmq.url)
+        with Celery(broker=rabbitmq.url, set_as_current=False) as app:
+            app.conf.dislock_url = server.url
+            result = CliRunner().invoke(
+                dislock, ["doctor", "--json", "--timeout", "2"], obj=SimpleNamespace(app=app)
+            )
+            workers = Workers(app, 2)
+            assert "own1@here" in workers.fleet().told
+            assert workers.empty() is None  # the app's own queue does not exist
+        found = json.loads(result.output)["findings"]
+        assert any("own1@here" in one["what"] for one in found if one["check"] == "workers")
+        assert any(one["check"] == "renewals" and one["level"] == "ok" for one in found)

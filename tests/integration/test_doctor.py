@@ -1,0 +1,513 @@
+"""``celery dislock doctor`` on real servers: each finding, made on purpose."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock import SingletonTask
+from celery_dislock.cli import dislock
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.about import about
+from celery_dislock.operating.actions import Actions
+from celery_dislock.operating.checks import server as server_checks
+from celery_dislock.operating.checks.workers import Fleet
+from celery_dislock.operating.doctor import Asking, Place, examine
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers.reservations import Reservations
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import runtime_of
+from tests.holding import name_of, wait_for
+from tests.integration.acl import RULES
+from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.leaks import SECRET
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LONG = 1000.0  # seconds: no such lease runs out by itself
+CELERY = {"name": "celery", "routing_key": "celery", "exchange": {"name": "celery"}}
+WORKER = {
+    "version": "1",
+    "enabled": True,
+    "locks": True,
+    "no_server": None,
+    "tasks": {},
+    "warnings": [],
+    "processes": [],
+}
+
+
+class Site:
+    """A lock server, and workers that answer as the test says."""
+
+    def __init__(self, url: Any, options: Any = None, **settings: Any) -> None:
+        self.url, self.settings = url, settings
+        self.store = Store(url, options, home="here", hand_over=lambda _turns: None)
+        self.server = self.store.lock_server
+        self.lines = Lines(self.server, "dislock", "here", lambda _turns: None)
+        self.told: dict[str, Any] = {}
+        self.queues = {"w1@here": [CELERY]}
+        self.ids: set[str] = set()
+        self.empty: bool | None = None
+        self.error = ""
+        self.tasks: dict[str, Any] = {}
+        self.answering("w1@here")
+
+    def answering(self, name: str, **told: Any) -> None:
+        self.told[name] = {**WORKER, "server": self.store.server, "prefix": "dislock", **told}
+
+    def examine(self) -> Any:
+        runtime = Runtime(lambda: {"dislock_url": self.url})
+        ours = about(runtime, self.tasks) | {"version": "1", "server": self.store.server}
+        fleet = Fleet({} if self.error else self.told, self.queues, self.error)
+        place = Place(self.server, "dislock", "here", self.settings.get("min_replicas", 0))
+        asking = Asking(fleet, lambda ids: self.ids & set(ids), lambda: self.empty)
+        try:
+            return examine(place, ours, asking)
+        finally:
+            runtime.close()
+
+    def found(self, check: str) -> list[tuple[str, str]]:
+        """Return level and text of the findings of one check, without those that are ok."""
+        return [
+            (one.level, one.what)
+            for one in self.examine().findings
+            if one.check == check and one.level != "ok"
+        ]
+
+    def hold(self, key: str, worker: str, ttl: float = LONG, **about: Any) -> None:
+        holder = {"task": "t", "id": key, "worker": worker, "pid": 7, **about}
+        self.store.acquire([name_of(key)], f"{key}@{worker}/1", ttl, json.dumps(holder))
+
+    def park(self, key: str, task: str, queue: str = "celery", message: bytes = b"") -> None:
+        lock = name_of(key)
+        headers = {"task": "shop.pay", "id": task}
+        message = message or Message("", queue, headers, None, None, {}, True, b"body").to_bytes()
+        self.lines.enlist(lock)
+        ticket = Ticket(f"{task}:0:0", f"{task}@", False, message)
+        self.lines.park(lock, f"{task}@w/1", LONG, "{}", ticket)
+
+
+@pytest.fixture
+def site(own_redis_server) -> Iterator[Site]:
+    site = Site(own_redis_server.url)
+    yield site
+    site.store.close()
+
+
+@pytest.fixture
+def admin(own_redis_server):
+    with own_redis_server.client() as client:
+        yield client
+
+
+class TestServer:
+    def test_a_healthy_server_has_no_finding_that_asks_for_anything(self, site):
+        """Kind, version, round trip, clock and rights are told, and nothing is wrong."""
+        examined = site.examine()
+        assert {one.level for one in examined.findings} <= {"ok", "note"}
+        assert (examined.away, examined.serious) == (False, False)
+        what = " ".join(one.what for one in examined.findings)
+        assert re.search(r"is a single server: (Redis|Valkey) \d", what)
+        assert "A round trip takes" in what
+        assert "may do all that locks need" in what
+
+    def test_eviction(self, site, admin):
+        """A policy that evicts is serious as soon as there is a maximum."""
+        admin.config_set("maxmemory-policy", "volatile-lru")
+        [(level, _)] = site.found("eviction")
+        assert level == "note"
+        admin.config_set("maxmemory", "100mb")
+        [(level, what)] = site.found("eviction")
+        assert level == "serious"
+        assert "volatile-lru" in what
+
+    def test_memory(self, site, admin):
+        """A server that evicts nothing, and has no memory left, will refuse all locks."""
+        used = int(admin.info("memory")["used_memory"])
+        admin.config_set("maxmemory", int(used * 1.05))
+        [(level, what)] = site.found("memory")
+        assert (level, "nearly full" in what) == ("warning", True)
+
+    def test_a_replica(self, site, admin, own_redis_server, redis_program, tmp_path):
+        """It takes no locks."""
+        args = ["--replicaof", "127.0.0.1", str(own_redis_server.port)]
+        with RedisServer(tmp_path / "replica", args=args) as replica:
+            other = Site(replica.url)
+            [(level, what)] = wait_for(lambda: other.found("role"), "a replica that answers")
+            assert (level, "is a replica" in what) == ("serious", True)
+            assert other.examine().serious
+            other.store.close()
+
+    def test_what_parked_tasks_need(self, site, admin):
+        """Nothing saved is serious, snapshots are a warning, appendonly is right."""
+        site.hold("a", "w1@here")
+        site.park("a", "p1")
+        admin.config_set("save", "")
+        assert [level for level, _ in site.found("persistence")] == ["serious"]
+        admin.config_set("save", "3600 1")
+        [(level, what)] = site.found("persistence")
+        assert (level, 'save "3600 1"' in what) == ("warning", True)
+        admin.config_set("appendonly", "yes")
+        assert site.found("persistence") == []
+
+    def test_tasks_that_may_park_need_it_before_they_do(self, site, admin):
+        """A worker has such a task, and no line is there yet."""
+        admin.config_set("save", "")
+        assert site.found("persistence") == []
+        site.answering("w1@here", tasks={"pay": {"lock_on_conflict": "queue"}})
+        assert [level for level, _ in site.found("persistence")] == ["serious"]
+
+    def test_replicas_that_are_missing(self, own_redis_server):
+        """No lock can be taken without them."""
+        site = Site(own_redis_server.url, {"min_replicas": 1}, min_replicas=1)
+        [(level, what)] = site.found("replicas")
+        assert level == "serious"
+        assert "dislock_min_replicas is 1, and 0 replicas follow" in what
+        site.store.close()
+
+    def test_a_server_that_is_away(self, site, own_redis_server):
+        """It is told, and so is what the workers tell."""
+        own_redis_server.stop()
+        examined = site.examine()
+        assert examined.away
+        [server] = [one for one in examined.findings if one.check == "server"]
+        assert (server.level, "is away" in server.what) == ("serious", True)
+        assert any(one.check == "workers" and one.level == "ok" for one in examined.findings)
+
+    def test_no_keys_command_is_sent(self, site, admin):
+        """Nothing that makes the server busy for long, and nothing that waits."""
+        site.hold("a", "w1@here")
+        site.park("a", "p1")
+        admin.config_resetstat()
+        site.examine()
+        stats = admin.info("commandstats")
+        assert "cmdstat_keys" not in stats
+        waited = stats.get("cmdstat_blpop", {"failed_calls": 0, "calls": 0})
+        assert waited["failed_calls"] == waited["calls"]  # its rights are tried with a bad argument
+
+
+class TestRights:
+    @pytest.fixture
+    def limited(self, admin, own_redis_server):
+        """Return the site of a user with these rules."""
+        sites = []
+
+        def make(rules: str) -> Site:
+            admin.execute_command("ACL", "SETUSER", "limited", "reset", *rules.split())
+            host = own_redis_server.url.partition("://")[2]
+            sites.append(Site(f"redis://limited:{SECRET}@{host}"))
+            return sites[-1]
+
+        yield make
+        for site in sites:
+            site.store.close()
+
+    def rules(self, *without: str) -> str:
+        given = RULES.replace("PASSWORD", SECRET).split()
+        return " ".join(one for one in given if one not in without)
+
+    def test_the_rules_of_the_documentation_are_enough(self, limited):
+        """Only what is saved to disk cannot be told, and that is not needed for locks."""
+        site = limited(self.rules())
+        assert {one.level for one in site.examine().findings} <= {"ok", "note"}
+
+    def test_a_right_that_is_missing(self, limited):
+        """It is named with the rule that gives it."""
+        site = limited(self.rules("+hset"))
+        [finding] = [one for one in site.examine().findings if one.check == "rights"]
+        assert finding.level == "serious"
+        assert "may not run HSET" in finding.what
+        assert finding.remedy.endswith("+hset")
+
+    def test_without_info_it_says_what_it_could_not_see(self, limited):
+        """And how to allow it."""
+        site = limited(self.rules("+info"))
+        [finding] = [one for one in site.examine().findings if one.check == "settings"]
+        assert finding.level == "note"
+        assert "could not be looked at" in finding.what
+        assert "+info" in finding.remedy
+
+    def test_without_config_it_says_how_to_look(self, limited):
+        """Whether anything is saved is not known."""
+        site = limited(self.rules())
+        site.answering("w1@here", tasks={"pay": {"lock_on_conflict": "queue"}})
+        [finding] = [one for one in site.examine().findings if one.check == "persistence"]
+        assert finding.level == "warning"
+        assert "could not be looked at" in finding.what
+        assert "CONFIG GET save" in finding.remedy
+
+    def test_a_wrong_password(self, limited, own_redis_server):
+        """The server counts as away; the password is not shown."""
+        limited(self.rules())
+        host = own_redis_server.url.partition("://")[2]
+        site = Site(f"redis://limited:{SECRET}x@{host}")
+        examined = site.examine()
+        assert examined.away
+        assert SECRET not in repr(examined)
+
+
+class TestKinds:
+    def test_sentinels(self, redis_program, tmp_path):
+        """They are asked one by one, and the master's replicas are looked at."""
+        with Watched(tmp_path) as watched:
+            site = Site(watched.url, {"master_name": MASTER_NAME})
+            assert site.found("sentinels") == []
+            [(level, what)] = site.found("replicas")
+            assert (level, "cut off from its Sentinels" in what) == ("warning", True)
+            with watched.master.client() as client:
+                client.config_set("min-replicas-to-write", 1)
+            assert site.found("replicas") == []
+            watched.sentinels[0].kill()
+            [(level, what)] = site.found("sentinels")
+            assert (level, "1 of 3 Sentinels" in what) == ("warning", True)
+            watched.sentinels[1].kill()
+            [(level, what)] = site.found("sentinels")
+            assert (level, "nothing takes over" in what) == ("serious", True)
+            site.store.close()
+
+    def test_a_cluster(self, redis_program, tmp_path):
+        """Each node is looked at; the locks of one that is away are told."""
+        with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
+            site = Site(cluster.url)
+            site.hold("a", "w1@here")
+            examined = site.examine()
+            nodes = [one for one in examined.findings if one.check == "server"]
+            assert [one.level for one in nodes] == ["ok"] * 3
+            assert {one.level for one in examined.findings} <= {"ok", "note"}
+            cluster.masters[2].kill()
+            examined = site.examine()
+            assert not examined.away
+            assert any(
+                one.level == "serious" and "slots of these nodes" in one.what
+                for one in examined.findings
+            )
+            site.store.close()
+
+    def test_several_servers(self, redis_program, tmp_path):
+        """One of three may be away, and that is a warning; two are the end."""
+        with ExitStack() as stack:
+            servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
+            site = Site([server.url for server in servers])
+            site.hold("a", "w9@gone")
+            assert [level for level, _ in site.found("server")] == []
+            assert [level for level, _ in site.found("persistence")] == ["warning"] * 3
+            servers[1].kill()
+            [(level, what)] = site.found("server")
+            assert (level, "1 of 3" in what, "No other may fail" in what) == ("warning", True, True)
+            assert "1 lease" in site.found("leases")[0][1]  # the others are read
+            servers[2].kill()
+            assert site.examine().away
+            site.store.close()
+
+
+class TestLocks:
+    def test_leases_whose_worker_does_not_answer(self, site):
+        """The lease is named with its end, and who answers is left alone."""
+        site.hold("export:1", "w1@here")
+        site.hold("export:2", "w9@gone")
+        [(level, what)] = site.found("leases")
+        assert level == "warning"
+        assert "1 lease of workers that do not answer (w9@gone): export:2." in what
+
+    def test_leases_that_are_renewed_all_the_same(self, site):
+        """The worker lives, and does not answer."""
+        site.hold("export:2", "w9@mute", ttl=30, timeout=30)
+        [(level, what)] = site.found("leases")
+        assert (level, "renewed in time" in what) == ("note", True)
+
+    def test_without_workers_nothing_is_said_of_their_leases(self, site):
+        """The broker is away, so nobody could answer."""
+        site.hold("export:2", "w9@gone")
+        site.error = "Connection refused"
+        assert site.found("leases") == []
+        [(level, what)] = site.found("workers")
+        assert (level, "Connection refused" in what) == ("warning", True)
+
+    def test_lines_that_nobody_serves(self, site):
+        """Their messages would go to a queue that no worker consumes."""
+        for key in ("a", "b"):
+            site.hold(key, "w1@here")
+        site.park("a", "p1")
+        assert site.found("lines") == []
+        site.park("b", "p2", queue="nightly")
+        [(level, what)] = site.found("lines")
+        assert level == "serious"
+        assert (
+            "1 parked task will go to queues that no worker that answers consumes (nightly)" in what
+        )
+        assert "in the lines of b" in what
+
+    def test_messages_that_cannot_be_read_are_no_reason_to_stop(self, site):
+        """They are somebody else's finding."""
+        site.hold("a", "w1@here")
+        site.park("a", "p1", message=b"1 {broken\nbody")
+        assert site.found("lines") == []
+
+    def test_lines_that_nobody_sweeps(self, site):
+        """No worker has the lease of the sweep."""
+        site.hold("a", "w1@here")
+        site.park("a", "p1")
+        [(level, what)] = site.found("sweep")
+        assert (level, "this app's broker" in what) == ("warning", True)
+        site.store.acquire(["dislock:sweep:{here}"], "w1", LONG, "{}")
+        assert site.found("sweep") == []
+
+    def test_what_was_set_aside(self, site):
+        """It waits for people."""
+        site.hold("a", "w1@here")
+        site.park("a", "p1")
+        site.lines.set_aside(name_of("a"), "p1:0:0", b"message")
+        [(level, what)] = site.found("set aside")
+        assert (level, "1 parked task could not be read or run" in what) == ("warning", True)
+
+    @pytest.fixture
+    def reserved(self, site, monkeypatch):
+        """A key that was reserved for a message, just now; each age is old."""
+        site.answering(
+            "w1@here", tasks={"t": {"lock_unique_until": "start", "lock_unique_for": 0.02}}
+        )
+        reservations = Reservations(site.server)
+        reservations.reserve(name_of("report:1"), "id-1", 60, replaces=False)
+        reservations.confirm(name_of("report:1"), "id-1", 60)
+        time.sleep(0.05)
+
+    def test_reservations_whose_message_is_nowhere(self, site, reserved):
+        """No worker knows it, and all queues are empty."""
+        site.empty = True
+        [(level, what)] = site.found("reservations")
+        assert level == "warning"
+        assert "in no queue and that no worker knows: report:1" in what
+
+    def test_old_reservations_whose_message_may_wait(self, site, reserved):
+        """The queues are not empty, or nobody can tell."""
+        for site.empty in (False, None):
+            [(level, what)] = site.found("reservations")
+            assert (level, "reserved for long" in what) == ("note", True)
+
+    def test_reservations_of_a_message_that_a_worker_has(self, site, reserved):
+        """It waits there for its ETA, say."""
+        site.ids, site.empty = {"id-1"}, True
+        assert site.found("reservations") == []
+
+    def test_paused_and_limited_keys(self, site):
+        """Somebody may have forgotten to take it back; the note says why it was done."""
+        process = SimpleNamespace(lines=site.lines, store=site.store)
+        actions = Actions(None, process)
+        actions.limit(name_of("a"), 0, note="by ana: reindex")
+        actions.limit(name_of("b"), 3)
+        (_, paused), (_, limited) = site.found("limits")
+        assert paused == "Paused by somebody: a (by ana: reindex)."
+        assert limited == "Limited by somebody: b (to 3)."
+        site.told["w2@here"] = None
+        assert any("does not heed that: w2@here" in what for _, what in site.found("limits"))
+
+    def test_damaged_locks(self, site, admin):
+        """Their tasks fail, and others' do not."""
+        admin.set("dislock:{export:7}:line", "x")
+        [(level, what)] = site.found("locks")
+        assert level == "serious"
+        assert "1 lock cannot be used" in what
+        assert "dislock:{export:7}" in what
+
+    def test_ten_thousand_locks_are_looked_at_in_seconds(self, site, admin):
+        """A page at a time; what is wrong with thousands is one finding, of bounded length."""
+        pipe = admin.pipeline()
+        now = int(time.time() * 1000)
+        holder = json.dumps({"task": "t", "id": "1", "worker": "w9@gone", "pid": 7})
+        for number in range(10_000):
+            record = f"1 {now + 600_000} {number + 1} {now} x {holder}"
+            pipe.hset(name_of(f"export:{number}"), f"o{number}", record)
+        pipe.execute()
+        began = time.monotonic()
+        [finding] = [one for one in site.examine().findings if one.check == "leases"]
+        assert time.monotonic() - began < 20
+        assert finding.what.startswith("10000 leases")
+        assert len(finding.what) < 300
+        assert len(finding.about) == 100
+
+
+class TestCommand:
+    @pytest.fixture
+    def app(self, own_redis_server):
+        url = own_redis_server.url.replace("redis://", f"redis://default:{SECRET}@")
+        with own_redis_server.client() as client:
+            client.config_set("requirepass", SECRET)
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        app.conf.dislock_url = url
+
+        @app.task(base=SingletonTask, name="shop.export", lock_key="export:<n>", shared=False)
+        def export(n): ...
+
+        return app
+
+    def run(self, app, *args):
+        # The real command begins without what earlier ones have left open.
+        runtime_of(app).close()
+        return CliRunner().invoke(dislock, list(args), obj=SimpleNamespace(app=app))
+
+    def test_it_says_what_to_do_for_each_finding(self, app):
+        """People read what, how serious, and the remedy; the last line counts."""
+        result = self.run(app, "doctor", "--timeout", "0.1")
+        assert result.exit_code == 0, result.output
+        assert "warning  workers: No worker answers." in result.output
+        assert "         -> Start one, or give them more time: --timeout 5." in result.output
+        assert re.search(r"^1 warning, \d ok$", result.output, re.MULTILINE)
+        assert SECRET not in result.output
+
+    def test_a_serious_finding_is_the_exit_code(self, app, own_redis_server):
+        """A script can act on it, and read it as JSON."""
+        with redis.Redis.from_url(app.conf.dislock_url) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            client.config_set("maxmemory", "100mb")
+        result = self.run(app, "doctor", "--json", "--timeout", "0.1")
+        assert result.exit_code == 1
+        told = json.loads(result.output)
+        assert (told["serious"], told["away"], told["counts"]["serious"]) == (True, False, 1)
+        assert told["findings"][0]["check"] == "eviction"
+        assert SECRET not in result.output
+
+    def test_a_server_that_is_away_has_its_own_exit_code(self, app, own_redis_server):
+        """What can be told is told."""
+        own_redis_server.stop()
+        result = self.run(app, "doctor", "--json", "--timeout", "0.1")
+        assert result.exit_code == 3
+        told = json.loads(result.output)
+        assert told["away"]
+        assert {one["check"] for one in told["findings"]} == {"server", "workers"}
+
+    def test_keys_of_strangers_are_shown_harmless(self, app, own_redis_server):
+        """An escape sequence in a key does not reach the terminal."""
+        store = Store(app.conf.dislock_url)
+        holder = json.dumps({"task": "t", "id": "1", "worker": "w9@\x1b[31mgone", "pid": 7})
+        store.acquire(["dislock:{a\x1b]0;x\x07\nb}"], "o", 60, holder)
+        store.close()
+        result = self.run(app, "doctor", "--timeout", "0.1")
+        assert "\x1b" not in result.output
+        assert "a\\x1b]0;x\\x07\\nb" in result.output
+
+    def test_an_app_without_a_lock_server_is_told_what_is_missing(self):
+        """Neither broker nor result backend is a Redis."""
+        app = Celery("shop", broker="memory://", set_as_current=False)
+        result = self.run(app, "doctor")
+        assert result.exit_code == 2
+        assert "neither the broker nor the result backend is a Redis" in result.output
+
+
+def test_a_slow_round_trip_is_told(site, monkeypatch):
+    """Each locked task pays for it twice."""
+    monkeypatch.setattr(server_checks, "SLOW", 0.0)
+    [(level, what)] = site.found("round trip")
+    assert (level, "waits for two" in what) == ("warning", True)
