@@ -1,0 +1,113 @@
+"""Tell OpenTelemetry about locks, in a process that uses it.
+
+This package never imports OpenTelemetry.  It looks whether the application has: then the span that
+is current when a task's guard is entered, such as the one of Celery's instrumentor, gets attributes
+and events, and what is counted is also recorded by instruments of the metrics API.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from celery_dislock.locks.counting import Event
+
+PREFIX = "celery_dislock."
+UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
+SECONDS = {"wait": "Seconds waited for locks", "held": "Seconds for which locks were held"}
+COUNTED = {
+    "acquired": ("acquisitions", "Leases that were granted"),
+    "conflict": ("conflicts", "Acquisitions that were refused because the lock was held"),
+    "renewed": ("renewals", "Renewals of leases"),
+    "lost": ("lost", "Leases that were lost"),
+    "capped": ("capped", "Leases that reached their cap"),
+    "unavailable": ("unavailable", "Acquisitions that the lock server did not answer"),
+}
+
+
+class Span:
+    """
+    The span of one execution.
+
+    Args:
+        span: OpenTelemetry's span, which records.
+    """
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def note(self, **attributes: str | float) -> None:
+        """Set attributes ``celery_dislock.<name>``."""
+        self._span.set_attributes({PREFIX + name: value for name, value in attributes.items()})
+
+    def event(self, name: str, **attributes: str | float) -> None:
+        """Add an event ``celery_dislock.<name>`` with attributes of that prefix."""
+        told = {PREFIX + attribute: value for attribute, value in attributes.items()}
+        self._span.add_event(PREFIX + name, told)
+
+
+def current_span() -> Span | None:
+    """Return the current span; None if there is none that records."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return None
+    get = getattr(trace, "get_current_span", None)  # missing during an import
+    span = get() if get is not None else None
+    return Span(span) if span is not None and span.is_recording() else None
+
+
+class Instruments:
+    """
+    The instruments of OpenTelemetry's metrics API.
+
+    Args:
+        meter: OpenTelemetry's meter.
+    """
+
+    def __init__(self, meter: Any) -> None:
+        self._record: dict[str, Callable[..., None]] = {
+            what: meter.create_counter(PREFIX + name, description=told).add
+            for what, (name, told) in COUNTED.items()
+        }
+        for what, told in SECONDS.items():
+            histogram = meter.create_histogram(PREFIX + what, unit="s", description=told)
+            self._record[what] = histogram.record
+        leases = meter.create_up_down_counter(
+            f"{PREFIX}leases", description="Leases that this process holds"
+        )
+        self._lease = partial(leases.add)
+
+    def record(self, event: Event) -> None:
+        """Record what was counted."""
+        about = {"task": event.task, "worker": event.worker}
+        if event.what == "acquired":
+            self._lease(1, about)
+        elif event.what == "held":
+            self._lease(-1, about)
+        if event.outcome:
+            about["outcome"] = event.outcome
+        self._record[event.what](event.value, about)
+
+
+_made: list[Instruments] = []
+
+
+def instruments() -> Instruments | None:
+    """Return the instruments; None in a process that does not use OpenTelemetry's metrics."""
+    metrics: Any = sys.modules.get("opentelemetry.metrics")
+    if metrics is None:
+        return None
+    if not _made:
+        get_provider = getattr(metrics, "get_meter_provider", None)  # missing during an import
+        provider = get_provider() if get_provider is not None else None
+        # redis-py imports the API wherever it is installed; that alone means nothing.
+        if provider is None or type(provider).__name__.lstrip("_").startswith(UNSET):
+            return None
+        _made.append(Instruments(provider.get_meter("celery_dislock")))
+    return _made[0]

@@ -1,0 +1,79 @@
+"""An app whose workers count: each body notes in Redis who ran it, and when it began.
+
+METRICS_APP_URL is its Redis; METRICS_APP_PREFIX sets its locks apart from those of other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import redis
+from celery import Celery
+
+from celery_dislock import Dislock, SingletonTask
+
+if TYPE_CHECKING:
+    from celery import Task
+
+URL = os.environ.get("METRICS_APP_URL", "redis://localhost:6379/0")
+PREFIX = os.environ.get("METRICS_APP_PREFIX", "metrics")
+
+app = Celery("metrics", broker=URL, backend=URL)
+app.task = partial(app.task, shared=False)  # other apps of a process are to know nothing of these
+app.conf.update(
+    broker_connection_retry_on_startup=True,
+    broker_transport_options={"visibility_timeout": 3600},
+    dislock_metrics=True,
+    dislock_prefix=PREFIX,
+    dislock_watchdog_timeout=60,
+    task_default_queue=PREFIX,
+    worker_prefetch_multiplier=1,
+)
+dislock = Dislock(app)
+reports = redis.Redis.from_url(URL)
+
+
+def ran_in(prefix: str) -> str:
+    """Name of the list of what has run."""
+    return f"ran:{prefix}"
+
+
+def gate_of(prefix: str) -> str:
+    """Name of the gate that lets held locks go."""
+    return f"gate:{prefix}"
+
+
+def note(task: Task) -> None:
+    """Note that a body runs, under its lock."""
+    about = {"worker": task.request.hostname, "pid": os.getpid(), "at": time.time()}
+    reports.rpush(ran_in(PREFIX), json.dumps(about))
+
+
+@app.task(base=SingletonTask, lock_key="step:<n>", bind=True)
+def step(self: Task, n: int, seconds: float = 0.0) -> None:
+    """Do a little."""
+    note(self)
+    time.sleep(seconds)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", bind=True)
+def hold(self: Task, key: str) -> None:
+    """Hold a lock until the gate is open."""
+    note(self)
+    while not reports.exists(gate_of(PREFIX)):
+        time.sleep(0.02)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
+def in_turn(self: Task, key: str) -> None:
+    """Run after those that came before."""
+    note(self)
+
+
+def conf_of(url: str, prefix: str) -> dict[str, Any]:
+    """Return the settings with which another process finds these locks."""
+    return {"broker_url": url, "result_backend": url, "dislock_prefix": prefix}

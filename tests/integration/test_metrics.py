@@ -1,0 +1,395 @@
+"""Counts that are added up on a real server, and the metrics that are read from it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from wsgiref.util import setup_testing_defaults
+
+import pytest
+from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.locks.counting import ACQUIRED, Counters
+from celery_dislock.operating import metrics
+from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.scripts import COUNT, COUNTS
+from celery_dislock.servers.server import server_for
+from celery_dislock.servers.store import Store
+from celery_dislock.tasks.task import runtime_of
+from celery_dislock.web.metrics import make_wsgi_app
+from tests.holding import wait_for
+from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.leaks import SECRET
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+INDEX = "dislock:metrics:{counts}"
+LONG = 60.0  # seconds: no lease of these tests runs out by itself
+WITHIN = 10.0  # seconds
+HOLDER = {"task": "shop.export", "worker": "celery@w1"}
+MS = 1000
+
+
+def add(server, number, *fields, process="p", worker="w", kept=LONG, most=1000, room=1000):
+    """Send a batch as a process does; return whether it was added."""
+    return server.run(
+        COUNT,
+        [INDEX],
+        *(number, f"{INDEX}:by:{process}:{worker}", f"{INDEX}:of:{worker}"),
+        *(int(kept * MS), int(kept * MS), most, room),
+        *fields,
+    )
+
+
+def app_of(url: str | list[str], **conf: Any) -> Celery:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.update(dislock_url=url, dislock_metrics=True, **conf)
+    return app
+
+
+def count(app: Celery, times: int, worker: str = "celery@w1", task: str = "shop.export") -> None:
+    """Count as a process of its own does that ends at once."""
+    process = runtime_of(app).new_process()
+    for _ in range(times):
+        process.counters.add(ACQUIRED, {"task": task, "worker": worker}, "at_once")
+    process.close()
+    assert not process.counters._unsent
+
+
+def scrape(page: Any) -> dict[Any, float]:
+    """Return the samples, by name and labels."""
+    environ: dict[str, Any] = {}
+    setup_testing_defaults(environ)
+    statuses: list[str] = []
+    body = b"".join(page(environ, lambda status, _headers: statuses.append(status))).decode()
+    assert statuses == ["200 OK"]
+    assert SECRET not in body
+    return {
+        (sample.name.removeprefix("celery_dislock_"), *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(body)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def server(redis_url):
+    server = server_for(redis_url)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def app(redis_url) -> Iterator[Celery]:
+    app = app_of(redis_url)
+    yield app
+    runtime_of(app).close()
+
+
+def test_a_batch_that_is_sent_twice_counts_once(server, redis_client):
+    """The number of a process's last batch is kept; batches of others do not touch it."""
+    assert add(server, 1, "acquired at_once t", 3) == 1
+    assert add(server, 1, "acquired at_once t", 3) == 0
+    assert add(server, 2, "acquired at_once t", 4) == 1
+    assert add(server, 1, "acquired at_once t", 3) == 0
+    assert add(server, 1, "acquired at_once t", 10, process="q") == 1
+    assert redis_client.hget(f"{INDEX}:of:w", "acquired at_once t") == "17"
+
+
+def test_every_key_expires(server, redis_client):
+    """Nothing stays for ever of workers that nobody starts again."""
+    add(server, 1, "a", 1)
+    for key in redis_client.scan_iter():
+        assert 0 < redis_client.pttl(key) <= LONG * MS, key
+    assert len(redis_client.keys()) == 3
+
+
+def test_workers_that_have_counted_nothing_for_long_are_left_out(server, redis_client):
+    """Their hash has expired, and their name in the index goes with the next batch of another."""
+    add(server, 1, "a", 1, worker="old", kept=0.05)
+    add(server, 1, "a", 1, worker="new")
+    wait_for(lambda: not redis_client.exists(f"{INDEX}:of:old"), "an expired worker")
+    add(server, 2, "a", 1, worker="new", kept=0.05)
+    assert server.run(COUNTS, [INDEX]) == [f"{INDEX}:of:new".encode()]
+
+
+def test_workers_are_bounded(server, redis_client):
+    """A name per pod that changes with each deploy: those that counted last are kept."""
+    for number in range(10):
+        add(server, 1, "a", 1, worker=f"w{number}", most=3)
+        time.sleep(0.002)  # the index counts milliseconds
+    names = {name.decode().rpartition(":")[2] for name in server.run(COUNTS, [INDEX])}
+    assert names == {"w7", "w8", "w9"}
+    assert len(redis_client.keys(f"{INDEX}:of:*")) == 3
+
+
+def test_fields_are_bounded(server, redis_client):
+    """A worker whose tasks have ever new names fills its hash, and goes on with the old ones."""
+    add(server, 1, *(part for n in range(20) for part in (f"f{n}", 1)), room=10)
+    assert redis_client.hlen(f"{INDEX}:of:w") == 10  # with "since"
+    add(server, 2, "f0", 1, "new", 1, room=10)
+    assert redis_client.hget(f"{INDEX}:of:w", "f0") == "2"
+    assert not redis_client.hexists(f"{INDEX}:of:w", "new")
+
+
+def test_a_damaged_field_costs_no_other(server, redis_client):
+    """What cannot be added to is left, and the batch is not added again and again for it."""
+    redis_client.hset(f"{INDEX}:of:w", mapping={"a": "no number", "since": 1})
+    assert add(server, 1, "a", 1, "b", 1) == 1
+    assert add(server, 1, "a", 1, "b", 1) == 0
+    assert redis_client.hget(f"{INDEX}:of:w", "b") == "1"
+
+
+@pytest.mark.parametrize("damage", ["index", "counts"])
+def test_a_key_of_a_wrong_type_stops_no_page(server, app, redis_client, damage):
+    """Somebody wrote over our names: the page says that something is wrong, and is served."""
+    count(app, 1)
+    name = INDEX if damage == "index" else f"{INDEX}:of:celery@w1"
+    redis_client.delete(name)
+    redis_client.set(name, "?")
+    assert scrape(make_wsgi_app(app))["server_up",] == 0
+
+
+def test_batches_of_many_processes_add_up(redis_url, redis_client):
+    """Threads stand in for processes: each has its own numbers."""
+
+    def work(number: int) -> None:
+        counters = Counters("dislock", f"host:{number}/x", lambda: server_for(redis_url))
+        for _ in range(5):
+            for _ in range(100):
+                counters.add(ACQUIRED, HOLDER, "at_once")
+            counters.finish()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counted = redis_client.hget(f"{INDEX}:of:celery@w1", "acquired at_once shop.export")
+    assert counted == "4000"
+
+
+def test_threads_that_count_lose_nothing(redis_url, redis_client, monkeypatch):
+    """While the watchdog sends, others count on."""
+    monkeypatch.setattr("celery_dislock.locks.watchdog.EVERY", 0.01)
+    app = app_of(redis_url)
+    process = runtime_of(app).process
+
+    def work() -> None:
+        for _ in range(5000):
+            process.counters.add(ACQUIRED, HOLDER, "at_once")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    runtime_of(app).close()
+    counted = redis_client.hget(f"{INDEX}:of:celery@w1", "acquired at_once shop.export")
+    assert counted == "20000"
+
+
+def test_tasks_and_plain_locks_are_counted(app):
+    """What is refused, got and held, by task, and without a task in plain Python."""
+    dislock = Dislock(app)
+
+    @app.task(base=SingletonTask, lock_key="<n>", name="shop.export", shared=False)
+    def export(n): ...
+
+    page = make_wsgi_app(dislock)
+    with dislock.lock("1"):
+        worker = dislock.lock("1").lease.holder["worker"]
+        export.apply((1,))
+        export.apply((2,))
+        holder = threading.Thread(target=lambda: dislock.lock("1").acquire(blocking=False))
+        holder.start()
+        holder.join()
+        assert scrape(page)["leases", "", worker] == 1
+    runtime_of(app).close()
+    found = scrape(page)
+    assert found["acquisitions_total", "at_once", "shop.export", worker] == 1
+    assert found["acquisitions_total", "", "at_once", worker] == 1
+    assert found["conflicts_total", "shop.export", "skip", worker] == 1
+    assert found["conflicts_total", "", "refused", worker] == 1
+    assert found["held_seconds_count", "", worker] == 1
+    assert found["wait_seconds_count", "shop.export", worker] == 1
+    assert ("leases", "", worker) not in found
+
+
+def test_without_the_setting_nothing_is_kept(redis_url, redis_client):
+    """Metrics are off unless somebody asks for them."""
+    app = app_of(redis_url)
+    app.conf.dislock_metrics = False
+    with Dislock(app).lock("1"):
+        assert runtime_of(app).process.counters is None
+    runtime_of(app).close()
+    assert redis_client.keys("*metrics*") == []
+
+
+@pytest.mark.parametrize("name", ["a b", 'a"b\nc', "\x1b[31m", "<script>", "ü", "a:of:b", "{x}"])
+def test_hostile_names_come_back(app, name):
+    """A task's and a worker's name go through the server's keys and fields as they are."""
+    count(app, 2, worker=name, task=name)
+    found = scrape(make_wsgi_app(app))
+    expected = ("acquisitions_total", *sorted(["at_once", name, name]))
+    assert found[expected] == 2
+
+
+def test_an_empty_server_has_no_locks_and_is_up(app):
+    """The page is valid before anything was locked."""
+    assert scrape(make_wsgi_app(app)) == {("server_up",): 1}
+
+
+def test_lines_of_parked_tasks_are_counted(app, redis_url, redis_client, monkeypatch):
+    """Over several pages of a line, by the task that its message names."""
+    monkeypatch.setattr(metrics, "PLACES", 3)
+    store = Store(redis_url, home="here", hand_over=lambda _turns: None)
+    lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
+    lock = "dislock:{k}"
+    store.acquire([lock], "a/1", LONG, "{}")
+    for number in range(8):
+        task = "shop.one" if number % 2 else 'shop."two"'
+        header = f'1 {{"headers":{{"lang":"py","task":"{task}"}}}}\nbody'
+        message = header.replace('"two"', "\\u0022two\\u0022").encode()
+        ticket = Ticket(f"t{number}:0:0", f"t{number}@", False, message)
+        lines.park(lock, f"t{number}@w/1", LONG, "{}", ticket)
+    found = scrape(make_wsgi_app(app))
+    assert found["parked", "shop.one"] == 4
+    assert found["parked", 'shop."two"'] == 4
+    assert 0 <= found["parked_oldest_seconds", 'shop."two"'] < WITHIN
+    assert ("parked_oldest_seconds", "shop.one") not in found
+    assert found["leases", "", ""] == 1
+    store.close()
+
+
+def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client):
+    """Ten thousand locks are read in pages; no command takes longer than a few milliseconds."""
+    lease = '1 {} 1 1 x {{"task":"t","worker":"w","timeout":30}}'
+    expires = int(time.time() * MS) + 3_600_000
+    pipe = redis_client.pipeline(transaction=False)
+    for number in range(10_000):
+        pipe.hset(f"dislock:{{k{number}}}", "o", lease.format(expires))
+    pipe.execute()
+    page = make_wsgi_app(app)
+    scrape(page)
+    redis_client.config_resetstat()
+    assert scrape(page)["leases", "t", "w"] == 10_000
+    stats = redis_client.info("commandstats")
+    assert "cmdstat_keys" not in stats
+    assert stats["cmdstat_scan"]["calls"] >= 10_000 / 1000
+    assert stats["cmdstat_evalsha"]["calls"] >= 10_000
+    # Averages: on a busy machine the server itself may have to wait in the middle of a command.
+    assert all(stats[f"cmdstat_{name}"]["usec_per_call"] < 5000 for name in ("scan", "evalsha"))
+
+
+def test_an_outage_is_told_and_ends(own_redis_server):
+    """Server killed, paused, and back: the page answers each time within some seconds."""
+    app = app_of(own_redis_server.url)
+    page = make_wsgi_app(app)
+    count(app, 3)
+    assert scrape(page)["server_up",] == 1
+    own_redis_server.pause()
+    began = time.monotonic()
+    assert scrape(page) == {("server_up",): 0}
+    assert time.monotonic() - began < WITHIN
+    own_redis_server.resume()
+    found = scrape(page)
+    assert found["server_up",] == 1
+    assert found["acquisitions_total", "at_once", "celery@w1", "shop.export"] == 3
+    own_redis_server.kill()
+    assert scrape(page) == {("server_up",): 0}
+
+
+def test_a_reply_that_was_lost_counts_once(own_redis_server):
+    """The server is paused while a batch is on its way, and answers when nobody listens."""
+    with own_redis_server.client(decode_responses=True) as client:
+        counters = Counters(
+            "dislock", "p", lambda: server_for(own_redis_server.url, {"socket_timeout": 0.2})
+        )
+        counters.add(ACQUIRED, HOLDER, "at_once")
+        counters.finish()
+        counters.add(ACQUIRED, HOLDER, "at_once")
+        own_redis_server.pause()
+        counters.finish()  # the server has the commands in its sockets
+        assert counters._unsent
+        own_redis_server.resume()
+        counters.finish()
+        assert not counters._unsent
+        counted = client.hget(f"{INDEX}:of:celery@w1", "acquired at_once shop.export")
+        assert counted == "2"
+
+
+def test_a_password_is_not_told(own_redis_server):
+    """Neither by the page nor by an error of it."""
+    own_redis_server.kill()
+    url = own_redis_server.url.replace("redis://", f"redis://:{SECRET}@")
+    assert scrape(make_wsgi_app(app_of(url))) == {("server_up",): 0}
+
+
+def test_several_servers_count_together(redis_program, tmp_path):
+    """Of three servers one is away for a while, and no counter goes down for it."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(RedisServer(tmp_path / str(n))) for n in range(3)]
+        app = app_of([server.url for server in servers])
+        page = make_wsgi_app(app)
+        expected = ("acquisitions_total", "at_once", "celery@w1", "shop.export")
+        count(app, 3)
+        assert scrape(page)[expected] == 3
+        servers[0].kill()
+        count(app, 4)
+        assert scrape(page)[expected] == 7
+        servers[0].start()
+        servers[1].kill()  # one of the two that are left has missed four
+        wait_for(lambda: scrape(page)["server_up",] == 1, "a majority that is asked again")
+        assert scrape(page)[expected] == 7
+        servers[2].kill()
+        assert scrape(page) == {("server_up",): 0}
+
+
+def test_a_cluster_counts_in_one_slot(redis_program, tmp_path):
+    """All names of the counts have one hash tag."""
+    with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
+        app = app_of(cluster.url)
+        page = make_wsgi_app(app)
+        count(app, 3)
+        dislock = Dislock(app)
+        with dislock.lock("1"), dislock.lock("2"), dislock.lock("3"):
+            found = scrape(page)
+            assert sum(value for (name, *_), value in found.items() if name == "leases") == 3
+        assert found["acquisitions_total", "at_once", "celery@w1", "shop.export"] == 3
+        runtime_of(app).close()
+
+
+def test_counters_survive_a_failover(redis_program, tmp_path):
+    """Through Sentinels, the counts go on at the new master, and none goes down."""
+    with Watched(tmp_path) as watched:
+        options = {"master_name": MASTER_NAME}
+        app = app_of(watched.url, dislock_transport_options=options)
+        page = make_wsgi_app(app)
+        expected = ("acquisitions_total", "at_once", "celery@w1", "shop.export")
+        count(app, 3)
+        assert scrape(page)[expected] == 3
+        master = watched.master
+        master.kill()
+        watched.wait_for_master(other_than=master)
+        wait_for(lambda: scrape(page)["server_up",] == 1, "the new master", within=LONG)
+        assert scrape(page)[expected] == 3
+
+
+def test_a_server_without_memory_keeps_the_batch_for_later(own_redis_server):
+    """The script is refused before it has done anything."""
+    with own_redis_server.client(decode_responses=True) as client:
+        counters = Counters("dislock", "p", lambda: server_for(own_redis_server.url))
+        client.config_set("maxmemory", 1)
+        counters.add(ACQUIRED, HOLDER, "at_once")
+        counters.finish()
+        assert counters._unsent
+        client.config_set("maxmemory", 0)
+        counters.finish()
+        counted = client.hget(f"{INDEX}:of:celery@w1", "acquired at_once shop.export")
+        assert counted == "1"
