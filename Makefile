@@ -14,10 +14,10 @@ STUCK  := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs site bench faults test-all clean
+.PHONY: help demo test check docs site screenshots bench faults test-all clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "  ARGS='...' goes to pytest, the demo or the benchmarks; PYTHON=python3.12 picks the Python;"
 	@echo "  JOBS=1 runs the tests one after the other.  They wait more than they compute."
 
@@ -43,6 +43,9 @@ docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
 
 site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
 	@DOCS_SITE=docs/_build $(PYTEST) tests/site $(ARGS)
+
+screenshots: $(SITE)  ## take the pictures of the page of locks for the documentation again
+	@$(BIN)/python -m tests.site.screenshots
 
 bench: $(STAMP)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)

@@ -107,17 +107,20 @@ def worker(python: Path, environment, tmp_path: Path):
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    """Built by way of the sdist, it has all modules, all Lua scripts, and py.typed."""
+    """Built by way of the sdist: all modules, Lua scripts, files of the page, and py.typed."""
+    kinds = {".py", ".lua", ".html", ".css", ".js", ".svg"}
     here = {
         file.relative_to(ROOT).as_posix()
         for file in PACKAGE.rglob("*")
-        if file.suffix in {".py", ".lua"} or file.name == "py.typed"
+        if file.suffix in kinds or file.name == "py.typed"
     }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("celery_dislock/")}
     assert packed == here
     assert "celery_dislock/py.typed" in packed
     assert "celery_dislock/scripts/acquire.lua" in packed
+    for name in ("index.html", "page.css", "page.js", "icon.svg"):
+        assert f"celery_dislock/web/static/{name}" in packed
 
 
 def test_the_links_of_the_readme_work_on_a_package_index(wheel):

@@ -1,0 +1,644 @@
+// The page: asks for JSON every few seconds, and shows it.
+//
+// All that is shown is set as text, never as markup: keys, task names and ids come from messages.
+// What the page shows is in the address after "#", so it can be kept, sent, and gone back to.
+"use strict";
+
+const POLL = 3000; // milliseconds between two questions
+const POLL_MOST = 60000; // while they fail
+const GIVE_UP = 20000; // milliseconds until a question has failed
+const TYPING = 300; // milliseconds after the last key until a search is asked for
+
+const byId = (id) => document.getElementById(id);
+const alertBox = byId("alert");
+
+let session = {};
+let view = {}; // what the address asks for
+let asked = 0; // counts views, so that a late answer to an earlier one is dropped
+let timer = 0;
+let failures = 0;
+let seenAt = null; // when what is shown was true
+let lastLock = null;
+let searchTimer = 0;
+let needsLogin = false;
+
+class Trouble extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+// Asking.
+
+async function ask(path, fields) {
+  const stop = new AbortController();
+  const late = setTimeout(() => stop.abort(), GIVE_UP);
+  const options = { signal: stop.signal, credentials: "same-origin", redirect: "error", cache: "no-store" };
+  if (fields) {
+    options.method = "POST";
+    options.body = new URLSearchParams(fields);
+  }
+  try {
+    let response, told;
+    try {
+      response = await fetch(path, options);
+    } catch {
+      throw new Trouble(0, "The page's server does not answer.");
+    }
+    try {
+      told = await response.json();
+    } catch {
+      throw new Trouble(0, `Something else than the page answers (${response.status}): a proxy, perhaps. Reload the page.`);
+    }
+    if (!response.ok) throw new Trouble(response.status, told.error || String(response.status));
+    return told;
+  } finally {
+    clearTimeout(late);
+  }
+}
+
+async function poll() {
+  clearTimeout(timer);
+  if (document.hidden || needsLogin) return;
+  const mine = asked;
+  try {
+    if (session.ends && Date.now() / 1000 > session.ends) await checkSession("Your session has ended. Log in again.");
+    if (needsLogin) return;
+    await (view.name !== null || view.key !== null ? pollLock(mine) : pollList(mine));
+    if (mine !== asked) return;
+    failures = 0;
+  } catch (error) {
+    if (mine !== asked) return;
+    if (!(error instanceof Trouble)) throw error;
+    if (error.status === 401) {
+      askForLogin(session.user ? "Your session has ended. Log in again." : "");
+      return;
+    }
+    failures += 1;
+    showOld(error.message);
+  }
+  clearTimeout(timer);
+  timer = setTimeout(poll, Math.min(POLL * 2 ** failures, POLL_MOST));
+}
+
+async function pollList(mine) {
+  const query = new URLSearchParams({ search: view.search, show: view.show, order: view.order, page: view.page });
+  const told = await ask(`api/locks?${query}`);
+  if (mine !== asked) return;
+  shown(told);
+  showList(told);
+  if (byId("hour").open) showHour(await ask("api/figures"));
+}
+
+async function pollLock(mine) {
+  const query = new URLSearchParams({ first: view.first });
+  if (view.key !== null) query.set("key", view.key);
+  else query.set("name", view.name);
+  const told = await ask(`api/lock?${query}`);
+  if (mine !== asked) return;
+  shown(told);
+  showLock(told);
+}
+
+// What is shown, and whether it still holds.
+
+function shown(told) {
+  seenAt = Date.now() - told.age * 1000;
+  if (told.away) {
+    showOld(told.away);
+  } else {
+    document.documentElement.classList.remove("old");
+    setText(alertBox, "");
+  }
+  showAge();
+}
+
+function showOld(reason) {
+  document.documentElement.classList.add("old");
+  setText(alertBox, seenAt === null ? plain(reason) : `What you see is old, of ${clock(seenAt)}. ${plain(reason)}`);
+  showAge();
+}
+
+const isOld = () => document.documentElement.classList.contains("old");
+
+function showAge() {
+  setText(byId("age"), seenAt === null ? "" : `${isOld() ? "old, of" : "as of"} ${clock(seenAt)}`);
+}
+
+const clock = (at) => new Date(at).toLocaleString([], { dateStyle: "short", timeStyle: "medium" });
+
+// Text.
+
+const CONTROL = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+
+function plain(text) {
+  return String(text).replace(CONTROL, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function duration(seconds) {
+  if (seconds < 10) return `${Math.max(seconds, 0).toFixed(1)} s`;
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min`;
+  const hours = Math.floor(minutes / 60);
+  if (hours < 48) return `${hours} h ${String(minutes % 60).padStart(2, "0")} min`;
+  return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+function countOf(number, one, many) {
+  return `${number.toLocaleString()} ${number === 1 ? one : many}`;
+}
+
+function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in element) element[name] = value;
+    else element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+// A time that goes on by itself between two answers.  Below ten seconds the tenths would flicker.
+function time(element, seconds, direction, before = "", after = "") {
+  element.dislockTime = { at: seenAt, seconds, direction, before, after };
+  showTime(element);
+}
+
+function showTime(element) {
+  const { at, seconds, direction, before, after } = element.dislockTime;
+  const passed = isOld() ? 0 : (Date.now() - at) / 1000;
+  const now = Math.max(0, Math.round(seconds + direction * passed));
+  setText(element, before + (now < 10 ? `${now} s` : duration(now)) + after);
+}
+
+function noTime(element, text = "") {
+  delete element.dislockTime;
+  setText(element, text);
+}
+
+setInterval(() => {
+  if (document.hidden || isOld()) return;
+  for (const element of document.querySelectorAll(".time")) if (element.dislockTime) showTime(element);
+}, 1000);
+
+// Bring the children in line with the items, and keep the elements of those that stay: the focus
+// and a selection stay where they are.
+function sync(parent, items, keyOf, create, fill) {
+  const old = new Map([...parent.children].map((child) => [child.dislockKey, child]));
+  let place = parent.firstElementChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    let element = old.get(key);
+    if (element) {
+      old.delete(key);
+    } else {
+      element = create(item);
+      element.dislockKey = key;
+    }
+    if (element === place) place = place.nextElementSibling;
+    else parent.insertBefore(element, place);
+    fill(element, item);
+  }
+  for (const element of old.values()) element.remove();
+}
+
+// The list.
+
+function showList(told) {
+  const page = `${countOf(told.found, "lock", "locks")}${told.found === told.all ? "" : ` of ${told.all.toLocaleString()}`}`;
+  const range = told.found ? `, ${(told.first + 1).toLocaleString()} to ${(told.first + told.locks.length).toLocaleString()}` : "";
+  setText(byId("count"), page + range + (told.is_cut ? ". There are more than can be listed." : ""));
+  setText(byId("server"), plain(told.server));
+  sync(byId("locks").tBodies[0], told.locks, (lock) => lock.name, makeRow, fillRow);
+  byId("locks").hidden = !told.locks.length;
+  setText(byId("pages"), `Page ${told.page} of ${told.pages}`);
+  byId("previous").disabled = told.page <= 1;
+  byId("next").disabled = told.page >= told.pages;
+  view.page = told.page;
+  const exact = byId("exact");
+  if (exact) exact.remove();
+  if (!told.found && view.search) {
+    const link = make("a", { id: "exact", href: address({ key: view.search }) }, `Look at the lock of key ${plain(view.search)}`);
+    byId("count").append(" ", link);
+  }
+}
+
+function makeRow() {
+  const cell = (label, isTime) => make("td", { role: "cell", "data-label": label }, make("span", isTime ? { className: "time" } : {}));
+  return make("tr", { role: "row" },
+    make("th", { role: "rowheader", scope: "row" }, make("a")),
+    cell("Held by"), cell("Held for", true), cell("Left", true), cell("In line"), cell("State"));
+}
+
+function fillRow(row, lock) {
+  const [key, by, held, left, line, state] = [...row.cells].map((cell) => cell.firstElementChild);
+  setText(key, plain(lock.key) || "(empty)");
+  const to = address({ lock: lock.name });
+  if (key.getAttribute("href") !== to) key.setAttribute("href", to);
+  if (lock.problem) {
+    setText(by, plain(lock.problem));
+    noTime(held);
+    noTime(left);
+    setText(line, "");
+    badges(state, [["damaged", true]]);
+    return;
+  }
+  const [first] = lock.holders;
+  const others = lock.held_by - 1;
+  setText(by, first ? (first.turn ? "given to " : "") + plain(first.who) + (others > 0 ? `, and ${others} more` : "") : "nobody");
+  if (first) time(held, first.held, 1);
+  else noTime(held);
+  if (first) time(left, first.remaining, -1);
+  else noTime(left);
+  setText(line, lock.waiting ? lock.waiting.toLocaleString() : "");
+  badges(state, [
+    ...(lock.limit === 0 ? [["paused", true]] : lock.limit === null ? [] : [[`limit ${lock.limit}`, true]]),
+    ...(first && first.expiring ? [["left to expire", false]] : []),
+    ...(first && first.mode === "shared" ? [["shared", false]] : []),
+    ...(lock.reserved ? [["reserved", false]] : []),
+    ...(lock.aside ? [[`${lock.aside} set aside`, true]] : []),
+  ]);
+}
+
+function badges(parent, texts) {
+  const items = texts.map(([text, isWarning]) => ({ text, isWarning }));
+  sync(parent, items, (item) => item.text,
+    (item) => make("span", { className: item.isWarning ? "badge warn" : "badge" }, item.text), () => {});
+}
+
+function showHour(told) {
+  const table = byId("figures");
+  table.hidden = Boolean(told.off) || !told.tasks.length;
+  if (told.off) {
+    setText(byId("hour-text"), "The metrics are off, so nobody counts. Set dislock_metrics to turn them on.");
+    return;
+  }
+  const none = told.tasks.length ? "" : "No task has asked for a lock.";
+  setText(byId("hour-text"), `Of the last ${duration(told.seconds)}. ${none}`.trim());
+  const columns = ["task", "acquired", "refused", "parked", "lost"];
+  sync(table.tBodies[0], told.tasks, (one) => one.task,
+    () => make("tr", { role: "row" }, make("th", { role: "rowheader", scope: "row" }),
+      ...columns.slice(1).map((name) => make("td", { role: "cell", "data-label": name }))),
+    (row, one) => columns.forEach((name, nth) => setText(row.cells[nth], nth ? one[name].toLocaleString() : plain(one[name]) || "plain Python")));
+}
+
+// One lock.
+
+function showLock(lock) {
+  lastLock = lock;
+  const title = `Lock ${plain(lock.key)}`;
+  setText(byId("lock-title"), title);
+  document.title = title;
+  const told = [];
+  if (!lock.exists) told.push("The lock server knows nothing of it: nobody holds it, and nobody waits.");
+  if (lock.limit !== null) {
+    const until = lock.limit_remaining === null ? "until that is taken back" : `for ${duration(lock.limit_remaining)} more`;
+    const why = lock.limit_note ? ` (${plain(lock.limit_note)})` : "";
+    told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${countOf(lock.limit, "lease", "leases")} at a time, ${until}${why}.`);
+  }
+  if (lock.aside) told.push(`${countOf(lock.aside, "parked task was", "parked tasks were")} set aside: no worker could read or run it.`);
+  setText(byId("lock-text"), told.join(" "));
+  byId("limits").hidden = !session.may_act;
+  byId("pause").hidden = lock.limit === 0;
+  byId("resume").hidden = lock.limit === null;
+  setText(byId("resume"), lock.limit === 0 ? "Resume" : "Take back the limit");
+  byId("no-holders").hidden = lock.holders.length > 0;
+  sync(byId("holders"), lock.holders, (one) => `${one.token} ${one.owner || one.who}`, makeHolder, fillHolder);
+  const reserved = lock.reservation;
+  byId("reserved").hidden = !reserved;
+  if (reserved) {
+    setText(byId("reservation"), `For task ${plain(reserved.id)}, ${reserved.state}, since ${duration(reserved.since)}. It ends in ${duration(reserved.remaining)}, unless it is renewed.`);
+  }
+  byId("with-turns").hidden = !lock.turns.length;
+  sync(byId("turns"), lock.turns, (one) => one.ticket, makePlace, fillPlace);
+  setText(byId("line-text"), lock.waiting ? `${countOf(lock.waiting, "waits", "wait")}.` : "Nobody waits.");
+  sync(byId("line"), lock.line, (one) => `${one.ticket} ${one.ticket ? "" : `${one.place} ${one.who}`}`, makePlace, fillPlace);
+  byId("line-pages").hidden = lock.waiting <= lock.places && !lock.first;
+  byId("line-previous").disabled = !lock.first;
+  byId("line-next").disabled = lock.first + lock.line.length >= lock.waiting;
+}
+
+function makeHolder() {
+  const end = make("button", { type: "button", className: "danger", hidden: true }, "End the task");
+  const button = make("button", { type: "button", className: "danger", hidden: true }, "Free");
+  const item = make("li", {},
+    make("div", { className: "told" }, make("strong"), make("span", { className: "more" },
+      make("span", { className: "time" }), make("span", { className: "time" }), make("span", { className: "time" }), make("span"))),
+    end, button);
+  end.addEventListener("click", () => terminate(item.dislockHolder, end));
+  button.addEventListener("click", () => free(item.dislockHolder, button));
+  return item;
+}
+
+function fillHolder(item, holder) {
+  item.dislockHolder = holder;
+  setText(item.querySelector("strong"), (holder.turn ? "given to " : "") + plain(holder.who));
+  const [held, renewed, left, more] = item.querySelector(".more").children;
+  time(held, holder.held, 1, "held for ", ", ");
+  if (holder.renewed === null) noTime(renewed);
+  else time(renewed, holder.renewed, 1, "renewed ", " ago, ");
+  time(left, holder.remaining, -1, "", holder.expiring || holder.renewed === null ? " left, " : " left unless renewed again, ");
+  const place = [holder.host ? `host ${plain(holder.host)}` : "", holder.pid ? `pid ${holder.pid}` : ""].filter(Boolean).join(", ");
+  setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, place, `token ${holder.token}`].filter(Boolean).join(", "));
+  const [end, button] = item.querySelectorAll("button");
+  button.hidden = !(session.may_act && holder.owner !== undefined);
+  button.setAttribute("aria-label", `Free the lock of ${plain(holder.who)}`);
+  end.hidden = button.hidden || !holder.can_be_terminated;
+  end.setAttribute("aria-label", `End the task ${plain(holder.who)}`);
+}
+
+function makePlace() {
+  const button = make("button", { type: "button", className: "danger", hidden: true }, "Drop");
+  const item = make("li", {},
+    make("div", { className: "told" }, make("strong"), make("span", { className: "more" }, make("span", { className: "time" }), make("span"))),
+    button);
+  button.addEventListener("click", () => drop(item.dislockPlace, button));
+  return item;
+}
+
+function fillPlace(item, place) {
+  item.dislockPlace = place;
+  setText(item.querySelector("strong"), `${place.place ? `${place.place}. ` : ""}${plain(place.who)}`);
+  const [waiting, more] = item.querySelector(".more").children;
+  time(waiting, place.waiting, 1, "waiting for ");
+  setText(more, [
+    "",
+    place.parked ? "parked" : "in its slot",
+    place.mode === "shared" ? "shared" : "",
+    place.turns ? countOf(place.turns, "turn", "turns") : "",
+    place.args ? plain(place.args) : "",
+  ].filter((text, nth) => text || !nth).join(", "));
+  const button = item.querySelector("button");
+  button.hidden = !(session.may_act && place.parked);
+  button.setAttribute("aria-label", `Drop ${plain(place.who)} from the line`);
+}
+
+// Actions.
+
+function confirmed(title, text, button) {
+  const dialog = byId("confirm");
+  setText(byId("confirm-title"), title);
+  setText(byId("confirm-text"), text);
+  setText(byId("confirmed"), button);
+  return new Promise((resolve) => {
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    dialog.showModal();
+    byId("cancel").focus();
+  });
+}
+
+async function act(path, fields) {
+  try {
+    const told = await ask(path, { ...fields, csrf: session.csrf });
+    setText(byId("result"), plain(told.text));
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    setText(byId("result"), "");
+    if (error.status === 401) {
+      askForLogin("Your session has ended, and nothing was changed. Log in again.");
+      return;
+    }
+    const isUnsure = error.status === 0 || error.status >= 500;
+    setText(byId("result"), `${plain(error.message)}${isUnsure ? " It may have been done all the same: look again." : " Nothing was changed."}`);
+  }
+  asked += 1;
+  await poll();
+}
+
+// The holder is the one that the question shows, whoever holds the lock when the answer is given.
+async function free(holder, button) {
+  const lock = lastLock;
+  const text = `${plain(holder.who)} holds it for ${duration(holder.held)}. Its body may still run: it is told that its lease is lost, and the next in line gets the lock.`;
+  if (await confirmed(`Free lock ${plain(lock.key)}?`, text, "Free it")) {
+    await act("api/free", { name: lock.name, owner: holder.owner, token: holder.token });
+  }
+  refocus(button);
+}
+
+async function terminate(holder, button) {
+  const lock = lastLock;
+  const text = `${plain(holder.who)} is revoked, and its process gets SIGTERM. Its lock is released when it has ended; if it does not end, you can still free the lock.`;
+  if (await confirmed("End this task?", text, "End it")) {
+    await act("api/terminate", { name: lock.name, owner: holder.owner, token: holder.token });
+  }
+  refocus(button);
+}
+
+async function drop(place, button) {
+  const lock = lastLock;
+  const text = `${plain(place.who)} does not run, and its result is REVOKED.`;
+  if (await confirmed("Drop this task?", text, "Drop it")) {
+    await act("api/drop", { name: lock.name, ticket: place.ticket });
+  }
+  refocus(button);
+}
+
+async function limit(value, title, text, button) {
+  const lock = lastLock;
+  if (await confirmed(title, text, button)) {
+    await act("api/limit", { name: lock.name, limit: value, why: byId("why").value });
+  }
+}
+
+// The focus has gone with the button that was pressed.
+function refocus(button) {
+  if (!button.isConnected && !needsLogin) byId("lock-title").focus();
+}
+
+byId("cancel").addEventListener("click", () => byId("confirm").close());
+byId("confirmed").addEventListener("click", () => byId("confirm").close("yes"));
+byId("pause").addEventListener("click", () => limit("0", `Pause lock ${plain(lastLock.key)}?`, "Nobody gets it from now on. Those who hold it keep it, and those in line stay there.", "Pause it"));
+byId("resume").addEventListener("click", () => limit("", `Take back the limit of lock ${plain(lastLock.key)}?`, "The limit that the code gives holds again.", "Take it back"));
+byId("limit").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const leases = byId("leases").value;
+  limit(leases, `Limit lock ${plain(lastLock.key)}?`, `At most ${leases} at a time get it from now on, whatever the code says, until that is taken back.`, "Limit it");
+});
+
+// Logging in.
+
+function showSession(told) {
+  session = told;
+  setText(byId("who"), told.user ? `logged in as ${plain(told.user)}` : "");
+  byId("logout").hidden = !told.user;
+  byId("to-login").hidden = Boolean(told.user) || !told.has_login;
+}
+
+async function checkSession(reason) {
+  const told = await ask("api/session");
+  const was = session.user;
+  showSession(told);
+  if (!told.may_read && told.has_login) askForLogin(was ? reason : "");
+  else if (was && !told.user) setText(byId("result"), reason);
+}
+
+function askForLogin(reason) {
+  clearTimeout(timer);
+  asked += 1;
+  needsLogin = true;
+  if (byId("confirm").open) byId("confirm").close();
+  showSession({ ...session, user: null, csrf: null, ends: null, may_act: false });
+  byId("to-login").hidden = true;
+  byId("no-login").hidden = !session.may_read;
+  setText(alertBox, reason);
+  showSections();
+  byId("user").focus();
+}
+
+byId("login").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const fields = { user: byId("user").value, password: byId("password").value };
+  byId("password").value = "";
+  try {
+    showSession(await ask("api/login", fields));
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    setText(alertBox, plain(error.message));
+    byId("password").focus();
+    return;
+  }
+  backFromLogin();
+});
+
+function backFromLogin() {
+  needsLogin = false;
+  setText(alertBox, "");
+  go();
+  byId("main").focus({ preventScroll: true });
+  scrollTo(0, 0);
+}
+
+byId("to-login").addEventListener("click", () => askForLogin(""));
+byId("no-login").addEventListener("click", backFromLogin);
+byId("logout").addEventListener("click", async () => {
+  try {
+    showSession(await ask("api/logout", { csrf: session.csrf }));
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    if (error.status !== 401) {
+      setText(alertBox, plain(error.message));
+      return;
+    }
+    await checkSession("").catch(() => {});
+  }
+  setText(byId("result"), "");
+  if (session.may_read) go();
+  else askForLogin("You are logged out.");
+});
+
+// Where one is.
+
+function address(parts) {
+  return `#${new URLSearchParams(parts)}`;
+}
+
+function go() {
+  const parts = new URLSearchParams(location.hash.slice(1));
+  view = {
+    name: parts.get("lock"),
+    key: parts.get("key"),
+    first: parts.get("first") || "0",
+    search: parts.get("search") || "",
+    show: parts.get("show") || "all",
+    order: parts.get("order") || "key",
+    page: parts.get("page") || "1",
+  };
+  asked += 1;
+  failures = 0;
+  if (document.activeElement !== byId("search")) byId("search").value = view.search;
+  byId("show").value = view.show;
+  byId("order").value = view.order;
+  const isLock = view.name !== null || view.key !== null;
+  if (!isLock) document.title = "Locks";
+  showSections();
+  poll();
+}
+
+function showSections() {
+  const isLock = view.name !== null || view.key !== null;
+  byId("login-view").hidden = !needsLogin;
+  byId("list-view").hidden = needsLogin || isLock;
+  byId("lock-view").hidden = needsLogin || !isLock;
+}
+
+function list(changes) {
+  const parts = { search: view.search, show: view.show, order: view.order, page: view.page, ...changes };
+  const standard = { search: "", show: "all", order: "key", page: "1" };
+  return Object.fromEntries(Object.entries(parts).filter(([name, value]) => String(value) !== standard[name]));
+}
+
+function find(changes, replaces) {
+  const to = address(list({ page: 1, ...changes }));
+  if (replaces) {
+    history.replaceState(null, "", to);
+    go();
+  } else {
+    location.hash = to;
+  }
+}
+
+byId("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  clearTimeout(searchTimer);
+  find({ search: byId("search").value }, true);
+});
+byId("search").addEventListener("input", () => {
+  clearTimeout(searchTimer);
+  searchTimer = setTimeout(() => find({ search: byId("search").value }, true), TYPING);
+});
+byId("show").addEventListener("change", () => find({ show: byId("show").value }));
+byId("order").addEventListener("change", () => find({ order: byId("order").value }));
+byId("previous").addEventListener("click", () => find({ page: Number(view.page) - 1 }));
+byId("next").addEventListener("click", () => find({ page: Number(view.page) + 1 }));
+for (const [id, step] of [["line-previous", -1], ["line-next", 1]]) {
+  byId(id).addEventListener("click", () => {
+    const first = Math.max(0, Number(view.first) + step * lastLock.places);
+    location.hash = address({ ...(view.key !== null ? { key: view.key } : { lock: view.name }), first });
+  });
+}
+byId("hour").addEventListener("toggle", poll);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  byId("main").focus();
+});
+
+window.addEventListener("hashchange", () => {
+  if (needsLogin) return;
+  const was = view;
+  go();
+  setText(byId("result"), "");
+  if (was.name !== view.name || was.key !== view.key) {
+    lastLock = null;
+    const isLock = view.name !== null || view.key !== null;
+    if (isLock) setText(byId("lock-title"), "Lock");
+    (isLock ? byId("lock-title") : byId("main")).focus();
+  }
+});
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) return;
+  failures = 0;
+  poll();
+});
+window.addEventListener("online", () => poll());
+
+async function start() {
+  try {
+    await checkSession("");
+  } catch (error) {
+    if (!(error instanceof Trouble)) throw error;
+    setText(alertBox, plain(error.message));
+    timer = setTimeout(start, Math.min(POLL * 2 ** failures, POLL_MOST));
+    failures += 1;
+    return;
+  }
+  go();
+}
+
+start();

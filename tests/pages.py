@@ -1,0 +1,199 @@
+"""The page with locks that a test makes up, served to a browser."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+from waitress import wasyncore
+from waitress.server import create_server
+
+from celery_dislock.operating.overview import Holder, LockState, Place, Reserved
+from celery_dislock.web import Page
+from celery_dislock.web.backend import Backend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from celery_dislock.exceptions import DamagedLockError
+
+LIMIT = 10.0  # seconds for a server to end
+PASSWORD = "correct horse"  # noqa: S105 -- of nobody
+
+
+def holder(number: int = 1, **changes: Any) -> Holder:
+    """Make a lease of shop.export."""
+    known = {
+        "owner": f"id-{number}@celery@w1:7/ab.{number}",
+        "token": number,
+        "mode": "exclusive",
+        "held": 60.0 + number,
+        "acquired_at": 1.8e9,
+        "remaining": 29.0,
+        "renewed": 1.0,
+        "expiring": False,
+        "turn": False,
+        "who": f"shop.export[id-{number}] on celery@w1 (pid 7)",
+        "task": "shop.export",
+        "id": f"id-{number}",
+        "worker": "celery@w1",
+        "pid": 7,
+        "host": "w1",
+        "thread": None,
+    }
+    return Holder(**{**known, **changes})
+
+
+def place(number: int = 1, **changes: Any) -> Place:
+    """Make a place of a parked shop.pay."""
+    known = {
+        "place": number,
+        "waiting": 5.0,
+        "mode": "exclusive",
+        "parked": True,
+        "ticket": f"parked-{number}:0:0",
+        "turns": 0,
+        "who": f"shop.pay[parked-{number}]",
+        "task": "shop.pay",
+        "id": f"parked-{number}",
+        "args": "('4111-1111',) {}",
+    }
+    return Place(**{**known, **changes})
+
+
+def lock(key: str = "export:1", **changes: Any) -> LockState:
+    """Make a lock that nobody holds."""
+    known: dict[str, Any] = dict.fromkeys(LockState._fields)
+    known |= {
+        "key": key,
+        "name": f"dislock:{{{key}}}",
+        "holders": [],
+        "waiting": 0,
+        "line": [],
+        "turns": [],
+        "aside": 0,
+        "limit_note": "",
+    }
+    return LockState(**{**known, **changes})
+
+
+RESERVED = Reserved("id-9", "waiting", 3.0, 20.0)
+
+
+class FakeOverview:
+    """
+    What a lock server knows.
+
+    Attributes:
+        known: The locks by name, or the error of one.
+        error: Raised instead of an answer.
+        scans: How often all names were asked for.
+        asked: The locks that were looked at one by one.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, LockState | DamagedLockError] = {}
+        self.error: Exception | None = None
+        self.scans = 0
+        self.asked: list[tuple[str, int]] = []
+
+    def add(self, *states: LockState) -> None:
+        self.known.update({state.name: state for state in states})
+
+    def names(self, pattern="*"):
+        self.scans += 1
+        self._answer()
+        names = list(self.known)
+        for first in range(0, len(names), 100):
+            yield names[first : first + 100]
+
+    def look(self, names):
+        self._answer()
+        return [self.known[name] for name in names]
+
+    def lock(self, name, first=0, most=20):
+        self.asked.append((name, first))
+        self._answer()
+        state = self.known.get(name) or lock(name=name, key=name.partition("{")[2][:-1])
+        if isinstance(state, Exception):
+            raise state
+        return state._replace(line=state.line[first : first + most])
+
+    def _answer(self):
+        if self.error is not None:
+            raise self.error
+
+
+class FakeActions:
+    """Notes what was done, and answers that it was."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[Any, ...]] = []
+        self.answer = True
+        self.error: Exception | None = None
+
+    def _note(self, *done: Any) -> bool:
+        if self.error is not None:
+            raise self.error
+        self.done.append(done)
+        return self.answer
+
+    def free(self, name, owner, token):
+        return self._note("free", name, owner, token)
+
+    def terminate(self, holder, *, signal="TERM"):
+        self._note("terminate", holder.id, holder.owner, holder.token)
+
+    def drop(self, name, ticket):
+        return self._note("drop", name, ticket)
+
+    def limit(self, name, limit, *, seconds=None, note=""):
+        self._note("limit", name, limit, note)
+
+
+class StagedBackend(Backend):
+    """Reads a made-up lock server, and only notes what is done to its locks."""
+
+    def __init__(self, runtime: Any, app: Any) -> None:
+        super().__init__(runtime, app)
+        self.staged = FakeOverview()
+        self.noted = FakeActions()
+
+    @property
+    def overview(self):
+        return self.staged
+
+    @property
+    def actions(self):
+        return self.noted
+
+
+def is_ann(user: str, password: str) -> bool:
+    """Let ann log in."""
+    return (user, password) == ("ann", PASSWORD)
+
+
+def staged(**options: Any) -> tuple[Page, FakeOverview, FakeActions]:
+    """Make a page, the lock server that it reads, and what it does to the locks there."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.dislock_url = "redis://locks.example.com:6379/0"
+    page = Page(app, **{"figures": lambda: None, **options})
+    backend = page._backend = StagedBackend(page._backend.runtime, app)
+    return page, backend.staged, backend.noted
+
+
+@contextmanager
+def serving(application: Any) -> Iterator[str]:
+    """Serve an application on a free port of this machine; gives its address."""
+    server = create_server(application, host="127.0.0.1", port=0, threads=4, ident=None)
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}/"
+    finally:
+        # In the server's own thread: its loop ends when nothing is left in its map.
+        server.trigger.pull_trigger(lambda: wasyncore.close_all(server._map))
+        thread.join(LIMIT)
+        server.task_dispatcher.shutdown()

@@ -1,0 +1,560 @@
+"""The page of locks in a browser: with a mouse, a keyboard, a phone, at night, and left open."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from tests.pages import PASSWORD, RESERVED, holder, is_ann, lock, place, serving, staged
+from tests.site.conftest import SIZES
+from tests.site.test_pages import RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from playwright.sync_api import Browser, Page
+
+    from tests.pages import FakeActions, FakeOverview
+
+POLL = 3000  # milliseconds between two questions of the page
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "javascript:alert(1)",
+    "a\nb\x1b[31m\u202e",
+    "%2e%2e/%00?#&lock=x",
+    "'><a href=//evil.example>",
+]
+TOO_WIDE = "document.documentElement.scrollWidth > innerWidth"
+
+
+class Opened(NamedTuple):
+    """The page in a browser, and the locks that it shows."""
+
+    tab: Page
+    locks: FakeOverview
+    actions: FakeActions
+    site: Any  # the WSGI application
+    address: str
+    asked: list[str]  # what the browser has asked for
+    faults: list[str]  # what it has complained of
+
+    def pass_by(self, milliseconds: int = POLL + 100) -> None:
+        """Let time pass in the browser, and wait for what it then asks."""
+        self.tab.clock.run_for(milliseconds)
+
+    def log_in(self) -> None:
+        self.tab.get_by_role("button", name="Log in").first.click()
+        self.tab.get_by_label("Name").fill("ann")
+        self.tab.get_by_label("Password").fill(PASSWORD)
+        self.tab.keyboard.press("Enter")
+        expect(self.tab.locator("#logout")).to_be_visible()
+
+    def show(self, key: str) -> None:
+        self.tab.get_by_role("link", name=key, exact=True).click()
+        expect(self.tab.get_by_role("heading", name=f"Lock {key}")).to_be_focused()
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Callable[..., Opened]]:
+    """Open the page, with these options; time passes in the browser only when it is told to."""
+    stack: list[Callable[[], None]] = []
+
+    def open_page(*locks, size="desktop", scheme="light", start=True, **options) -> Opened:
+        site, overview, actions = staged(**{"login": is_ann, "allow_actions": True, **options})
+        overview.add(*locks)
+        server = serving(site)
+        address = server.__enter__()
+        stack.append(lambda: server.__exit__(None, None, None))
+        context = browser.new_context(viewport=SIZES[size], color_scheme=scheme)
+        stack.append(context.close)
+        tab = context.new_page()
+        asked: list[str] = []
+        faults: list[str] = []
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda line: line.type == "error" and faults.append(line.text))
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("dialog", lambda dialog: faults.append(dialog.message) or dialog.dismiss())
+        tab.clock.install()
+        tab.set_default_timeout(10_000)
+        if start:
+            tab.goto(address)
+            expect(tab.locator("#count")).to_contain_text("lock")
+        return Opened(tab, overview, actions, site, address, asked, faults)
+
+    yield open_page
+    for undo in reversed(stack):
+        undo()
+
+
+def shop() -> list[Any]:
+    """Some locks of a shop: held, with a line, paused, reserved, of several holders."""
+    return [
+        lock(
+            "account:1",
+            holders=[holder(1)],
+            waiting=2,
+            line=[place(1), place(2, parked=False, ticket="", who="thread main on web (pid 3)")],
+            turns=[place(0, ticket="parked-9:0:0", who="shop.pay[parked-9]", turns=2)],
+            reservation=RESERVED,
+        ),
+        lock("export:7", holders=[holder(2), holder(3, mode="shared", renewed=None)]),
+        lock("paused", limit=0, limit_note="by ann: deploy", limit_since=1.8e9),
+        lock("limited", limit=3, limit_remaining=600.0, aside=1),
+    ]
+
+
+def rows(tab: Page) -> list[str]:
+    return tab.locator("#locks tbody th").all_inner_texts()
+
+
+def test_ten_thousand_locks_are_searched_sorted_and_turned_like_pages(opened):
+    """The browser never has more than one page of them, and "back" goes back."""
+    page = opened(
+        *(
+            lock(f"export:{number:05}", holders=[holder(number)], waiting=number % 7)
+            for number in range(10_000)
+        )
+    )
+    tab = page.tab
+    expect(tab.locator("#count")).to_have_text("10,000 locks, 1 to 50")
+    assert len(rows(tab)) == 50
+    tab.get_by_role("button", name="Next page").click()
+    expect(tab.locator("#count")).to_have_text("10,000 locks, 51 to 100")
+    expect(tab.get_by_role("button", name="Previous page")).to_be_enabled()
+    tab.get_by_label("Search").fill("export:0777")
+    page.pass_by(400)
+    expect(tab.locator("#count")).to_have_text("10 locks of 10,000, 1 to 10")
+    tab.get_by_label("Order").select_option("held longest first")
+    expect(tab.locator("#locks tbody th").first).to_have_text("export:07779")
+    page.show("export:07779")
+    tab.go_back()
+    expect(tab.locator("#locks tbody th").first).to_have_text("export:07779")
+    expect(tab.get_by_label("Search")).to_have_value("export:0777")
+    tab.reload()
+    expect(tab.locator("#count")).to_have_text("10 locks of 10,000, 1 to 10")
+    tab.get_by_label("Search").fill("nothing")
+    page.pass_by(400)
+    tab.get_by_role("link", name="Look at the lock of key nothing").click()
+    expect(tab.locator("#lock-text")).to_contain_text("nobody holds it")
+    assert page.faults == []
+
+
+def test_the_list_and_a_locks_own_view_tell_all(opened):
+    """Who, since when, how much is left, who waits, and what an operator has changed."""
+    page = opened(*shop(), show_arguments=True)
+    tab = page.tab
+    account = tab.get_by_role("row", name=re.compile("account:1"))
+    for text in ("shop.export[id-1] on celery@w1 (pid 7)", "61 s", "29 s", "2", "reserved"):
+        expect(account).to_contain_text(text)
+    export = tab.get_by_role("row", name=re.compile("export:7"))
+    expect(export).to_contain_text("and 1 more")
+    expect(tab.get_by_role("row", name=re.compile("limited"))).to_contain_text("limit 3")
+    page.show("account:1")
+    view = tab.locator("#lock-view")
+    for text in (
+        "held for 61 s, renewed 1 s ago, 29 s left unless renewed again",
+        "host w1, pid 7, token 1",
+        "For task id-9, waiting, since 3.0 s",
+        "shop.pay[parked-9]",
+        "2 turns",
+        "1. shop.pay[parked-1]",
+        "4111-1111",
+        "2. thread main on web (pid 3)",
+    ):
+        expect(view).to_contain_text(text)
+    page.pass_by(10_000)
+    expect(view).to_contain_text(re.compile(r"held for 6[1-9] s|held for 7\d s"))
+    tab.get_by_role("link", name="All locks").click()
+    page.show("paused")
+    expect(view).to_contain_text("until that is taken back (by ann: deploy): nobody gets it")
+    assert page.faults == []
+    assert all(url.startswith(page.address) for url in page.asked)
+
+
+def test_without_a_login_there_is_nothing_to_press(opened):
+    """A page for reading has no buttons that change anything."""
+    page = opened(*shop(), login=None, allow_actions=False)
+    page.show("account:1")
+    for name in ("Free", "Drop", "Pause", "Limit", "Log in", "Log out"):
+        assert page.tab.get_by_role("button", name=re.compile(name)).count() == 0
+
+
+def test_what_is_freed_is_what_the_question_showed(opened):
+    """Although another has the lock by the time of the answer."""
+    page = opened(*shop())
+    page.log_in()
+    page.show("account:1")
+    page.tab.get_by_role("button", name="Free the lock of shop.export[id-1]").click()
+    expect(page.tab.get_by_role("dialog")).to_contain_text("shop.export[id-1] on celery@w1")
+    page.locks.add(lock("account:1", holders=[holder(5)]))
+    page.pass_by()
+    expect(page.tab.locator("#holders")).to_contain_text("id-5")
+    page.tab.get_by_role("button", name="Free it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("Nothing was changed")
+    assert page.actions.done == []
+    expect(page.tab.get_by_role("heading", name="Lock account:1")).to_be_focused()
+    page.tab.get_by_role("button", name="Free the lock of shop.export[id-5]").click()
+    page.tab.get_by_role("button", name="Free it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
+    name = "dislock:{account:1}"
+    assert page.actions.done == [("free", name, "id-5@celery@w1:7/ab.5", 5)]
+
+
+def test_a_task_is_ended_before_its_lock_is_freed(opened):
+    """A thread cannot be: it has no such button."""
+    page = opened(
+        lock("account:1", holders=[holder(1), holder(2, id=None, thread="main", who="thread main")])
+    )
+    page.log_in()
+    page.show("account:1")
+    assert page.tab.get_by_role("button", name=re.compile("^End the task")).count() == 1
+    page.tab.get_by_role("button", name="End the task shop.export[id-1]").click()
+    expect(page.tab.get_by_role("dialog")).to_contain_text("SIGTERM")
+    page.tab.get_by_role("button", name="End it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("Told the workers to end")
+    assert page.actions.done == [("terminate", "id-1", "id-1@celery@w1:7/ab.1", 1)]
+
+
+def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
+    """Each asks first, and can be cancelled."""
+    page = opened(*shop())
+    tab, name = page.tab, "dislock:{account:1}"
+    page.log_in()
+    page.show("account:1")
+    tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
+    tab.get_by_role("button", name="Cancel").click()
+    tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
+    tab.get_by_role("button", name="Drop it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Dropped the parked task")
+    tab.get_by_label("Why").fill("deploy")
+    tab.get_by_role("button", name="Pause").click()
+    tab.get_by_role("button", name="Pause it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Paused lock 'account:1'")
+    tab.get_by_label("Leases at a time").fill("3")
+    tab.get_by_role("button", name="Limit", exact=True).click()
+    tab.get_by_role("button", name="Limit it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 leases")
+    page.locks.add(shop()[0]._replace(limit=0))
+    page.pass_by()
+    tab.get_by_role("button", name="Resume").click()
+    tab.get_by_role("button", name="Take it back").click()
+    expect(tab.get_by_role("status")).to_contain_text("Took back the limit")
+    assert page.actions.done == [
+        ("drop", name, "parked-1:0:0"),
+        ("limit", name, 0, "by ann: deploy"),
+        ("limit", name, 3, "by ann: deploy"),
+        ("limit", name, None, ""),
+    ]
+    assert page.faults == []
+
+
+def test_a_long_line_is_shown_in_parts(opened):
+    """Fifty places at a time."""
+    line = [place(number) for number in range(1, 121)]
+    page = opened(lock("long", waiting=120, line=line))
+    page.show("long")
+    tab = page.tab
+    expect(tab.locator("#line li")).to_have_count(50)
+    tab.get_by_role("button", name="After these").click()
+    expect(tab.locator("#line li").first).to_contain_text("51. ")
+    tab.get_by_role("button", name="After these").click()
+    expect(tab.locator("#line li")).to_have_count(20)
+    expect(tab.get_by_role("button", name="After these")).to_be_disabled()
+    tab.get_by_role("button", name="Before these").click()
+    expect(tab.locator("#line li").first).to_contain_text("51. ")
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+def test_a_hostile_key_is_text(opened, key):
+    """It runs nothing, loads nothing, becomes no element, and its lock can be looked at."""
+    page = opened(
+        lock(
+            key,
+            holders=[holder(who=key, task=key, host=key)],
+            waiting=1,
+            line=[place(who=key, args=key)],
+            limit=0,
+            limit_note=key,
+        ),
+        show_arguments=True,
+    )
+    tab = page.tab
+    scripts, images = tab.locator("script").count(), tab.locator("img").count()
+    tab.locator("#locks tbody a").click()
+    expect(tab.locator("#holders li")).to_have_count(1)
+    shown = tab.locator("#lock-title").inner_text()
+    assert not re.search("[\x00-\x1f\u202e]", shown)
+    assert tab.locator("#lock-view").locator("a, img, script").count() == 1  # "All locks"
+    page.log_in()
+    tab.get_by_role("button", name=re.compile("^Free the lock of")).click()
+    tab.get_by_role("button", name="Free it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Freed lock")
+    assert page.actions.done[0][1] == f"dislock:{{{key}}}"
+    assert (tab.locator("script").count(), tab.locator("img").count()) == (scripts, images)
+    assert page.faults == []
+    assert all(url.startswith(page.address) for url in page.asked)
+
+
+def test_the_policy_stops_a_script_that_got_in(opened):
+    """Even if a page of ours were wrong, nothing of it would run."""
+    page = opened(*shop())
+    page.tab.evaluate(
+        """() => {
+            const script = document.createElement("script");
+            script.textContent = "window.wasRun = true";
+            document.body.append(script);
+            document.body.insertAdjacentHTML("beforeend",
+                "<img src=x onerror='window.wasRun = true'><b style='color: red'></b>");
+        }"""
+    )
+    page.pass_by(100)
+    assert page.tab.evaluate("window.wasRun") is None
+    assert any("Content Security Policy" in fault for fault in page.faults)
+
+
+def test_it_can_be_used_with_a_keyboard_alone(opened):
+    """Search, open, free, cancel with Escape, and come back; the focus is always somewhere."""
+    page = opened(*shop())
+    tab = page.tab
+    page.log_in()
+
+    def tab_to(locator):
+        for _ in range(40):
+            if locator.evaluate("element => element === document.activeElement"):
+                return
+            tab.keyboard.press("Tab")
+        pytest.fail(f"{locator} is not reached by Tab")
+
+    tab_to(tab.get_by_label("Search"))
+    tab.keyboard.type("account")
+    page.pass_by(400)
+    expect(tab.locator("#locks tbody th")).to_have_count(1)
+    tab_to(tab.get_by_role("link", name="account:1"))
+    page.pass_by()  # what is read again leaves the focus alone
+    expect(tab.get_by_role("link", name="account:1")).to_be_focused()
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("heading", name="Lock account:1")).to_be_focused()
+    free = tab.get_by_role("button", name="Free the lock of shop.export[id-1]")
+    tab_to(free)
+    assert free.evaluate("button => getComputedStyle(button).outlineStyle") == "solid"
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("button", name="Cancel")).to_be_focused()
+    tab.keyboard.press("Escape")
+    expect(tab.get_by_role("dialog")).to_be_hidden()
+    expect(free).to_be_focused()
+    assert page.actions.done == []
+    tab.keyboard.press("Enter")
+    tab_to(tab.get_by_role("button", name="Free it"))
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
+    assert page.actions.done[0][0] == "free"
+
+
+def test_a_page_left_open_overnight_says_that_the_session_has_ended(opened):
+    """It asks no more, keeps nothing that could be pressed, and goes on after a login."""
+    page = opened(*shop(), read_without_login=False, start=False)
+    tab = page.tab
+    tab.goto(page.address)
+    expect(tab.get_by_label("Name")).to_be_focused()
+    page.log_in()
+    page.show("account:1")
+    page.site._sessions._clock = lambda: 4e9  # the next morning, for the server
+    page.pass_by()
+    expect(tab.get_by_role("alert")).to_have_text("Your session has ended. Log in again.")
+    expect(tab.get_by_role("button", name="Log in")).to_be_visible()
+    expect(tab.locator("#lock-view")).to_be_hidden()
+    page.asked.clear()
+    page.pass_by(3_600_000)
+    assert page.asked == []
+    page.site._sessions._clock = lambda: 1e9
+    tab.get_by_label("Name").fill("ann")
+    tab.get_by_label("Password").fill(PASSWORD)
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("heading", name="Lock account:1")).to_be_visible()
+    expect(tab.get_by_role("alert")).to_be_empty()
+
+
+def test_a_session_that_ends_takes_the_buttons_along(opened):
+    """On this machine one reads on; what was asked with an old token changes nothing."""
+    page = opened(*shop(), session_seconds=3600)
+    page.log_in()
+    page.show("account:1")
+    page.site._sessions._clock = lambda: 4e9
+    page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    page.tab.get_by_role("button", name="Free it").click()
+    expect(page.tab.get_by_role("alert")).to_contain_text("nothing was changed")
+    assert page.actions.done == []
+    page.tab.get_by_role("button", name="Cancel").click()
+    expect(page.tab.locator("#holders")).to_contain_text("id-1")
+    expect(page.tab.get_by_role("button", name=re.compile("^Free"))).to_have_count(0)
+
+
+def test_a_login_that_is_wrong_says_so(opened):
+    """And the focus is where one types again; too many are refused."""
+    page = opened(*shop())
+    tab = page.tab
+    tab.get_by_role("button", name="Log in").click()
+    for _ in range(6):
+        tab.get_by_label("Name").fill("ann")
+        tab.get_by_label("Password").fill("wrong")
+        tab.keyboard.press("Enter")
+        expect(tab.get_by_role("alert")).not_to_be_empty()
+        expect(tab.get_by_label("Password")).to_be_focused()
+    expect(tab.get_by_role("alert")).to_contain_text("Too many logins have failed.")
+    tab.get_by_role("button", name="Cancel").click()
+    expect(tab.locator("#locks")).to_be_visible()
+
+
+def test_logging_out_takes_the_session_away(opened):
+    """On this machine one reads on."""
+    page = opened(*shop())
+    page.log_in()
+    page.tab.get_by_role("button", name="Log out").click()
+    expect(page.tab.get_by_role("button", name="Log in")).to_be_visible()
+    assert page.tab.context.cookies()[0:] == []
+    assert page.tab.evaluate("document.cookie") == ""
+
+
+def test_the_last_state_is_kept_and_marked_while_the_lock_server_is_away(opened):
+    """Times stand still, the reason is told once, and all is well again after it."""
+    page = opened(*shop())
+    tab = page.tab
+    page.site._backend._listing._clock = lambda: 1e9  # due
+    page.locks.error = StoreError("redis://locks.example.com:6379/0", "no answer in time")
+    page.pass_by()
+    expect(tab.get_by_role("alert")).to_contain_text("What you see is old")
+    expect(tab.get_by_role("alert")).to_contain_text("no answer in time")
+    expect(tab.locator("#age")).to_contain_text("old, of")
+    expect(tab.get_by_role("row", name=re.compile("account:1"))).to_be_visible()
+    held = tab.get_by_role("row", name=re.compile("account:1")).inner_text()
+    page.pass_by(30_000)
+    assert tab.get_by_role("row", name=re.compile("account:1")).inner_text() == held
+    page.locks.error = None
+    page.site._backend._listing._clock = lambda: 2e9
+    page.pass_by()
+    expect(tab.get_by_role("alert")).to_be_empty()
+    expect(tab.locator("#age")).to_contain_text("as of")
+    assert page.faults == []
+
+
+def test_the_page_asks_less_often_while_nobody_answers(opened):
+    """An open page is no load on a server that comes back, and no heap of errors."""
+    page = opened(*shop())
+    tab = page.tab
+    tab.route("**/api/**", lambda route: route.abort())
+    page.pass_by()
+    expect(tab.get_by_role("alert")).to_contain_text("does not answer")
+    page.asked.clear()
+    for _ in range(600):
+        page.pass_by(1000)
+    assert 9 <= len(page.asked) <= 15  # in ten minutes; once a minute in the end
+    tab.unroute("**/api/**")
+    with tab.expect_response("**/api/locks?*"):
+        page.pass_by(61_000)
+        page.pass_by(61_000)  # if the last of the others has failed only now
+    expect(tab.get_by_role("alert")).to_be_empty()
+
+
+def test_an_answer_of_something_else_is_told(opened):
+    """Such as the login page of a proxy in front."""
+    page = opened(*shop())
+    page.tab.route("**/api/**", lambda route: route.fulfill(body="<html>", status=200))
+    page.pass_by()
+    expect(page.tab.get_by_role("alert")).to_contain_text("Something else than the page answers")
+
+
+def test_a_hidden_page_asks_nothing(opened):
+    """It asks at once when it is looked at again."""
+    page = opened(*shop())
+    hide = """hidden => {
+        Object.defineProperty(document, "hidden", {configurable: true, get: () => hidden});
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.tab.evaluate(hide, True)
+    page.pass_by()
+    page.asked.clear()
+    page.pass_by(3_600_000)
+    assert page.asked == []
+    with page.tab.expect_response("**/api/locks?*"):
+        page.tab.evaluate(hide, False)
+
+
+def test_an_action_without_an_answer_says_that_it_may_be_done(opened):
+    """It does not say that nothing was changed."""
+    page = opened(*shop())
+    page.log_in()
+    page.show("account:1")
+    page.actions.error = StoreError("redis://locks.example.com:6379/0", "no answer in time")
+    page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    page.tab.get_by_role("button", name="Free it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("It may have been done all the same")
+
+
+def test_the_last_hour_is_asked_for_only_while_it_is_open(opened):
+    """With metrics it is a table, without them it says that nobody counts."""
+    task = {"task": "<b>shop.export", "acquired": 31, "refused": 4, "parked": 2, "lost": 1}
+    told = {"tasks": [task], "seconds": 720.0}
+    page = opened(*shop(), figures=lambda: told)
+    page.pass_by()
+    assert not any("figures" in url for url in page.asked)
+    page.tab.get_by_text("The last hour, by task").first.click()
+    expect(page.tab.locator("#figures")).to_contain_text("<b>shop.export")
+    expect(page.tab.locator("#figures")).to_contain_text("31")
+    expect(page.tab.locator("#hour-text")).to_have_text("Of the last 12 min.")
+    off = opened(*shop())
+    off.tab.get_by_text("The last hour, by task").first.click()
+    expect(off.tab.locator("#hour-text")).to_contain_text("metrics are off")
+
+
+VIEWS = ("list", "lock", "question", "login", "old")
+
+
+def bring_about(page: Opened, view: str) -> None:
+    """Go to a view of the page."""
+    if view != "login":
+        page.log_in()
+    else:
+        page.tab.get_by_role("button", name="Log in").click()
+    if view == "list":
+        page.tab.get_by_text("The last hour, by task").first.click()
+    if view in ("lock", "question", "old"):
+        page.show("account:1")
+        expect(page.tab.locator("#holders li")).to_have_count(1)
+    if view == "question":
+        page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    if view == "old":
+        page.tab.route("**/api/**", lambda route: route.abort())
+        page.pass_by()
+        expect(page.tab.get_by_role("alert")).to_contain_text("old")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_everybody_can_read_each_view(opened, view, size, scheme):
+    """It fits the window and breaks no rule of WCAG 2.1, levels A and AA."""
+    damaged = lock("long " * 40 + "x" * 150, holders=[holder(who="w" * 300)])
+    page = opened(*shop(), damaged, size=size, scheme=scheme)
+    page.locks.known["dislock:{bad}"] = DamagedLockError("redis://x", "wrong type", "dislock:{bad}")
+    page.site._backend.forget()
+    page.pass_by()
+    bring_about(page, view)
+    assert not page.tab.evaluate(TOO_WIDE)
+    results = Axe().run(page.tab, options=RULES)
+    assert not results.violations_count, results.generate_report()
+
+
+def test_buttons_of_a_phone_can_be_hit(opened):
+    """Each is at least 24 CSS pixels high and wide, as WCAG 2.2 asks; they are larger."""
+    page = opened(*shop(), size="phone")
+    bring_about(page, "lock")
+    sizes = page.tab.locator("button:visible, input:visible, select:visible").evaluate_all(
+        "all => all.map(one => one.getBoundingClientRect()).map(box => [box.width, box.height])"
+    )
+    assert min(min(size) for size in sizes) >= 40
