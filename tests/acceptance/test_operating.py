@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -135,3 +137,68 @@ def test_a_dropped_task_ends_its_chain(fleet, scene):
     scene.open_gate(holder.id)
     holder.get(timeout=LIMIT)
     assert [event["id"] for event in scene.reported("begin")] == [holder.id]
+
+
+@pytest.fixture
+def paused(scene):
+    """A key that is paused; nothing is left of it."""
+    assert dislock("pause", scene.key, "--note", "the bucket moves").exit_code == 0
+    yield
+    dislock("resume", scene.key)
+
+
+@PREFORK
+@pytest.mark.usefixtures("paused")
+def test_a_paused_lock_lets_nobody_in_until_it_goes_on(fleet, scene):
+    """Each task does what its strategy says; those in line run when the pause ends."""
+    scene.open_gate()
+    parked = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    skipped = fleet.send(scenarios.hold, scene.key)
+    with pytest.raises(TaskRevokedError, match=r"an operator, who has paused it .*bucket moves"):
+        skipped.get(timeout=LIMIT)
+    put_off = fleet.send(scenarios.hold_or_retry, scene.key)
+    wait_for("it is put off", lambda: fleet.says(put_off.id, "put off"))
+    assert scene.reported("begin") == []
+    assert dislock("resume", scene.key).exit_code == 0
+    for result in (parked, put_off):
+        assert result.get(timeout=LIMIT)["held"] is True
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
+    """Its lease is released by its main process, and the line stays until the pause ends."""
+    holder = fleet.send(scenarios.hold_and_survive, scene.key)
+    dead = begun(scene, holder)
+    parked = fleet.send(QUEUE, scene.key)
+    scene.wait_for_line(1)
+    dislock("pause", scene.key)
+    os.kill(dead, signal.SIGKILL)
+    wait_for("its lease has ended", lambda: not scene.leases)
+    scene.open_gate()
+    wait_for("its message came again", lambda: fleet.says(holder.id, "paused it"))
+    assert len(scene.reported("begin")) == 1
+    dislock("resume", scene.key)
+    assert parked.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
+
+
+@PREFORK
+def test_another_limit_admits_more_of_a_key(fleet, scene):
+    """And again one at a time when it is taken back; a copy of the same task never runs beside it."""
+    first = fleet.send(scenarios.hold_by_itself, scene.key)
+    begun(scene, first)
+    dislock("limit", scene.key, "2")
+    fleet.send(scenarios.hold_by_itself, scene.key, task_id=first.id)
+    wait_for("the copy is put off", lambda: fleet.says(first.id, "another delivery of this task"))
+    second = fleet.send(scenarios.hold_by_itself, scene.key)
+    begun(scene, second)
+    dislock("resume", scene.key)
+    third = fleet.send(scenarios.hold_by_itself, scene.key)
+    with pytest.raises(TaskRevokedError):
+        third.get(timeout=LIMIT)
+    for result in (first, second):
+        scene.open_gate(result.id)
+        result.get(timeout=LIMIT)
+    scene.wait_until_free()
