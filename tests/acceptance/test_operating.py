@@ -186,7 +186,7 @@ def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
 
 @PREFORK
 def test_another_limit_admits_more_of_a_key(fleet, scene):
-    """And again one at a time when it is taken back; a copy of the same task never runs beside it."""
+    """Again one at a time when it is taken back; a copy of a task never runs beside it."""
     first = fleet.send(scenarios.hold_by_itself, scene.key)
     begun(scene, first)
     dislock("limit", scene.key, "2")
