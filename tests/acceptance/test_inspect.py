@@ -19,15 +19,22 @@ from tests.acceptance.fleet import LIMIT, wait_for
 
 pytestmark = pytest.mark.acceptance
 
+ANSWER_WITHIN = 3.0  # seconds until a worker is asked again
 
-def figures(fleet):
-    """What the first worker of a fleet tells; None if it does not answer in time."""
+
+def figures(fleet, command="dislock"):
+    """What the first worker of a fleet tells.  A worker that is just ready may miss a question."""
     [name] = [f"{worker.name}@here" for worker in fleet.workers]
-    with Celery(broker=scenarios.app.conf.broker_url, set_as_current=False) as client:
-        replies = client.control.broadcast(
-            "dislock", reply=True, destination=[name], timeout=LIMIT, limit=1
+    broker = fleet.broker_url or scenarios.app.conf.broker_url
+
+    def asked():
+        return client.control.broadcast(
+            command, reply=True, destination=[name], timeout=ANSWER_WITHIN, limit=1
         )
-    return replies[0][name] if replies else None
+
+    with Celery(broker=broker, set_as_current=False) as client:
+        [reply] = wait_for(f"{name} answers", asked)
+    return reply[name]
 
 
 def leases(fleet):
@@ -160,7 +167,6 @@ def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_serv
 class TestDoctor:
     def examine(self, *names, timeout="2"):
         """Return the findings that name one of these workers."""
-        scenarios.app.conf.broker_transport_options.pop("socket_timeout", None)
         arguments = ["doctor", "--json", "--timeout", timeout]
         result = CliRunner().invoke(dislock, arguments, obj=SimpleNamespace(app=scenarios.app))
         assert result.exit_code in {0, 1}, result.output
@@ -176,9 +182,12 @@ class TestDoctor:
 
     def test_workers_that_do_not_lock_and_older_ones_are_named(self, start_fleet):
         """Each with what follows from it."""
-        start_fleet("threads", "--dislock")
-        start_fleet("threads", "--no-dislock")
-        start_fleet("threads", "--dislock", app="tests.acceptance.older_app")
+        fleet = start_fleet("threads", "--dislock")
+        figures(fleet, "ping")
+        fleet = start_fleet("threads", "--no-dislock")
+        figures(fleet, "ping")
+        fleet = start_fleet("threads", "--dislock", app="tests.acceptance.older_app")
+        figures(fleet, "ping")
         found = self.examine("own2@here", "own3@here")
         serious = [one for one in found if one["level"] == "serious"]
         assert any("run tasks without their locks" in one["what"] for one in serious)
@@ -187,7 +196,8 @@ class TestDoctor:
 
     def test_options_that_differ_between_workers(self, start_fleet):
         """One of them has another default for the app."""
-        start_fleet("threads", "--dislock", conf={"dislock_watchdog_timeout": 77})
+        fleet = start_fleet("threads", "--dislock", conf={"dislock_watchdog_timeout": 77})
+        figures(fleet, "ping")
         found = [one for one in self.examine("77.0 (own1@here)") if one["check"] == "options"]
         assert scenarios.hold.name in {name for one in found for name in one["about"]}
         assert {one["level"] for one in found} == {"warning"}
@@ -195,6 +205,7 @@ class TestDoctor:
     def test_leases_of_a_killed_worker(self, start_fleet, scene, redis_client):
         """The key is named, and who does not answer."""
         fleet = start_fleet("threads", "--dislock")
+        figures(fleet, "ping")
         fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
         fleet.workers[0].kill()
@@ -205,7 +216,8 @@ class TestDoctor:
 
     def test_workers_of_another_broker_are_asked_there(self, start_fleet, server, rabbitmq):
         """The lock server is a Redis, and the broker RabbitMQ."""
-        start_fleet("prefork", "--dislock", broker_url=rabbitmq.url)
+        fleet = start_fleet("prefork", "--dislock", broker_url=rabbitmq.url)
+        figures(fleet, "ping")
         with Celery(broker=rabbitmq.url, set_as_current=False) as app:
             app.conf.dislock_url = server.url
             result = CliRunner().invoke(
