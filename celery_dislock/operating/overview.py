@@ -243,11 +243,12 @@ class Overview:
                 others are read nevertheless.
 
         Raises:
-            StoreError: A server did not answer; with *failed*: none did.
+            StoreError: A server did not answer; of several independent servers, no majority did.
+                With *failed*: none did.
         """
         told: set[str] = set()
         page: list[str] = []
-        errors: list[StoreError] | None = None if failed is None else []
+        errors: list[StoreError] = []
         senders = self._server.senders()
         for send in senders:
             for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
@@ -262,9 +263,11 @@ class Overview:
                         page = []
         if page:
             yield page
-        if failed is not None and errors:
-            if len(errors) == len(senders):
-                raise errors[0]
+        answered = len(senders) - len(errors)
+        enough = len(senders) // 2 + 1 if self._server.kind == "quorum" else len(senders)
+        if errors and answered < (enough if failed is None else 1):
+            raise errors[0]
+        if failed is not None:
             failed += errors
 
     def look(self, names: Sequence[str]) -> list[LockState | StoreError]:
@@ -298,14 +301,12 @@ def find_parked(overview: Overview, name: str, wanted: str) -> list[Place]:
 
 
 def _scanned(
-    send: Callable[..., Any], pattern: str, failed: list[StoreError] | None
+    send: Callable[..., Any], pattern: str, errors: list[StoreError]
 ) -> Iterator[list[str]]:
     try:
         yield from scan(send, pattern)
     except StoreError as exc:
-        if failed is None:
-            raise
-        failed.append(exc)
+        errors.append(exc)
 
 
 def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.operating.actions import NOTE_MOST, Actions
 from celery_dislock.operating.overview import Overview
@@ -333,6 +333,17 @@ class TestActions:
         _, actions, _ = quorum
         with pytest.raises(SettingsError, match="exclusive locks only"):
             actions.limit(LOCK, 2)
+
+    def test_locks_are_listed_while_one_of_several_servers_is_away(self, quorum):
+        """The others have the same locks; without a majority nobody knows."""
+        store, actions, servers = quorum
+        overview = Overview(store.lock_server, "dislock")
+        actions.limit(LOCK, 0)
+        servers[0].stop()
+        assert [one.name for one in overview.locks()] == [LOCK]
+        servers[1].stop()
+        with pytest.raises(StoreError):
+            list(overview.locks())
 
     def test_a_pause_holds_on_several_servers(self, quorum):
         """It needs a majority, as an acquisition does; a server that was away changes nothing."""

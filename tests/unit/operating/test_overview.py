@@ -126,6 +126,8 @@ def test_a_limit():
 class Server:
     """Answers about each lock with nothing, and has the keys that a test gives it."""
 
+    kind = "single"
+
     def __init__(self, *pages):
         self.pages = list(pages)
         self.asked = []

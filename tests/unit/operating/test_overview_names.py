@@ -20,8 +20,8 @@ def is_away(*_command):
     raise ERROR
 
 
-def overview(*senders):
-    return Overview(SimpleNamespace(senders=lambda: list(senders)), "dislock")
+def overview(*senders, kind="cluster"):
+    return Overview(SimpleNamespace(senders=lambda: list(senders), kind=kind), "dislock")
 
 
 def test_a_server_that_is_away_is_an_error():
@@ -35,6 +35,13 @@ def test_the_others_are_read_if_somebody_takes_the_error():
     failed = []
     assert list(overview(is_away, answers).names(failed=failed)) == [["dislock:{a}"]]
     assert failed == [ERROR]
+
+
+def test_a_majority_of_independent_servers_is_enough():
+    """Each has all locks; a minority may have missed some."""
+    assert list(overview(is_away, answers, answers, kind="quorum").names()) == [["dislock:{a}"]]
+    with pytest.raises(StoreError, match="no answer in time"):
+        list(overview(is_away, answers, is_away, kind="quorum").names())
 
 
 def test_all_of_them_are_away():
