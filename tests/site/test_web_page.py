@@ -356,6 +356,18 @@ def test_it_can_be_used_with_a_keyboard_alone(opened):
     assert page.actions.done[0][0] == "free"
 
 
+def test_a_dialog_that_is_opened_again_at_once_is_asked(opened):
+    """The browser says late that the one before was closed, which is no answer to this one."""
+    page = opened(*shop())
+    tab = page.tab
+    page.log_in()
+    page.show("account:1")
+    tab.get_by_role("button", name="Free the lock of shop.export[id-1]").click()
+    tab.evaluate("document.getElementById('confirm').dispatchEvent(new Event('close'))")
+    tab.get_by_role("button", name="Free it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
+
+
 def test_a_page_left_open_overnight_says_that_the_session_has_ended(opened):
     """It asks no more, keeps nothing that could be pressed, and goes on after a login."""
     page = opened(*shop(), read_without_login=False, start=False)

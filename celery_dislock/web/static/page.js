@@ -387,8 +387,14 @@ function confirmed(title, text, button) {
   setText(byId("confirm-text"), text);
   setText(byId("confirmed"), button);
   return new Promise((resolve) => {
+    // The event comes some time after a dialog is closed, and may come when it is open again.
+    const closed = () => {
+      if (dialog.open) return;
+      dialog.removeEventListener("close", closed);
+      resolve(dialog.returnValue === "yes");
+    };
     dialog.returnValue = "";
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    dialog.addEventListener("close", closed);
     dialog.showModal();
     byId("cancel").focus();
   });
