@@ -12,16 +12,13 @@
 --     older      what this one replaces as soon as it is sent: ",id@until_ms" for each message, which may
 --                wait until then
 --
---   <lock>:older    hash: id of a message that was replaced -> "by ends_ms told"
---
---     by         id of the message that replaced it
---     ends_ms    until when it may come
---     told       the owner that was told so; empty: it has not come yet
+--   <lock>:older    hash: id of a message that was replaced -> id of the message that replaced it
 --
 -- A reservation never keeps a message from running; only its entry in <lock>:older does.  Each is
 -- compared by id: nobody ends what another has reserved.
 
 local OLDER_MOST = 100  -- ids in a record; a message that is left out runs as well
+local OLDER_KEPT = 1000 -- ids of replaced messages; beyond that half of them are left out
 local OLDER_MS = 7200000 -- two hours, where the sender does not say for how long its message may wait
 local REPLACED_BY = 5   -- of acquire_unique.lua and park_unique.lua, beside the states of _states.lua
 
@@ -40,28 +37,22 @@ local function write_unique(lock, it, ttl_ms)
   redis.call('SET', lock .. UNIQUE, record, 'PX', ttl_ms)
 end
 
--- Messages that were purged, or that the broker has dropped, are never told.
-local function forget_ended(older)
-  local found = redis.call('HGETALL', older)
-  for i = 1, #found, 2 do
-    local ends = string.match(found[i + 1], '^%S+ (%d+)')
-    if not ends or tonumber(ends) <= now then redis.call('HDEL', older, found[i]) end
-  end
-end
-
 -- Its message is there: tell those that it replaces, for ttl_ms, and for as long as they may wait.
 local function tell_older(lock, there, ttl_ms)
   if there.older == '' then return end
-  local older, more = lock .. OLDER, 0
+  local older = lock .. OLDER
   for replaced, until_ms in string.gmatch(there.older, ',([^,@]+)@(%d+)') do
     if replaced ~= there.id then  -- else its id was used before, and is the newest again
-      local waits_ms = math.max(ttl_ms, until_ms - now)
-      redis.call('HSET', older, replaced, string.format('%s %.0f ', there.id, now + waits_ms))
-      live_at_least(older, waits_ms)
-      more = more + 1
+      redis.call('HSET', older, replaced, there.id)
+      ttl_ms = math.max(ttl_ms, until_ms - now)
     end
   end
-  if redis.call('HLEN', older) % OLDER_MOST < more then forget_ended(older) end  -- now and then
+  live_at_least(older, ttl_ms)
+  if redis.call('HLEN', older) > OLDER_KEPT then  -- messages that were purged never come, and are never told
+    for nth, id in ipairs(redis.call('HKEYS', older)) do
+      if nth % 2 == 0 then redis.call('HDEL', older, id) end
+    end
+  end
   there.older = ''
 end
 
@@ -73,18 +64,12 @@ local function end_unique(lock, id)
   return true
 end
 
--- The id of the task whose message has replaced this one; nil if none has.  Told to one owner, again if its
--- command was sent again: what comes for another after that is the only copy of that work, for all that
--- is known.
-local function replaced_by(lock, id, owner)
-  local by, ends, told = string.match(redis.call('HGET', lock .. OLDER, id) or '', '^(%S+) (%d+) (.*)$')
+-- The id of the task whose message has replaced this one; nil if none has.  Told once: what comes again
+-- after that is the only copy of that work, for all that is known.
+local function replaced_by(lock, id)
+  local by = redis.call('HGET', lock .. OLDER, id)
   if not by then return nil end
-  if told == '' then
-    redis.call('HSET', lock .. OLDER, id, table.concat({by, ends, owner}, ' '))
-  elseif told ~= owner then
-    redis.call('HDEL', lock .. OLDER, id)
-    return nil
-  end
+  redis.call('HDEL', lock .. OLDER, id)
   return by
 end
 

@@ -3,7 +3,6 @@
 -- KEYS, ARGV[1] to [7]   as for acquire.lua
 --
 -- KEYS[1]    the lock, whose name is also that of the reservation
--- ARGV[1]    owner
 -- ARGV[8]    id       of the task
 -- ARGV[9]    ends     ) see begin_unique() in _unique.lua
 -- ARGV[10]   ttl_ms   )
@@ -17,7 +16,7 @@
 -- include: _unique
 -- include: _states
 
-local by = replaced_by(KEYS[1], ARGV[8], ARGV[1])
+local by = replaced_by(KEYS[1], ARGV[8])
 if by then return {REPLACED_BY, by} end
 
 local function acquire()

@@ -6,7 +6,6 @@
 -- ARGV[2]   ends     ) see begin_unique() in _unique.lua
 -- ARGV[3]   ttl_ms   )
 -- ARGV[4]   elsewhere   1: the name is not of the task's own locks   0: it is
--- ARGV[5]   owner       of the execution that begins
 --
 -- Touches   the reservation, and what was replaced
 --
@@ -15,7 +14,7 @@
 -- include: _record
 -- include: _unique
 
-local by = replaced_by(KEYS[1], ARGV[1], ARGV[5])
+local by = replaced_by(KEYS[1], ARGV[1])
 if by then return by end
 begin_unique(KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4] == '1')
 return nil

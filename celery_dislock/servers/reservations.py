@@ -134,7 +134,7 @@ class Reservations:
         calls = [(one.lock, one.id, milliseconds(one.ttl), int(runs)) for one in reservations]
         self._server.run_many(CONFIRM, calls, within=within)
 
-    def begin(self, reservation: Reservation, owner: str, *, elsewhere: bool = False) -> None:
+    def begin(self, reservation: Reservation, *, elsewhere: bool = False) -> None:
         """
         Begin a task whose message was reserved, if the acquisition of its lock did not.
 
@@ -142,7 +142,6 @@ class Reservations:
 
         Args:
             reservation: The reservation.
-            owner: The execution that begins.
             elsewhere: Whether its name is not of the task's own locks.  Then a reservation that is
                 gone is not made again.
 
@@ -150,8 +149,7 @@ class Reservations:
             Replaced: The task must not run.
             StoreError: The server did not answer.
         """
-        terms = *reservation.terms, int(elsewhere), owner
-        by = self._server.run(BEGIN, [reservation.lock], *terms)
+        by = self._server.run(BEGIN, [reservation.lock], *reservation.terms, int(elsewhere))
         if by is not None:
             raise Replaced(text(by))
 

@@ -230,9 +230,7 @@ class Guard:
         if not (attempt.has_begun and attempt.reservation):
             try:
                 elsewhere = reservation.lock != reserved_lock(delivery.lock.names)
-                delivery.lock.store.reservations.begin(
-                    reservation, attempt.owner, elsewhere=elsewhere
-                )
+                delivery.lock.store.reservations.begin(reservation, elsewhere=elsewhere)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then

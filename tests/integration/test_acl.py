@@ -206,7 +206,7 @@ class Life:
         parked = self.lines.park(LOCK, "u@w/1", LONG, HOLDER, ticket, reservation=reserved)
         assert isinstance(parked, Granted)
         assert self.store.release([LOCK], "u@w/1")
-        reservations.begin(reserved, "a@w:1/1")
+        reservations.begin(reserved)
         assert reservations.end(LOCK, reserved.id)
 
     def operating(self) -> None:

@@ -15,7 +15,6 @@ from celery.app.task import Context
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock, reserved_name
-from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR
@@ -67,8 +66,7 @@ def reserved_for(client, lock=LOCK):
 
 def replaced(client):
     """The ids of messages that were replaced and have not come, with those that replaced them."""
-    found = client.hgetall(f"{LOCK}:older")
-    return {older: one.split(" ")[0] for older, one in found.items() if one.endswith(" ")}
+    return client.hgetall(f"{LOCK}:older")
 
 
 class TestReservations:
@@ -168,7 +166,7 @@ class TestReservations:
     def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, app, client):
         """It waits like any message: it is kept for longer than a running task, and replaced."""
         self.reserve(reservations, "a")
-        reservations.begin(Reservation(LOCK, "a", "end", 60.0), "a@w:1/1")
+        reservations.begin(Reservation(LOCK, "a", "end", 60.0))
         assert not reservations.confirm(LOCK, "a", HOUR)  # its sender, which was slower
         self.reserve(reservations, "a", ttl=PUBLISH_FOR)
         assert reservations.confirm(LOCK, "a", HOUR)
@@ -183,36 +181,15 @@ class TestReservations:
         reservations.confirm(LOCK, "a", HOUR)
         for newer in "bc":
             self.reserve(reservations, newer, replaces=True)
-        reservations.begin(Reservation(LOCK, "a", "start", 60.0), "a@w:1/1")
+        reservations.begin(Reservation(LOCK, "a", "start", 60.0))
         assert reservations.confirm(LOCK, "c", HOUR)
         assert replaced(client) == {"b": "c"}
 
-    @pytest.mark.parametrize("how", ["acquire", "begin"])
-    def test_a_command_that_was_sent_again_is_told_the_same(self, reservations, store, client, how):
-        """The reply to the first was lost: else an older edition ran after all."""
-        self.replace(reservations, "a", "b")
-        reservation = Reservation(LOCK, "a", "start", 60.0)
-
-        def ask(owner):
-            if how == "begin":
-                return reservations.begin(reservation, owner)
-            return store.acquire([LOCK], owner, 60.0, "{}", reservation=reservation)
-
-        for _ in range(2):
-            with pytest.raises(Replaced) as told:
-                ask("a@w:1/1")
-            assert told.value.by == "b"
-        ask("a@w:2/1")  # a copy, of which nothing is known
-
     def test_what_never_comes_is_forgotten(self, reservations, client):
         """Messages that were purged, or that the broker drops when they expire, are never told."""
+        client.hset(f"{LOCK}:older", mapping={f"id-{nth}": "b" for nth in range(1000)})
         self.replace(reservations, "a", "b")
-        ended = {f"id-{nth}": f"b {int(time.time() * 1000) - 1} " for nth in range(98)}
-        client.hset(f"{LOCK}:older", mapping=ended)
-        for newer in "cde":
-            self.reserve(reservations, newer, replaces=True)
-            reservations.confirm(LOCK, newer, HOUR)
-        assert replaced(client) == {"a": "b", "b": "c", "c": "d", "d": "e"}
+        assert 400 < len(replaced(client)) < 600
 
     def replace(self, reservations, older, newer):
         for task_id in (older, newer):

@@ -81,7 +81,6 @@ class Model:
     now: int = 0
     record: Record | None = None
     older: dict[str, str] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)  # id -> owner that was told
     older_until: int = 0
     leases: dict[str, int] = field(default_factory=dict)
 
@@ -92,7 +91,6 @@ class Model:
             self.record = None
         if self.older_until <= self.now:
             self.older.clear()
-            self.told.clear()
 
     def mine(self, task_id):
         return self.record if self.record and self.record.id == task_id else None
@@ -107,7 +105,6 @@ class Model:
         if there and not replaces:
             return Taken(there.id, is_sent=there.state != "s")
         self.older.pop(task_id, None)
-        self.told.pop(task_id, None)
         self.record = Record(task_id, "s", self.now + PUBLISH, self.now)
         if there and there.state != "r":
             self.record.first = there.first
@@ -129,19 +126,10 @@ class Model:
         self.record.older = []
         if not told:
             return
-        for older in told:
-            self.told.pop(older, None)
-        if not (self.older or self.told):
+        if not self.older:
             self.older_until = 0
         self.older |= dict.fromkeys(told, self.record.id)
         self.older_until = max(self.older_until, self.now + ttl, *told.values())
-
-    def replaced_by(self, task_id, owner):
-        if task_id in self.older:
-            self.told[task_id] = owner
-            return self.older.pop(task_id)
-        self.told.pop(task_id, None)
-        return None
 
     def end(self, task_id):
         mine = self.mine(task_id)
@@ -271,9 +259,9 @@ class UniqueMachine(RuleBasedStateMachine):
     def deliver(self, index, refused):
         message = self.queue.pop(index % len(self.queue))
         reservation = self.reservation(message)
+        by = self.model.older.pop(message.id, None) if reservation else None
         self.owners += 1
         message.owner = f"{message.id}@w:1/{self.owners}"
-        by = self.model.replaced_by(message.id, message.owner) if reservation else None
         granted, told = False, None
         try:
             granted = self.begin(message, reservation)
@@ -303,7 +291,7 @@ class UniqueMachine(RuleBasedStateMachine):
         """Return whether it runs; raises Replaced."""
         if self.limit is None:
             if reservation:
-                self.reservations.begin(reservation, message.owner)
+                self.reservations.begin(reservation)
                 self.model.begin(message.id, self.until)
             return True
         answer = self.store.acquire(
@@ -431,10 +419,8 @@ class UniqueMachine(RuleBasedStateMachine):
                 older for older, _ in model.older
             ]
             assert self.units_left(f"{LOCK}:unique") == model.expires - self.model.now
-        there = {id_: one.split(" ") for id_, one in self.client.hgetall(f"{LOCK}:older").items()}
-        assert {id_: by for id_, (by, _, told) in there.items() if not told} == self.model.older
-        assert {id_: told for id_, (_, _, told) in there.items() if told} == self.model.told
-        if there:
+        assert self.client.hgetall(f"{LOCK}:older") == self.model.older
+        if self.model.older:
             assert self.units_left(f"{LOCK}:older") == self.model.older_until - self.model.now
         assert {holding.owner for holding in self.store.holders(LOCK)} == set(self.model.leases)
 

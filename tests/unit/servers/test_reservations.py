@@ -66,11 +66,11 @@ def test_keeping(runs):
 def test_beginning(elsewhere):
     """The script is told what becomes of the reservation while the task runs."""
     server = Server()
-    Reservations(server).begin(Reservation(LOCK, "a", "end", 2.0), "a@w/1", elsewhere=elsewhere)
-    assert server.asked == [(BEGIN, [LOCK], "a", "end", 2000, int(elsewhere), "a@w/1")]
+    Reservations(server).begin(Reservation(LOCK, "a", "end", 2.0), elsewhere=elsewhere)
+    assert server.asked == [(BEGIN, [LOCK], "a", "end", 2000, int(elsewhere))]
 
 
 def test_a_task_that_was_replaced_does_not_begin():
     """The answer is the id of the task by which it was replaced."""
     with pytest.raises(Replaced, match="newer"):
-        Reservations(Server(b"newer")).begin(Reservation(LOCK, "a", "end", 2.0), "a@w/1")
+        Reservations(Server(b"newer")).begin(Reservation(LOCK, "a", "end", 2.0))
