@@ -444,6 +444,7 @@ class TestCommand:
     def app(self, own_redis_server):
         url = own_redis_server.url.replace("redis://", f"redis://default:{SECRET}@")
         with own_redis_server.client() as client:
+            client.config_set("appendonly", "yes")  # shared tasks of other tests may park
             client.config_set("requirepass", SECRET)
         app = Celery("shop", broker="memory://", set_as_current=False)
         app.conf.dislock_url = url
