@@ -125,7 +125,10 @@ def test_a_killed_pool_process_is_told_no_more(start_fleet, scene, temporary):
     wait_for("another process", lambda: len(set(children(fleet)) - set(before)) == 1)
     assert victim not in children(fleet)
     assert not (folder / f"{victim}.json").exists()
-    assert all(one["unchanged_for"] is not None for one in figures(fleet)["processes"])
+    wait_for(
+        "all processes tell",
+        lambda: all(one["unchanged_for"] is not None for one in figures(fleet)["processes"]),
+    )
     assert leases(fleet) == []
     scene.open_gate()
     fleet.workers[0].terminate()

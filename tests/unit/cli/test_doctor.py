@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import pytest
 from celery import Celery
 
@@ -94,16 +96,16 @@ def test_task_ids_that_a_worker_knows(app, monkeypatch):
 
 def test_whether_all_queues_are_empty(app, monkeypatch):
     """Those of the workers and of the app; a queue that does not exist is no answer."""
-    workers = asking(
-        app, monkeypatch, ping=[{"w1": {}}], active_queues=[{"w1": [{"name": "mine"}]}]
-    )
+    mine, default = f"mine-{uuid4()}", f"celery-{uuid4()}"  # all tests share the broker in memory
+    app.conf.task_default_queue = default
+    workers = asking(app, monkeypatch, ping=[{"w1": {}}], active_queues=[{"w1": [{"name": mine}]}])
     workers.fleet()
     assert workers.empty() is None
     with app.connection_for_write() as connection:
-        for name in ("mine", "celery"):
+        for name in (mine, default):
             connection.default_channel.queue_declare(queue=name)
         assert workers.empty() is True
-        connection.SimpleQueue("mine").put("x")
+        connection.SimpleQueue(mine).put("x")
         assert workers.empty() is False
 
 
