@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 
@@ -22,7 +23,8 @@ AWAY = (2.0, 30.0)  # seconds between two questions to a server that is away; do
 T = TypeVar("T")
 
 
-class Reading(NamedTuple, Generic[T]):
+@dataclass(frozen=True)
+class Reading(Generic[T]):
     """
     What was read.
 
