@@ -135,7 +135,7 @@ def as_dict(lock: LockState) -> dict[str, Any]:
 
 def write_holder(holder: Holder) -> None:
     """Write all that is known of a lease, in words."""
-    since = datetime.fromtimestamp(holder.acquired_at).astimezone().isoformat(" ", "seconds")
+    since = _as_date(holder.acquired_at)
     lines = {
         "task": holder.task,
         "id": holder.id,
@@ -270,7 +270,12 @@ def _write_limit(lock: LockState) -> None:
     if lock.limit_remaining is not None:
         lasts = f"for {for_people(lock.limit_remaining)} more"
     note = f", {lock.limit_note}" if lock.limit_note else ""
-    click.echo(f"  {does} {lasts}{plain(note)}")
+    since = "" if lock.limit_since is None else f", since {_as_date(lock.limit_since)}"
+    click.echo(f"  {does} {lasts}{plain(note)}{since}")
+
+
+def _as_date(unix_time: float) -> str:
+    return datetime.fromtimestamp(unix_time).astimezone().isoformat(" ", "seconds")
 
 
 def _write_reservation(lock: LockState) -> None:

@@ -94,8 +94,8 @@ def test_a_lease_in_words(dislock, overview, changed, words):
         ({"turns": [place(0, turns=2)]}, "has its turn: shop.export[t0] (turn 2,"),
         ({"aside": 2}, "2 set aside, because nobody could read or run them: dislock:{k}:aside"),
         (
-            {"limit": 0, "limit_remaining": 60.0, "limit_note": "by me"},
-            "paused for 60 s more, by me",
+            {"limit": 0, "limit_remaining": 60.0, "limit_since": 86400.0, "limit_note": "by me"},
+            "paused for 60 s more, by me, since 1970-01-0",
         ),
         ({"limit": 3}, "limited to 3 at a time until it is resumed"),
         (
