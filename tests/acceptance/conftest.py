@@ -16,7 +16,7 @@ import redis
 
 from tests.acceptance import folder_app, scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
-from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
+from tests.acceptance.rabbitmq import RabbitServer, own_rabbitmq
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -62,13 +62,7 @@ def workers(pytestconfig: pytest.Config) -> dict[Worker, int]:
 @pytest.fixture(scope="session")
 def rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
     """A RabbitMQ for the session.  Where there is none the test is skipped; in CI it fails."""
-    try:
-        find_rabbitmq()
-    except RabbitMissing as exc:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
-        pytest.skip(str(exc))
-    with RabbitServer(tmp_path_factory.mktemp("acceptance") / "rabbitmq") as rabbitmq:
+    with own_rabbitmq(tmp_path_factory.mktemp("acceptance") / "rabbitmq") as rabbitmq:
         yield rabbitmq
 
 

@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import amqp
+import pytest
 from amqp.exceptions import AMQPError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from typing_extensions import Self
@@ -259,6 +261,19 @@ class RabbitServer:
     def _log_text(self) -> str:
         logs = (self.folder / "epmd.log", self._log())
         return "".join(log.read_text("utf-8", "replace") for log in logs if log.exists())
+
+
+@contextlib.contextmanager
+def own_rabbitmq(folder: Path) -> Iterator[RabbitServer]:
+    """Run one for tests.  Where there is no RabbitMQ they are skipped; in CI they fail."""
+    try:
+        find_rabbitmq()
+    except RabbitMissing as exc:
+        if os.environ.get("CI"):
+            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
+        pytest.skip(str(exc))
+    with RabbitServer(folder) as rabbitmq:
+        yield rabbitmq
 
 
 def _listens(port: int) -> bool:

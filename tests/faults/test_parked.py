@@ -18,7 +18,7 @@ from celery import chain
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.scripts import ENLIST, LEAVE, PARK, RELEASE, RELEASE_DEAD, SWEEP
 from tests.acceptance.fleet import REDELIVERY_IS_SLOW
-from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
+from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.history import read, violations
 from tests.faults.parked_site import LIMIT, TIMEOUT, Site, Storm
 from tests.faults.proxy import cut, lose_reply, runs, swallow_reply
@@ -33,13 +33,7 @@ logger = logging.getLogger(__name__)
 @pytest.fixture(scope="module")
 def rabbitmq(tmp_path_factory):
     """A RabbitMQ for this file: it delivers again at once what a dead worker has left."""
-    try:
-        find_rabbitmq()
-    except RabbitMissing as exc:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
-        pytest.skip(str(exc))
-    with RabbitServer(tmp_path_factory.mktemp("parked") / "rabbitmq") as rabbitmq:
+    with own_rabbitmq(tmp_path_factory.mktemp("parked") / "rabbitmq") as rabbitmq:
         yield rabbitmq
 
 

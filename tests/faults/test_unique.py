@@ -19,7 +19,7 @@ from celery_dislock.scripts import CONFIRM, RESERVE
 from celery_dislock.tasks import sending
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.acceptance.fleet import Worker
-from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer, find_rabbitmq
+from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.conftest import ROOT
 from tests.faults.proxy import Proxy, runs
 from tests.faults.unique_app import UNIQUE_FOR
@@ -39,13 +39,7 @@ KILLED = 9
 @pytest.fixture(scope="module")
 def rabbitmq(tmp_path_factory):
     """A RabbitMQ for this file: it delivers again at once what a dead worker has left."""
-    try:
-        find_rabbitmq()
-    except RabbitMissing as exc:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
-        pytest.skip(str(exc))
-    with RabbitServer(tmp_path_factory.mktemp("unique") / "rabbitmq") as rabbitmq:
+    with own_rabbitmq(tmp_path_factory.mktemp("unique") / "rabbitmq") as rabbitmq:
         yield rabbitmq
 
 
