@@ -106,7 +106,7 @@ def rows(
 
 
 def reserves(key: bytes) -> bool:
-    return key.endswith((b":unique", b":older"))
+    return key.endswith(b":unique")
 
 
 class Worker:

@@ -11,11 +11,15 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
+from celery_dislock.exceptions import DuplicateTaskError as DuplicateTaskError
+from celery_dislock.exceptions import EventLoopError as EventLoopError
+from celery_dislock.exceptions import NoResultError as NoResultError
 from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.reentrant import ReentrantLock
 from celery_dislock.plugin import Dislock
 from celery_dislock.tasks.task import SingletonTask
+from celery_dislock.tasks.task import ensure_held as ensure_held
 
 __all__ = [
     "Dislock",

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import click
 
-from celery_dislock.words import so_far
+from celery_dislock.words import plain, so_far
 
 
 class DislockError(Exception):
@@ -73,6 +73,9 @@ class LockKeyError(DislockError, ValueError):
         return f"lock_key {self.template!r}{argument}: {self.reason}"
 
 
+PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder
+
+
 class LockHeldError(DislockError):
     """The lock is held by another owner; the body was not run.
 
@@ -105,6 +108,8 @@ class LockHeldError(DislockError):
         self.renewed = renewed
 
     def __str__(self) -> str:
+        if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
+            return f"lock {self.key!r} is kept free by {self.holder}"
         return (
             f"lock {self.key!r} is held by {self.holder}{so_far(self.held_for, self.renewed)}, "
             f"for {self.remaining:.1f} s more unless renewed"
@@ -125,7 +130,26 @@ class DuplicateTaskError(DislockError):
         self.id = id
 
     def __str__(self) -> str:
-        return f"a message of key {self.key!r} is there already: task {self.id}"
+        return f"a message of key {self.key!r} is there already: task {plain(self.id)}"
+
+
+class NoResultError(DislockError):
+    """A duplicate waits for the result of the task whose message was there, and none is expected.
+
+    Attributes:
+        key: The key of the lock.
+        id: Id of that task.
+        reason: Why there is none.
+    """
+
+    def __init__(self, key: str, id: str, reason: str) -> None:  # noqa: A002 -- as Celery names it
+        super().__init__(key, id, reason)
+        self.key = key
+        self.id = id
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no result of task {plain(self.id)}, whose key is {self.key!r}: {self.reason}"
 
 
 class LockTermsError(LockHeldError):
@@ -145,6 +169,8 @@ class LockTermsError(LockHeldError):
         self.asked = asked
 
     def __str__(self) -> str:
+        if self.holder.startswith(PAUSED):
+            return super().__str__()
         return (
             f"lock {self.key!r} is held by {self.holder} with {self.held}, and cannot be taken "
             f"with {self.asked} as well: release it first, or ask for the same terms"
@@ -168,7 +194,7 @@ class EventLoopError(DislockError, RuntimeError):
         return (
             f"lock {self.key!r}: an event loop runs in this thread, and all its coroutines would "
             "own the lock together. Put the whole `with` block into a function, and run that in a "
-            "thread: await asyncio.to_thread(function)"
+            "thread: await asyncio.to_thread(function), or trio.to_thread.run_sync(function)"
         )
 
 

@@ -2,46 +2,46 @@
 
 A worker's start-up step writes the command-line options into the app's configuration before any
 pool process exists.  All other code reads them from the configuration.
+
+A web process that only sends tasks imports this module, too.  What only a worker and Celery's
+command line use is imported when they ask for it, by its name in this module.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+import sys
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from celery import Celery, current_app
 from celery._state import connect_on_app_finalize
-from celery.bin.base import CeleryOption
-from celery.bin.worker import worker as worker_command
 from celery.signals import worker_process_init, worker_process_shutdown, worker_shutdown
-from celery.worker.control import inspect_command
 
-from celery_dislock.config.settings import app_settings, refuse_unknown
+from celery_dislock import hooks
+from celery_dislock.config.settings import app_settings, check_settings, refuse_unknown
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.counting import finish_all
 from celery_dislock.locks.making import keys_of, make_lock
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.operating.handle import LockHandle
-from celery_dislock.tasks.sending import sending_uniquely
-from celery_dislock.tasks.task import guard_new, guard_tasks, runtime_of
-from celery_dislock.worker.arrivals import ArrivalStep
-from celery_dislock.worker.events import EventStep
-from celery_dislock.worker.figures import FiguresStep, hide_figures, inspect_locks, show_figures
-from celery_dislock.worker.reservations import ReservationStep
-from celery_dislock.worker.stalled import StalledStep
-from celery_dislock.worker.steps import LockStep, SweepStep
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks.task import SingletonTask, guard_new, guard_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
+    from typing import Concatenate
 
     import click
     from celery import Task
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
     from celery_dislock.locks.reentrant import ReentrantLock
+    from celery_dislock.operating.handle import LockHandle
+    from celery_dislock.tasks.declaring import DeclaredOptions, LockedTask, P, R
 
 logger = logging.getLogger("celery_dislock")
 
@@ -52,31 +52,77 @@ def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) 
     return value
 
 
-OPTIONS = (
-    CeleryOption(
-        ["--dislock/--no-dislock"],
-        default=None,
-        callback=_with_its_step,
-        help_group="Lock Options",
-        help="Lock every task that has a lock_key, and check the lock server before starting; "
-        "or run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
-    ),
-    CeleryOption(
-        ["--dislock-url"],
-        default=None,
-        metavar="URL",
-        multiple=True,
-        help_group="Lock Options",
-        help="The lock server, in place of the setting dislock_url; given several times, "
-        "independent servers of which a majority decides.",
-    ),
-)
+# Steps of a worker, by their modules.
+STEPS = {
+    "worker": {
+        "LockStep": "steps",
+        "FiguresStep": "figures",
+        "SweepStep": "steps",
+        "StalledStep": "stalled",
+        "ReservationStep": "reservations",
+    },
+    "consumer": {"ArrivalStep": "arrivals", "EventStep": "events"},
+}
 
 
-# The entry point "worker" in the group celery.commands names Celery's own worker command.  It makes
-# Celery's command line import this module even if the app does not.  If --dislock were unknown,
-# Celery would suggest --discard, which purges the queues.
-worker_command.params.extend(OPTIONS)
+def __getattr__(name: str) -> Any:
+    """
+    Return a step, the worker command or its options.
+
+    The entry point "worker" in the group celery.commands names Celery's own worker command.  It
+    makes Celery's command line import this module even if the app does not.  If --dislock were
+    unknown, Celery would suggest --discard, which purges the queues.
+    """
+    if name in ("worker_command", "OPTIONS"):
+        _extend_workers()
+        command, options = _worker_command()
+        return command if name == "worker_command" else options
+    for steps in STEPS.values():
+        if name in steps:
+            _extend_workers()
+            return getattr(import_module(f"celery_dislock.worker.{steps[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _worker_command() -> tuple[Any, tuple[Any, ...]]:
+    """Return Celery's worker command with our options, and these."""
+    from celery.bin.base import CeleryOption  # noqa: PLC0415 -- see above
+    from celery.bin.worker import worker  # noqa: PLC0415
+
+    options = (
+        CeleryOption(
+            ["--dislock/--no-dislock"],
+            default=None,
+            callback=_with_its_step,
+            help_group="Lock Options",
+            help="Lock every task that has a lock_key, and check the lock server before starting; "
+            "or run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
+        ),
+        CeleryOption(
+            ["--dislock-url"],
+            default=None,
+            metavar="URL",
+            multiple=True,
+            help_group="Lock Options",
+            help="The lock server, in place of the setting dislock_url; given several times, "
+            "independent servers of which a majority decides.",
+        ),
+    )
+    worker.params.extend(options)
+    return worker, options
+
+
+@cache
+def _extend_workers() -> None:
+    """Extend what a worker does when it is asked."""
+    from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
+
+    from celery_dislock.worker.figures import inspect_locks  # noqa: PLC0415
+
+    # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
+    inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
+    hooks.receive_revokes()
 
 
 class Dislock:
@@ -124,11 +170,63 @@ class Dislock:
             SettingsError: The URL or a setting cannot be used.
         """
         conf = {"dislock_url": url, **{f"dislock_{name}": v for name, v in settings.items()}}
+        check_settings(conf, strict=True)
         app_settings(conf)
         dislock = cls.__new__(cls)
         dislock._app = None  # noqa: SLF001 -- ours
         dislock.runtime = Runtime(lambda: conf)
         return dislock
+
+    if TYPE_CHECKING:
+
+        @overload
+        def task(self, fun: Callable[P, R], /) -> LockedTask[P, R]: ...
+
+        @overload
+        def task(
+            self,
+            *,
+            bind: Literal[True],
+            base: type[SingletonTask] = SingletonTask,
+            **options: Unpack[DeclaredOptions],
+        ) -> Callable[[Callable[Concatenate[Any, P], R]], LockedTask[P, R]]: ...
+
+        @overload
+        def task(
+            self,
+            *,
+            bind: Literal[False] = False,
+            base: type[SingletonTask] = SingletonTask,
+            **options: Unpack[DeclaredOptions],
+        ) -> Callable[[Callable[P, R]], LockedTask[P, R]]: ...
+
+    def task(self, *fun: Any, base: Any = SingletonTask, **options: Any) -> Any:
+        """
+        Declare a task that locks: ``@app.task(base=SingletonTask, ...)`` with types.
+
+        A type checker refuses an option that is misspelt or has a wrong value, and knows the task's
+        arguments and result::
+
+            @dislock.task(lock_key="export:<corp_id>")
+            def export(corp_id: int) -> str: ...
+
+        Args:
+            fun: The body, if the decorator stands without parentheses.
+            base: The task's class: SingletonTask, or one of your own that extends it.
+            options: The options of the task, ours and Celery's.  Attributes of other names are for
+                ``@app.task``.
+
+        Raises:
+            SettingsError: *base* is no SingletonTask, or there is no app.  An option that cannot be
+                used raises it when the task is bound.
+        """
+        if self._app is None:
+            remedy = "a task belongs to a Celery app: use Dislock(app)"
+            raise SettingsError("Dislock.from_url(...).task(...)", "app", None, remedy)
+        if not (isinstance(base, type) and issubclass(base, SingletonTask)):
+            remedy = "give SingletonTask, or a class that extends it"
+            raise SettingsError("dislock.task(...)", "base", base, remedy)
+        return self._app.task(*fun, base=base, **options)
 
     def lock(  # noqa: PLR0913 -- each option is a parameter of its own
         self,
@@ -194,6 +292,8 @@ class Dislock:
         Raises:
             LockKeyError: A key cannot be used, or the list is empty.
         """
+        from celery_dislock.operating.handle import LockHandle  # noqa: PLC0415 -- see above
+
         return LockHandle(keys_of(key), self.runtime, self._app)
 
     def close(self) -> None:
@@ -229,8 +329,8 @@ def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
 
 
 def _follow(app: Celery) -> None:
-    app.steps["worker"].update((LockStep, FiguresStep, SweepStep, StalledStep, ReservationStep))
-    app.steps["consumer"].update((ArrivalStep, EventStep))
+    for blueprint, steps in STEPS.items():
+        app.steps[blueprint].update(f"{__name__}:{step}" for step in steps)
     app.on_after_finalize.connect(_guard_if_enabled, weak=False)
     if "_dislock_guards" not in vars(app):
         app._dislock_guards = _Guards(app)  # noqa: SLF001 -- ours
@@ -249,7 +349,6 @@ class _Guards:
         self._app = app
         self._is_final = False  # and the signal was sent
         app.on_after_finalize.connect(self._all_are_there, weak=False)
-        app.send_task = sending_uniquely(app, runtime_of(app))
         app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
         app.register_task = self._guarding(app.register_task)
 
@@ -278,19 +377,31 @@ class _Guards:
 connect_on_app_finalize(_follow)
 
 
+def _begin_process(**kwargs: Any) -> None:
+    from celery_dislock.worker.figures import show_figures  # noqa: PLC0415 -- see above
+
+    show_figures(**kwargs)
+
+
+def _end_process(**kwargs: Any) -> None:
+    from celery_dislock.worker.figures import hide_figures  # noqa: PLC0415 -- see above
+
+    hide_figures(**kwargs)
+
+
 def _start_watchdog(**_kwargs: Any) -> None:
     runtime = runtime_of(current_app)
     if runtime.enabled:
         runtime.process.watchdog.start()
 
 
-worker_process_init.connect(show_figures, weak=False)
+worker_process_init.connect(_begin_process, weak=False)
 worker_process_init.connect(_start_watchdog, weak=False)
 # A pool process ends without atexit.
 worker_process_shutdown.connect(finish_all, weak=False)
 worker_shutdown.connect(finish_all, weak=False)
-worker_process_shutdown.connect(hide_figures, weak=False)
+worker_process_shutdown.connect(_end_process, weak=False)
 
-
-# Celery's command line, too, must know the command, or "celery inspect dislock" would be refused.
-inspect_command(name="dislock")(inspect_locks)
+if "celery.bin.worker" in sys.modules:  # the command line runs, perhaps without our entry points
+    _worker_command()
+    _extend_workers()

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import redis
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 
+from celery_dislock.words import plain
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -44,7 +46,7 @@ def reason_of(exc: BaseException) -> str:
     else:
         system = next((one for one in chain if isinstance(one, OSError)), None)
         text = (_of_system(system) if system else "") or _of_kind(told)
-    line = " ".join((text or type(exc).__name__).split())
+    line = plain(" ".join((text or type(exc).__name__).split()))
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 
 

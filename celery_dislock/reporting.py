@@ -4,6 +4,9 @@ Celery logs every Ignore, Retry and Reject itself: ``Task … ignored`` gives no
 retry: …`` repeats ours, and a Reject comes with a traceback.  If this package has logged what
 happens and why, a filter drops Celery's line about the same exception.  All other lines of Celery
 stay.  The dropped line also stays if the level of our logger hides ours.
+
+Ids and names in our lines come from messages.  A second filter writes them as text that is safe to
+show, whichever module has logged the line.
 """
 
 from __future__ import annotations
@@ -14,12 +17,25 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from celery_dislock.words import plain
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 CELERYS = "celery.app.trace"  # Celery logs the end of a task here
 
 logger = logging.getLogger("celery_dislock")
+
+
+def _shown_plainly(record: logging.LogRecord) -> bool:
+    """Escape what is not text in the line of a record; a line that is all text keeps its parts."""
+    told = record.getMessage()
+    if not told.isprintable():
+        record.msg, record.args = plain(told), ()
+    return True
+
+
+logger.addFilter(_shown_plainly)
 
 E = TypeVar("E", bound=BaseException)
 

@@ -1,13 +1,19 @@
-"""Times in words, for messages and tools."""
+"""Times in words, text of strangers, and JSON: for messages, log lines and tools."""
 
 from __future__ import annotations
 
+import json
+import math
+from typing import Any
+
+LONGEST = 10.0**12  # seconds; a longer time comes from a damaged record
+TEXT_MOST = 1000  # characters of a name, an id or a note of strangers
 RENEWED = 0.5  # seconds by which a renewal is later than the acquisition; the first is much later
 
 
 def for_people(seconds: float | None) -> str:
     """Write a time as people say it: ``4.2 s``, ``12 min``, ``3 h 05 min``, ``2 d 3 h``."""
-    if seconds is None:
+    if seconds is None or not -LONGEST < seconds < LONGEST:  # NaN is not either
         return "?"
     if seconds < 10:  # noqa: PLR2004 -- below that the tenths count
         return f"{max(seconds, 0.0):.1f} s"
@@ -36,3 +42,40 @@ def so_far(held_for: float | None, renewed: float | None = None) -> str:
     if renewed is not None and renewed < held_for - RENEWED:
         words += f", last renewed {for_people(renewed)} ago"
     return words
+
+
+def shortened(text: str) -> str:
+    """Return a text that comes from outside, of limited length."""
+    return text if len(text) <= TEXT_MOST else f"{text[:TEXT_MOST]}..."
+
+
+def plain(text: object) -> str:
+    r"""
+    Return text as a terminal, a log or a page can show it; all that is shown to people passes here.
+
+    Keys, ids and names of tasks come from messages.  What moves a cursor, ends a line, turns the
+    direction, or cannot be seen or encoded is written as Python writes it: ``\x1b``, ``\u202e``.
+    """
+    written = str(text)
+    if written.isprintable():
+        return written
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in written)
+
+
+def to_json(told: Any, **how: Any) -> str:
+    """Return JSON that every program can read: a number that is not finite becomes null."""
+    try:
+        return json.dumps(told, allow_nan=False, **how)
+    except ValueError:
+        return json.dumps(finite(told), allow_nan=False, **how)
+
+
+def finite(told: Any) -> Any:
+    """Return data for JSON with None in place of each number that is not finite."""
+    if isinstance(told, float):
+        return told if math.isfinite(told) else None
+    if isinstance(told, dict):
+        return {name: finite(value) for name, value in told.items()}
+    if isinstance(told, (list, tuple)):
+        return [finite(value) for value in told]
+    return told

@@ -12,6 +12,7 @@ import redis
 
 from example_project.redis_server import ServerMissing, find_server
 from tests.leaks import Watch, remember
+from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from celery import Celery
 from waitress import wasyncore
 from waitress.server import create_server
 
-from celery_dislock.operating.overview import Holder, LockState, Place, Reserved
+from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.servers.reservations import Record
 from celery_dislock.web import Page
 from celery_dislock.web.backend import Backend
 
@@ -79,7 +80,7 @@ def lock(key: str = "export:1", **changes: Any) -> LockState:
     return LockState(**{**known, **changes})
 
 
-RESERVED = Reserved("id-9", "waiting", 3.0, 20.0)
+RESERVED = Record("id-9", "waiting", 3.0, 20.0, "5eed", 7)
 
 
 class FakeOverview:
@@ -142,6 +143,9 @@ class FakeActions:
 
     def free(self, name, owner, token):
         return self._note("free", name, owner, token)
+
+    def end_reservation(self, name, shown):
+        return self._note("unreserve", name, shown.id, shown.mark, shown.number)
 
     def terminate(self, holder, *, signal="TERM"):
         self._note("terminate", holder.id, holder.owner, holder.token)

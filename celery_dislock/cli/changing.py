@@ -1,4 +1,4 @@
-"""``celery dislock free`` and ``drop``: end a lease, or a parked task."""
+"""``celery dislock free``, ``drop`` and ``put-back``: leases, reservations, parked tasks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from celery_dislock.cli.keys import by_key
-from celery_dislock.cli.reading import write_holder
+from celery_dislock.cli.reading import write_holder, write_reservation
 from celery_dislock.cli.session import (
     FOUND,
     as_json,
+    audit,
     duration,
-    plain,
     session,
     write_json,
 )
+from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.values import check_key
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.operating.handle import WAIT
-from celery_dislock.operating.overview import find_parked
-from celery_dislock.words import for_people
+from celery_dislock.operating.overview import find_parked, look_at_all
+from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,10 +29,17 @@ if TYPE_CHECKING:
     from celery_dislock.cli.keys import Asked
     from celery_dislock.cli.session import Session
     from celery_dislock.operating.overview import Holder, LockState, Place
+    from celery_dislock.servers.reservations import Record
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
-FREED, TERMINATED, ENDED, RUNS = "freed", "terminated", "ended meanwhile", "still runs"
+FREED, TERMINATED, ENDED, RUNS, LEFT = (
+    "freed",
+    "terminated",
+    "ended meanwhile",
+    "still runs",
+    "left",
+)
 
 
 @click.command()
@@ -67,21 +75,26 @@ def free(
     """Free the lock of KEY, and hand it to the next in line.
 
     Shows each holder and asks. Ends the lease that was shown, and never one that has come since.
+    The same goes for the reservation of KEY: the next message of the key is sent then.
 
     Without --terminate the holder goes on until its next renewal tells it that it has lost the
     lock, so two may run at a time.
 
-    Exit code 1 if nothing was freed: nobody held the lock, the lease has ended meanwhile, or the
-    task still runs.
+    Exit code 1 if nothing was freed: nobody held the lock and it was not reserved, both have ended
+    meanwhile, or the task still runs.
     """
     with session(context) as opened:
+        locks = look_at_all(opened.overview, asked.names(opened))
         found = [
             (lock, holder)
-            for lock in map(opened.overview.lock, asked.names(opened))
+            for lock in locks
             for holder in lock.holders
             if token in {None, holder.token}
         ]
-        told = []
+        reserved = [
+            (lock, lock.reservation) for lock in locks if lock.reservation and token is None
+        ]
+        told: list[dict[str, Any]] = []
         for lock, holder in found:
             click.echo(f"lock {plain(lock.key)}", err=True)
             if not json_:
@@ -90,9 +103,17 @@ def free(
             told.append(
                 {"key": lock.key, "owner": holder.owner, "token": holder.token, "outcome": outcome}
             )
+        if any(one["outcome"] == RUNS for one in told):
+            reserved = []
+        for lock, reservation in reserved:
+            click.echo(f"lock {plain(lock.key)}", err=True)
+            if not json_:
+                write_reservation(reservation)
+            outcome = _end(opened, lock, reservation, sure=yes)
+            told.append({"key": lock.key, "reserved_for": reservation.id, "outcome": outcome})
         if json_:
             write_json(told)
-        if not found:
+        if not told:
             with_token = "" if token is None else f" with token {token}"
             keys = " + ".join(asked.keys(opened))
             click.echo(f"Nobody holds lock {plain(keys)}{with_token}.", err=True)
@@ -117,9 +138,12 @@ def _free(
         click.echo(f"It cannot be terminated: {plain(holder.who)} {why}.", err=True)
         if not (holder.turn or holder.expiring):
             return RUNS
-    _ask(f"Terminate {holder.who} and free the lock?" if ends else _risk(holder), sure=sure)
+    question = f"Terminate {holder.who} and free the lock?" if ends else _risk(holder)
+    if not _agrees(question, sure=sure):
+        return LEFT
     if ends:
         opened.actions.terminate(holder, signal=signal)
+        audit(f"told the workers to end {_of(holder)}, which holds lock {lock.key!r}")
         click.echo(f"Told the workers to end it; waiting for {for_people(wait)} at most.", err=True)
         left = opened.actions.wait_until_ended(lock.name, holder, wait)
         if left is None:
@@ -136,10 +160,31 @@ def _free(
             return RUNS
         click.echo("Its lease is not renewed any more: its process is gone.", err=True)
     if opened.actions.free(lock.name, holder.owner, holder.token):
+        audit(f"freed lock {lock.key!r} of {_of(holder)}")
         click.echo(f"Freed lock {plain(lock.key)}.{_afterwards(holder, ends=ends)}", err=True)
         return FREED
     click.echo(f"That lease has ended meanwhile. Lock {plain(lock.key)} is as it was.", err=True)
     return ENDED
+
+
+def _end(opened: Session, lock: LockState, reservation: Record, *, sure: bool) -> str:
+    """End a reservation; return what became of it, for JSON."""
+    goes_on = {
+        "running": "Its task goes on.",
+        "ended": "Its task has ended.",
+    }.get(reservation.state, "Its message may still wait, and runs then as well.")
+    if not _agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
+        return LEFT
+    if opened.actions.end_reservation(lock.name, reservation):
+        audit(f"ended the reservation of lock {lock.key!r} for task {reservation.id!r}")
+        click.echo(f"Ended the reservation of {plain(lock.key)}.", err=True)
+        return FREED
+    click.echo(f"That reservation of {plain(lock.key)} has ended meanwhile.", err=True)
+    return ENDED
+
+
+def _of(holder: Holder) -> str:
+    return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"
 
 
 def _risk(holder: Holder) -> str:
@@ -191,15 +236,45 @@ def drop(
                 f"{for_people(place.waiting)}",
                 err=True,
             )
-            _ask("Drop it? It does not run.", sure=yes)
-            gone = opened.actions.drop(name, place.ticket)
-            click.echo("Dropped." if gone else "It has left the line meanwhile.", err=True)
+            gone = False
+            if _agrees("Drop it? It does not run.", sure=yes):
+                gone = opened.actions.drop(name, place.ticket)
+                if gone:
+                    told_of = f"ticket {place.ticket!r} from the line of lock {lock.key!r}"
+                    audit(f"dropped the parked task of {told_of}")
+                click.echo("Dropped." if gone else "It has left the line meanwhile.", err=True)
             told.append({"key": lock.key, "ticket": place.ticket, "dropped": gone})
         if json_:
             write_json(told)
         if not told:
             click.echo(f"No parked task {plain(ticket)} is in line.", err=True)
         if not any(one["dropped"] for one in told):
+            context.exit(FOUND)
+
+
+@click.command("put-back")
+@by_key
+@click.option("--ticket", default="", help="Only this one of those that were set aside.")
+@as_json
+@click.pass_context
+def put_back(context: click.Context, /, *, asked: Asked, ticket: str, json_: bool) -> None:
+    """Send what was set aside for KEY again.
+
+    For tasks that no worker could read or run, when one can: each goes to the end of the line.
+
+    Exit code 1 if nothing was sent: nothing is set aside, or it cannot be read.
+    """
+    with session(context) as opened:
+        told = []
+        for name in asked.names(opened):
+            for one, problem in opened.actions.put_back(name, ticket):
+                told.append({"ticket": one, "problem": problem or None})
+                click.echo(f"{plain(one)}: {plain(problem or 'put back')}", err=json_)
+        if json_:
+            write_json(told)
+        if not told:
+            click.echo("Nothing is set aside there.", err=True)
+        if all(one["problem"] for one in told):
             context.exit(FOUND)
 
 
@@ -212,19 +287,26 @@ def _parked(opened: Session, wanted: str, key: str | None) -> Iterator[tuple[str
         opened.process.lines.names() if key is None else opened.runtime.lock_names([check_key(key)])
     )
     for name in names:
-        for place in find_parked(opened.overview, name, wanted):
+        try:
+            found = find_parked(opened.overview, name, wanted)
+        except DamagedLockError as exc:
+            if key is not None:
+                raise
+            click.echo(f"Not looked into: {plain(exc)}", err=True)
+            continue
+        for place in found:
             yield name, place
 
 
-def _ask(question: str, *, sure: bool) -> None:
-    """Ask, unless the person is sure; ends the command if the answer is no."""
+def _agrees(question: str, *, sure: bool) -> bool:
+    """Ask, unless the person is sure; what the answer is no to stays as it is."""
     if sure:
-        return
+        return True
     try:
         agreed = click.confirm(plain(question), err=True)
     except click.Abort:
         click.echo("\nNobody answers: give --yes if you are sure.", err=True)
         agreed = False
     if not agreed:
-        click.echo("Nothing was changed.", err=True)
-        click.get_current_context().exit(FOUND)
+        click.echo("Left as it is.", err=True)
+    return agreed

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.cli.session import AWAY, FOUND, as_json, plain, session, write_json
+from celery_dislock.cli.session import AWAY, FOUND, as_json, is_terminal, session, write_json
 from celery_dislock.operating.about import about
 from celery_dislock.operating.checks.workers import Fleet, understood
 from celery_dislock.operating.doctor import Asking, Place, examine
 from celery_dislock.operating.findings import LEVELS
 from celery_dislock.redaction import reason_of
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from celery_dislock.cli.session import Session
     from celery_dislock.operating.doctor import Examined
 
-WIDTH = 100  # columns of the text
+WIDTH = 100  # columns of the text, if a terminal has them
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
 ANSWERS_WITHIN = 4.0  # seconds for the broker, which may be slower than a lock server
 
@@ -180,8 +182,12 @@ def _write(examined: Examined) -> None:
     click.echo(", ".join(f"{many} {level}" for level, many in counts if many))
 
 
+def _width() -> int:
+    return min(WIDTH, shutil.get_terminal_size().columns) if is_terminal() else WIDTH
+
+
 def _wrapped(text: str, indent: str) -> str:
     lines = textwrap.wrap(
-        plain(text), WIDTH - len(indent), break_long_words=False, break_on_hyphens=False
+        plain(text), _width() - len(indent), break_long_words=False, break_on_hyphens=False
     )
     return f"\n{indent}".join(lines)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.cli.changing import drop, free
+from celery_dislock.cli.changing import drop, free, put_back
 from celery_dislock.cli.doctor import doctor
 from celery_dislock.cli.limiting import limit, pause, resume
 from celery_dislock.cli.reading import line, ls, show
@@ -41,5 +41,6 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
         app.conf.dislock_url = given
 
 
-for _command in (ls, show, line, free, drop, pause, resume, limit, run, doctor, top, web):
+_READING = (ls, show, line, doctor, top, web)
+for _command in (*_READING, free, drop, put_back, pause, resume, limit, run):
     dislock.add_command(_command)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from celery_dislock.cli.session import plain
 from celery_dislock.keys.values import check_key
 from celery_dislock.tasks.task import guard_of
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +60,12 @@ class Asked(NamedTuple):
     def names(self, session: Session) -> Sequence[str]:
         """Return the names in Redis; see :meth:`keys`."""
         return session.runtime.lock_names(self.keys(session))
+
+    def is_known(self, session: Session) -> bool:
+        """Tell whether the lock server knows anything of the lock, or a task names it."""
+        if self.key is None:
+            return True
+        return session.overview.lock(session.name_of(self.key), most=0).exists
 
 
 def by_key(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import getpass
 from typing import Any
 
 import click
 
 from celery_dislock.cli.keys import Asked, by_key
-from celery_dislock.cli.session import as_json, duration, plain, session, write_json
+from celery_dislock.cli.session import as_json, audit, duration, session, user, write_json
 from celery_dislock.keys.templates import key_of
-from celery_dislock.words import for_people
+from celery_dislock.words import for_people, plain
+
+WILDCARDS = frozenset("*?[")  # of the patterns of `ls`
 
 for_ = click.option(
     "--for",
@@ -69,12 +70,24 @@ def _set(
     seconds: float | None = None,
     note: str = "",
 ) -> None:
-    signed = "" if number is None else f"by {_user()}{': ' if note else ''}{note}"
+    signed = "" if number is None else f"by {user()}{': ' if note else ''}{note}"
+    before = {}
     with session(context) as opened:
-        before = {
-            key_of(name): opened.actions.limit(name, number, seconds=seconds, note=signed)
-            for name in asked.names(opened)
-        }
+        names = asked.names(opened)
+        if not asked.is_known(opened):
+            if set(str(asked.key)) & WILDCARDS:
+                told = (
+                    f"{plain(asked.key)} looks like a pattern, and no lock has it as its key. "
+                    "Give one key; `celery dislock ls PATTERN` lists them."
+                )
+                raise click.UsageError(told)
+            if number is not None:
+                told = f"Warning: nobody holds, awaits or reserves lock {plain(asked.key)} now. "
+                click.echo(f"{told}If its key is another: celery dislock ls", err=True)
+        for name in names:
+            key = key_of(name)
+            before[key] = opened.actions.limit(name, number, seconds=seconds, note=signed)
+            audit(_done(key, number, seconds, signed))
     if json_:
         write_json(
             [
@@ -89,12 +102,14 @@ def _set(
             None: "has the limit of the code again",
             0: f"is paused {lasts}. Who has the lock keeps it",
         }.get(number, f"admits {number} at a time, {lasts}")
-        past = {None: "", 0: " It was paused."}.get(was, f" It admitted {was}.")
+        none = " Nobody had set another." if number is None else ""
+        past = {None: none, 0: " It was paused."}.get(was, f" It admitted {was}.")
         click.echo(f"Lock {plain(key)} {plain(told)}.{past}")
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a container's user without a name
-        return "an operator"
+def _done(key: str, number: int | None, seconds: float | None, note: str) -> str:
+    if number is None:
+        return f"took back the limit of lock {key!r}"
+    does = f"limited lock {key!r} to {number} leases" if number else f"paused lock {key!r}"
+    lasts = f" for {for_people(seconds)}" if seconds else ""
+    return f"{does}{lasts}, with the note {note!r}"

@@ -14,16 +14,15 @@ from celery_dislock.cli.session import (
     FOUND,
     as_json,
     duration,
-    plain,
     session,
     write_json,
     write_json_rows,
     write_table,
 )
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.overview import PLACES
+from celery_dislock.operating.overview import PLACES, REPEAT, TROUBLES, differing, look_at_all
 from celery_dislock.scripts.names import aside_of
-from celery_dislock.words import for_people
+from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +30,12 @@ if TYPE_CHECKING:
     from celery_dislock.cli.keys import Asked
     from celery_dislock.cli.session import Session
     from celery_dislock.operating.overview import Holder, LockState, Place
+    from celery_dislock.servers.reservations import Record
 
-LISTED = ("KEY", "HELD FOR", "RENEWED", "LEFT", "WAITING", "RESERVED", "LIMIT", "HOLDER")
-IN_LINE = ("PLACE", "WAITING", "TURNS", "TICKET", "WHO", "ARGUMENTS")
+LISTED = ("KEY", "TROUBLE", "HELD FOR", "RENEWED", "LEFT", "WAITING", "RESERVED", "LIMIT", "HOLDER")
+LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
+IN_LINE = ("PLACE", "WAITING", "TURNS", "TICKET", "WHO", "QUEUE", "ARGUMENTS")
+IN_LINE_SPARE, IN_LINE_CUT = ("ARGUMENTS", "TURNS"), ("WHO", "QUEUE")
 NOTHING = "-"
 SHOWN = 60  # characters of a task's arguments
 
@@ -48,17 +50,19 @@ SHOWN = 60  # characters of a task's arguments
 @as_json
 @click.pass_context
 def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> None:
-    """List the locks whose keys match PATTERN, such as "export:*".
+    """List the locks, those in trouble first.
 
-    Also locks that nobody holds: those that somebody waits for, and those that are reserved, paused
-    or limited. A lock whose data cannot be read is listed with the reason.
+    PATTERN chooses keys: "export:*". Also locks that nobody holds: those that somebody waits for,
+    and those that are reserved, paused or limited. A lock whose data cannot be read is listed with
+    the reason.
     """
     with session(context) as opened:
-        listed = sorted(_found(opened, pattern, _wanted(**only)), key=lambda one: one.key)
+        listed = sorted(_found(opened, pattern, _wanted(**only)), key=_order)
         if json_:
             write_json_rows(map(_told, listed))
         elif listed:
-            write_table(LISTED, [row for one in listed for row in _rows(one)])
+            rows = [row for one in listed for row in _rows(one)]
+            write_table(LISTED, rows, spare=LISTED_SPARE, cut=LISTED_CUT)
         else:
             click.echo("No lock matches.", err=True)
 
@@ -70,10 +74,11 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
 def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FBT001 -- click's flag
     """Show who holds the lock of KEY, its line and its limit.
 
-    Exit code 1 if nothing is known of the lock: nobody holds it, and nobody waits.
+    Exit code 1 if nothing is known of the lock: nobody holds it, nobody waits, and the key is not
+    reserved.
     """
     with session(context) as opened:
-        locks = [opened.overview.lock(name) for name in asked.names(opened)]
+        locks = look_at_all(opened.overview, asked.names(opened))
         if json_:
             write_json(as_dict(locks[0]) if len(locks) == 1 else [as_dict(one) for one in locks])
         else:
@@ -126,6 +131,7 @@ def as_dict(lock: LockState) -> dict[str, Any]:
     """Return a lock as JSON has it."""
     return {
         **lock._asdict(),
+        "troubles": lock.troubles,
         "holders": [holder._asdict() for holder in lock.holders],
         "line": [place._asdict() for place in lock.line],
         "turns": [place._asdict() for place in lock.turns],
@@ -213,6 +219,12 @@ def _found(
                 yield lock._replace(holders=holders)
 
 
+def _order(lock: LockState | Damaged) -> tuple[int, str]:
+    """Sort what is wrong to the top, the worst first."""
+    troubles = ["damaged"] if isinstance(lock, Damaged) else lock.troubles
+    return (TROUBLES.index(troubles[0]) if troubles else len(TROUBLES), lock.key)
+
+
 def _told(lock: LockState | Damaged) -> dict[str, Any]:
     if isinstance(lock, Damaged):
         return {"key": lock.key, "name": lock.name, "error": str(lock.error)}
@@ -221,19 +233,21 @@ def _told(lock: LockState | Damaged) -> dict[str, Any]:
 
 def _rows(lock: LockState | Damaged) -> list[tuple[object, ...]]:
     if isinstance(lock, Damaged):
-        nothing = (NOTHING,) * (len(LISTED) - 2)
-        return [(lock.key, *nothing, f"cannot be read: {lock.error.reason}")]
+        nothing = (NOTHING,) * (len(LISTED) - 3)
+        return [(lock.key, "damaged", *nothing, f"cannot be read: {lock.error.reason}")]
     reserved = (
         f"{lock.reservation.state}, {for_people(lock.reservation.since)}"
         if (lock.reservation)
         else NOTHING
     )
+    trouble = ", ".join(_since(lock, what) for what in lock.troubles) or NOTHING
     waits = (lock.waiting or NOTHING, reserved, _limit(lock))
     if not lock.holders:
-        return [(lock.key, *(NOTHING,) * 3, *waits, NOTHING)]
+        return [(lock.key, trouble, *(NOTHING,) * 3, *waits, NOTHING)]
     return [
         (
             lock.key,
+            trouble,
             for_people(holder.held),
             NOTHING if holder.renewed is None else f"{for_people(holder.renewed)} ago",
             for_people(holder.remaining),
@@ -244,8 +258,18 @@ def _rows(lock: LockState | Damaged) -> list[tuple[object, ...]]:
     ]
 
 
+def _since(lock: LockState, trouble: str) -> str:
+    """Return a trouble, and since when it is there where that is known."""
+    if trouble == "paused":
+        return f"paused {for_people(lock.limit_age)}"
+    if trouble == "overdue":
+        return f"overdue {for_people(max(one.renewed or 0.0 for one in lock.holders))}"
+    return trouble
+
+
 def _limit(lock: LockState) -> str:
-    return NOTHING if lock.limit is None else "paused" if lock.limit == 0 else str(lock.limit)
+    limit = NOTHING if lock.limit is None else "paused" if lock.limit == 0 else str(lock.limit)
+    return f"{limit}, differs" if lock.limit_differs else limit
 
 
 def _write(lock: LockState) -> None:
@@ -255,14 +279,18 @@ def _write(lock: LockState) -> None:
     if not lock.holders:
         click.echo("  held by nobody")
     _write_limit(lock)
-    _write_reservation(lock)
+    if lock.reservation is not None:
+        write_reservation(lock.reservation)
     _write_waiting(lock)
     if lock.aside:
         kept = plain(aside_of(lock.name))
         click.echo(f"  {lock.aside} set aside, because nobody could read or run them: {kept}")
+        click.echo(f"    ... celery dislock put-back {plain(lock.key)}")
 
 
 def _write_limit(lock: LockState) -> None:
+    if lock.limit_differs:
+        click.echo(f"  {differing(lock)}. {REPEAT}: celery dislock resume {plain(lock.key)}")
     if lock.limit is None:
         return
     does = "paused" if lock.limit == 0 else f"limited to {lock.limit} at a time"
@@ -275,16 +303,19 @@ def _write_limit(lock: LockState) -> None:
 
 
 def _as_date(unix_time: float) -> str:
-    return datetime.fromtimestamp(unix_time).astimezone().isoformat(" ", "seconds")
+    try:
+        return datetime.fromtimestamp(unix_time).astimezone().isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # of a damaged record
+        return "?"
 
 
-def _write_reservation(lock: LockState) -> None:
-    reserved = lock.reservation
-    if reserved is not None:
-        click.echo(
-            f"  reserved for task {plain(reserved.id)}: its message is {reserved.state}, for "
-            f"{for_people(reserved.since)}; ends in {for_people(reserved.remaining)} unless renewed"
-        )
+def write_reservation(reserved: Record) -> None:
+    """Write all that is known of a reservation, in words."""
+    since, left = for_people(reserved.since), for_people(reserved.remaining)
+    told = f"reserved {since} ago for task {plain(reserved.id)}, which is {reserved.state}"
+    if reserved.state == "ended":
+        told = f"stays reserved for task {plain(reserved.id)}, which ended {since} ago"
+    click.echo(f"  {told}; ends in {left}{'' if reserved.state == 'ended' else ' unless renewed'}")
 
 
 def _write_waiting(lock: LockState) -> None:
@@ -307,7 +338,8 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     if not (lock.waiting or lock.turns):
         click.echo(f"Nobody waits for lock {plain(lock.key)}.", err=True)
         return
-    write_table(IN_LINE, [_in_line(place) for place in (*lock.turns, *lock.line)])
+    rows = [_in_line(place) for place in (*lock.turns, *lock.line)]
+    write_table(IN_LINE, rows, spare=IN_LINE_SPARE, cut=IN_LINE_CUT)
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
         click.echo(f"{lock.waiting} in line; go on with --first {last + 1}", err=True)
@@ -321,5 +353,6 @@ def _in_line(place: Place) -> Sequence[object]:
         place.turns if place.parked else NOTHING,
         place.ticket or NOTHING,
         place.who,
+        place.routing_key or NOTHING,
         args if len(args) <= SHOWN else f"{args[:SHOWN]}...",
     )

@@ -9,9 +9,10 @@ import click
 
 from celery_dislock.cli.child import NOT_FOUND, Child
 from celery_dislock.cli.keys import by_key
-from celery_dislock.cli.session import duration, plain, session
+from celery_dislock.cli.session import duration, session
 from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.making import make_lock
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from celery_dislock.cli.keys import Asked

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import getpass
+import logging
 import re
+import shutil
 import sys
 from contextlib import contextmanager
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +17,8 @@ from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsEr
 from celery_dislock.keys.values import check_key
 from celery_dislock.operating.actions import Actions, BrokerError
 from celery_dislock.operating.overview import Overview
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.words import plain, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
 
 FOUND = 1  # exit code: a finding, or nothing to do it to
+BETWEEN, LEAST = 2, 6  # columns of a terminal: between two of a table, and of one that is cut
 AWAY = 3  # exit code: the lock server, or the broker that was needed, did not answer
 
 NO_SERVER = (
@@ -32,10 +37,9 @@ NO_SERVER = (
     "`celery dislock --dislock-url redis://localhost ls`"
 )
 
-# What a terminal could take for a command: keys and task names come from messages.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-
 as_json = click.option("--json", "json_", is_flag=True, help="Write JSON, for programs.")
+
+logger = logging.getLogger("celery_dislock")
 
 _UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _TIME = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)")
@@ -107,28 +111,86 @@ def session(context: click.Context) -> Iterator[Session]:
         opened.runtime.close()
 
 
-def plain(text: object) -> str:
-    """Return text that a terminal shows as it is: control characters are escaped."""
-    written = str(text)
-    if written.isprintable():
-        return written
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], written)
+def user() -> str:
+    """Return the name of who runs the command."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return "an operator"
+
+
+def audit(done: str) -> None:
+    """Log what a command has changed, and who did it: a record, as the page writes them."""
+    logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 
 
 def write_json(told: Any) -> None:
     """Write JSON, which a terminal can show, too."""
-    click.echo(json.dumps(told, indent=2, default=str))
+    click.echo(to_json(told, indent=2, default=str))
 
 
 def write_json_rows(rows: Iterable[Any]) -> None:
     """Write a JSON list with a line for each of its elements: fast, and good for ``grep``."""
-    lines = ",\n ".join(json.dumps(row, default=str) for row in rows)
+    lines = ",\n ".join(to_json(row, default=str) for row in rows)
     click.echo(f"[{lines}]")
 
 
-def write_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write rows under headings, in columns; each cell is made plain."""
-    cells = [list(headings), *([plain(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    form = "  ".join(f"{{:<{width}}}" for width in widths)
-    click.echo("\n".join(form.format(*row).rstrip() for row in cells))
+def write_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    spare: Sequence[str] = (),
+    cut: Sequence[str] = (),
+) -> None:
+    """
+    Write rows under headings, in columns; each cell is made plain.
+
+    On a terminal that is too narrow, some columns are left out, and some are cut.
+
+    Args:
+        headings: A heading for each column.
+        rows: The cells.
+        spare: Headings of columns that may be left out, the first one first.
+        cut: Headings of columns that may be cut after that, the widest one first.
+    """
+    columns: list[Sequence[str]] = [
+        [heading, *map(plain, cells)] for heading, *cells in zip(headings, *rows, strict=True)
+    ]
+    if is_terminal():
+        columns = fitted(columns, shutil.get_terminal_size().columns, spare, cut)
+    widths = [max(map(len, column)) for column in columns]
+    form = (BETWEEN * " ").join(f"{{:<{width}}}" for width in widths)
+    click.echo("\n".join(form.format(*row).rstrip() for row in zip(*columns, strict=True)))
+
+
+def is_terminal() -> bool:
+    """Tell whether a person reads the output, on a terminal of some width."""
+    return sys.stdout.isatty()
+
+
+def fitted(
+    columns: Sequence[Sequence[str]], width: int, spare: Sequence[str], cut: Sequence[str]
+) -> list[Sequence[str]]:
+    """Make columns, each with its heading, fit in a width; see :func:`write_table`."""
+    kept = list(columns)
+    widths = {column[0]: max(map(len, column)) for column in kept}
+
+    def excess() -> int:
+        return sum(widths.values()) + BETWEEN * (len(widths) - 1) - width
+
+    for heading in spare:
+        if excess() > 0:
+            del widths[heading]
+    while excess() > 0:
+        widest = max(cut, key=lambda heading: widths[heading])
+        if widths[widest] <= LEAST:
+            break
+        widths[widest] -= 1
+    return [
+        [
+            one if len(one) <= widths[column[0]] else f"{one[: widths[column[0]] - 1]}…"
+            for one in column
+        ]
+        for column in kept
+        if column[0] in widths
+    ]

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.cli.session import as_json, plain, session, write_json
-from celery_dislock.exceptions import StoreError
-from celery_dislock.words import for_people
+from celery_dislock.cli.session import as_json, session, write_json
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class Screen:
     unread: int = 0
     error: str = ""
     held: Sequence[tuple[Holder, LockState]] = field(default_factory=list)
-    lines: Sequence[LockState] = field(default_factory=list)
+    lines: list[LockState] = field(default_factory=list)
 
 
 @click.command()
@@ -183,7 +183,12 @@ def look(overview: Overview, rows: int) -> Screen:
             _keep(lines, rows, (lock.waiting, -number, lock))
     screen.held = [(holder, lock) for _, _, holder, lock in sorted(held, reverse=True)]
     longest = [lock for _, _, lock in sorted(lines, reverse=True)]
-    screen.lines = [overview.lock(lock.name, most=1) for lock in longest]
+    screen.lines = []
+    for lock in longest:
+        try:
+            screen.lines.append(overview.lock(lock.name, most=1))
+        except DamagedLockError:  # since it was looked at, or its line alone
+            screen.unread += 1
     screen.error = str(failed[0]) if failed else ""
     screen.took = time.monotonic() - began
     return screen

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 PORT = 8765
 THREADS = 8  # that answer requests; one reads the list of all locks, for all browsers
 HEADERS_MOST = 32 * 1024  # bytes of a request's headers
-CONNECTIONS = 200  # at a time
+CONNECTIONS = 200  # at a time; one more takes the place of the oldest that asks for nothing
+ACCEPTED = 300  # those that are just closed are among them for an instant
 IDLE = 30  # seconds after which a connection that says nothing is closed
 CANNOT_SERVE = 1  # exit code
 
@@ -153,7 +154,7 @@ def _serve(page: Page, host: str, port: int, trusted_proxy: str | None, url_pref
             threads=THREADS,
             ident=None,
             url_prefix=url_prefix,
-            connection_limit=CONNECTIONS,
+            connection_limit=ACCEPTED,
             channel_timeout=IDLE,
             max_request_header_size=HEADERS_MOST,
             max_request_body_size=BODY_MOST,
@@ -163,6 +164,7 @@ def _serve(page: Page, host: str, port: int, trusted_proxy: str | None, url_pref
     except (OSError, ValueError) as exc:
         click.echo(f"Error: cannot listen at {host}:{port}: {exc}", err=True)
         sys.exit(CANNOT_SERVE)
+    _make_room(server)
     logging.getLogger("waitress").setLevel(logging.ERROR)
     address = f"[{host}]" if ":" in host.strip("[]") else host
     with _ending():
@@ -175,6 +177,26 @@ def _serve(page: Page, host: str, port: int, trusted_proxy: str | None, url_pref
             server.run()
         finally:
             server.close()
+
+
+def _make_room(server: Any) -> None:
+    """Let connections that send slowly, or nothing, keep out nobody: the oldest makes room."""
+    from waitress.channel import HTTPChannel  # noqa: PLC0415 -- an extra
+
+    class Channel(HTTPChannel):  # type: ignore[misc]
+        def add_channel(self, map: Any = None) -> None:  # noqa: A002 -- waitress names it
+            super().add_channel(map)
+            there = [one for one in self.server.active_channels.values() if not one.will_close]
+            idle = [
+                one for one in there if not (one is self or one.requests or one.total_outbufs_len)
+            ]
+            if len(there) > CONNECTIONS and idle:
+                min(idle, key=lambda one: one.creation_time).will_close = True
+
+    listening = getattr(server, "_map", None) or server.map  # the latter with several addresses
+    for one in listening.values():
+        if hasattr(one, "channel_class"):
+            one.channel_class = Channel
 
 
 def _note(page: Page) -> NoReturn:

@@ -68,6 +68,7 @@ def lock_on_conflict(value: object) -> object:
     """Check a strategy: its name, or a callable that takes the task and the conflict."""
     if not callable(value):
         return _strategy(value)
+    _refuse_coroutine(value)
     try:
         inspect.signature(value).bind(None, None)
     except TypeError as exc:
@@ -84,7 +85,13 @@ def _is_key(value: object) -> bool:
         except ValueError as exc:
             raise ValueError(f"the limit of {value!r}: {exc}") from exc
         value = value.key
+    _refuse_coroutine(value)
     return isinstance(value, str) or callable(value)
+
+
+def _refuse_coroutine(value: object) -> None:
+    if inspect.iscoroutinefunction(value):
+        raise ValueError("give a plain function: an `async def` is not awaited")
 
 
 UNIQUE_UNTIL = ("start", "end", "expiry")  # of lock_unique_until
@@ -182,7 +189,9 @@ class TaskOptions:
             "id. `wait`: it waits in line and occupies its worker slot. `queue`: it is parked in "
             "line and occupies no slot. `reject`: its message goes to the broker's dead-letter "
             "exchange. A callable takes the task and the conflict, and returns one of these "
-            "names."
+            "names. With `lock_unique_until='start'` or `lock_on_duplicate='replace'` the default "
+            "is `queue` (`retry` with several keys): a message that was sent while an older one "
+            "ran is not lost."
         ),
     )
     lock_wait_timeout: float = declare(
@@ -354,6 +363,13 @@ class TaskOptions:
         return max((self.lock_limit or 0, *(self.limits or ()))) > 1
 
     @property
+    def newest_counts(self) -> bool:
+        """Whether a message that comes while an older one runs must not be lost."""
+        return self.lock_unique_until is not None and (
+            self.lock_unique_until == "start" or self.lock_on_duplicate == "replace"
+        )
+
+    @property
     def parks(self) -> bool:
         """Whether the task may be parked: it has one key, and "queue" or a callable as strategy."""
         chosen = self.lock_on_conflict
@@ -429,6 +445,20 @@ OF_OTHERS = {
             "unique_raises, and lock_unique_for for unique_timeout; lock_on_conflict='skip' or "
             "'raise' is for what runs; there is no limit of tasks per time"
         ),
+    ),
+}
+
+# Names that a decorator of tasks may be given for an option: attributes of Celery, without effect.
+MEANT = {
+    "key": "give lock_key",
+    "lock": "give lock_key",
+    "timeout": (
+        "give lock_wait_timeout for how long a task waits for its lock, lock_watchdog_timeout for "
+        "how long the lock outlives a dead process, or lock_expire for a fixed expiry"
+    ),
+    "ttl": (
+        "leave it out, as the lock ends with the task or its process, or give lock_expire for a "
+        "fixed expiry"
     ),
 }
 

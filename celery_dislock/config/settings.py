@@ -12,10 +12,12 @@ with the remedy.  All checks run when a task is bound, a lock is made or a worke
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from difflib import get_close_matches
-from typing import Any
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from difflib import SequenceMatcher, get_close_matches
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from celery_dislock.config.checks import (
     NEAR_MISS,
@@ -31,6 +33,7 @@ from celery_dislock.config.checks import (
 from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
+    MEANT,
     NEED,
     OF_OTHERS,
     TaskOptions,
@@ -38,6 +41,10 @@ from celery_dislock.config.options import (
 )
 from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 from celery_dislock.exceptions import SettingsError
+
+logger = logging.getLogger("celery_dislock")
+
+NEAR_WORD = 0.66  # minimum difflib ratio of two words of settings: "uri" is a misspelt "url"
 
 # If a name contains one of these, its value is never shown.
 SECRETS = ("password", "credential", "transport_option", "kwargs")
@@ -137,6 +144,7 @@ def setting_name(option: str) -> str | None:
 
 RESOLVED_MOST = 1000  # sets of options that are kept: somebody may compute a timeout each time
 
+_OPTIONS = {f.name for f in fields(TaskOptions)}
 _SETTINGS = {f.name for f in fields(AppSettings)} | {
     name for f in fields(TaskOptions) if (name := setting_name(f.name))
 }
@@ -166,6 +174,9 @@ def task_options(owner: str, declared: Mapping[str, Any], conf: Mapping[str, Any
             if not _overruled(option.name, default, declared):
                 values[option.name] = default
     options = TaskOptions(**values)
+    if "lock_on_conflict" not in values and options.newest_counts:
+        several = len(options.keys) > 1  # these have no line
+        options = replace(options, lock_on_conflict="retry" if several else "queue")
     check_servers(owner, options, conf)
     _check_together(owner, declared, options)
     return options
@@ -213,6 +224,8 @@ class ResolvedOptions:
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(TaskOptions)]
     for name, value in declared.items():
+        if name in MEANT:
+            raise _refused(owner, name, value, f"no such option: {MEANT[name]}")
         if name in OF_OTHERS:
             whose, instead = OF_OTHERS[name]
             remedy = f"an option of {whose}, without effect here: {instead}"
@@ -319,23 +332,110 @@ def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> 
         raise SettingsError(owner, "lock_on_conflict", "queue", remedy)
 
 
-def check_settings(conf: Mapping[str, Any]) -> None:
-    """Refuse ``dislock_`` settings that do not exist.
+def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
+    """
+    Refuse settings that are meant for this package, and that it does not read.
+
+    A setting may also be one of a later version: the package was rolled back, and the configuration
+    was not.  One that resembles none of ours is therefore logged and ignored.
+
+    Args:
+        conf: The app's configuration.
+        strict: Refuse also those that resemble none of ours.
 
     Raises:
-        SettingsError: Names the setting, and suggests a known one with a similar name.
+        SettingsError: Names the setting, and the one that is meant.
     """
     for given in conf:
-        # With a namespace, Celery uses an upper-case prefix: CELERY_DISLOCK_URL.
-        before, found, rest = given.lower().rpartition("dislock_")
-        name = found + rest
-        if found and name not in _SETTINGS:
-            remedy = f"no such setting{did_you_mean(name, _SETTINGS)}"
-            near = get_close_matches(name, _SETTINGS, 1, NEAR_MISS)
-            if near and not given.startswith(found):
-                spelt = near[0].upper() if given.isupper() else near[0]
-                remedy += f" Write it as {given[: len(before)]}{spelt}"
+        meaning = _meaning(given)
+        if meaning is None:
+            continue
+        if meaning.kind == "unknown" and not strict:
+            if given not in _ignored:
+                _ignored.add(given)
+                logger.warning(
+                    "The setting %s does not exist in this version of celery-dislock, and is "
+                    "ignored.",
+                    given,
+                )
+        elif remedy := _remedy(conf, given, *meaning):
             raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
+
+
+def _remedy(conf: Mapping[str, Any], given: str, kind: str, before: str, meant: str) -> str:
+    """Return what to do about a setting; empty if it is read, or is somebody else's."""
+    prefix = getattr(conf, "prefix", None) or ""  # of Celery's: the namespace, if there is one
+    if kind == "unknown":
+        return "no such setting"
+    if kind == "misspelt":
+        # With a namespace, Celery uses an upper-case prefix: CELERY_DISLOCK_URL.
+        read_as = _spelt(meant, prefix)
+        if not hasattr(conf, "prefix"):
+            read_as = given[: len(before)] + (meant.upper() if given.isupper() else meant)
+        hint = f" Write it as {read_as}" if (read_as, before) != (meant, "") else ""
+        return f"no such setting; did you mean {meant!r}?{hint}"
+    if before not in ("", "celery_", prefix.lower()) or (meant and meant in conf):
+        return ""
+    if not meant:
+        return "an option of a task, and no setting: give it to each task"
+    return f"nobody reads this setting: write it as {_spelt(meant, prefix)}"
+
+
+class _Meaning(NamedTuple):
+    kind: str  # "setting", "option" (an option's own name), "misspelt" or "unknown"
+    before: str  # what stands before the name, in lower case
+    meant: str  # the setting that is meant; empty if there is none
+
+
+_ignored: set[str] = set()  # settings that this process has told of
+
+
+def _spelt(setting: str, prefix: str) -> str:
+    """Return the name by which Celery reads a setting."""
+    return prefix + (setting.upper() if prefix.isupper() else setting)
+
+
+@lru_cache(maxsize=4096)  # a task that is bound looks at all settings of its app
+def _meaning(given: str) -> _Meaning | None:
+    """Return what a setting of an app may be meant for; None for one that is somebody else's."""
+    lower = given.lower()
+    before, found, rest = lower.rpartition("dislock_")
+    if found:
+        meant = found + rest
+        if meant in _SETTINGS:
+            return _Meaning("setting", before, meant)
+        near = _near(meant)
+        return _Meaning("misspelt" if near else "unknown", before, near)
+    words = lower.split("_")
+    for start, word in enumerate(words[:2]):
+        head = "".join(f"{one}_" for one in words[:start])
+        if SequenceMatcher(None, word[: len("dislock")], "dislock").ratio() >= NEAR_MISS and (
+            head or given.islower()  # else a setting of somebody else, in a module of a project
+        ):
+            near = _near("_".join(["dislock", *words[start + 1 :]])) or _near(lower[len(head) :])
+            if near:
+                return _Meaning("misspelt", head, near)
+        option = lower[len(head) :]
+        if option in _OPTIONS and (head or given.islower()):
+            return _Meaning("option", head, setting_name(option) or "")
+    return None
+
+
+def _near(given: str) -> str:
+    """
+    Return the setting of which a name is a misspelling; empty if there is none.
+
+    Each word has to resemble its counterpart: many settings share most of their letters.
+    """
+    for setting in sorted(_SETTINGS):
+        pairs = zip(given.split("_"), setting.split("_"), strict=False)
+        if given.replace("_", "") == setting.replace("_", "") or (
+            given.count("_") == setting.count("_")
+            and all(SequenceMatcher(None, *pair).ratio() >= NEAR_WORD for pair in pairs)
+        ):
+            return setting
+    # Whoever names a lock server under another name must not get the broker instead.
+    return "dislock_url" if any(word in ("url", "urls") for word in given.split("_")) else ""
 
 
 def reference(kind: type[TaskOptions | AppSettings]) -> str:
@@ -369,6 +469,20 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
 def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
     """Make the error about an option, without any password in its value."""
     return SettingsError(owner, name, _told(name, value), remedy)
+
+
+def reported(name: str, value: object) -> object:
+    """Return a setting for a report to people; one of this package without any password."""
+    if "dislock" not in name.lower():
+        return value
+    return _option(name, value) if isinstance(value, Mapping) else _told(name, value)
+
+
+def _option(name: str, value: object) -> object:
+    """Return an option of a connection; of texts, any may be secret, so numbers alone are shown."""
+    if isinstance(value, Mapping):
+        return {key: _option(str(key), one) for key, one in value.items()}
+    return HIDDEN if any(word in name.lower() for word in (*SECRETS, "pass")) else harmless(value)
 
 
 def _told(name: str, value: object) -> object:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from celery_dislock.keys.values import CONTROL, DIGEST_CHARS, percent_encoded
+from celery_dislock.words import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 NUMBER_MOST = 10**9  # maximum number of retries or replacements in a ticket
 
 _ENCODED = re.compile(rf"[%@~{CONTROL}]")
+
+
+def told_id(task_id: object) -> str:
+    """Return a task's id as a holder tells it: text of limited length, whatever a message has."""
+    return shortened(str(task_id))
 
 
 def task_name(task_id: object) -> str:
@@ -47,7 +53,7 @@ def ticket_name(task_id: object, retries: object, nesting: object) -> str:
 
 def task_id_of(ticket: str) -> str:
     """Return the id of a ticket's task."""
-    return unquote(ticket.rsplit(":", 2)[0])
+    return _decoded(ticket.rsplit(":", 2)[0])
 
 
 def reserved_lock(locks: Sequence[str]) -> str:
@@ -69,7 +75,15 @@ def reserved_name(task_id: object) -> str:
 
 def task_id_of_reserved(name: str) -> str:
     """Return the id of the task that a reservation is for."""
-    return unquote(name)
+    return _decoded(name)
+
+
+def _decoded(name: str) -> str:
+    """Return the id that was encoded, a lone surrogate, too; a name that we did not write as is."""
+    try:
+        return unquote(name, errors="surrogatepass")
+    except UnicodeDecodeError:
+        return name
 
 
 def _number(given: object) -> int:

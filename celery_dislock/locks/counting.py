@@ -56,7 +56,8 @@ WAKE_AGAIN = 1000  # events
 OTHER = "other"
 
 # Counters, by the name of their field: acquisitions, conflicts, and so on.
-ACQUIRED, CONFLICT, RENEWED, LOST, CAPPED, UNAVAILABLE = (
+MESSAGE, ACQUIRED, CONFLICT, RENEWED, LOST, CAPPED, UNAVAILABLE = (
+    "message",
     "acquired",
     "conflict",
     "renewed",

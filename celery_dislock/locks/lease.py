@@ -30,6 +30,7 @@ from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.locks.counting import CAPPED, HELD, LOST
+from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -329,7 +330,8 @@ class Lease:
         Release the lease; one round trip, or none if that was done before.
 
         If the server no longer has the lease, the lease is reported as lost.  If the server does
-        not answer, no error is raised: the lease ends with its expiry, and the log says when.
+        not answer, no error is raised: the watchdog releases the lease when the server answers
+        again, or the lease ends with its expiry.  The log says when.
 
         Args:
             at_least: Minimum seconds from the acquisition for which the lease lasts.  If they are
@@ -398,7 +400,12 @@ class Lease:
         return self.lock.options.lock_at_least_for if given is None else given
 
     def _finish(self, at_least: float, ticket: str, settles: float) -> bool:
-        """Send the release; return False if the lease was gone before the first release."""
+        """
+        Send the release; return False if the lease was gone when it should have been held.
+
+        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
+        that computes, or a connection is made anew.  It was held until its owner was done.
+        """
         lock = self.lock
         trusted = lock.clock() < self.trusted_until
         # An earlier call may have been interrupted by an exception after it had sent the release.
@@ -416,16 +423,63 @@ class Lease:
                     reservation=self.reservation,
                 )
         except StoreError as exc:
+            ending = Ending(lock.names, self.owner, at_least, ticket, settles, self.reservation)
+            lock.keeper.clear(ending, timeout=lock.timeout)
             logger.warning(
-                "Lock %r of %s could not be released and ends by itself within %.1f s: %s",
+                "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
+                "lock server answers again: %s",
                 self.key,
                 in_words(self.holder),
                 self.lock.timeout,
                 exc,
             )
             return trusted
-        return ended or sent_before
+        return ended or sent_before or (trusted and lock.clock() >= self.trusted_until)
+
+    def __bool__(self) -> bool:
+        """False for a body that runs without a lock alone; see :attr:`held` for what is lost."""
+        return True
 
     def __repr__(self) -> str:
         state = self._over or ("held" if self._is_trusted else "ended")
         return f"<Lease of {self.key!r} by {self.owner}: {state}, token {self.token}>"
+
+
+class NoLease(Lease):
+    """
+    The lease of a body that runs without a lock, such as one that is called as a function: falsy.
+
+    It is not held, has the key "" and the token 0, which is smaller than that of any lease.  No
+    lock was taken that could be lost, so :meth:`ensure_held` raises nothing.
+    """
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.key = self.owner = ""
+        self.holder = {}
+        self.tokens = {}
+        self.renewals = 0
+        self.reservation = None
+        self.capped = self.lost = False
+        self.finished = True
+
+    token = property(lambda _self: 0)
+    acquired_at = property(lambda _self: 0.0)
+    _over = property(lambda _self: "not locked")
+
+    def confirm(self) -> bool:
+        """Return False."""
+        return False
+
+    def ensure_held(self) -> None:
+        """Do nothing: whoever runs the body without its lock has decided so."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<Lease: not locked>"
+
+
+NOT_LOCKED = NoLease()

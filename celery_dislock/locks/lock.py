@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
-from celery_dislock.locks.attempt import WAITED, Attempt, Conflict, in_words
+from celery_dislock.locks.attempt import WAITED, Attempt, Conflict, in_words, is_turn
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.counting import ACQUIRED, WAIT
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
+from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -128,7 +129,12 @@ class Lock:
             raise
 
     def acquire(
-        self, attempt: Attempt, *, timeout: float | None, fair: bool = True
+        self,
+        attempt: Attempt,
+        *,
+        timeout: float | None,
+        fair: bool = True,
+        gives_way: bool = False,
     ) -> Lease | Conflict:
         """
         Take the lock, and wait in line for it, first come, first served.  Blocks.
@@ -145,10 +151,12 @@ class Lock:
             attempt: The attempt.
             timeout: Maximum seconds to wait; None: no limit.
             fair: False: pass the waiters in line if the lock admits one more lease.
+            gives_way: Return at once if the lock is reserved for a parked task: its message may
+                need the slot in which the caller waits.
 
         Returns:
             The lease, or the conflict that remained after *timeout*.  After a conflict the attempt
-            is no longer in line.
+            is no longer in line.  One that gives way keeps its place, for PLACE_TIMEOUT.
 
         Raises:
             LockHeldError: The caller itself holds the lock, and would wait for itself.
@@ -170,6 +178,8 @@ class Lock:
                     attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 attempt.how = WAITED
+                if gives_way and is_turn(answer.holder):
+                    return self.conflict(answer)
                 left = give_up_at - self.clock()
                 if left <= 0:
                     self.abandon(attempt)
@@ -183,12 +193,11 @@ class Lock:
                     unheard += 1
                     self._rest(exc, unheard, left)
                     continue
-                if handed is None:
-                    continue
                 # The place was set after asked_at, for PLACE_TIMEOUT, and the server measured what
                 # remained of it at the grant.  So this time is never later than the real grant.
-                granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
-                if self.clock() < granted_at + trust_in(handed.ttl):
+                place_left = 0.0 if handed is None else handed.place_left
+                granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - place_left)
+                if handed is not None and self.clock() < granted_at + trust_in(handed.ttl):
                     return self.keep(attempt, (handed.token,), granted_at, handed.ttl)
         except BaseException as exc:  # also a signal handler's exception, at any instruction
             if asked or not isinstance(exc, UnreachableError):
@@ -293,9 +302,16 @@ class Lock:
         gives the attempt up.
         """
         if attempt.lease is None:
-            self.keeper.clear(self.names, attempt.owner)
+            self.give_up(attempt)
             if self.abandon(attempt):
                 self.keeper.cleared(attempt.owner)
+
+    def give_up(self, attempt: Attempt) -> None:
+        """Have the watchdog give up an attempt, since the server does not answer; does not block.
+
+        The attempt may have been granted the lock all the same, and must not ask again.
+        """
+        self.keeper.clear(Ending(self.names, attempt.owner), timeout=self.timeout)
 
     def abandon(self, attempt: Attempt) -> bool:
         """
@@ -307,6 +323,7 @@ class Lock:
         try:
             self.store.release(self.names, attempt.owner)
         except StoreError as exc:
+            self.give_up(attempt)
             logger.warning(
                 "Lock %r may stay taken for up to %.1f s with no live holder, since %s gave it up "
                 "and could not release it: %s",

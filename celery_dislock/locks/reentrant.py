@@ -244,6 +244,13 @@ class ReentrantLock:
             traceback: TracebackType | None,
         ) -> None: ...
 
+    if not TYPE_CHECKING:  # a type checker is to refuse `async with`, too
+
+        def __aenter__(self) -> Any:
+            raise EventLoopError(self.key)
+
+        def __aexit__(self, *_exc_info: object) -> Any: ...
+
     def __repr__(self) -> str:
         return f"<ReentrantLock {self.key!r}: {self.lease or 'not held by this thread'}>"
 
@@ -429,7 +436,15 @@ def _note(exc: BaseException, note: str) -> None:
 
 def _an_event_loop_runs() -> bool:
     asyncio: Any = sys.modules.get("asyncio")
-    if asyncio is None:
-        return False
     running = getattr(asyncio, "_get_running_loop", None)  # missing during an import
-    return running is not None and running() is not None
+    if running is not None and running() is not None:
+        return True
+    trio: Any = sys.modules.get("trio.lowlevel")
+    current_task = getattr(trio, "current_task", None)
+    if current_task is None:
+        return False
+    try:
+        current_task()
+    except RuntimeError:  # trio does not run in this thread
+        return False
+    return True

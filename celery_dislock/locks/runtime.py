@@ -22,6 +22,7 @@ from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ class Process:
         )
         self._warned = False
         self._away = False
+        self._refuses = False  # while it is away: it answers, with an error
         self._damaged: set[str] = set()
         self._counter = count(1)
 
@@ -214,7 +216,9 @@ class Process:
         """Log once per outage that the lock server fails, or once per lock that it is damaged."""
         if isinstance(error, DamagedLockError):
             self._report_damage(error)
-        elif not self._away:
+            return
+        self._refuses = is_answer(error)
+        if not self._away:
             self._away = True
             logger.warning("While this lasts no task can take a lock: %s", error)
 
@@ -226,9 +230,15 @@ class Process:
         self._damaged.add(error.lock)
         logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
-    def lock_server_answered(self) -> None:
-        """Log the end of an outage, if there was one."""
-        if self._away:
+    def lock_server_answered(self, *, took: bool = True) -> None:
+        """
+        Log the end of an outage, if there was one.
+
+        Args:
+            took: Whether a free lock was taken.  If not, a server that refused locks may still do
+                so: one without memory answers what it reads, and goes on with leases that it has.
+        """
+        if self._away and (took or not self._refuses):
             self._away = False
             logger.info("The lock server %s answers again.", self.store.server)
 

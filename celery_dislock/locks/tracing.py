@@ -20,6 +20,7 @@ PREFIX = "celery_dislock."
 UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
 SECONDS = {"wait": "Seconds waited for locks", "held": "Seconds for which locks were held"}
 COUNTED = {
+    "message": ("messages", "Messages of tasks that are unique when they are sent"),
     "acquired": ("acquisitions", "Leases that were granted"),
     "conflict": ("conflicts", "Acquisitions that were refused because the lock was held"),
     "renewed": ("renewals", "Renewals of leases"),

@@ -11,8 +11,11 @@ removed by setting its number to zero: an entry whose number differs from its le
 is dropped when it reaches the top of its heap.
 
 If a thread or greenlet that took a lease in plain Python has ended, its lease is no longer renewed,
-because nothing else would release it.  The loop also keeps a list of owners whose attempt to take a
-lock was interrupted by an exception.  Their leases and places in line are released in batches, too.
+because nothing else would release it.  The loop also keeps a list of owners that are done: the
+server did not answer their release, or an exception interrupted their attempt to take a lock.
+Their leases and places in line are released in batches, too.  Otherwise a process that hangs after
+the body, in a result backend that is away, would keep its lock: the worker's main process renews
+it.
 
 After each batch the loop reads its clock again.  A failed batch is retried soon, with backoff, as
 long as its leases are trusted.  The batches after it do not wait for the retry.
@@ -45,7 +48,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.locks.counting import EVERY, RENEWED
 from celery_dislock.locks.figures import Counts, written
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
@@ -58,7 +61,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.counting import Counters
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
-    from celery_dislock.servers.store import Store
+    from celery_dislock.servers.store import Ending, Store
 
 BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
 EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
@@ -86,9 +89,9 @@ class Entry(NamedTuple):
 
 
 class Over(NamedTuple):
-    """An owner whose attempt was interrupted, and which may still hold or wait for locks."""
+    """An owner that is done, and may still hold or wait for locks."""
 
-    names: Sequence[str]
+    ending: Ending
     until: float  # monotonic time after which the release is not retried
 
 
@@ -192,21 +195,21 @@ class Watchdog:
         if self._latest == latest:  # else a signal handler has added an entry: clean up next time
             self._timers = kept
 
-    def clear(self, names: Sequence[str], owner: str) -> None:
+    def clear(self, ending: Ending, *, timeout: float = 0.0) -> None:
         """
-        Release soon the leases and places in line of an interrupted attempt; does not block.
+        Release soon the leases and places in line of an owner that is done; does not block.
 
-        The release is retried until the server answers or :meth:`cleared` is called, for
-        ``CLEAR_FOR`` seconds at most.
+        The release is retried until the server answers or :meth:`cleared` is called, for *timeout*
+        or ``CLEAR_FOR`` seconds at most.  An owner that is done must not ask for a lock again.
 
         Args:
-            names: Names of the locks in Redis.
-            owner: The owner of the attempt.
+            ending: The release.
+            timeout: Seconds after which its leases have ended by themselves.
         """
         now = self._clock()
         if not self._over:
             self._clear_at = now + RETRY_MOST
-        self._over[owner] = Over(names, now + CLEAR_FOR)
+        self._over[ending.owner] = Over(ending, now + max(CLEAR_FOR, timeout))
         self._bell.ring()
         self._ensure_running()
 
@@ -268,7 +271,7 @@ class Watchdog:
 
     def tick(self) -> float | None:
         """
-        Do what is due: one batch of renewals, and one of interrupted attempts; a round trip each.
+        Do what is due: one batch of renewals, and one of owners that are done; a round trip each.
 
         Returns:
             Seconds until the next action, 0 if more is due now, None if there is nothing to do.
@@ -368,18 +371,23 @@ class Watchdog:
             self.show_figures()
 
     def _clear(self) -> None:
-        """Release leases and places of interrupted attempts, one batch in one round trip."""
+        """Release leases and places of owners that are done, one batch of them."""
         self._clear_at = self._clock() + RETRY_MOST
         batch = list(islice(self._over.copy().items(), BATCH))
+        errors: Sequence[Exception | SystemExit | None]
         try:
-            self._store.clear([(one.names, owner) for owner, one in batch], within=WITHIN_MOST / 2)
-            over = batch
+            errors = self._store.clear([one.ending for _, one in batch], within=WITHIN_MOST / 2)
         except SURVIVED as exc:
-            over = [(owner, one) for owner, one in batch if one.until < self._clock()]
+            errors = [exc] * len(batch)
             if not isinstance(exc, StoreError):
-                self._survive("releasing interrupted attempts", exc)
-        for owner, _ in over:
-            self.cleared(owner)
+                self._survive("releasing leases", exc)
+        now = self._clock()
+        for (owner, one), error in zip(batch, errors, strict=True):
+            if error is None or isinstance(error, DamagedLockError) or one.until < now:
+                self.cleared(owner)
+            else:  # behind the others
+                self._over.pop(owner, None)
+                self._over[owner] = one
 
     def _flush(self) -> None:
         """Send what was counted, unless leases have to be renewed first."""
@@ -477,10 +485,11 @@ class Watchdog:
 
     def _keep(self, reservations: list[Reservation], until: float) -> None:
         """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
-        if reservations:
+        running = [one for one in reservations if one.until == "end"]
+        if running:
             with suppress(StoreError):
                 within = min(max(WITHIN_LEAST, until - self._clock()), WITHIN_MOST)
-                self._store.reservations.keep(reservations, runs=True, within=within)
+                self._store.reservations.keep(running, runs=True, within=within)
 
     def _schedule(self, lease: Lease) -> float:
         return self._put(lease, lease.trusted_until if lease.due is None else lease.due)

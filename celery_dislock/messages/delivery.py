@@ -33,15 +33,9 @@ logger = logging.getLogger("celery_dislock")
 
 
 def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:
-    """
-    End the reservation of a message that does not wait any more; logs a StoreError.
-
-    With ``lock_unique_until="expiry"`` it stays, whatever becomes of the message.
-    """
-    if reservation.until == "expiry":
-        return
+    """End the reservation of a message that has ended; logs a StoreError."""
     try:
-        reservations.end(reservation.lock, reservation.id)
+        reservations.end(reservation)
     except StoreError as exc:
         logger.warning(
             "Task %s has ended, and its key %r stays reserved until that expires: %s",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery import states
 
 from celery_dislock.redaction import reason_of
+from celery_dislock.words import finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,6 +109,7 @@ class Events:
         try:
             if not self.wanted:
                 return
+            fields = finite(fields)
             followed = self._followed
             if followed is not None and GROUP in followed.buffer_group:
                 followed.send(type_, **fields)

@@ -32,7 +32,8 @@ HELD_HEADER = "dislock_held"  # owner whose lease this delivery takes over
 GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold the lock
 TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
 SENT_HEADER = "dislock_sent"  # when a task was sent that may be replaced in line: UNIX time in us
-UNIQUE_HEADER = "dislock_unique"  # where its key is reserved, and lock_unique_until; not a note
+UNIQUE_HEADER = "dislock_unique"  # the parts of its Reservation but id and ttl; not a note
+LEFT_HEADER = "dislock_left"  # delivery that took it out of a line, and that it goes on with
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 
 SINCE_HEADER = "dislock_since"  # when it first asked for its lock in vain: UNIX time, for metrics
@@ -43,6 +44,9 @@ OWNER_MOST = 400  # characters after the task's id: worker, process and count
 OWNERS_MOST = 8  # in the header; older ones were released before
 REASON_MOST = 1000  # characters
 LOCK_MOST = 1000  # characters of a lock's name, with its prefix
+ID_MOST = 1000  # characters of a task's id in a reservation
+MESSAGES_MOST = 10**12  # of one key, that replace each other
+MARK = re.compile("[0-9a-f]{1,32}|-")
 
 logger = logging.getLogger("celery_dislock")
 
@@ -58,6 +62,7 @@ class Notes:
         held_by: Owner whose lease this delivery takes over.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn.
+        left: Delivery that has taken the task out of a line, and that this one goes on with.
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
             measures it.
@@ -68,6 +73,7 @@ class Notes:
     held_by: str | None = None
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
+    left: str | None = None
     replaced: str | None = None
     since: float | None = None
 
@@ -110,6 +116,7 @@ class Notes:
             HELD_HEADER: self.held_by,
             GIVEN_UP_HEADER: self.given_up,
             TICKET_HEADER: list(self.parked or ()),
+            LEFT_HEADER: self.left,
             REPLACED_HEADER: self.replaced,
             SINCE_HEADER: self.since,
         }
@@ -134,7 +141,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     return turn if turn is not None and turn[1] == own else None
 
 
-def reservation_of(request: Context, prefix: str, ttl: float) -> Reservation | None:
+def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:
     """
     Return the reservation of a delivery's message; None if it has none, or one that is not ours.
 
@@ -148,14 +155,19 @@ def reservation_of(request: Context, prefix: str, ttl: float) -> Reservation | N
     """
     headers = request.headers
     given = headers.get(UNIQUE_HEADER) if isinstance(headers, dict) else None
-    if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- its two parts
+    if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
-    lock, until = given
+    lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
     if not (isinstance(lock, str) and lock.startswith(f"{prefix}:{{") and len(lock) <= LOCK_MOST):
         return None
-    if until not in UNIQUE_UNTIL:
+    if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
         return None
-    return Reservation(lock, reserved_name(request.id), until, ttl)
+    if type(number) is not int or not 0 <= number <= MESSAGES_MOST:
+        return None
+    encoded_id = reserved_name(request.id)
+    if len(encoded_id) > ID_MOST:
+        return None
+    return Reservation(lock, encoded_id, until, ttl, mark, number)
 
 
 def forget_notes(request: Context) -> None:
@@ -200,7 +212,7 @@ def _ticket(given: Any, task_id: str, prefix: str) -> tuple[str, str] | None:
     return (lock, ticket) if is_lock and is_own else None
 
 
-def _reason(given: Any, _task_id: str, _prefix: str) -> str | None:
+def _text(given: Any, _task_id: str, _prefix: str) -> str | None:
     return readable_reason(given)
 
 
@@ -219,6 +231,7 @@ READERS: dict[str, tuple[str, Callable[[Any, str, str], Any]]] = {
     HELD_HEADER: ("held_by", _owner),
     GIVEN_UP_HEADER: ("given_up", _owners),
     TICKET_HEADER: ("parked", _ticket),
-    REPLACED_HEADER: ("replaced", _reason),
+    LEFT_HEADER: ("left", _text),
+    REPLACED_HEADER: ("replaced", _text),
     SINCE_HEADER: ("since", _time),
 }

@@ -32,6 +32,8 @@ AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its p
 PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id", "timestamp")
 STAY = {SENT_HEADER, UNIQUE_HEADER}  # of our headers; the others are notes of one delivery
 DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects cycles by these
+OCTET_MOST = 255  # as AMQP writes a priority
+TIMESTAMP_MOST = 10.0**11  # UNIX time, about the year 5138
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
@@ -206,12 +208,13 @@ def _can_be_sent(name: str, value: Any) -> bool:
     if name == "expiration":
         try:
             return 0 <= float(value) < math.inf
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return False
     if name in {"priority", "delivery_mode"}:
-        return isinstance(value, int)
+        return isinstance(value, int) and 0 <= value <= OCTET_MOST
     if name == "timestamp":
-        return isinstance(value, (int, float, datetime))
+        is_number = isinstance(value, (int, float))
+        return 0 <= value <= TIMESTAMP_MOST if is_number else isinstance(value, datetime)
     return name not in PROPERTIES or isinstance(value, str)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import time
 from typing import TYPE_CHECKING
 
@@ -11,22 +13,24 @@ from celery.app.task import Context
 from celery_dislock.config.urls import ONLY_EXCLUSIVE
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.delivery import end_reservation
 from celery_dislock.messages.events import tell_revoked
-from celery_dislock.messages.headers import REPLACED_HEADER, reservation_of
+from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.overview import Overview
 from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from celery import Celery
 
     from celery_dislock.operating.overview import Holder
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.reservations import Record
 
 NOTE_MOST = 200  # characters
+MESSAGE = b'1 {"'  # how a message begins, after the record of its ticket
+_HOME = re.compile(rb"1 \d+ \d+ \d+ [xs] \d+ (\S+) 1 \{")  # the broker in such a record
 LOOK_EVERY = 0.2  # seconds, while a lease is to end
 
 
@@ -77,6 +81,28 @@ class Actions:
             StoreError: The server did not answer.  The lease may have ended.
         """
         return self._process.store.free(name, owner, token)
+
+    def end_reservation(self, name: str, shown: Record) -> bool:
+        """
+        End one reservation, so that the next message of the key is sent.
+
+        Its message may still wait, and its task may run.
+
+        Args:
+            name: The lock's name in Redis.
+            shown: The reservation, as it was shown.
+
+        Returns:
+            False if that reservation has ended meanwhile; nothing was changed.
+
+        Raises:
+            StoreError: The server did not answer.  The reservation may have ended.
+        """
+        wanted, found = shown.of(name), self._overview.lock(name, most=0).reservation
+        # A key may be reserved again under the same id, which alone would do for the script.
+        if found is None or found.of(name) != wanted:
+            return False
+        return self._process.store.reservations.end(wanted)
 
     def terminate(self, holder: Holder, *, signal: str = "TERM") -> None:
         """
@@ -144,21 +170,55 @@ class Actions:
         dropped = process.lines.drop(name, ticket, json.dumps({REPLACED_HEADER: reason})[1:-1])
         if dropped is None:
             return False
-        if dropped.message:
-            self._end_reservation(name, dropped.message)
+        with contextlib.suppress(ValueError):  # else whoever tells its end says so
+            headers = Message.from_bytes(dropped.message).headers
+            process.end_reservation(Context(headers, headers=headers))
         if dropped.ours:
             tell_revoked(self._app, process.tell_replaced(name, {ticket: dropped.message}))
         return True
 
-    def _end_reservation(self, name: str, written: bytes) -> None:
-        try:
-            message = Message.from_bytes(written)
-        except ValueError:  # whoever tells its end says so
-            return
-        request = Context(message.headers, headers=message.headers)
-        reservation = reservation_of(request, name.partition(":{")[0], 0.0)
-        if reservation is not None:
-            end_reservation(self._process.store.reservations, reservation, str(message))
+    def put_back(self, name: str, ticket: str = "") -> Iterator[tuple[str, str]]:
+        """
+        Publish again what was set aside, so that each task goes to the end of its line.
+
+        A message is published first, and forgotten then: if that is interrupted it comes twice.
+
+        Args:
+            name: The lock's name in Redis.
+            ticket: The only ticket that is wanted; empty: all.
+
+        Returns:
+            Each ticket, and why it was left; empty: its message was published.
+
+        Raises:
+            BrokerError: The broker did not take a message.
+            StoreError: The server did not answer.
+            SettingsError: There is no app, or several independent servers, which park nothing.
+        """
+        if self._app is None or not self._process.store.lock_server.keeps_lines:
+            raise SettingsError(key_of(name), "put-back", name, "nothing was parked here")
+        lines = self._process.lines
+        told = set()
+        for one, kept in lines.aside(name, ticket):
+            if one in told:  # a page may tell it again
+                continue
+            told.add(one)
+            home = _HOME.match(kept)
+            if home and home[1].decode() != self._process.store.home:
+                yield one, "its message belongs to another broker"
+                continue
+            try:
+                message = Message.from_bytes(kept[max(kept.find(MESSAGE), 0) :])
+            except ValueError as exc:
+                yield one, f"its message is lost: {exc}"
+                continue
+            try:
+                with self._app.producer_or_acquire() as producer:
+                    message.publish(producer, {})
+            except Exception as exc:  # noqa: BLE001 -- any of the broker's client
+                raise BrokerError(reason_of(exc)) from None
+            lines.forget_aside(name, one)
+            yield one, ""
 
     def limit(
         self, name: str, limit: int | None, *, seconds: float | None = None, note: str = ""

@@ -1,8 +1,8 @@
 """Examine the locks of an app: their server, the workers, and the locks themselves.
 
 Each check is a function of its own, in :mod:`celery_dislock.operating.checks`, and returns
-findings.  Nothing is changed, and no command is sent that blocks the server.  If the lock server is
-away, what the workers tell is judged nevertheless.
+findings.  Nothing is changed but a key of doctor's own, which is gone again, and no command is sent
+that blocks the server.  If the lock server is away, what the workers tell is judged nevertheless.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def examine(place: Place, ours: Mapping[str, Any], asking: Asking) -> Examined:
         except StoreError as exc:
             findings.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
         findings += server.rights(place.server, place.prefix)
+        findings += server.writes(place.server, place.prefix)
     findings += server.sentinels(place.server)
     may_park = place.server.keeps_lines and (parked or workers.parks(sides))
     findings += server.about(place.server, found, parks=may_park, min_replicas=place.min_replicas)
@@ -113,7 +114,9 @@ def _of_locks(
     return seen, [
         *locks.counted(seen),
         *locks.leases(seen, fleet),
+        *locks.held_long(seen),
         *locks.lines(seen, fleet),
+        *locks.stuck(seen),
         *locks.sweeps(place.server, overview, place.prefix, place.home, seen),
         *locks.aside(seen),
         *locks.reservations(seen, fleet, asking.known, empty=empty),

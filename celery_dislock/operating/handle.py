@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from celery_dislock.operating.actions import Actions
-from celery_dislock.operating.overview import PLACES, Overview
+from celery_dislock.operating.overview import PLACES, Holder, Overview, look_at_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.operating.overview import Holder, LockState, Place
+    from celery_dislock.operating.overview import LockState, Place
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.reservations import Record
 
 WAIT = 30.0  # seconds for a terminated task to end
 
@@ -60,6 +61,9 @@ class LockHandle:
         """
         Return all that the lock server knows, for each key.
 
+        If several keys are reserved together for a message, one more state follows, which has the
+        reservation.
+
         Args:
             most: Maximum number of places in line for each key.
 
@@ -70,7 +74,7 @@ class LockHandle:
         overview = Overview(
             self._runtime.process.store.lock_server, self._runtime.settings.dislock_prefix
         )
-        return [overview.lock(name, most=most) for name in self._names]
+        return look_at_all(overview, self._names, most)
 
     def holders(self) -> list[Holder]:
         """
@@ -94,25 +98,32 @@ class LockHandle:
         return [place for lock in self.state(most) for place in lock.line]
 
     def free(
-        self, holder: Holder | None = None, *, terminate: bool = False, wait: float = WAIT
-    ) -> list[Holder]:
+        self,
+        shown: Holder | Record | None = None,
+        *,
+        terminate: bool = False,
+        wait: float = WAIT,
+    ) -> list[Holder | Record]:
         """
-        End leases, and hand the lock to the next in line.
+        End leases and reservations, and hand the lock to the next in line.
 
         The body of a holder still runs, and may run beside the next one, until its next renewal
-        tells it that the lease is lost.  With *terminate* its process is ended first.
+        tells it that the lease is lost.  With *terminate* its process is ended first.  If the key
+        was reserved for a message, the next message is sent.  The first one may still wait, and its
+        task runs then as well.
 
         Args:
-            holder: A lease of :meth:`holders`, which is ended if it is still the same.  None: all
-                leases that are there now.
+            shown: A lease of :meth:`holders`, or the reservation of a :meth:`state`, which is ended
+                if it is still the same.  None: all that are there now.
             terminate: Tell the workers to end the tasks that hold the lock, and wait until each has
                 released it.  Works with a prefork pool.  A lease that is still there after *wait*
-                seconds is not ended, unless it is not renewed any more.
+                seconds is not ended, unless it is not renewed any more, and neither is a
+                reservation then.
             wait: Maximum seconds to wait for each lease.
 
         Returns:
-            The leases that were ended here, or by the process that was terminated.  A lease that
-            had ended before is missing.
+            What was ended here, and the leases that the process has released that was terminated.
+            What had ended before is missing.
 
         Raises:
             DamagedLockError, StoreError: As for :meth:`state`.
@@ -120,23 +131,40 @@ class LockHandle:
             SettingsError: *terminate* without an app, as with ``Dislock.from_url()``.
         """
         actions = Actions(self._app, self._runtime.process)
-        ended = []
-        for lock in self.state(0):
+        ended: list[Holder | Record] = []
+        locks, still_runs = self.state(0), False
+        for lock in locks:
             for found in lock.holders:
-                same = holder is None or (holder.owner, holder.token) == (found.owner, found.token)
-                if not same:
+                if shown and _identity(shown) != _identity(found):
                     continue
-                if terminate and found.can_be_terminated:
-                    actions.terminate(found)
-                    left = actions.wait_until_ended(lock.name, found, wait)
-                    if left is None:
-                        ended.append(found)
-                        continue
-                    if left.may_live:
-                        continue
-                if actions.free(lock.name, found.owner, found.token):
+                is_ended = _end(actions, lock.name, found, wait if terminate else None)
+                still_runs = still_runs or is_ended is None
+                if is_ended:
                     ended.append(found)
+        for lock in [] if still_runs else locks:
+            reserved = lock.reservation
+            if reserved is None or (shown and _identity(shown) != _identity(reserved)):
+                continue
+            if actions.end_reservation(lock.name, reserved):
+                ended.append(reserved)
         return ended
 
     def __repr__(self) -> str:
         return f"<LockHandle {self.key!r}>"
+
+
+def _end(actions: Actions, name: str, holder: Holder, wait: float | None) -> bool | None:
+    """End a lease, and its task before if *wait* is given; None if that may still run."""
+    if wait is not None and holder.can_be_terminated:
+        actions.terminate(holder)
+        left = actions.wait_until_ended(name, holder, wait)
+        if left is None:
+            return True
+        if left.may_live:
+            return None
+    return actions.free(name, holder.owner, holder.token)
+
+
+def _identity(shown: Holder | Record) -> tuple[object, ...]:
+    """Return what two leases, or two reservations, never have in common."""
+    return (shown.owner, shown.token) if isinstance(shown, Holder) else shown.of("").identity

@@ -16,6 +16,7 @@ import json
 import os
 import threading
 from collections import Counter, defaultdict
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
@@ -29,6 +30,7 @@ from celery_dislock.locks.counting import (
     LABEL_MOST,
     LIMITS,
     LOST,
+    MESSAGE,
     MICROSECONDS,
     OTHER,
     RENEWED,
@@ -41,23 +43,25 @@ from celery_dislock.scripts import COUNTS, TALLY
 from celery_dislock.scripts.names import counts_of, index_of_counts
 from celery_dislock.servers.replies import text
 from celery_dislock.servers.server import SOCKET_TIMEOUT
+from celery_dislock.words import LONGEST, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.operating.overview import Holder, LockState
+    from celery_dislock.operating.overview import LockState
     from celery_dislock.servers.server import Server
 
 TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
 TOGETHER = 20  # workers whose counts are read in one round trip, by a script each
 PLACES = 500  # of a line that are counted in one script: about 1 ms of work for the server
 PLACES_MOST = 10_000  # of a line that are counted; the others are taken to be of the same tasks
+PAGES_MOST = 500  # of a hundred locks, that are looked at for the gauges
 TASKS_MOST = 500  # names of tasks that gauges have; the others are OTHER
-OVERDUE = 2 / 3  # of the timeout without a renewal: two were missed
+DIGITS_MOST = 18  # of a count
 SINCE = "since"  # of count.lua
 
-TASK, WORKER, OUTCOME = "task", "worker", "outcome"
+TASK, WORKER, OUTCOME, STATE = "task", "worker", "outcome", "state"
 
 
 class Metric(NamedTuple):
@@ -80,6 +84,15 @@ class Metric(NamedTuple):
 
 
 METRICS = (
+    Metric(
+        "celery_dislock_messages_total",
+        "counter",
+        (TASK, WORKER, OUTCOME),
+        "Messages of tasks that are unique when they are sent: sent, duplicate (not sent), "
+        "unreserved (sent, and its key was not reserved), or replaced (told by the worker that got "
+        "it).",
+        MESSAGE,
+    ),
     Metric(
         "celery_dislock_acquisitions_total",
         "counter",
@@ -164,6 +177,44 @@ METRICS = (
         (TASK,),
         "Seconds since the parked task was parked that has been in line for the longest time, of "
         "the lines whose first parked task is of this task.",
+    ),
+    Metric(
+        "celery_dislock_reservations",
+        "gauge",
+        (STATE,),
+        "Keys that are reserved now for a message that is being sent, waiting or running, or whose "
+        "task has ended.",
+    ),
+    Metric(
+        "celery_dislock_reservations_oldest_seconds",
+        "gauge",
+        (STATE,),
+        "Seconds since the oldest of these reservations was made; with ended, since its task has "
+        "ended.",
+    ),
+    Metric(
+        "celery_dislock_limits",
+        "gauge",
+        (STATE,),
+        "Keys that an operator has paused or limited now.",
+    ),
+    Metric(
+        "celery_dislock_limits_oldest_seconds",
+        "gauge",
+        (STATE,),
+        "Seconds since the oldest of these was set.",
+    ),
+    Metric(
+        "celery_dislock_limits_waiting",
+        "gauge",
+        (STATE,),
+        "Waiters and parked tasks in the lines of these keys.",
+    ),
+    Metric(
+        "celery_dislock_locks_cut",
+        "gauge",
+        (),
+        "1 if there are 50,000 locks or more: the gauges are of 50,000 of them. Else left out.",
     ),
     Metric(
         "celery_dislock_server_up",
@@ -329,15 +380,31 @@ class Metrics:
         overdue: Counter[Labels] = Counter()
         parked: Counter[Labels] = Counter()
         oldest: dict[Labels, float] = defaultdict(float)
+        reserved: Counter[Labels] = Counter()
+        since: dict[Labels, float] = defaultdict(float)
+        limits: Counter[Labels] = Counter()
+        limited_for: dict[Labels, float] = defaultdict(float)
+        behind: Counter[Labels] = Counter()
         overview = Overview(server, self._runtime.settings.dislock_prefix)
         failed: list[StoreError] = []
-        for page in overview.names(failed=failed):
+        pages = 0
+        for page in islice(overview.names(failed=failed), PAGES_MOST):
+            pages += 1
             states = [one for one in overview.look(page) if not isinstance(one, StoreError)]
             for state in states:
                 for holder in state.holders:
                     labels = (names.of(holder.task), names.of(holder.worker))
                     leases[labels] += 1
-                    overdue[labels] += _is_overdue(holder)
+                    overdue[labels] += holder.is_overdue
+                if state.reservation is not None:
+                    of_state = (state.reservation.state,)
+                    reserved[of_state] += 1
+                    since[of_state] = max(since[of_state], state.reservation.since)
+                if state.limit is not None:
+                    of_state = ("paused" if state.is_paused else "limited",)
+                    limits[of_state] += 1
+                    limited_for[of_state] = max(limited_for[of_state], state.limit_age or 0.0)
+                    behind[of_state] += state.waiting
             for line in _lines(server, [state for state in states if state.waiting]):
                 for task, number in line.tasks.items():
                     parked[names.of(task),] += number
@@ -350,6 +417,12 @@ class Metrics:
         reading.values["celery_dislock_leases_overdue"] = dict(overdue)
         reading.values["celery_dislock_parked"] = dict(parked)
         reading.values["celery_dislock_parked_oldest_seconds"] = dict(oldest)
+        reading.values["celery_dislock_reservations"] = dict(reserved)
+        reading.values["celery_dislock_reservations_oldest_seconds"] = dict(since)
+        reading.values["celery_dislock_locks_cut"] = {(): 1.0} if pages == PAGES_MOST else {}
+        reading.values["celery_dislock_limits"] = dict(limits)
+        reading.values["celery_dislock_limits_oldest_seconds"] = dict(limited_for)
+        reading.values["celery_dislock_limits_waiting"] = dict(behind)
 
 
 class _Names:
@@ -359,7 +432,7 @@ class _Names:
         self._known: set[str] = set()
 
     def of(self, name: object) -> str:
-        given = "" if name is None else str(name)[:LABEL_MOST]
+        given = "" if name is None else plain(str(name)[:LABEL_MOST])
         if given not in self._known:
             if len(self._known) >= TASKS_MOST:
                 return OTHER
@@ -391,7 +464,7 @@ def _lines(server: Server, locks: Sequence[LockState]) -> Iterator[_Line]:
             for task, number in zip(*[iter(found)] * 2, strict=True):
                 tallies[name][_task_of(task)] += number
             if found and name not in heads:
-                heads[name] = (_task_of(found[0]), (int(now_us) - float(joined_us)) / 1e6)
+                heads[name] = (_task_of(found[0]), _seconds(now_us, joined_us))
             if places == PLACES:
                 more.append(name)
         first, left = first + PLACES, more
@@ -404,10 +477,10 @@ def _lines(server: Server, locks: Sequence[LockState]) -> Iterator[_Line]:
             yield _Line(tally, *heads[lock.name])
 
 
-def _is_overdue(holder: Holder) -> bool:
-    if holder.renewed is None or holder.expiring or holder.turn:
-        return False
-    return holder.renewed > OVERDUE * (holder.renewed + holder.remaining)
+def _seconds(now_us: bytes, joined_us: bytes) -> float:
+    """Return how long ago a task was parked; 0 if the score of its place is no time."""
+    seconds = (int(now_us) - float(joined_us)) / 1e6
+    return seconds if abs(seconds) < LONGEST else 0.0
 
 
 def _task_of(written: bytes) -> str:
@@ -421,7 +494,7 @@ def _task_of(written: bytes) -> str:
 
 def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
     for field, number in zip(*[iter(flat)] * 2, strict=True):
-        if number.isdigit():
+        if number.isdigit() and len(number) <= DIGITS_MOST:
             yield text(field), int(number)
 
 

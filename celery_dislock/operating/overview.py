@@ -6,34 +6,46 @@ acquisition, by the clock that decides when its lease ends.
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.names import reserved_lock, task_id_of
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.scripts import LOOK
 from celery_dislock.scripts.names import lock_in
-from celery_dislock.servers.replies import NAMES, holder_of, renewed_ago, text
+from celery_dislock.servers.replies import (
+    NAMES,
+    bounded_text,
+    holder_of,
+    parsed,
+    reading,
+    renewed_ago,
+    text,
+)
+from celery_dislock.servers.reservations import parse_record
 from celery_dislock.servers.server import SOCKET_TIMEOUT, keys_pattern, scan
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from celery_dislock.servers.reservations import Record
     from celery_dislock.servers.server import Server
 
 PLACES = 20  # of a line, unless more are asked for
 SEARCHED = 200  # places in line that are looked at in one round trip
+TROUBLES = ("damaged", "overdue", "stuck", "set aside", "paused")  # the worst first
+OVERDUE = 2 / 3  # of the timeout without a renewal: two were missed
 TOGETHER = 100  # locks that are looked at in one round trip: 1 or 2 ms of the server
 
-UNIQUE_STATES = {"s": "being sent", "w": "waiting", "r": "running"}
-
-_UNIQUE = re.compile(rb"1 (\w) (\d+) (\d+) (\S+) (\S*)")
-_LIMIT = re.compile(rb"1 (\d+) (\d+) (.*)", re.DOTALL)
-_WAITS = re.compile(rb"1 (\d+) (\d+) ([xs]) (\d+) (.*)", re.DOTALL)
-_PARKED = re.compile(rb"1 (\d+) (\d+) (\d+) ([xs]) (\d+) (\S+) 1 (.*)", re.DOTALL)
+# Numbers as the scripts bound them; see _record.lua.
+_MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
+_LIMIT = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
+_WAITS = re.compile(rb"1 %b %b ([xs]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
+_PARKED = re.compile(rb"1 %b %b %b ([xs]) %b (\S+) 1 (.*)" % (_US, _COUNT, _MS, _COUNT), re.DOTALL)
 
 
 class Holder(NamedTuple):
@@ -89,6 +101,18 @@ class Holder(NamedTuple):
             return False
         return self.renewed is None or self.renewed < self.remaining
 
+    @property
+    def timeout(self) -> float | None:
+        """Seconds from a renewal to the end of the lease; None: nobody has to renew it."""
+        if self.renewed is None or self.expiring or self.turn:
+            return None
+        return self.renewed + self.remaining
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether two renewals were missed: its process is dead, stopped, or cut off."""
+        return self.timeout is not None and (self.renewed or 0.0) > OVERDUE * self.timeout
+
 
 class Place(NamedTuple):
     """
@@ -122,23 +146,6 @@ class Place(NamedTuple):
     routing_key: str | None = None
 
 
-class Reserved(NamedTuple):
-    """
-    The reservation of a key for a message.
-
-    Attributes:
-        id: Id of the message's task.
-        state: "being sent", "waiting" or "running".
-        since: Seconds since the key was reserved.
-        remaining: Seconds until the reservation ends, unless it is renewed.
-    """
-
-    id: str
-    state: str
-    since: float
-    remaining: float
-
-
 class LockState(NamedTuple):
     """
     All that the lock server knows of a lock.
@@ -157,6 +164,9 @@ class LockState(NamedTuple):
         limit_remaining: Seconds until that ends; None: it lasts until it is taken back.
         limit_since: UNIX time at which it was set; None: no limit is set.
         limit_note: Why, and by whom; empty: nothing was said.
+        limit_differs: Of several independent servers, how many have another limit: they were away
+            when it was set or taken back.
+        limit_age: Seconds since it was set; None: no limit is set.
     """
 
     key: str
@@ -166,18 +176,41 @@ class LockState(NamedTuple):
     line: Sequence[Place]
     turns: Sequence[Place]
     aside: int
-    reservation: Reserved | None
+    reservation: Record | None
     limit: int | None
     limit_remaining: float | None
     limit_since: float | None
     limit_note: str
+    limit_differs: int = 0
+    limit_age: float | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a holder has missed two renewals."""
+        return any(holder.is_overdue for holder in self.holders)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether an operator admits nobody."""
+        return self.limit == 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether others wait for a lock that nobody holds and nobody has paused."""
+        return bool(self.waiting) and not (self.holders or self.is_paused)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
+        is_so = (False, self.is_overdue, self.is_stuck, self.aside, self.is_paused)
+        return [what for what, so in zip(TROUBLES, is_so, strict=True) if so]
 
     @property
     def exists(self) -> bool:
         """Whether the lock server knows anything of it."""
         return bool(
             self.holders or self.waiting or self.turns or self.aside or self.reservation
-        ) or (self.limit is not None)
+        ) or bool(self.limit is not None or self.limit_differs)
 
 
 class Overview:
@@ -207,7 +240,9 @@ class Overview:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return seen(name, self._server.run(LOOK, [name], first, most), first)
+        reply = self._server.run(LOOK, [name], first, most)
+        with reading(self._server.name, name):
+            return seen(name, reply, first)
 
     def locks(
         self, pattern: str = "*", failed: list[StoreError] | None = None
@@ -276,9 +311,31 @@ class Overview:
         with self._mutex:
             replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
         return [
-            reply if isinstance(reply, StoreError) else seen(name, reply)
+            reply if isinstance(reply, StoreError) else self._seen(name, reply)
             for name, reply in zip(names, replies, strict=True)
         ]
+
+    def _seen(self, name: str, reply: Sequence[Any]) -> LockState | StoreError:
+        try:
+            with reading(self._server.name, name):
+                return seen(name, reply)
+        except DamagedLockError as exc:  # the others can be read
+            return exc
+
+
+def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) -> list[LockState]:
+    """
+    Look at the locks that one task takes, in this order.
+
+    Returns:
+        The state of each.  One more follows if their keys are reserved together.
+
+    Raises:
+        DamagedLockError, StoreError: As for :meth:`Overview.lock`.
+    """
+    found = [overview.lock(name, most=most) for name in names]
+    together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
+    return [*found, together] if together is not None and together.exists else found
 
 
 def find_parked(overview: Overview, name: str, wanted: str) -> list[Place]:
@@ -310,11 +367,19 @@ def _scanned(
 
 
 def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
-    """Parse the reply of look.lua, which was asked for the line from *first* on."""
-    now_ms, leases, waiting, line, turns, aside, unique, unique_ms, limit, limit_ms = reply
+    """
+    Parse the reply of look.lua, which was asked for the line from *first* on.
+
+    Raises:
+        Exception: As for :func:`celery_dislock.servers.replies.reading`: something cannot be read
+            without which the lock cannot be used.
+    """
+    now_ms, leases, waiting, line, turns, aside, unique, limit, limit_ms, *differs = reply
     limited = _LIMIT.fullmatch(limit)
+    if limit and not limited:
+        raise ValueError("its limit")
     return LockState(
-        key=_shown_key(name),
+        key=shown_key(name),
         name=name,
         holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
         waiting=waiting,
@@ -327,17 +392,33 @@ def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
             for ticket, _, record in zip(*[iter(turns)] * 3, strict=True)
         ],
         aside=aside,
-        reservation=_reserved(now_ms, unique, unique_ms),
+        reservation=parse_record(now_ms, unique),
         limit=int(limited[1]) if limited else None,
         limit_remaining=limit_ms / 1000 if limited and limit_ms >= 0 else None,
         limit_since=int(limited[2]) / 1000 if limited else None,
-        limit_note=text(limited[3]) if limited else "",
+        limit_note=bounded_text(text(limited[3])) or "" if limited else "",
+        limit_differs=differs[0] if differs else 0,
+        limit_age=(now_ms - int(limited[2])) / 1000 if limited else None,
     )
 
 
-def _shown_key(name: str) -> str:
+REPEAT = "Set it again while all of them answer, or take it back"
+
+
+def differing(lock: LockState) -> str:
+    """Say that independent servers disagree about the limit of a lock."""
+    have = "1 server has" if lock.limit_differs == 1 else f"{lock.limit_differs} servers have"
+    most = "no limit" if lock.limit is None else "a pause" if lock.limit == 0 else "a limit"
+    return f"most servers have {most}, {have} another state"
+
+
+def shown_key(name: str) -> str:
+    """Return a lock's key for people, given the lock's name in Redis."""
     key, _, several = name.partition("{")[2].rpartition("}")
     return f"{key} and others" if several else key
+
+
+_NAMES = ("task", "id", "worker", "host", "thread")  # of a holder that are text
 
 
 def _holder(
@@ -356,7 +437,8 @@ def _holder(
         expiring=owner.startswith(b"~"),
         turn="parked" in about,
         who=in_words(about),
-        **{name: about.get(name) for name in ("task", "id", "worker", "pid", "host", "thread")},
+        pid=pid if type(pid := about.get("pid")) is int else None,
+        **{name: bounded_text(about.get(name)) for name in _NAMES},
     )
 
 
@@ -367,30 +449,36 @@ def _place(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -
     about: Mapping[str, Any] = holder_of(waits[5]) if waits else {}
     return Place(
         place=nth,
-        waiting=now_ms / 1000 - float(joined) / 1e6,
+        waiting=_since(now_ms, joined),
         mode=NAMES[waits[3].decode()] if waits else "exclusive",
         parked=False,
         ticket="",
         turns=0,
         who=in_words(about),
-        task=about.get("task"),
-        id=about.get("id"),
+        task=bounded_text(about.get("task")),
+        id=bounded_text(about.get("id")),
         args=None,
     )
 
 
+def _since(now_ms: int, joined: bytes) -> float:
+    """Return the seconds since somebody joined a line; 0 if its score is no time."""
+    try:
+        seconds = now_ms / 1000 - float(joined) / 1e6
+    except ValueError:
+        return 0.0
+    return seconds if math.isfinite(seconds) and abs(seconds) < now_ms else 0.0
+
+
 def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
     parked = _PARKED.fullmatch(record)
-    message: Mapping[str, Any] = {}
-    headers: Mapping[str, Any] = {}
-    if parked is not None:
-        try:
-            message = json.loads(parked[7])
-            headers = message["headers"]
-        except (ValueError, LookupError, TypeError, RecursionError):
-            message, headers = {}, {}
-    task, task_id = headers.get("task"), headers.get("id") or task_id_of(ticket)
-    given = [str(headers[name]) for name in ("argsrepr", "kwargsrepr") if headers.get(name)]
+    message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
+    headers = message.get("headers")
+    if not isinstance(headers, dict):
+        message, headers = {}, {}
+    task = bounded_text(headers.get("task"))
+    task_id = bounded_text(headers.get("id")) or task_id_of(ticket)
+    given = [bounded_text(headers.get(name)) for name in ("argsrepr", "kwargsrepr")]
     return Place(
         place=nth,
         waiting=now_ms / 1000 - int(parked[1]) / 1e6 if parked else 0.0,
@@ -398,27 +486,10 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
         parked=True,
         ticket=ticket,
         turns=int(parked[2]) if parked else 0,
-        who=f"{task or '?'}[{task_id}]",
+        who=plain(f"{task or '?'}[{task_id}]"),
         task=task,
         id=task_id,
-        args=" ".join(given) or None,
-        exchange=_text(message.get("exchange")),
-        routing_key=_text(message.get("routing_key")),
-    )
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _reserved(now_ms: int, record: bytes, ttl_ms: int) -> Reserved | None:
-    unique = _UNIQUE.fullmatch(record)
-    if unique is None:
-        return None
-    state, since, _, task_id, _ = unique.groups()
-    return Reserved(
-        id=task_id_of_reserved(text(task_id)),
-        state=UNIQUE_STATES.get(text(state), "?"),
-        since=(now_ms - int(since)) / 1000,
-        remaining=ttl_ms / 1000,
+        args=" ".join(filter(None, given)) or None,
+        exchange=bounded_text(message.get("exchange")),
+        routing_key=bounded_text(message.get("routing_key")),
     )

@@ -22,9 +22,9 @@ from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict, in_words
-from celery_dislock.messages.headers import SINCE_HEADER
+from celery_dislock.messages.headers import LEFT_HEADER, SINCE_HEADER, readable_reason
 from celery_dislock.messages.message import Message, TaskParked
-from celery_dislock.parking.store import UNBOUNDED, Bounds, Ticket
+from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
+LISTED_FOR = 30.0  # seconds for which a line is listed that is still empty: half of delist.lua's
 PARKED = "PARKED"  # state of the result while a task is in line
 SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s: %s"
 STAYS_IN_LINE = (
@@ -104,8 +105,15 @@ class Parking:
             message.headers[SINCE_HEADER] = self._delivery.notes.since
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
-        self._lines.enlist(self._delivery.lock.names[0])
-        return self._answer(message.to_bytes(), bounds)
+        clock, name = self._delivery.lock.clock, self._delivery.lock.names[0]
+        listed_at = clock()
+        self._lines.enlist(name)
+        try:
+            return self._answer(message.to_bytes(), bounds)
+        except TaskParked:
+            if clock() - listed_at > LISTED_FOR:
+                self._lines.enlist(name)
+            raise
 
     def result_stored(self, _state: str) -> None:
         """
@@ -128,7 +136,8 @@ class Parking:
         came_from = self._came_from()
         if self._is_done_in(came_from):
             acknowledge_unrun(delivery)
-        ticket = Ticket(delivery.ticket, owners_start(delivery.id), bool(came_from), message)
+        marked, goes_on = bool(came_from), goes_on_with(delivery)
+        ticket = Ticket(delivery.ticket, owners_start(delivery.id), marked, message, goes_on)
         with self._process.log_order.parking(ticket.name):
             asked_at = lock.clock()
             attempt.asks(asked_at)
@@ -173,7 +182,10 @@ class Parking:
         for the old lock then, and it needs the new one.
         """
         elsewhere = lock and lock != self._delivery.lock.names[0]
-        return bool(elsewhere and self._lines.move_out(lock, self._delivery.ticket))
+        return bool(
+            elsewhere
+            and self._lines.move_out(lock, self._delivery.ticket, goes_on_with(self._delivery))
+        )
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
@@ -198,11 +210,30 @@ def acknowledge_unrun(delivery: Delivery) -> NoReturn:
     raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
 
 
+def goes_on_with(delivery: Delivery) -> str:
+    """
+    Name the delivery that has taken this task out of a line, and that this one goes on with.
+
+    A worker for which the task has other locks, or none, has taken it out, and has then put it off
+    or died.  A broker that delivers a turn again may give that delivery another name.
+    """
+    notes = delivery.notes
+    again = notes.parked is not None and is_redelivered(delivery)
+    return notes.left or (ANYBODY if again else "")
+
+
+def is_redelivered(delivery: Delivery) -> bool:
+    """Tell whether the broker says that it has delivered this message before."""
+    return bool((delivery.request.delivery_info or {}).get("redelivered"))
+
+
 def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> bool:
     """
     Take a task out of the line in which it was parked before its ``lock_key`` was changed.
 
     Its turn is for the old lock.  It asks for its present locks like a task that was never parked.
+    If it is put off, its message names the delivery that has left the line: a worker that has the
+    old ``lock_key`` does not take it for a copy then, nor does this one if a reply is lost.
 
     Returns:
         False if this delivery is a copy, because another delivery of the task has left that line.
@@ -210,18 +241,24 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> b
     Raises:
         StoreError: The lock server did not answer.  The task may have left the line.
     """
-    request = delivery.request
-    again = (request.delivery_info or {}).get("redelivered")
-    if not (lines.withdraw(*turn, delivery_of(request.properties)) or again):
-        return False
-    delivery.notes.parked = None
+    notes = delivery.notes
+    notes.left = delivery_of(delivery.request.headers, delivery.request.properties)
+    if not lines.withdraw(*turn, notes.left):
+        if not is_redelivered(delivery):
+            return False
+        notes.left = ANYBODY
+    notes.parked = None
     return True
 
 
-def delivery_of(properties: Mapping[str, Any] | None) -> str:
-    """Name a delivery; a redelivery has the same name if the broker's client keeps its tag."""
-    tag = (properties or {}).get("delivery_tag")
-    return tag if isinstance(tag, str) and tag else uuid4().hex
+def delivery_of(headers: Mapping[str, Any], properties: Mapping[str, Any] | None) -> str:
+    """
+    Name a delivery, or the one that has left its line before it.
+
+    A redelivery has the same name if the broker's client keeps its tag.
+    """
+    names = headers.get(LEFT_HEADER), (properties or {}).get("delivery_tag")
+    return next(filter(None, map(readable_reason, names)), None) or uuid4().hex
 
 
 def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.locks.runtime import Process
+from celery_dislock.locks.runtime import Process, Runtime
+from celery_dislock.messages.delivery import end_reservation
+from celery_dislock.messages.headers import reservation_of
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
 from celery_dislock.reporting import Order
 from celery_dislock.scripts.names import sweep_lock
@@ -12,9 +16,12 @@ from celery_dislock.scripts.names import sweep_lock
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from celery import Celery
+    from celery.app.task import Context
+
     from celery_dislock.config.settings import AppSettings
-    from celery_dislock.parking.publisher import Publisher
     from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.reservations import Reservation
 
 
 class ParkingProcess(Process):
@@ -43,6 +50,7 @@ class ParkingProcess(Process):
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.log_order = Order()
         self.sweep_name = sweep_lock(prefix, home)
+        self._prefix = prefix
 
     @property
     def can_park(self) -> bool:
@@ -62,9 +70,40 @@ class ParkingProcess(Process):
         """
         if not replaced or self._publisher is None:
             return {}
-        return self._publisher.tell_replaced(self.lines, lock, replaced, self.log_order) or {}
+        told = self._publisher.tell_replaced(
+            self.lines, lock, replaced, self.log_order, self.end_reservation
+        )
+        return told or {}
+
+    def reservation_of(self, request: Context) -> Reservation | None:
+        """Return the reservation that a message brings; None if it brings none."""
+        return reservation_of(request, self._prefix)
+
+    def end_reservation(self, request: Context) -> None:
+        """
+        End the reservation that a message brings, if it brings one; logs a StoreError.
+
+        Blocks for a second at most.
+
+        Args:
+            request: The request of a delivery, or one that was made of a message's headers.
+        """
+        reservation = self.reservation_of(request)
+        if reservation is not None:
+            what = f"{getattr(request, 'task', '?')}[{request.id}]"
+            end_reservation(self.quick_store.reservations, reservation, what)
 
     def end_unclaimed(self, lock: str, tickets: Sequence[str]) -> None:
         """Set aside parked tasks of this lock that have a result but do not claim their turns."""
         if tickets and self._publisher is not None:
             self._publisher.end_unclaimed(self.lines, lock, tickets)
+
+
+def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
+    """Return the runtime that all locks of this app share; each app has its own."""
+    try:
+        runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
+    except KeyError:
+        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Publisher(app)))
+        runtime = app.__dict__.setdefault("_dislock_runtime", new)
+    return runtime

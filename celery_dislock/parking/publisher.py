@@ -31,7 +31,7 @@ from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery import Celery
     from kombu.entity import Queue
@@ -128,7 +128,12 @@ class Publisher:
         return next_turns
 
     def tell_replaced(
-        self, lines: Lines, lock: str, replaced: Mapping[str, bytes], order: Order
+        self,
+        lines: Lines,
+        lock: str,
+        replaced: Mapping[str, bytes],
+        order: Order,
+        end_reservation: Callable[[Context], None],
     ) -> dict[str, str]:
         """
         End tasks that were replaced by newer ones in their line, with the result REVOKED.
@@ -153,6 +158,7 @@ class Publisher:
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
                     self._revoke(message, reason)
+                    end_reservation(Context(message.headers, headers=message.headers))
                 else:  # its own worker tells its chord and chain
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it

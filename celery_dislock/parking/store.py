@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.scripts import (
+    ASIDE,
     DELIST,
     DROP,
     ENLIST,
@@ -57,6 +58,10 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
 
 
+DIGITS_MOST = 15  # of a limit
+ANYBODY = "*"  # stands for whichever delivery has left a line; see _done.lua
+ENDED = "-"  # instead of a delivery: nobody goes on with the task
+ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
 
 
@@ -67,6 +72,7 @@ class Ticket(NamedTuple):
     owners: str  # prefix of the owners of all deliveries of the task
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
+    goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
 
 
 class Bounds(NamedTuple):
@@ -155,7 +161,8 @@ class Lines:
             *(owner, milliseconds(ttl), holder, MODES[mode], limit, self._home),
             *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
             *bounds,
-            *(() if reservation is None else reservation.terms),
+            ticket.goes_on,
+            *(() if reservation is None else reservation.begins),
         )
         self._publish(given)
         if state == REPLACED_BY:
@@ -189,13 +196,18 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1)
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1, "")
         self._publish(given)
         return bool(left)
 
-    def move_out(self, lock: str, ticket: str) -> bool:
+    def move_out(self, lock: str, ticket: str, goes_on: str = "") -> bool:
         """
         Take a parked task out of the line of a lock that the task no longer uses.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The task's ticket.
+            goes_on: See :class:`Ticket`.
 
         Returns:
             True if the task's work was done under that lock; False if the task must run under its
@@ -204,7 +216,7 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0)
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0, goes_on)
         self._publish(given)
         return bool(left == RAN_HERE)
 
@@ -215,8 +227,8 @@ class Lines:
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
-            delivery: Name of the delivery that will run the task without a lock; empty to set the
-                task aside.
+            delivery: Name of the delivery that goes on with the task, under other locks or without
+                one; empty to set the task aside; ENDED if it has ended itself.
 
         Returns:
             True if the task was in line or had its turn.  With *delivery*, also True if the server
@@ -263,6 +275,38 @@ class Lines:
         """
         self._server.run(GIVE_BACK, [lock], ticket)
 
+    def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
+        """
+        Read what was set aside beside a lock, in pages.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The only one that is wanted; empty: all.
+
+        Returns:
+            Each ticket, with the record or message that was kept.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        cursor = b"0"
+        while True:
+            cursor, found = self._server.run(ASIDE, [lock], cursor, ASIDE_PAGE)
+            for one, kept in zip(*[iter(found)] * 2, strict=True):
+                if not ticket or text(one) == ticket:
+                    yield text(one), kept
+            if cursor == b"0":
+                return
+
+    def forget_aside(self, lock: str, ticket: str) -> None:
+        """
+        Forget what was set aside under a ticket.
+
+        Raises:
+            StoreError: The server did not answer.  It may be forgotten.
+        """
+        self._server.run(ASIDE, [lock], b"0", 1, ticket)
+
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """
         Take a parked task out of line, and keep *message* for people to inspect.
@@ -278,7 +322,7 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have been set aside.
         """
-        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0)
+        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0, ANYBODY)
         return turns(given)
 
     def enlist(self, lock: str) -> None:
@@ -292,7 +336,7 @@ class Lines:
 
     def delist(self, lock: str, number: bytes) -> None:
         """
-        Remove a lock without parked tasks from the index, unless it was enlisted again meanwhile.
+        Remove a lock without parked tasks from the index, if it was not enlisted lately.
 
         Args:
             lock: Name of the lock in Redis.
@@ -354,7 +398,7 @@ class Lines:
         wanted = "" if limit is None else limit
         before, given = self._server.run(LIMIT, [lock], wanted, milliseconds(ttl), note, self._home)
         self._publish(given)
-        return int(before) if before else None
+        return int(before) if 0 < len(before) <= DIGITS_MOST else None
 
     def names(self) -> Iterator[str]:
         """
@@ -400,7 +444,7 @@ class Lines:
                 continue
             parked, given, replaced, unclaimed = reply
             self._publish(given)
-            told = tuple(ticket.decode() for ticket in unclaimed)
+            told = tuple(map(text, unclaimed))
             found[lock] = Swept(parked, messages(replaced), told)
         return found
 

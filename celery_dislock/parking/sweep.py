@@ -84,6 +84,7 @@ class Sweep:
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
         self._cursor = FIRST
+        self._sweeps = False  # it has the lease
 
     def step(self) -> float:
         """
@@ -94,15 +95,16 @@ class Sweep:
         Returns:
             Seconds until the next step is due.
         """
-        began = self._clock()
+        began, swept_before = self._clock(), self._sweeps
         try:
             pages = self._look()
         except StoreError as exc:
             self._process.lock_server_failed(exc)
+            self._sweeps = False
         except Exception:
             logger.exception("The sweep of parked tasks failed, and will be tried again.")
         else:
-            self._process.lock_server_answered()
+            self._process.lock_server_answered(took=self._sweeps and not swept_before)
             # The interval includes the time that this step took.
             return max(0.0, self._every / pages - (self._clock() - began))
         self._cursor = FIRST
@@ -117,8 +119,9 @@ class Sweep:
         if not isinstance(
             process.store.acquire([self._name], self._owner, ttl, self._holder), Granted
         ):
-            self._cursor = FIRST
+            self._cursor, self._sweeps = FIRST, False
             return 1
+        self._sweeps = True
         total, self._cursor, found = process.lines.page(self._cursor, PAGE)
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):

@@ -35,9 +35,11 @@ class Script:
     sha: str
 
     @classmethod
-    def load(cls, name: str) -> Script:
-        """Read a script of this package, with its includes."""
+    def load(cls, name: str, within: str = "") -> Script:
+        """Read a script of this package, with its includes; *within* another, around it."""
         text = read_lua(name)
+        if within:
+            text = read_lua(within).replace("-- the script\n", text)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     def by_digest(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:
@@ -70,21 +72,22 @@ SWEEP = Script.load("sweep")
 ENLIST = Script.load("enlist")
 DELIST = Script.load("delist")
 LINES = Script.load("lines")
+ASIDE = Script.load("aside")
 TRY = Script.load("try")
 RESERVE = Script.load("reserve")
 CONFIRM = Script.load("confirm")
 UNRESERVE = Script.load("unreserve")
 BEGIN = Script.load("begin")
-ACQUIRE_UNIQUE = Script.load("acquire_unique")
-PARK_UNIQUE = Script.load("park_unique")
-RELEASE_UNIQUE = Script.load("release_unique")
+ACQUIRE_UNIQUE = Script.load("acquire", within="_begins")
+PARK_UNIQUE = Script.load("park", within="_begins")
+RELEASE_UNIQUE = Script.load("release", within="_ends")
 COUNT = Script.load("count")
 COUNTS = Script.load("counts")
 TALLY = Script.load("tally")
 
 # First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
-REPLACED_BY = 5  # of acquire_unique.lua and park_unique.lua
+REPLACED_BY = 5  # of _begins.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 

@@ -1,14 +1,15 @@
 -- _done.lua: how a parked task is marked as done.  Included after _marks.lua.
 --
 -- The mark of a ticket says that its work is done: a copy of its message that comes later must not run.
--- Nothing else says so: a task of which nothing is known may have been lost.  It lives for DONE_MS at
+-- Nothing else says so: a task of which nothing is known may have been lost.  It lives for COPY_MS at
 -- least.  No case was found in which no copy can come: an acknowledgement may be lost after a single turn,
 -- and also one that was sent before the task ran.
 --
 -- A line with few marks has a string for each, and one with many has hashes:
 --
---   <lock>:done:<ticket>          "1", or the delivery that ran without a lock
---   <lock>:done:@:<period>:<n>    packed ticket -> "", of those that ended in one period of DONE_MS; n = 1
+--   <lock>:done:<ticket>          "1", or the delivery that has taken the task out of this line, and goes on
+--                                 with it: under other locks, or without one
+--   <lock>:done:@:<period>:<n>    packed ticket -> "", of those that ended in one period of COPY_MS; n = 1
 --                                 is a period's first hash, and has "n" and "s", too
 --
 --     n    how many marks the period has
@@ -23,6 +24,7 @@
 -- of another ticket, too, and that task would be lost.  No ticket begins with "@"; see keys/names.py.
 
 local DONE_WITH_LOCK = '1'  -- a mark
+local ANYBODY = '*'         -- stands for whichever delivery has left its name
 local MANY = 4              -- marks of a period from which on hashes take less than strings
 local FIRST = '0'           -- one id in 16 begins with hashes where no such number is seen
 local GROUP, SPREAD = 64, 8
@@ -57,10 +59,12 @@ local function levels(first, start, count, number)
   end
 end
 
-local function is_done(lock, ticket)
+-- *goes_on* is the delivery that the asker goes on with: that one's name says nothing against it.
+local function is_done(lock, ticket, goes_on)
   local single, last, this, following = keys_of_mark(lock.name, ticket)
   if redis.call('EXISTS', single, last, this, following) == 0 then return false end
-  if redis.call('EXISTS', single) == 1 then return true end
+  local mark = redis.call('GET', single)
+  if mark and (mark == DONE_WITH_LOCK or mark ~= goes_on and goes_on ~= ANYBODY) then return true end
   local field, number = packed(ticket)
   if not field then return false end
   for _, first in ipairs({last, this, following}) do
@@ -72,7 +76,7 @@ local function is_done(lock, ticket)
   return false
 end
 
--- As *mark*: DONE_WITH_LOCK, or the delivery that ran without one.
+-- As *mark*: DONE_WITH_LOCK, or the delivery that goes on with it elsewhere.
 local function mark_done(lock, ticket, mark)
   local single, last, this = keys_of_mark(lock.name, ticket)
 
@@ -86,12 +90,12 @@ local function mark_done(lock, ticket, mark)
   local field, number
   if mark == DONE_WITH_LOCK and is_one_of_many() then field, number = packed(ticket) end
   if not field then
-    redis.call('SET', single, mark, 'PX', DONE_MS)
+    redis.call('SET', single, mark, 'PX', COPY_MS)
     return
   end
 
   local count = redis.call('HINCRBY', this, COUNT, 1)
-  local lives_ms = (period + 2) * DONE_MS - now  -- until no mark of this period is younger than DONE_MS
+  local lives_ms = (period + 2) * COPY_MS - now  -- until no mark of this period is younger than COPY_MS
   if count == 1 then
     local _, below = levels(last, 0, number_in(last, COUNT), 0)
     redis.call('HSET', this, START, string.format('%d', below))

@@ -11,13 +11,13 @@ end
 local function count_leases(lock)
   if lock.records then return lock end
   lock.records = {}
-  local found = redis.call('HGETALL', lock.name)
+  local found, ended = redis.call('HGETALL', lock.name), {}
   for i = 1, #found, 2 do
     local owner, record = found[i], found[i + 1]
     local expires, token, acquired, mode, holder = parse(record)
     lock.newest = math.max(lock.newest, token)
     if expires <= now then
-      redis.call('HDEL', lock.name, owner)
+      ended[#ended + 1] = owner
     else
       lock.records[owner] = record
       lock[mode] = lock[mode] + 1
@@ -27,6 +27,7 @@ local function count_leases(lock)
       if ends_before(lease, lock.first) then lock.first = lease end
     end
   end
+  for _, owner in ipairs(ended) do redis.call('HDEL', lock.name, owner) end  -- when all could be read
   return lock
 end
 
@@ -48,8 +49,8 @@ local function limit_set(lock)
     if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
   end
   if not lock.set then return nil end
-  local limit, note = string.match(lock.set, '^1 (%d+) %d+ (.*)$')
-  if not limit then error('dislock: a limit in it cannot be read', 0) end
+  local limit, since, note = string.match(lock.set, '^1 (%d+) (%d+) (.*)$')
+  if not limit or #limit > 15 or #since > TIME_DIGITS then error('dislock: a limit in it cannot be read', 0) end
   return tonumber(limit), note
 end
 
@@ -58,6 +59,24 @@ local function admits(lock, mode, limit)
   limit = limit_set(lock) or limit
   if mode == 's' then return lock.x == 0 and limit > 0 end
   return lock.s == 0 and lock.x < limit
+end
+
+-- Raise an error if a lease, or one of these other keys, cannot be read, before anything is changed: what a
+-- script has done before an error stays.  What a moving slot hides is not looked at.
+-- *zsets* and *hashes* have the endings of keys.
+local function look(lock, zsets, hashes)
+  local function is_wrong(seen, found)
+    return not seen and string.find(found.err or found, 'WRONGTYPE')
+  end
+  count_leases(lock)
+  for _, ending in ipairs(zsets) do
+    local key = lock.name .. ending
+    if is_wrong(pcall(redis.call, 'ZCARD', key)) then redis.call('ZCARD', key) end
+  end
+  for _, ending in ipairs(hashes) do
+    local key = lock.name .. ending
+    if is_wrong(pcall(redis.call, 'HLEN', key)) then redis.call('HLEN', key) end
+  end
 end
 
 -- Returns a token higher than all that this script has seen of the lock.

@@ -8,11 +8,11 @@ local function joins_at(lock)
 end
 
 local function join_line(lock, owner, place_ms, ttl_ms, mode, limit, holder)
-  if not redis.call('ZSCORE', lock.line, owner) then
-    redis.call('ZADD', lock.line, string.format('%.0f', joins_at(lock)), owner)
-  end
+  local joined = not redis.call('ZSCORE', lock.line, owner) and joins_at(lock)
+  -- Each key is read or written before the next one is changed: one of another type is an error first.
   redis.call('HSET', lock.places, owner,
     string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
+  if joined then redis.call('ZADD', lock.line, string.format('%.0f', joined), owner) end
   live_at_least(lock.line, place_ms)
   live_at_least(lock.places, place_ms)
 end

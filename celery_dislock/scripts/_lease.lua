@@ -40,7 +40,7 @@ end
 local function parse(record)
   local expires, token, acquired, mode, holder =
     string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (.*)$')
-  if not expires then
+  if not expires or #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
     local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
     error('dislock: a lease in it cannot be read: ' .. shown, 0)
   end
@@ -65,6 +65,12 @@ end
 
 local function record_of(expires, token, acquired, mode, holder)
   return string.format('1 %.0f %.0f %.0f %s %s', expires, token, acquired, mode, holder)
+end
+
+-- A server without memory refuses a script whose first write may take some, and no write after another.
+-- So what only goes on with a lease, or ends one, begins with a write that changes nothing.
+local function write_first(name)
+  redis.call('HDEL', name, NEVER)
 end
 
 -- Write a live lease.  The caller sees to the expiry of the hash.
@@ -95,6 +101,7 @@ end
 
 local function renew(lock, lease, ttl_ms)
   lease.expires = now + ttl_ms
+  write_first(lock.name)
   put(lock, lease)
   live_at_least(lock.name, ttl_ms)
 end
@@ -104,6 +111,7 @@ local function finish(lock, lease, at_least_ms)
   local ends = lease.acquired + at_least_ms
   local runs_out = at_least_ms > 0 and ends > now
   if runs_out then
+    write_first(lock.name)
     put(lock, {
       owner = '~' .. lease.owner, expires = ends, token = lease.token, acquired = lease.acquired,
       mode = lease.mode, holder = lease.holder,

@@ -65,7 +65,7 @@ local function hand_off(lock, asker)
     local served, woken, granted
     if parked then served = give_turn and give_turn(lock, head, asker)
     else served, woken, granted = serve(lock, head, asker) end
-    token, handed = granted or token, handed or woken
+    token, handed = granted or token, handed or woken or parked and served
     if not served then
       if handed and not parked then wake_up(lock, head, '') end
       return token

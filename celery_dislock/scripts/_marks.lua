@@ -1,8 +1,7 @@
 -- _marks.lua: the keys that say that a parked task is done.  Included after _record.lua; _done.lua reads
 -- and writes them.
 
-local DONE_MS = 7200000  -- two hours: twice the time after which Redis brokers deliver again
-local period = math.floor(now / DONE_MS)
+local period = math.floor(now / COPY_MS)
 
 -- If none of these exists, there is no mark.  Those of the next period are there if the server's clock was
 -- set back, as it may be by a failover.

@@ -16,6 +16,5 @@ local DONE = ':done:'         -- string  ticket: it is done
 local MARKS = ':done:@:'      -- hash    many of them; see _done.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
 local UNIQUE = ':unique'      -- string  which message is reserved for; see _unique.lua
-local OLDER = ':older'        -- hash    task id of a message -> of the message that replaced it
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local NEVER = ':?'            -- none    never there; see line_exists()

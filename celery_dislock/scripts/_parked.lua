@@ -10,7 +10,7 @@
 --                      "bytes" -> length of all these records together
 --   <lock>:handed      ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
---   <lock>:done:<ticket>   from then on for DONE_MS: a copy that comes later must not run; see _done.lua
+--   <lock>:done:<ticket>   from then on for COPY_MS: a copy that comes later must not run; see _done.lua
 --   <lock>:replaced    ticket -> message; another has taken its place, and its end is not told yet
 --   <lock>:aside       ticket -> a record or message that nobody could read or run, for people to see
 --
@@ -25,12 +25,14 @@
 -- A turn reserves the lock by a lease of the owner "<ticket>#".  The message is given to the caller to
 -- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again.
 
--- include: _kept
+-- include: _recall
 
 local TURNS_MOST = 100           -- that one script gives; whoever claims one goes on
 local TURN_MOST_MS = 300000      -- for the last of many turns
 local KEPT_ABOUT_MS = 86400000   -- a day by which lines may end sooner: not set anew each time
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
+
+local UNTOLD_MOST, UNTOLD_BYTES = 100, 262144  -- replaced tasks in one reply
 
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
@@ -44,6 +46,15 @@ local function with_parked(lock)
   lock.tickets, lock.handed = lock.name .. TICKETS, lock.name .. HANDED
   lock.running = lock.name .. RUNNING
   return lock
+end
+
+-- As look(), at all keys of the lock.
+local function look_at_all(lock)
+  look(lock, {LINE, HANDED}, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
+  local seen, total = pcall(redis.call, 'HGET', lock.name .. TICKETS, TOTAL)
+  if seen and total and not string.find(total, '^%-?%d+$') then
+    error('dislock: its count of bytes cannot be read', 0)
+  end
 end
 
 local function member_of(ticket)  -- of a line; and the owner of its reservation
@@ -62,7 +73,7 @@ end
 local function parse_ticket(record)
   local joined, times, ttl, mode, limit, its_home, message =
     string.match(record or '', '^1 (%d+) (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
-  if not joined then return nil end
+  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #limit > 15 then return nil end
   return {
     joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), mode = mode,
     limit = tonumber(limit), home = its_home, message = message,
@@ -102,6 +113,8 @@ local function parse_claim(record)
   return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or IN_BODY
 end
 
+local CLAIMS_FEW = 64  -- that are looked through each time; those of a longer hash, by the sweep
+
 -- Claims end by themselves: one whose process died, and one whose last release never came.  A
 -- copy that has to find one comes before that.  The hash lives as long as the longest of them.
 local function tidy_claims(lock)
@@ -109,17 +122,21 @@ local function tidy_claims(lock)
   local claims = redis.call('HGETALL', lock.running)
   for i = 1, #claims, 2 do
     local _, claimed, settles = parse_claim(claims[i + 1])
-    local ends = settles ~= IN_BODY and settles + DONE_MS or claimed + CLAIMED_MS
+    local ends = settles ~= IN_BODY and settles + COPY_MS or claimed + CLAIMED_MS
     if ends <= now then redis.call('HDEL', lock.running, claims[i]) end
     last = math.max(last, ends)
   end
   if last > now then redis.call('PEXPIRE', lock.running, last - now) end
 end
 
+local function claims_are_few(lock)
+  return redis.call('HLEN', lock.running) <= CLAIMS_FEW
+end
+
 local function write_claim(lock, ticket, joined, claimed, settles)
   redis.call('HSET', lock.running, ticket,
     string.format('1 %.0f %.0f %.0f', joined, claimed, settles))
-  tidy_claims(lock)
+  if claims_are_few(lock) then tidy_claims(lock) else live_at_least(lock.running, CLAIMED_MS) end
 end
 
 local function join(lock, ticket, joined)
@@ -135,7 +152,7 @@ local function forget(lock, ticket)
   redis.call('ZREM', lock.line, member_of(ticket))
   redis.call('ZREM', lock.handed, ticket)
   local was_running = redis.call('HDEL', lock.running, ticket) == 1
-  if was_running then tidy_claims(lock) end
+  if was_running and claims_are_few(lock) then tidy_claims(lock) end
   return drop_ticket(lock, ticket) or was_running, reservation and true
 end
 
@@ -145,6 +162,19 @@ local function set_aside(lock, ticket, what)
   if what == '' then return end
   redis.call('HSET', lock.name .. ASIDE, ticket, what)
   keep(lock.name .. ASIDE)
+end
+
+-- Some of the tasks that have lost their place, and whose end is not told yet: {ticket, message, ...}.
+-- Any of them, so that one whose end cannot be told does not keep the others waiting.
+local function untold(lock)
+  local key, found, bytes = lock.name .. REPLACED, {}, 0
+  for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNTOLD_MOST)) do
+    local message = redis.call('HGET', key, ticket)
+    bytes = bytes + #message
+    if #found > 0 and bytes > UNTOLD_BYTES then break end
+    found[#found + 1], found[#found + 2] = ticket, message
+  end
+  return found
 end
 
 -- Whom the lock is reserved for, for messages.
@@ -186,12 +216,8 @@ local function anyone_waits(lock)
   return redis.call('EXISTS', lock.line, lock.handed) > 0
 end
 
--- As hand_off(), after those whose turn has run out were put back to where they were in line.
+-- As hand_off(), after those whose turn has run out were put back in line.
 local function recall_and_hand_off(lock, asker)
-  for _, ticket in ipairs(redis.call('ZRANGEBYSCORE', lock.handed, '-inf', now)) do
-    redis.call('ZREM', lock.handed, ticket)
-    local parked = read_ticket(lock, ticket)
-    join(lock, ticket, parked and parked.joined or 0)
-  end
+  recall(lock)
   hand_off(lock, asker)
 end

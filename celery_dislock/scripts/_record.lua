@@ -18,6 +18,12 @@
 -- include: _names
 
 local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
+-- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver again.
+local COPY_MS = 7200000
+
+-- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.
+-- A longer one was written by hand, and could not be written again.
+local TIME_DIGITS, TOKEN_DIGITS = 15, 16
 
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]

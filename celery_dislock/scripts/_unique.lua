@@ -1,100 +1,136 @@
--- _unique.lua: how the reservation of a key is kept, by which one message at a time waits for it.
+-- _unique.lua: how the reservation of a key is kept, and which of its messages is the newest.
 -- Included after _record.lua.
 --
---   <lock>:unique   "1 state since_ms first_ms id older"
+--   <lock>:unique   "2 state since first id ends nonce number result mark newest confirmed begun kept by"
 --
---     state      s   its message is being sent: this lasts for seconds at most
---                w   its message waits
---                r   its task runs
---     since_ms   Redis TIME of the reservation
---     first_ms   of the first of the messages that have replaced each other
---     id         task id, as task_name() writes it
---     older      what this one replaces as soon as it is sent: ",id@until_ms" for each message, which may
---                wait until then
+--     state       s   its message is being sent: this lasts for seconds at most
+--                 w   its message waits
+--                 r   its task runs
+--                 d   its task has ended, and the key stays reserved: "expiry"
+--                 -   the key is free, and the numbers alone are kept
+--     since       Redis TIME in ms of the reservation, or of the task's end
+--     first       of the first of the messages that have replaced each other
+--     id          task id, as reserved_name() writes it
+--     ends        Redis TIME in ms at which the reservation ends
+--     nonce       of the call that has sent the message: a second call under the same id has another one
+--     number      of the message
+--     result      0: it is not stored   1: it is
+--     mark        of the life of this record: Redis TIME in microseconds at which it began, and the nonce
+--                 that began it, which nobody can guess
+--     newest      number of the last message that was to replace others: each of those takes the next even
+--                 number; a message that replaces none takes the odd one after it, or 0
+--     confirmed   highest number of a message that was published
+--     begun       highest number of a task that has begun
+--     kept        Redis TIME in ms until which mark and numbers are kept; 0: no longer than the reservation
+--     by          id of the task that has the higher one of confirmed and begun
 --
---   <lock>:older    hash: id of a message that was replaced -> id of the message that replaced it
+-- A message carries mark and number.  It is replaced if its mark is that of the record, and its number is
+-- below confirmed or begun.  So after a task has begun no older one begins, and the newest one that was
+-- published always may.  Nothing is deleted when it is read, so each command may be sent twice.  If the
+-- record was lost, the mark is another one, and both messages run.
 --
--- A reservation never keeps a message from running; only its entry in <lock>:older does.  Each is
--- compared by id: nobody ends what another has reserved.
+-- A reservation is compared by id, and by number if the mark is the same: nobody ends another's.
 
-local OLDER_MOST = 100  -- ids in a record; a message that is left out runs as well
-local OLDER_KEPT = 1000 -- ids of replaced messages; beyond that half of them are left out
-local OLDER_MS = 7200000 -- two hours, where the sender does not say for how long its message may wait
-local REPLACED_BY = 5   -- of acquire_unique.lua and park_unique.lua, beside the states of _states.lua
+local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
+local WAITS = {s = true, w = true}
 
-local function unique_of(lock)
-  local record = redis.call('GET', lock .. UNIQUE)
-  if not record then return nil end
-  local state, since, first, id, older = string.match(record, '^1 (%a) (%d+) (%d+) (%S+) (%S*)$')
+local function unique_of(key)
+  local state, since, first, id, ends, nonce, number, result, mark, newest, confirmed, begun, kept, by =
+    string.match(redis.call('GET', key) or '',
+      '^2 ([swrd-]) (%d+) (%d+) (%S+) (%d+) (%S+) (%d+) ([01]) (%S+) (%d+) (%d+) (%d+) (%d+) (%S+)$')
   if not state then return nil end
-  -- A failover can set the clock back.  What has begun in the future would be postponed until then.
-  local began = math.min(tonumber(first), now)
-  return {state = state, since = tonumber(since), first = began, id = id, older = older}
-end
-
-local function write_unique(lock, it, ttl_ms)
-  local record = string.format('1 %s %.0f %.0f %s %s', it.state, it.since, it.first, it.id, it.older)
-  redis.call('SET', lock .. UNIQUE, record, 'PX', ttl_ms)
-end
-
--- Its message is there: tell those that it replaces, for ttl_ms, and for as long as they may wait.
-local function tell_older(lock, there, ttl_ms)
-  if there.older == '' then return end
-  local older = lock .. OLDER
-  for replaced, until_ms in string.gmatch(there.older, ',([^,@]+)@(%d+)') do
-    if replaced ~= there.id then  -- else its id was used before, and is the newest again
-      redis.call('HSET', older, replaced, there.id)
-      ttl_ms = math.max(ttl_ms, until_ms - now)
-    end
+  for _, number in ipairs({since, ends, number, newest, confirmed, begun, kept}) do
+    if #number > 15 then return nil end  -- somebody's invention, which could not be written again
   end
-  live_at_least(older, ttl_ms)
-  if redis.call('HLEN', older) > OLDER_KEPT then  -- messages that were purged never come, and are never told
-    for nth, id in ipairs(redis.call('HKEYS', older)) do
-      if nth % 2 == 0 then redis.call('HDEL', older, id) end
-    end
-  end
-  there.older = ''
+  return {
+    state = state, ends = tonumber(ends), since = tonumber(since), id = id, nonce = nonce,
+    -- A failover can set the clock back.  What has begun in the future would be postponed until then.
+    first = math.min(tonumber(first), now),
+    number = tonumber(number), result = result, mark = mark, newest = tonumber(newest),
+    confirmed = tonumber(confirmed), begun = tonumber(begun), kept = tonumber(kept), by = by,
+    is_there = true,
+  }
 end
 
--- Returns whether the key was reserved for this id.
-local function end_unique(lock, id)
-  local there = unique_of(lock)
-  if not there or there.id ~= id then return false end
-  redis.call('DEL', lock .. UNIQUE)
+local function new_unique(nonce)
+  return {
+    state = '-', ends = now, since = now, first = now, id = '-', nonce = '-', number = 0, result = '1',
+    mark = time_as_token() .. nonce, newest = 0, confirmed = 0, begun = 0, kept = 0, by = '-',
+  }
+end
+
+-- Write the record, or delete it if nothing in it is needed any more.
+local function write_unique(key, it)
+  local ends = it.state ~= '-' and math.max(it.ends, it.kept) or it.kept
+  if ends <= now then return redis.call('DEL', key) end
+  -- A server without memory refuses SET as the first write of a script; what is there may be changed.
+  if it.is_there then redis.call('PEXPIRE', key, ends - now) end
+  redis.call('SET', key, table.concat({
+    '2', it.state, it.since, it.first, it.id, it.ends, it.nonce, it.number, it.result, it.mark, it.newest,
+    it.confirmed, it.begun, it.kept, it.by,
+  }, ' '), 'PX', ends - now)
+end
+
+local function is_reserved(it)
+  return it and it.state ~= '-' and it.ends > now
+end
+
+local function is_for(it, id, mark, number)
+  return it and it.id == id and (it.mark ~= mark or it.number == number)
+end
+
+-- Keep the numbers for ttl_ms, and then for as long as a copy of a message may come.
+local function keep_numbers(it, ttl_ms)
+  if it.kept > 0 then it.kept = math.max(it.kept, now + ttl_ms + COPY_MS) end
+end
+
+-- Note that a message was published, or that its task has begun.  Returns whether that was news.
+-- Odd numbers replace none.  Numbers that this record has not given are somebody's invention.
+local function note(it, what, id, mark, number)
+  if not it or it.mark ~= mark or number > it.newest or number <= it[what] or number % 2 == 1 then
+    return false
+  end
+  if number >= math.max(it.confirmed, it.begun) then it.by = id end
+  it[what] = number
   return true
 end
 
--- The id of the task whose message has replaced this one; nil if none has.  Told once: what comes again
--- after that is the only copy of that work, for all that is known.
-local function replaced_by(lock, id)
-  local by = redis.call('HGET', lock .. OLDER, id)
-  if not by then return nil end
-  redis.call('HDEL', lock .. OLDER, id)
-  return by
+local function is_replaced(it, mark, number)
+  return it and it.mark == mark and number < math.max(it.confirmed, it.begun)
 end
 
--- A task has begun that a message was about to replace, which is not confirmed yet: both run.
-local function strike(lock, there, id)
-  local kept = string.gsub(there.older, ',([^,@]+)@%d+', function(older) return older == id and '' end)
-  if kept == there.older then return end
-  there.older = kept
-  write_unique(lock, there, redis.call('PTTL', lock .. UNIQUE))
+-- The id of the task whose message has replaced this one, which may come again.
+local function replaced_by(key, it)
+  keep_numbers(it, 0)
+  write_unique(key, it)
+  return it.by
 end
 
 -- A task begins.  With *ends* "start" its reservation is over; with "end" it is kept for ttl_ms, and
 -- renewed while the task runs: also if it was lost, unless another has the key by now.  What was lost is
 -- not made again under *elsewhere*, a name that is not of the task's own locks: anybody can forge one.
-local function begin_unique(lock, id, ends, ttl_ms, elsewhere)
-  if ends == 'expiry' then return end
-  local there = unique_of(lock)
-  if there and there.id ~= id then return strike(lock, there, id) end
-  if there then tell_older(lock, there, OLDER_MS) end  -- its sender has not confirmed yet
-  if ends == 'start' then
-    if there then redis.call('DEL', lock .. UNIQUE) end
-    return
-  end
-  if not there and elsewhere then return end
-  there = there or {since = now, first = now, id = id, older = ''}
-  there.state = 'r'
-  write_unique(lock, there, ttl_ms)
+local function begin_unique(key, it, id, mark, number, ends, ttl_ms, elsewhere)
+  note(it, 'begun', id, mark, number)
+  if it then keep_numbers(it, 0) end
+  if is_for(it, id, mark, number) then
+    if ends == 'start' then it.state = '-'
+    elseif ends == 'end' then it.state, it.ends = 'r', now + ttl_ms
+    elseif is_reserved(it) then it.state = 'r' end
+  elseif ends == 'end' and not is_reserved(it) and not elsewhere then
+    it = it or new_unique('')
+    it.state, it.ends, it.since, it.first, it.id, it.nonce = 'r', now + ttl_ms, now, now, id, '-'
+    it.number = it.mark == mark and number or 0
+  elseif not it or it.kept == 0 then return end
+  write_unique(key, it)
+end
+
+-- End a reservation.  With *stays* the key stays reserved, for a task that has ended.
+-- Returns whether it was reserved for this message.
+local function end_unique(key, id, mark, number, stays)
+  local it = unique_of(key)
+  if not is_for(it, id, mark, number) or not is_reserved(it) then return false end
+  if not stays then it.state = '-'
+  elseif it.state ~= 'd' then it.state, it.since = 'd', now end
+  write_unique(key, it)
+  return true
 end

@@ -36,7 +36,7 @@
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
-if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. LIMIT) then
+if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) then
   return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
 end
 
@@ -52,8 +52,12 @@ local function refuse(name)
   if mode ~= 'x' or limit ~= 1 then return nil end
   local found = redis.call('HGETALL', name)
   if #found ~= 2 or found[1] == owner then return nil end
-  local expires, acquired, its_holder = string.match(found[2], '^1 (%d+) %d+ (%d+) [xs] (.*)$')
+  local expires, token, acquired, its_holder =
+    string.match(found[2], '^1 (%d+) (%d+) (%d+) [xs] (.*)$')
   if not expires or tonumber(expires) <= now then return nil end
+  if #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
+    return nil  -- damaged: parse() says so below
+  end
 
   local lock = {line = name .. LINE, places = name .. PLACES}
   local seen, there = pcall(redis.call, 'EXISTS', lock.line, name .. NEVER, name .. LIMIT)
@@ -74,6 +78,7 @@ if refusal then return refusal end
 -- include: _lease
 -- include: _grant
 -- include: _line
+-- include: _recall
 
 -- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
 -- anyway; if an operator admits more, the task would run twice at a time.
@@ -92,6 +97,7 @@ local function take(lock, limit)
   end
 
   local seen, line_is_there = pcall(line_exists, lock)
+  if seen and recall(lock) then line_is_there = true end
   if not seen then line_is_there = waits and line_exists(lock) end
   if admits(lock, mode, limit) and (not line_is_there or passes_line) then
     if line_is_there then leave_line(lock, owner) end
@@ -114,9 +120,15 @@ end
 local limits = {}
 for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) end
 
-local granted, new = {GRANTED}, {}
+local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do
-  local lock = count_leases(open(key))
+  locks[nth] = open(key)
+  look(locks[nth], {LINE, HANDED}, {PLACES})
+  limit_set(locks[nth])
+end
+
+local granted, new = {GRANTED}, {}
+for nth, lock in ipairs(locks) do
   local copy = not lease_of(lock, owner) and copy_in(lock)
   local token, is_new
   if not copy then token, is_new = take(lock, limits[nth] or limits[1]) end

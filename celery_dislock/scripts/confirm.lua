@@ -1,32 +1,45 @@
--- confirm.lua: keep a reservation, because its message has been sent or waits on.
+-- confirm.lua: keep a reservation, because its message has been sent, or waits or runs on.
 --
--- KEYS[1]   lock
--- ARGV[1]   id       of the message's task
--- ARGV[2]   ttl_ms   integer > 0; an expiry that is later stays
--- ARGV[3]   runs     1: the task runs   0: its message waits, or was just sent
+-- KEYS[1]   <lock>:unique
+-- ARGV[1]   id       )
+-- ARGV[2]   mark     ) of the message
+-- ARGV[3]   number   )
+-- ARGV[4]   ttl_ms   integer > 0; an expiry that is later stays, unless the message was just sent
+-- ARGV[5]   runs     1: the task runs   0: its message waits, or was just sent
 --
--- Touches   the reservation, and what it replaces
+-- Touches that record alone
 --
 -- Returns   1 kept   0 it is not there, or another's, or the task has begun and the caller does not know
+--
+-- Messages with lower numbers are replaced from now on, also if another has the key.
 
 -- include: _record
 
-local lock, id, ttl = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local key, id, mark, number, ttl = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 
--- The usual case: a message was sent that replaces none.
-local record = redis.call('GET', lock .. UNIQUE)
-local since, its_id = string.match(record or '', '^1 s (%d+ %d+) (%S+) $')
-if its_id == id and ARGV[3] == '0' then
-  redis.call('SET', lock .. UNIQUE, table.concat({'1 w', since, id, ''}, ' '), 'PX',
-    math.max(ttl, redis.call('PTTL', lock .. UNIQUE)))
-  return 1
+-- The usual case: a message was just sent that replaces none.
+if number == 0 and ARGV[5] == '0' then
+  local since, its_id, rest =
+    string.match(redis.call('GET', key) or '', '^2 s (%d+ %d+) (%S+) %d+ (%S+ 0 [01] %S+ 0 0 0 0 %-)$')
+  if its_id == id then
+    redis.call('PEXPIRE', key, ttl)  -- see write_unique()
+    redis.call('SET', key, table.concat({'2 w', since, id, now + ttl, rest}, ' '), 'PX', ttl)
+    return 1
+  end
 end
 
 -- include: _unique
 
-local there = unique_of(lock)
-if not there or there.id ~= id or (there.state == 'r') ~= (ARGV[3] == '1') then return 0 end
-tell_older(lock, there, ttl)
-if there.state == 's' then there.state = 'w' end
-write_unique(lock, there, math.max(ttl, redis.call('PTTL', lock .. UNIQUE)))
-return 1
+local it = unique_of(key)
+local is_news = note(it, 'confirmed', id, mark, number)
+local is_kept = is_for(it, id, mark, number) and (WAITS[it.state] and '0' or it.state == 'r' and '1') == ARGV[5]
+if is_kept then
+  local just_sent = it.state == 's'
+  it.ends = just_sent and now + ttl or math.max(it.ends, now + ttl)
+  if just_sent then it.state = 'w' end
+end
+if is_kept or is_news then
+  keep_numbers(it, ttl)
+  write_unique(key, it)
+end
+return is_kept and 1 or 0

@@ -28,6 +28,8 @@ local ticket, note = ARGV[2], ARGV[3]
 home = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
+look_at_all(lock)
+limit_set(lock)
 
 -- The text of a header has a backslash before each quote in it, so only the member's name matches.
 local function with_note(message)
@@ -43,6 +45,7 @@ local parked = parse_ticket(record)
 local message
 if parked then
   message = with_note(parked.message)
+  write_first(lock.name)
   replace(lock, ticket, message)
 else
   set_aside(lock, ticket, record)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import resources
 
+FILES = resources.files(__package__)
 INCLUDE = re.compile(r"^-- include: (\w+)$", re.MULTILINE)
 
 
+@cache
 def read_lua(name: str) -> str:
     """Read a Lua file, with its includes."""
-    text = (resources.files(__package__) / f"{name}.lua").read_text("utf-8")
+    text = (FILES / f"{name}.lua").read_text("utf-8")
     return INCLUDE.sub(lambda found: read_lua(found[1]), text)

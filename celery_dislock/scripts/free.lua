@@ -26,7 +26,8 @@ local owner, token, or_older = ARGV[1], tonumber(ARGV[2]), ARGV[4] == '1'
 home = ARGV[3]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
-count_leases(lock)
+look_at_all(lock)
+limit_set(lock)
 
 local function shown()
   for _, name in ipairs({owner, '~' .. owner}) do

@@ -19,6 +19,8 @@
 local ticket = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
+look_at_all(lock)
+limit_set(lock)
 local parked, reservation = read_ticket(lock, ticket), lease_of(lock, member_of(ticket))
 if not parked or redis.call('ZREM', lock.handed, ticket) == 0 then return 0 end
 if reservation then drop(lock, reservation) end

@@ -5,6 +5,7 @@
 -- ARGV[2]   ticket
 -- ARGV[3]   aside     a message that cannot be read, to be kept for people to see; empty: nothing
 -- ARGV[4]   over      1: no copy of it must run any more   0: it runs elsewhere, unless it was done here
+-- ARGV[5]   goes_on   as for park.lua
 --
 -- Touches   all keys of the lock
 --
@@ -23,11 +24,13 @@
 -- include: _done
 -- include: _states
 
-local ticket, aside, over = ARGV[2], ARGV[3], ARGV[4] == '1'
+local ticket, aside, over, goes_on = ARGV[2], ARGV[3], ARGV[4] == '1', ARGV[5]
 home = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
-if not over and is_done(lock, ticket) then return {RAN_HERE, turns} end
+look_at_all(lock)
+limit_set(lock)
+if not over and is_done(lock, ticket, goes_on) then return {RAN_HERE, turns} end
 
 local was_there = forget(lock, ticket)
 if redis.call('HDEL', lock.name .. REPLACED, ticket) == 1 then was_there = true end

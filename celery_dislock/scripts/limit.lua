@@ -28,6 +28,7 @@ local limit, ttl_ms, note = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 home = ARGV[4] or ''
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
+look_at_all(lock)
 
 local key = lock.name .. LIMIT
 local before = string.match(redis.call('GET', key) or '', '^1 (%d+) ') or ''

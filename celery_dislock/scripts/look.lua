@@ -6,7 +6,7 @@
 --
 -- Touches   the lock, its line and what belongs to it; changes nothing
 --
--- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, reserved_ms, limit, limit_ms}
+-- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, limit, limit_ms}
 --
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
@@ -17,7 +17,7 @@
 --   aside          how many tickets were set aside
 --   reservation    see _unique.lua; empty: there is none
 --   limit          see limit.lua; empty: there is none
---   reserved_ms, limit_ms   until those end; negative: they do not, or are not there
+--   limit_ms       until that ends; negative: it does not, or is not there
 
 -- include: _record
 -- include: _lease
@@ -76,11 +76,11 @@ end
 -- The usual case, of which a list has thousands.
 local seen, there = pcall(redis.call, 'EXISTS',
   name .. LINE, name .. HANDED, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
-if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -2, '', -2} end
+if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
 
 return {
   now, leases(), redis.call('ZCARD', name .. LINE), line(), turns(),
   redis.call('HLEN', name .. ASIDE),
-  redis.call('GET', name .. UNIQUE) or '', redis.call('PTTL', name .. UNIQUE),
+  redis.call('GET', name .. UNIQUE) or '',
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

@@ -29,6 +29,11 @@ def mark_of(lock: str, task_id: str) -> str:
     return f"{lock}{_ENDS['MARK']}{task_id}"
 
 
+def unique_of(lock: str) -> str:
+    """Name the record of a lock's reservation."""
+    return f"{lock}{_ENDS['UNIQUE']}"
+
+
 def aside_of(lock: str) -> str:
     """Name the hash of a lock's parked tasks that were set aside."""
     return f"{lock}{_ENDS['ASIDE']}"

@@ -17,6 +17,8 @@
 -- ARGV[12]  most_bytes of their records together
 -- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
 --                      that is the one that comes, if it was sent before the first in line
+-- ARGV[14]  goes_on    the delivery that has taken the task out of this line before, and that this one
+--                      goes on with; *: whichever it was   empty: none
 --
 -- Touches   all keys of the lock
 --
@@ -40,7 +42,7 @@
 -- include: _states
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local ticket, marked = ARGV[7], ARGV[9] == '1'
+local ticket, marked, goes_on = ARGV[7], ARGV[9] == '1', ARGV[14]
 
 local name = KEYS[1]
 local has_nobody = not marked
@@ -52,7 +54,7 @@ end
 
 -- include: _done
 
-if has_nobody and not is_done({name = name}, ticket) then  -- others of this line have many marks
+if has_nobody and not is_done({name = name}, ticket, goes_on) then  -- others of this line have many marks
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
@@ -90,7 +92,7 @@ end
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local remaining, other, its_holder, held = in_the_way(lock)
-  local replaced = message ~= '' and redis.call('HGETALL', lock.name .. REPLACED) or {}
+  local replaced = message ~= '' and untold(lock) or {}
   local place = rank and rank + 1 or waiting()
   return {PARKED, turns, place, remaining, other, its_holder, replaced, held}
 end
@@ -123,6 +125,8 @@ local function was_sent_before(other)
 end
 
 local NO_ROOM, ROOM, OLDEST = 0, 1, 2
+local TAKEN_MOST = 100    -- that make room for one
+local LOOKED_MOST = 1000  -- places, at the head of the line
 
 -- Make room in line for a record of this size, where that is wished.
 -- Returns NO_ROOM, ROOM, or OLDEST: the task that comes is the one that makes room.
@@ -147,16 +151,28 @@ local function make_room(size)
   end
 
   if too_many_bytes() and too_big() then return NO_ROOM end
-  local rank = 0
-  while most > 0 and waiting() >= most or too_many_bytes() do
-    if not replaces then return NO_ROOM end
-    local oldest = redis.call('ZRANGE', lock.line, rank, rank)[1]
-    if not oldest then return NO_ROOM end
-    if not is_parked(oldest) then rank = rank + 1
-    elseif was_sent_before(ticket_of(oldest)) then return OLDEST
-    else take_out(ticket_of(oldest)) end
+  local too_many = most > 0 and waiting() - most + 1 or 0
+  local too_long = tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size - most_bytes
+  if too_many <= 0 and too_long <= 0 then return ROOM end
+  if not replaces then return NO_ROOM end
+
+  -- A line that is much too long becomes shorter with each that comes; bytes are never too many.
+  local goes = {}
+  for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
+    if #goes == TAKEN_MOST or too_many <= 0 and too_long <= 0 then break end
+    if is_parked(member) then
+      local other = ticket_of(member)
+      if was_sent_before(other) then
+        too_many, too_long = math.huge, 0
+        break
+      end
+      goes[#goes + 1] = other
+      too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
+    end
   end
-  return ROOM
+  if too_long > 0 or #goes < TAKEN_MOST and too_many > 0 and too_many < math.huge then return NO_ROOM end
+  for _, other in ipairs(goes) do take_out(other) end
+  return too_many == math.huge and OLDEST or ROOM
 end
 
 -- The four cases, of which one answers.
@@ -189,7 +205,11 @@ local function ran_before(record)
   if settles > now then
     return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE, NOT_KNOWN}
   end
-  if admits(lock, mode, limit) then return granted(claim(joined), 1) end
+  if admits(lock, mode, limit) then
+    local token = claim(joined)
+    if anyone_waits(lock) then recall_and_hand_off(lock) end  -- what else that process held
+    return granted(token, 1)
+  end
   if message == '' then return refused() end
   redis.call('HDEL', lock.running, ticket)
   return put_in_line(joined, home, message)
@@ -216,13 +236,18 @@ local function new()
 end
 
 line_exists(lock)  -- or an error, before anything is done
-local mine = lease_of(count_leases(lock), owner)
+look_at_all(lock)
+limit_set(lock)
+local mine = lease_of(lock, owner)
 if mine then return granted_already(mine) end
 
 local parked = redis.call('HGET', lock.tickets, ticket)
 local ran = redis.call('HGET', lock.running, ticket)
 if not (parked or ran) then
-  if is_done(lock, ticket) then return {DONE_BEFORE, turns} end
+  if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
+    return in_line()  -- sent again, and replaced at once the first time: its end is not told yet
+  end
+  if is_done(lock, ticket, goes_on) then return {DONE_BEFORE, turns} end
   if marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {DONE_BEFORE, turns}
   end

@@ -45,7 +45,7 @@ local function hand_over(lock)
   local leases = redis.call('HGETALL', lock)
   if #leases ~= 2 or leases[1] ~= owner then return false end
   local expires, token = string.match(leases[2], '^1 (%d+) (%d+) %d+ [xs] ')
-  if not expires or tonumber(expires) <= now then return false end
+  if not expires or tonumber(expires) <= now or #token > TOKEN_DIGITS then return false end
 
   -- If a key is of the wrong type, the lease ends all the same, and what comes after the includes says so.
   local line, places, wake = lock .. LINE, lock .. PLACES, lock .. WAKE
@@ -129,6 +129,7 @@ home = ARGV[3] or ''
 
 -- The ticket's task has ended.  Returns whether the lock was reserved for it.
 local function end_ticket(lock, claim)
+  write_first(lock.name)
   if claim and settles_ms > 0 then
     local joined, claimed = parse_claim(claim)
     write_claim(lock, ticket, joined, claimed, now + settles_ms)

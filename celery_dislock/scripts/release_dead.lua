@@ -25,9 +25,13 @@
 local start, at_least_ms = ARGV[1], tonumber(ARGV[2])
 home = ARGV[3] or ''
 
-local ended = 0
-for _, key in ipairs(KEYS) do
-  local lock = count_leases(with_parked(open(key)))
+local locks, ended = {}, 0
+for nth, key in ipairs(KEYS) do
+  locks[nth] = with_parked(open(key))
+  look_at_all(locks[nth])
+  limit_set(locks[nth])
+end
+for _, lock in ipairs(locks) do
   if at_least_ms >= 0 then
     for _, lease in ipairs(leases_of(lock, start)) do
       finish(lock, lease, at_least_ms)

@@ -18,8 +18,9 @@ if not record then return 0 end
 local expires, rest = string.match(record, '^1 (%d+)( %d+ %d+ [xs] .*)$')
 if expires and tonumber(expires) <= now then return 0 end  -- left there: the next token must be higher
 if expires then
+  -- First, and always: a server without memory refuses HSET as the first write of a script.
+  redis.call('PEXPIRE', lock, math.max(ttl, redis.call('PTTL', lock)))
   redis.call('HSET', lock, owner, string.format('1 %.0f', now + ttl) .. rest)
-  if redis.call('PTTL', lock) < ttl then redis.call('PEXPIRE', lock, ttl) end
   return 1
 end
 

@@ -1,47 +1,78 @@
 -- reserve.lua: reserve a key for a message that is about to be sent.
 --
--- KEYS[1]   lock
+-- KEYS[1]   <lock>:unique   the whole name, so that it is found while a slot moves; see _unique.lua
 -- ARGV[1]   id         of the message's task
 -- ARGV[2]   ttl_ms     integer > 0: until it must be confirmed
 -- ARGV[3]   replaces   1: the newest message counts   0: the first
+-- ARGV[4]   nonce      of this call; the same if the command is sent again
+-- ARGV[5]   result     1: it is stored   0: it is not
+-- ARGV[6]   mark       ) of a message that is sent again, as a retry; left out: it is a new one
+-- ARGV[7]   number     )
 --
--- Touches   the reservation, and what its id was replaced by before
+-- Touches that record alone
 --
--- Returns   {0, id, state}    reserved for another: w waits, r runs, s is being sent
---           {1, burst_ms}     reserved; since the first of the messages that replace each other
+-- Returns   {0, id, state, result}       reserved for another
+--           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
--- A message that this one replaces is told so by confirm.lua, when this one has been sent.  The same id
--- again keeps what it has: it is a retry, whose message is being sent if its task has run.
+-- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again
+-- keeps its number, and never takes the key from another.
 
 -- include: _record
 
-local lock, id, ttl, replaces = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
+local key, id, ttl, replaces = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
+local nonce, again = ARGV[4], ARGV[6]
 
--- The usual case: the key is free, and the first message counts.
-if not replaces and redis.call('EXISTS', lock .. UNIQUE, lock .. OLDER) == 0 then
-  redis.call('SET', lock .. UNIQUE, table.concat({'1 s', now, now, id, ''}, ' '), 'PX', ttl)
-  return {1, 0}
+-- The usual cases: the first message counts, and the key is free, or reserved for another message.
+if not replaces and not again then
+  local record = redis.call('GET', key)
+  if not record then
+    local mark = time_as_token() .. nonce
+    redis.call('SET', key, table.concat({
+      '2 s', now, now, id, now + ttl, nonce, 0, ARGV[5], mark, '0 0 0 0 -',
+    }, ' '), 'PX', ttl)
+    return {1, 0, mark, 0}
+  end
+  local state, its_id, ends, its_nonce, result =
+    string.match(record, '^2 ([swrd]) %d+ %d+ (%S+) (%d+) (%S+) %d+ ([01]) ')
+  if state and tonumber(ends) > now and its_nonce ~= nonce then return {0, its_id, state, result} end
 end
 
 -- include: _unique
 
-local there = unique_of(lock)
-if there and there.id == id then
-  if there.state == 'r' then
-    there.state = 's'
-    write_unique(lock, there, math.max(ttl, redis.call('PTTL', lock .. UNIQUE)))
+local it = unique_of(key) or new_unique(nonce)
+
+local function reserved()
+  return {1, now - it.first, it.mark, it.number}
+end
+
+-- A message of another life of the record replaces none: newest may be the number of one that is not sent.
+local function number_again()
+  return again == it.mark and tonumber(ARGV[7]) or it.newest > 0 and it.newest + 1 or 0
+end
+
+if is_reserved(it) then
+  if it.nonce == nonce then return reserved() end
+  if again and is_for(it, id, again, tonumber(ARGV[7])) then
+    it.number = number_again()
+    if it.state == 'r' then it.state = 's' end
+    it.ends = math.max(it.ends, now + ttl)
+    write_unique(key, it)
+    return reserved()
   end
-  return {1, math.max(0, now - there.first)}
+  if again or not replaces then return {0, it.id, it.state, it.result} end
+  -- The message that is there may wait until its reservation ends, and must then be told.
+  it.kept = math.max(it.kept, it.ends + COPY_MS)
 end
-local mine = {state = 's', since = now, first = now, id = id, older = ''}
-if there and not replaces then return {0, there.id, there.state} end
-if there and there.state ~= 'r' then
-  mine.first = there.first
-  local _, several = string.gsub(there.older, ',', ',')
-  local ends = now + redis.call('PTTL', lock .. UNIQUE)
-  local latest = string.format(',%s@%.0f', there.id, ends)
-  mine.older = (several < OLDER_MOST and there.older or '') .. latest
+
+if not (is_reserved(it) and WAITS[it.state]) then it.first = now end
+if replaces and not again then
+  it.newest = it.newest + 2
+  it.number = it.newest
+  it.kept = math.max(it.kept, now + ttl + COPY_MS)
+else
+  it.number = number_again()
 end
-redis.call('HDEL', lock .. OLDER, id)  -- an id that is used again is newer now
-write_unique(lock, mine, ttl)
-return {1, now - mine.first}
+it.state, it.ends, it.since = 's', now + ttl, now
+it.id, it.nonce, it.result = id, nonce, ARGV[5]
+write_unique(key, it)
+return reserved()

@@ -3,18 +3,20 @@
 -- KEYS[1]   lock
 -- ARGV[1]   home        the caller's broker
 -- ARGV[2]   ticket
--- ARGV[3]   delivery    names the delivery that runs it without a lock: no other one may
+-- ARGV[3]   delivery    names the delivery that goes on with it, under other locks or without one: no other
+--                       copy of its turn may
 --                       empty: nobody runs it; it is set aside with its record
+--                       -: it has ended itself; no mark is left, as it may have sent itself again
 --
 -- Touches   all keys of the lock but those that were replaced
 --
 -- Returns   {withdrawn, turns}   withdrawn: 1 it was in line, or had its turn; or nothing is known of
---                                  it, and the delivery runs it
+--                                  it, and the delivery goes on with it
 --                                  0 it runs, was set aside or is done; or there is none to set aside
 --                                turns: {lock, ticket, message, ...}, to be published
 --
 -- A ticket that was claimed is left alone.  Sent twice, the second answers 0 about a task that was set
--- aside; the delivery that runs it is answered 1 again, for two hours.
+-- aside or has ended; the delivery that goes on with it is answered 1 again, for two hours.
 
 -- include: _record
 -- include: _lease
@@ -24,19 +26,24 @@
 -- include: _parked
 -- include: _done
 
+local ENDED = '-'  -- a delivery
+
 local ticket, delivery = ARGV[2], ARGV[3]
 home = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
+look_at_all(lock)
+limit_set(lock)
 
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
-if not record and delivery == '' then return {0, turns} end
+if not record and (delivery == '' or delivery == ENDED) then return {0, turns} end
 if not record then
   local mark = redis.call('GET', lock.name .. DONE .. ticket)
   if mark or is_done(lock, ticket) or redis.call('HEXISTS', lock.running, ticket) == 1
     or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {mark == delivery and 1 or 0, turns}
   end
+  write_first(lock.name)
   mark_done(lock, ticket, delivery)  -- it may have been lost: nothing says that it is done
   return {1, turns}
 end
@@ -44,7 +51,7 @@ if delivery == '' then
   set_aside(lock, ticket, record)
 else
   forget(lock, ticket)
-  mark_done(lock, ticket, delivery)
+  if delivery ~= ENDED then mark_done(lock, ticket, delivery) end
 end
 recall_and_hand_off(lock)
 return {1, turns}

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import select
+import sys
 from typing import TYPE_CHECKING, Any
 
 import hiredis
@@ -321,7 +323,7 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         Silence: No reply began to arrive in time.
         redis.RedisError: The reply is an error, or the connection broke.
     """
-    if within is not None and not connection.can_read(timeout=within):
+    if within is not None and not _can_read(connection, within):
         raise Silence(f"no reply within {within:.2f} s")
     try:
         return connection.read_response(disable_decoding=True)
@@ -334,6 +336,24 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
         if code in CLUSTER_ERRORS and type(exc) is ResponseError:  # redis-py 5
             raise CLUSTER_ERRORS[code](told) from exc
         raise
+
+
+def _can_read(connection: redis.Connection, within: float) -> bool:
+    """Return whether a reply begins to arrive within so many seconds."""
+    try:
+        return bool(connection.can_read(timeout=within))
+    except AttributeError:
+        if hasattr(select, "poll") or "eventlet.patcher" not in sys.modules:
+            raise
+    # Eventlet came after redis-py's import and took away select.poll, which redis-py looks up anew.
+    from eventlet.patcher import original  # noqa: PLC0415 -- optional
+
+    sock: Any = connection._sock  # noqa: SLF001 -- redis-py has no other way
+    if hasattr(sock, "pending") and sock.pending():  # TLS
+        return True
+    ready = original("select").poll()
+    ready.register(sock, select.POLLIN)
+    return bool(ready.poll(within * 1000))
 
 
 def demoted(exc: BaseException) -> bool:

@@ -57,10 +57,15 @@ def check_rights(server: Server, prefix: str) -> None:
         raise ForbiddenError(server.name, _remedy(sorted(missing), prefix if keys else ""))
 
 
+def tried_in(prefix: str) -> str:
+    """Return the name of a key that nobody uses, to try commands on."""
+    return f"{prefix}:{{startup-check}}:tried"
+
+
 def _errors(send: Callable[..., Any], server: Server, prefix: str) -> list[tuple[str, str]]:
     """Try the commands on one server; return name and error text of each that failed."""
     lock = f"{prefix}:{{startup-check}}"
-    tried = f"{lock}:tried"
+    tried = tried_in(prefix)
     names = (tried, lock, index_of_lines(prefix, "x"), sweep_lock(prefix, "x"))
     errors: list[tuple[str, str]] = []
     asked: list[Command] = [

@@ -126,7 +126,8 @@ def ask_all(
 
     The calls are sent to all servers, in the order of *batches*, before the first reply is read.
     So all servers together take no longer than one, and one that is away does not delay the others.
-    But connecting to a server that is away may use up all of the time: such servers must come last.
+    But connecting to a server that is away may use up half of the time that is left: such servers
+    should come last.
 
     Args:
         script: The script.
@@ -142,7 +143,8 @@ def ask_all(
     failed: dict[Key, StoreError] = {}
     for key, (batch, calls) in batches.items():
         try:
-            batch.send(script, calls, within=max(until - time.monotonic(), LEAST))
+            # Half of the time left, so that a server that is away leaves some for the others.
+            batch.send(script, calls, within=max((until - time.monotonic()) / 2, LEAST))
         except StoreError as exc:
             failed[key] = exc
     for key, (batch, calls) in batches.items():

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import reprlib
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.words import TEXT_MOST, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+# What is read of a record is bounded here.  Anybody who can publish a message has a part in it.
+HOLDER_MOST = 16384  # bytes of a holder's description
+NUMBER_MOST = 10.0**15
 
 RESERVED = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
 
@@ -148,13 +154,51 @@ def text(written: bytes) -> str:
     return written.decode(errors="replace")
 
 
-def holder_of(written: bytes) -> Mapping[str, Any]:
-    """Parse a holder, for messages; text that is no JSON object is shown, shortened."""
+def parsed(written: bytes) -> dict[str, Any]:
+    """Parse a JSON object of limited size; empty if it is none."""
+    if len(written) > HOLDER_MOST:
+        return {}
     try:
-        holder = json.loads(written)
+        found = json.loads(written)
     except (ValueError, RecursionError):
-        holder = None
-    return holder if isinstance(holder, dict) else {"unreadable": reprlib.repr(text(written))}
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def bounded(value: object) -> Any:
+    """Return a text, shortened, a number in range or a boolean as it is; any other is None."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, (int, float)) and -NUMBER_MOST <= value <= NUMBER_MOST:  # NaN is not
+        return value
+    return None
+
+
+def bounded_text(value: object) -> str | None:
+    """Return a text, shortened; any other value is None."""
+    return bounded(value) if isinstance(value, str) else None
+
+
+@contextmanager
+def reading(server: str, lock: str) -> Iterator[None]:
+    """
+    Read records of a lock in the block.
+
+    Raises:
+        DamagedLockError: One of them cannot be read.
+    """
+    try:
+        yield
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as exc:
+        reason = f"a record of it cannot be read: {reprlib.repr(str(exc))}"
+        raise DamagedLockError(server, reason, lock) from exc
+
+
+def holder_of(written: bytes) -> Mapping[str, Any]:
+    """Parse a holder, each value bounded; text that is no JSON object is shown, shortened."""
+    if (holder := parsed(written)) or written == b"{}":
+        return {name: bounded(value) for name, value in holder.items()}
+    return {"unreadable": reprlib.repr(text(written[:TEXT_MOST]))}
 
 
 def refused(

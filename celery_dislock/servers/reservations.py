@@ -6,37 +6,63 @@ that has the message keeps the reservation, begins the task, and ends the reserv
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE
-from celery_dislock.servers.replies import Replaced, milliseconds, text
+from celery_dislock.keys.names import reserved_name, task_id_of_reserved
+from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
+from celery_dislock.scripts.names import unique_of
+from celery_dislock.servers.replies import Replaced, holder_of, milliseconds, text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from celery_dislock.servers.server import Server
+
+OFF_FOR = 3600.0  # seconds for which a key stays reserved for a task that runs where locks are off
+STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
+
+_RECORD = re.compile(
+    rb"2 ([swrd]) (\d{1,15}) \d+ (\S+) (\d{1,15}) \S+ (\d{1,15}) [01] (\S{1,100}) .*"
+)
 
 
 class Reservation(NamedTuple):
     """
-    What a task's message says of the reservation of its key.
+    The reservation of a key for a message, as the message states it.
 
     Attributes:
         lock: Name in Redis under which the key is reserved.
-        id: The task's id, as reserved_name() writes it.
+        id: Id of the message's task, as reserved_name() writes it.
         until: ``lock_unique_until`` of the sender.
-        ttl: Seconds for which the reservation is kept while the task runs, until it is renewed.
+        ttl: Seconds for which the reservation is kept when the task begins, and at each renewal.
+        mark: What the lock server has given with the number; "-" if nothing.
+        number: Number among the messages of the key that replace each other.
     """
 
     lock: str
     id: str
-    until: str
-    ttl: float
+    until: str = "end"
+    ttl: float = 0.0
+    mark: str = "-"
+    number: int = 0
 
     @property
-    def terms(self) -> tuple[str, str, int]:
+    def identity(self) -> tuple[str, str, int]:
+        """The arguments by which the scripts compare reservations."""
+        return self.id, self.mark, self.number
+
+    @property
+    def begins(self) -> tuple[str | int, ...]:
         """The arguments of the scripts that begin a task."""
-        return self.id, self.until, milliseconds(self.ttl)
+        return *self.identity, self.until, milliseconds(self.ttl)
+
+    @property
+    def ends(self) -> tuple[str | int, ...]:
+        """The arguments of the scripts that end it: with "expiry" the key stays reserved."""
+        return *self.identity, "stays" if self.until == "expiry" else "end"
 
 
 class Reserved(NamedTuple):
@@ -44,9 +70,13 @@ class Reserved(NamedTuple):
 
     Attributes:
         burst: Seconds since the first of the messages that this one is about to replace.
+        mark: See :class:`Reservation`.
+        number: See :class:`Reservation`.
     """
 
     burst: float
+    mark: str
+    number: int
 
 
 class Taken(NamedTuple):
@@ -55,10 +85,53 @@ class Taken(NamedTuple):
     Attributes:
         id: Id of its task, as reserved_name() writes it.
         is_sent: Whether the message was sent; if not, its sender is about to, or has died.
+        has_result: Whether the result of its task is stored.
     """
 
     id: str
     is_sent: bool
+    has_result: bool = True
+
+
+class Record(NamedTuple):
+    """
+    A reservation as the lock server has it.
+
+    Attributes:
+        id: Id of its task.
+        state: "being sent", "waiting" or "running"; "ended" if the key stays reserved after that.
+        since: Seconds since the key was reserved, or since the task has ended.
+        remaining: Seconds until the reservation ends, unless it is renewed.
+        mark: See :class:`Reservation`.
+        number: See :class:`Reservation`.
+    """
+
+    id: str
+    state: str
+    since: float
+    remaining: float
+    mark: str
+    number: int
+
+    def of(self, lock: str) -> Reservation:
+        """Return what ends this reservation of a lock, and no later one."""
+        return Reservation(lock, reserved_name(self.id), mark=self.mark, number=self.number)
+
+
+def parse_record(now_ms: int, written: bytes) -> Record | None:
+    """Parse a record of ``_unique.lua``; None if the key is not reserved."""
+    found = _RECORD.fullmatch(written)
+    if found is None or int(found[4]) <= now_ms:
+        return None
+    state, since, task_id, ends, number, mark = (text(part) for part in found.groups())
+    return Record(
+        task_id_of_reserved(task_id),
+        STATES[state],
+        max(0, now_ms - int(since)) / 1000,  # a failover can set the clock back
+        (int(ends) - now_ms) / 1000,
+        mark,
+        int(number),
+    )
 
 
 class Reservations:
@@ -76,45 +149,54 @@ class Reservations:
         self._server = server
 
     def reserve(
-        self, lock: str, encoded_id: str, ttl: float, *, replaces: bool
+        self,
+        wanted: Reservation,
+        nonce: str,
+        *,
+        replaces: bool = False,
+        has_result: bool = True,
+        again: bool = False,
     ) -> Reserved | Taken:
         """
         Reserve a key for a message that is about to be sent.
 
         Args:
-            lock: Name in Redis under which the key is reserved.
-            encoded_id: Id of the message's task, as reserved_name() writes it.
-            ttl: Seconds until the reservation ends if it is not confirmed.
+            wanted: The reservation.  It ends after its ``ttl`` if it is not confirmed.
+            nonce: Random text for this message; two calls with the same one are one.
             replaces: Whether the newest message counts, and not the first.
+            has_result: Whether the result of the task is stored.
+            again: Whether the message is sent again, as a retry, with the mark and the number that
+                it has.
 
         Raises:
             StoreError: The server did not answer.  The key may be reserved.
         """
         done, *answer = self._server.run(
-            RESERVE, [lock], encoded_id, milliseconds(ttl), int(replaces)
+            RESERVE,
+            [unique_of(wanted.lock)],
+            *(wanted.id, milliseconds(wanted.ttl), int(replaces), nonce, int(has_result)),
+            *((wanted.mark, wanted.number) if again else ()),
         )
         if done:
-            return Reserved(answer[0] / 1000)
-        return Taken(text(answer[0]), answer[1] != b"s")
+            burst_ms, mark, number = answer
+            return Reserved(burst_ms / 1000, text(mark), number)
+        task_id, state, result = answer
+        return Taken(text(task_id), state != b"s", result == b"1")
 
-    def confirm(self, lock: str, encoded_id: str, ttl: float) -> bool:
+    def confirm(self, reservation: Reservation) -> bool:
         """
-        Keep a reservation for *ttl* seconds from now, as its message has been sent.
+        Keep a reservation for its ``ttl`` from now, as its message has been sent.
 
-        Messages that this one replaces are told to end when they come.
-
-        Args:
-            lock: As for :meth:`reserve`.
-            encoded_id: As for :meth:`reserve`.
-            ttl: Seconds for which the message may wait.
+        Messages that this one replaces end when they come.
 
         Returns:
-            False if the key is not reserved for this task any more.
+            False if the key is not reserved for this message any more.
 
         Raises:
             StoreError: The server did not answer.
         """
-        return bool(self._server.run(CONFIRM, [lock], encoded_id, milliseconds(ttl), 0))
+        call = (*reservation.identity, milliseconds(reservation.ttl), 0)
+        return bool(self._server.run(CONFIRM, [unique_of(reservation.lock)], *call))
 
     def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
         """
@@ -131,7 +213,10 @@ class Reservations:
         Raises:
             StoreError: The server did not answer.
         """
-        calls = [(one.lock, one.id, milliseconds(one.ttl), int(runs)) for one in reservations]
+        calls = [
+            (unique_of(one.lock), *one.identity, milliseconds(one.ttl), int(runs))
+            for one in reservations
+        ]
         self._server.run_many(CONFIRM, calls, within=within)
 
     def begin(self, reservation: Reservation, *, elsewhere: bool = False) -> None:
@@ -149,22 +234,46 @@ class Reservations:
             Replaced: The task must not run.
             StoreError: The server did not answer.
         """
-        by = self._server.run(BEGIN, [reservation.lock], *reservation.terms, int(elsewhere))
+        key = unique_of(reservation.lock)
+        by = self._server.run(BEGIN, [key], *reservation.begins, int(elsewhere))
         if by is not None:
             raise Replaced(text(by))
 
-    def end(self, lock: str, encoded_id: str) -> bool:
+    def begin_unlocked(self, reservation: Reservation) -> None:
         """
-        End a reservation.
-
-        Args:
-            lock: As for :meth:`reserve`, or from the :class:`Reservation`.
-            encoded_id: As for :meth:`reserve`, or from the :class:`Reservation`.
-
-        Returns:
-            False if the key was not reserved for this task.
+        Begin a task where locks are off: it runs, also if it was replaced.
 
         Raises:
             StoreError: The server did not answer.
         """
-        return bool(self._server.run(UNRESERVE, [lock], encoded_id))
+        with suppress(Replaced):
+            self.begin(reservation._replace(ttl=OFF_FOR), elsewhere=True)
+
+    def end(self, reservation: Reservation) -> bool:
+        """
+        End a reservation; with ``until="expiry"`` note that its task has ended.
+
+        Returns:
+            False if the key was not reserved for this message.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        return self._end(reservation, *reservation.ends)
+
+    def end_waiting(self, reservation: Reservation) -> bool:
+        """End a reservation as :meth:`end` does, but only if its task does not run."""
+        return self._end(reservation, *reservation.ends, 1)
+
+    def _end(self, reservation: Reservation, *how: str | int) -> bool:
+        return bool(self._server.run(UNRESERVE, [unique_of(reservation.lock)], *how))
+
+    def look(self, lock: str) -> tuple[Record | None, set[Any]]:
+        """
+        Return the reservation of a lock, and the ids of the tasks that hold it.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        now_ms, leases, _, _, _, _, record, *_ = self._server.run(LOOK, [lock], 0, 0)
+        return parse_record(now_ms, record), {holder_of(one).get("id") for one in leases[4::6]}

@@ -10,11 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.config.urls import CLUSTER, SENTINEL
-from celery_dislock.servers.cluster import Cluster
 from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.node import RESENDS, single
-from celery_dislock.servers.quorum.server import Quorum
-from celery_dislock.servers.sentinel import watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,11 +106,18 @@ def server_for(
     options = dict(options or {})
     min_replicas = options.pop("min_replicas", 0)
     kind: Callable[..., Server] = single
+    # Imported when asked for: most processes have a single server, and a web process starts fast.
     if not isinstance(url, str):
+        from celery_dislock.servers.quorum.server import Quorum  # noqa: PLC0415
+
         kind = Quorum
     elif url.startswith(SENTINEL):
+        from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
+
         kind = watched
     elif url.startswith(CLUSTER):
+        from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
+
         kind = Cluster
     return kind(url, options, pause=pause, min_replicas=min_replicas)
 

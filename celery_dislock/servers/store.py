@@ -70,6 +70,27 @@ class Execution(NamedTuple):
     longest: float
 
 
+class Ending(NamedTuple):
+    """
+    A release that is sent later, and what :meth:`Store.release` is told with it.
+
+    Attributes:
+        locks: Names of the locks in Redis.
+        owner: Owner of the leases, or of the places in line.
+        at_least: See :meth:`Store.release`.
+        ticket: See :meth:`Store.release`.
+        settles: See :meth:`Store.release`.
+        reservation: See :meth:`Store.release`.
+    """
+
+    locks: Sequence[str]
+    owner: str
+    at_least: float = 0.0
+    ticket: str = ""
+    settles: float = 0.0
+    reservation: Reservation | None = None
+
+
 class Store:
     """The leases on one lock server, or on several servers of which a majority decides.
 
@@ -158,7 +179,7 @@ class Store:
         script = ACQUIRE
         terms: tuple[str | int, ...] = (milliseconds(place), int(fair))
         if reservation is not None:
-            script, terms = ACQUIRE_UNIQUE, (*terms, *reservation.terms)
+            script, terms = ACQUIRE_UNIQUE, (*terms, *reservation.begins)
         tokens: list[int] = []
         try:
             for together in self.lock_server.together(locks):
@@ -171,7 +192,7 @@ class Store:
                     script, together, owner, milliseconds(ttl), holder, MODES[mode], limits, *terms
                 )
                 if state == REPLACED_BY:
-                    raise Replaced(text(answer[0]))
+                    raise Replaced(text(answer[-1]))
                 if state != GRANTED:
                     if not place:
                         self._give_back(locks[: len(tokens)], owner)
@@ -339,7 +360,7 @@ class Store:
             publisher = (self.home, ticket, milliseconds(settles))
         sent = script
         if reservation is not None:
-            sent, publisher = RELEASE_UNIQUE, (*publisher, reservation.id)
+            sent, publisher = RELEASE_UNIQUE, (*publisher, *reservation.ends)
         ended, error = 0, None
         given: list[Turn] = []
         for together in self.lock_server.together(locks):
@@ -444,22 +465,39 @@ class Store:
         replies = iter(self.lock_server.run_many(RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
-    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
+    def clear(self, endings: Sequence[Ending], *, within: float) -> list[StoreError | None]:
         """
-        End the leases and places in line of many owners, in one pipelined round trip.
+        End the leases and places in line of many owners, in a pipelined round trip or two.
 
         For one thread only, like :meth:`renew`, and on the same connection.  Parked tasks get their
         turn at the next sweep.
 
         Args:
-            owners: For each owner the names of the locks in Redis, and the owner.
+            endings: What is ended, and how.
             within: Seconds to connect if there is no connection yet, and for the first reply.
+
+        Returns:
+            For each of them, in the same order: None if it was ended, or the error that the server
+            returned.
 
         Raises:
             StoreError: The server did not answer; each lease and place may have been ended or not.
         """
-        calls = [(lock, owner, 0) for locks, owner in owners for lock in locks]
-        self.lock_server.run_many(RELEASE, calls, within=within)
+        nobody = ""  # no broker: the caller cannot publish
+        errors: list[StoreError | None] = [None] * len(endings)
+        for script, is_unique in ((RELEASE, False), (RELEASE_UNIQUE, True)):
+            numbers, calls = [], []
+            for number, one in enumerate(endings):
+                if (one.reservation is not None) is is_unique:
+                    terms: tuple[str | int, ...] = (milliseconds(one.at_least), nobody)
+                    terms += (one.ticket, milliseconds(one.settles))
+                    terms += one.reservation.ends if one.reservation is not None else ()
+                    numbers += [number] * len(one.locks)
+                    calls += [(lock, one.owner, *terms) for lock in one.locks]
+            replies = self.lock_server.run_many(script, calls, within=within) if calls else []
+            for number, reply in zip(numbers, replies, strict=True):
+                errors[number] = reply if isinstance(reply, StoreError) else errors[number]
+        return errors
 
     def ping(self) -> dict[str, Any]:
         """

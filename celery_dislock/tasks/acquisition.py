@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from celery.exceptions import Ignore
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
+from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
 from celery_dislock.locks.counting import UNAVAILABLE
+from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.resend import put_off
 from celery_dislock.parking.park import Parking, acknowledge_unrun, leave_old_line
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery_dislock.locks.attempt import Conflict
-    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.messages.delivery import Delivery
     from celery_dislock.parking.process import ParkingProcess
@@ -61,13 +62,14 @@ class Acquisition:
         self._first: Callable[[], Lease | Conflict] = partial(
             delivery.lock.try_acquire, delivery.attempt
         )
-        turn, parks = None, delivery.options.parks
+        turn, parks, was_parked = None, delivery.options.parks, False
         if delivery.request.headers:
             turn = own_turn(delivery.request, runtime.settings.dislock_prefix)
-            self._keep_what_was_parked(parks=parks, was_parked=turn is not None)
+            was_parked = turn is not None or delivery.notes.left is not None
+            self._keep_what_was_parked(parks=parks, was_parked=was_parked)
         if delivery.is_eager or not self._process.can_park:
             return
-        if (parks or turn) and len(delivery.lock.names) == 1:
+        if (parks or was_parked) and len(delivery.lock.names) == 1:
             self.parking = Parking(delivery, self._process)
             self._first = self.parking.ask
         elif turn:
@@ -78,9 +80,21 @@ class Acquisition:
         return self._asked(self._first, first=bool(self.delivery.request.headers))
 
     def wait(self, seconds: float) -> Lease | Conflict | None:
-        """Wait in line for the lock for *seconds* at most; occupies the worker slot."""
+        """
+        Wait in line for the lock for *seconds* at most; occupies the worker slot.
+
+        Returns a conflict at once if the lock is reserved for a parked task, which may need that
+        slot.  The task keeps its place in line then, unless it is eager and waits on.
+        """
         delivery = self.delivery
-        return self._asked(partial(delivery.lock.acquire, delivery.attempt, timeout=seconds))
+        return self._asked(
+            partial(
+                delivery.lock.acquire,
+                delivery.attempt,
+                timeout=seconds,
+                gives_way=not delivery.is_eager,
+            )
+        )
 
     def park(
         self, parking: Parking, conflict: Conflict, bounds: Bounds
@@ -125,6 +139,8 @@ class Acquisition:
         if choice == "run" and may_run:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return
+        if owner is not None and not isinstance(error, UnreachableError):
+            delivery.lock.give_up(attempt)  # or a stalled process may keep what it was granted
         notes = delivery.notes
         damaged = isinstance(error, DamagedLockError) and notes.put_off >= DAMAGED_TRIES
         if choice == "raise" or damaged or delivery.is_eager:
@@ -167,13 +183,14 @@ class Acquisition:
             self.unavailable(exc, owner, may_run=may_run)
             return None
         except (Ignore, Replaced):  # parked, or a copy: the server has answered
-            self._process.lock_server_answered()
+            self._process.lock_server_answered(took=False)
             raise
         except BaseException:  # of a signal handler, perhaps with the lock granted already
             self.delivery.lock.interrupted(attempt)
             self.delivery.settle()
             raise
-        self._process.lock_server_answered()
+        took = isinstance(answer, Lease) and attempt.how in {AT_ONCE, PUT_OFF}
+        self._process.lock_server_answered(took=took)
         return answer
 
     def _end_given_up(self) -> None:

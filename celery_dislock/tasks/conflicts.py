@@ -21,14 +21,14 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.names import task_id_of_reserved, task_name
-from celery_dislock.locks.attempt import Conflict, in_words
-from celery_dislock.locks.counting import CONFLICT
-from celery_dislock.messages.message import TaskSkipped
-from celery_dislock.messages.resend import put_off
+from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
+from celery_dislock.locks.attempt import Conflict, in_words, is_turn
+from celery_dislock.locks.counting import CONFLICT, MESSAGE
+from celery_dislock.messages.message import TaskParked, TaskSkipped
+from celery_dislock.messages.resend import PUT_OFF_FIRST, put_off
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.replies import Full
-from celery_dislock.words import so_far
+from celery_dislock.words import plain, shortened, so_far
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,9 @@ CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() 
 
 def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
     """Tell whether the lock is held by, or reserved for, another delivery of the same task."""
-    mine = task_name(delivery.id) if "parked" in conflict.holder else delivery.id
+    mine = told_id(delivery.id)
+    if "parked" in conflict.holder:
+        mine = shortened(task_name(delivery.id))
     return conflict.holder.get("id") == mine and not delivery.is_eager
 
 
@@ -72,7 +74,10 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):
         chosen = _ask(chosen, delivery.task, conflict)
-    _count(delivery, conflict, chosen)
+    if delivery.lock.keeper.counters is not None and delivery.notes.since is None:
+        delivery.notes.since = time.time()
+    if chosen != "queue":  # what becomes of that is not known yet
+        _count(delivery, conflict, chosen)
     return STRATEGIES[chosen](asking, conflict)
 
 
@@ -81,8 +86,6 @@ def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
     attempt, counters = delivery.attempt, delivery.lock.keeper.counters
     if counters is not None:
         counters.add(CONFLICT, attempt.holder, outcome)
-        if delivery.notes.since is None:
-            delivery.notes.since = time.time()
     if attempt.span is not None:
         holder = in_words(conflict.holder)
         attempt.span.note(key=conflict.key, outcome=outcome)
@@ -96,18 +99,23 @@ def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
 
 def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
     """End a task without running it: store REVOKED with the reason, and raise Ignore."""
-    delivery.end_reservation()
     what = f"skipped: {reason}. It does not run."
-    if delivery.is_eager:
-        raise delivery.told(Ignore(reason), what)
-    _end(delivery, TaskRevokedError(reason), states.REVOKED)
-    raise delivery.told(TaskSkipped(reason), what)
+    if not delivery.is_eager:
+        _end(delivery, TaskRevokedError(reason), states.REVOKED)
+    delivery.end_reservation()
+    raise delivery.told((Ignore if delivery.is_eager else TaskSkipped)(reason), what)
 
 
 def end_replaced(delivery: Delivery, replaced: Replaced) -> NoReturn:
     """End a task whose message was replaced by a newer one of its key."""
+    counters = delivery.lock.keeper.counters
+    if counters is not None:
+        counters.add(MESSAGE, delivery.attempt.holder, "replaced")
     newer = task_id_of_reserved(replaced.by)
-    end_unrun(delivery, f"a newer message of key {delivery.lock.key!r} replaces it: task {newer}")
+    reason = f"a newer message of key {delivery.lock.key!r} replaces it: task {plain(newer)}"
+    if newer == str(delivery.id):  # the result of this id is that of the newer message
+        raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
+    end_unrun(delivery, reason)
 
 
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
@@ -131,31 +139,57 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
 
 
 def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
-    """Wait in line in this worker slot; fail after ``lock_wait_timeout``."""
-    answer = asking.wait(asking.delivery.options.lock_wait_timeout)
+    """
+    Wait in line in this worker slot; fail after ``lock_wait_timeout``.
+
+    If the lock is reserved for a parked task, whose message may find no other slot, the slot is
+    given back: the task is put off for a moment, and its place in line is kept.
+    """
+    delivery, now = asking.delivery, time.time()
+    until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_wait_timeout)
+    answer = asking.wait(until - now)
     if not isinstance(answer, Conflict):
         return answer
-    if is_a_copy(asking.delivery, answer):  # another delivery of this task was first
-        put_off_copy(asking.delivery, answer)
+    if is_a_copy(delivery, answer):  # another delivery of this task was first
+        put_off_copy(delivery, answer)
+    if is_turn(answer.holder) and not delivery.is_eager:
+        in_time = time.time() < until
+        if in_time and len(delivery.lock.names) == 1:
+            delivery.notes.held_by = delivery.attempt.owner
+        else:
+            delivery.lock.abandon(delivery.attempt)
+        if in_time:
+            delivery.notes.retry_until = until
+            error = answer.error()
+            delay = put_off(delivery, str(error), at_most=PUT_OFF_FIRST)
+            come_again(delivery, error, delay, str(error))
     fail(asking, answer)
 
 
 def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """Park the task; an eager task or one with several keys fails, as it cannot be parked."""
-    options = asking.delivery.options
+    delivery, options = asking.delivery, asking.delivery.options
     if asking.parking is None:
+        _count(delivery, conflict, "raise")
         fail(asking, conflict)
     bounds = Bounds(
         options.lock_queue_limit or 0, options.lock_queue_bytes, options.lock_queue_overflow
     )
-    answer = asking.park(asking.parking, conflict, bounds)
+    try:
+        answer = asking.park(asking.parking, conflict, bounds)
+    except TaskParked:
+        _count(delivery, conflict, "queue")
+        raise
     if answer is None:  # the message was not kept
+        _count(delivery, conflict, "retry")
         retry(asking, conflict)
     if isinstance(answer, Full):
+        _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
-        end_unrun(asking.delivery, reason)
+        end_unrun(delivery, reason)
     if isinstance(answer, Conflict):
-        put_off_copy(asking.delivery, answer)
+        _count(delivery, conflict, "copy")
+        put_off_copy(delivery, answer)
     return answer
 
 

@@ -15,17 +15,23 @@ from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.names import execution_start, reserved_lock
+from celery_dislock.keys.names import execution_start, reserved_lock, told_id
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.locks.tracing import current_span
-from celery_dislock.messages.delivery import Delivery, end_reservation
+from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
-from celery_dislock.parking.park import STAYS_IN_LINE, delivery_of, withdraw
+from celery_dislock.parking.park import (
+    STAYS_IN_LINE,
+    acknowledge_unrun,
+    leave_old_line,
+    withdraw,
+)
+from celery_dislock.parking.store import ENDED
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
@@ -68,18 +74,21 @@ class Guard:
         SettingsError: One of the task's options cannot be used.
 
     Attributes:
+        name: The task's name.
         runtime: What the locks of the app share.
         options: The task's options.
         timeout: Seconds until a lease of this task expires if it is not renewed.
         interval: Seconds between two renewals; None if leases of this task are not renewed.
         releases_on_failure: Whether a failed execution releases the lock.
-        main_process_keeps: Whether the worker's main process renews the reservation of a task that
-            runs, because there is no one lease to renew it with.
+        kept: Seconds for which the reservation of a task that runs is kept at each renewal.
     """
 
     def __init__(
         self, name: str, task: type[Task], options: TaskOptions, runtime: Runtime[ParkingProcess]
     ) -> None:
+        for method in ("run", "__call__"):
+            _refuse_unawaited(name, method, getattr(task, method))
+        self.name = name
         self.options = options
         self.runtime = runtime
         self.timeout = self.options.lock_expire or self.options.lock_watchdog_timeout
@@ -104,7 +113,9 @@ class Guard:
         )
         self._locks = self.options.lock_limit is not None
         self._limits = self.options.limits
-        self.main_process_keeps = not self._locks or len(self._keys) > 1
+        # The watchdog renews it with the one lease; else the main process alone does.
+        by_watchdog = self.interval is not None and len(self._keys) == 1
+        self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else self.options.lock_unique_for
         self._parks = self.options.parks and self._locks
         self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
             "warn",
@@ -126,10 +137,12 @@ class Guard:
         try:
             return run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
-            self._leave_line(delivery)
-            delivery.completed = True  # no copy of it is to run
-            delivery.settle()
-            conflicts.end_replaced(delivery, exc)
+            try:
+                conflicts.end_replaced(delivery, exc)
+            except Ignore:  # only now, as its end is stored, it gives up its place
+                self._leave_line(delivery)
+                delivery.completed = True  # no copy of it is to run
+                raise
         finally:
             try:
                 delivery.settle()  # completes a release that an exception interrupted
@@ -194,6 +207,7 @@ class Guard:
 
     def _run_without_lock(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         """Run the body of a task that is unique when it is sent, and takes no lock."""
+        self._leave_old_line(delivery)
         self._begin(delivery)
         delivery.began = True
         return self._run_body_without_lock(delivery, body)
@@ -235,8 +249,22 @@ class Guard:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then
                     delivery.reservation = reservation._replace(until="end")
-        if lease is not None and reservation.until == "end":
+        if lease is not None and reservation.until != "start":
             lease.reservation = attempt.reservation
+
+    def _leave_old_line(self, delivery: Delivery) -> None:
+        """Take a task that takes no lock any more out of the line in which it was parked."""
+        turn = self._turn_of(delivery.request)
+        if turn is None or not self._can_park:
+            return
+        try:
+            if not leave_old_line(self.runtime.process.lines, delivery, turn):
+                acknowledge_unrun(delivery)
+        except StoreError as exc:
+            logger.warning(
+                "Task %s runs without a lock, and stays in line for lock %s: it may run again: %s",
+                *(delivery, turn[0], exc),
+            )
 
     def _leave_line(self, delivery: Delivery) -> None:
         """Give the turn of a parked task that must not run to the next in line."""
@@ -247,7 +275,7 @@ class Guard:
                 self.runtime.process.lock_server_failed(exc)
 
     def _end(self, delivery: Delivery) -> None:
-        if delivery.reservation is not None and delivery.reservation.until == "end":
+        if delivery.reservation is not None and delivery.reservation.until != "start":
             delivery.end_reservation()
 
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
@@ -289,7 +317,7 @@ class Guard:
         process = self.runtime.process
         holder = {
             "task": task.name,
-            "id": request.id,
+            "id": told_id(request.id),
             "worker": request.hostname,
             "pid": process.pid,
             "host": process.host,
@@ -307,7 +335,7 @@ class Guard:
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
-        if request.headers and not request.is_eager:
+        if request.headers:
             delivery.reservation = self.reservation_of(request)
             if delivery.reservation is not None and [delivery.reservation.lock] == list(lock.names):
                 attempt.reservation = delivery.reservation
@@ -316,17 +344,7 @@ class Guard:
 
     def reservation_of(self, request: Context) -> Reservation | None:
         """Return the reservation that a request's message brings; None if it brings none."""
-        prefix = self.runtime.settings.dislock_prefix
-        brief = KEPT_TIMEOUTS * self.timeout
-        kept = self.options.lock_unique_for if self.main_process_keeps else brief
-        return reservation_of(request, prefix, kept)
-
-    def end_reservation(self, request: Context) -> None:
-        """End the reservation of a message that will not run; logs a StoreError."""
-        reservation = None if self.runtime.off else self.reservation_of(request)
-        if reservation is not None:
-            what = f"{getattr(request, 'task', '?')}[{request.id}]"
-            end_reservation(self.runtime.process.store.reservations, reservation, what)
+        return reservation_of(request, self.runtime.settings.dislock_prefix, self.kept)
 
     @property
     def parks(self) -> bool:
@@ -338,14 +356,12 @@ class Guard:
         Take a parked task out of line that ended before this guard could claim its turn.
 
         Its ``before_start`` raised an exception, or its key could not be built from its arguments.
-        A task that failed is set aside.  If another delivery has claimed the turn, nothing is
-        changed.  Logs a StoreError instead of raising it; blocks for a round trip.
+        A task that failed is set aside.  Another may have sent itself again, so no mark is left.
+        If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
+        raising it; blocks for a round trip.
         """
         if state not in ENDS or Delivery.of(request) is not None:
             return
-        requeued = isinstance(retval, Reject) and retval.requeue
-        if state != states.RETRY and not requeued:
-            self.end_reservation(request)
         if not self._can_park:
             return
         turn = self._turn_of(request)
@@ -359,7 +375,7 @@ class Guard:
             withdraw(lines, turn, what, retval)
             return
         try:
-            lines.withdraw(*turn, delivery_of(request.properties))
+            lines.withdraw(*turn, ENDED)
         except StoreError as exc:
             logger.error(  # noqa: TRY400 -- the reason is enough
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
@@ -377,7 +393,6 @@ class Guard:
             StoreError: The lock server did not answer.  The task stays in line, and will be revoked
                 again at its next turn.
         """
-        self.end_reservation(request)
         if not self._can_park:
             return
         # Notes.of() warns of forged notes, and own_turn() does not.
@@ -435,6 +450,15 @@ class Guard:
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self.runtime.settings.dislock_prefix)
+
+
+def _refuse_unawaited(name: str, method: str, body: Callable[..., Any]) -> None:
+    if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
+        remedy = (
+            "an `async def` body, and Celery does not await it: the lock would be released when "
+            "the coroutine is made. Declare a plain function that calls asyncio.run()"
+        )
+        raise SettingsError(name, method, body, remedy)
 
 
 def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:

@@ -29,8 +29,9 @@ from kombu.utils.imports import symbol_by_name
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.messages.events import revoked, sends
-from celery_dislock.messages.headers import TICKET_HEADER, UNIQUE_HEADER
+from celery_dislock.messages.headers import LEFT_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
+from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +40,7 @@ PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 # What follows states of ours, if it has to be said.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
+PARKED_BEFORE = (TICKET_HEADER, LEFT_HEADER)  # headers
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
@@ -54,7 +56,7 @@ def recovering(base: type | str) -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # A task that was parked before may be parked again, with any strategy.
-            self._was_parked = TICKET_HEADER in (self.message.headers or ())
+            self._was_parked = any(one in (self.message.headers or ()) for one in PARKED_BEFORE)
             if self._was_parked or self.task.dislock_guard.parks:
                 keep_message(self)
 
@@ -119,8 +121,7 @@ def _release_after_death(request: Any) -> None:
     def release() -> None:
         try:
             if not is_alive(pid):
-                if UNIQUE_HEADER in (request.message.headers or ()):
-                    guard.end_reservation(request._context)  # noqa: SLF001 -- no other way
+                tell(request.app, "end", request._context)  # noqa: SLF001 -- no other way
                 if guard.release_dead(request.args, request.kwargs, start):
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:

@@ -10,46 +10,63 @@ therefore blocks the key for seconds.  Until a reservation is confirmed, other s
 wait for that, because the message may never come.
 
 All messages of an app are sent by its ``send_task``: ``delay``, ``apply_async``, signatures, beat,
-and tasks sent by their name.  So that method is wrapped, by :func:`sending_uniquely`.
+and tasks sent by their name.  An eager task is run by its ``apply``.  Both come here; see
+:mod:`celery_dislock.hooks`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import copy
 import logging
 import time
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, Literal
 
 from celery._state import get_current_task
+from celery.app.task import Context
+from celery.result import EagerResult
 from celery.utils import uuid
 
-from celery_dislock.exceptions import DuplicateTaskError, StoreError
+from celery_dislock.exceptions import (
+    DamagedLockError,
+    DislockError,
+    DuplicateTaskError,
+    SettingsError,
+    StoreError,
+)
 from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
-from celery_dislock.keys.templates import key_of
-from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER
+from celery_dislock.locks.counting import MESSAGE
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
 from celery_dislock.messages.outbox import delay_of, seconds_until
-from celery_dislock.servers.reservations import Reserved, Taken
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.connections import is_answer
+from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.tasks.duplicates import First, duplicate_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from celery import Celery
+    from celery import Celery, Task
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.reservations import Reservations
     from celery_dislock.tasks.guard import Guard
+
+    What = Literal["begin_unlocked", "end", "end_waiting"]  # methods of Reservations
 
 PUBLISH_FOR = 10.0  # seconds in which a message must be published after its key was reserved
 WAIT_FOR_OTHER = 1.0  # seconds to wait for a sender that has reserved the key and not published
 LOOK_EVERY = 0.01  # seconds between two looks meanwhile
 LEAVE_ALONE = 5.0  # seconds for which a lock server that did not answer is not asked again
+SENT_MOST = 1000  # messages that a process remembers, to free their keys when it revokes them
 
 # A message with one of these is part of a larger work, which a dropped message would lose.
 BELONGS_TO_MORE = ("link", "link_error", "chain", "chord", "group_id")
+
+STAYS = "A key may stay reserved until its reservation expires: %s"
 
 logger = logging.getLogger("celery_dislock")
 
@@ -60,7 +77,6 @@ class Sender:
 
     Args:
         app: The app.
-        send: The app's ``send_task``.
         reservations: Returns the reservations of this process.
         clock: Monotonic clock in seconds.
         pause: Sleeps for the given seconds.
@@ -69,23 +85,42 @@ class Sender:
     def __init__(
         self,
         app: Celery,
-        send: Callable[..., Any],
         reservations: Callable[[], Reservations],
         *,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app
-        self._send = send
         self._reservations = reservations
         self._clock = clock
         self._pause = pause
         self._away_until = 0.0
         self._is_away = False
+        self._refuses = False  # while it is away: it answers, with an error
+        self._sent: dict[str, tuple[Reservation, Any]] = {}  # with the result of an eager task
 
-    def send(self, guard: Guard, name: str, args: Any, kwargs: Any, **options: Any) -> Any:
+    def send(
+        self,
+        guard: Guard,
+        args: Any,
+        kwargs: Any,
+        options: dict[str, Any],
+        publish: Callable[..., Any],
+        *,
+        has_result: bool = True,
+        eager: bool = False,
+    ) -> Any:
         """
         Send a message of a unique task, or return the result of the one that is there.
+
+        Args:
+            guard: The task's guard.
+            args: The task's arguments.
+            kwargs: Its keyword arguments.
+            options: The options that *publish* takes.
+            publish: Sends the message, or runs the task, and returns its result.
+            has_result: Whether the result of the task is stored.
+            eager: Whether *publish* runs the task.
 
         Raises:
             DuplicateTaskError: A message of the key is there, and ``lock_on_duplicate`` is "raise".
@@ -94,106 +129,267 @@ class Sender:
         """
         locks = _locks_of(guard, args, kwargs)
         if not locks or self._clock() < self._away_until:
-            return marked(self._send(name, args, kwargs, **options))
+            count(guard, "unreserved")
+            return publish(**options)
         task_id = options["task_id"] = options.get("task_id") or uuid()
-        lock, encoded_id = reserved_lock(locks), reserved_name(task_id)
-        again = is_sent_again(options)
+        again, headers = is_sent_again(options), options.get("headers") or {}
+        wanted = Reservation(
+            reserved_lock(locks),
+            reserved_name(task_id),
+            str(guard.options.lock_unique_until),
+            PUBLISH_FOR,
+            *_number_in(guard, headers, reserved_lock(locks), again=again),
+        )
         try:
-            found = self._reserve(guard, lock, encoded_id, again=again)
-        except StoreError as exc:
+            found = self._reserve(guard, wanted, again=again, has_result=has_result)
+            self._answered(took=isinstance(found, Reserved))
+        except (SettingsError, StoreError) as exc:  # the former: this process has no lock server
             self._unavailable(guard, exc)
-            return marked(self._send(name, args, kwargs, **options))
-        self._answered()
+            found = None
         if found is None or (again and isinstance(found, Taken)):
-            return marked(self._send(name, args, kwargs, **options))
+            if not again:
+                count(guard, "unreserved")
+            return publish(**options)
         if isinstance(found, Taken):
-            first = task_id_of_reserved(found.id)
-            if guard.options.lock_on_duplicate == "raise":
-                raise DuplicateTaskError(" + ".join(map(key_of, locks)), first)
-            return self._result_of(first, options)
-        headers = {**(options.pop("headers", None) or {})}
-        headers[UNIQUE_HEADER] = [lock, guard.options.lock_unique_until]
-        options = postponed(options, guard.options.lock_replace_for, found.burst)
+            return self._duplicate(guard, locks, wanted, found, options, has_result=has_result)
+
+        reserved = wanted._replace(
+            ttl=_kept_for(guard.options, options), mark=found.mark, number=found.number
+        )
+        header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
+        options["headers"] = {**headers, UNIQUE_HEADER: header}
+        self._remember(task_id, reserved)
+        publish = partial(
+            publish, **postponed(options, guard.options.lock_replace_for, found.burst)
+        )
+        result = (self._run if eager else self._publish)(reserved, publish)
+        if not again:
+            count(guard, "sent")
+        return result
+
+    def _publish(self, reserved: Reservation, publish: Callable[[], Any]) -> Any:
         try:
-            sent = self._send(name, args, kwargs, headers=headers, **options)
+            sent = publish()
         except BaseException:
-            with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
-                self._reservations().end(lock, encoded_id)
+            self._give_back(reserved)
             raise
-        with contextlib.suppress(StoreError):
-            self._reservations().confirm(lock, encoded_id, _kept_for(guard.options, options))
-        return marked(sent)
+        self._confirm(reserved)
+        return sent
+
+    def _give_back(self, reserved: Reservation) -> None:
+        with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
+            self._reservations().end_waiting(reserved._replace(until="end"))
+
+    def _run(self, reserved: Reservation, run: Callable[[], Any]) -> Any:
+        self._confirm(reserved)
+        try:
+            result = run()
+        finally:
+            self._give_back(reserved)  # unless it has begun: a test may have patched apply()
+        if reserved.until == "expiry":
+            self._remember(task_id_of_reserved(reserved.id), reserved, result)
+        return result
 
     def _reserve(
-        self, guard: Guard, lock: str, encoded_id: str, *, again: bool
+        self, guard: Guard, wanted: Reservation, *, again: bool, has_result: bool
     ) -> Reserved | Taken | None:
         """Reserve the key; None if another sender has reserved it and does not publish."""
-        replaces = guard.options.lock_on_duplicate == "replace" and not again
+        nonce = token_hex(8)
+        reserve = partial(
+            self._reservations().reserve,
+            *(wanted, nonce),
+            replaces=guard.options.lock_on_duplicate == "replace",
+            has_result=has_result,
+            again=again,
+        )
         until = self._clock() + WAIT_FOR_OTHER
         while True:
-            found = self._reservations().reserve(lock, encoded_id, PUBLISH_FOR, replaces=replaces)
-            if isinstance(found, Reserved) or found.is_sent:
+            found = reserve()
+            if again or isinstance(found, Reserved) or found.is_sent:
                 return found
             if self._clock() >= until:
                 return None
             self._pause(LOOK_EVERY)
 
-    def _result_of(self, task_id: str, options: Mapping[str, Any]) -> Any:
-        result = (options.get("result_cls") or self._app.AsyncResult)(task_id)
-        result.ignored = options.get("ignore_result")  # as Celery does: get() does not wait then
-        return marked(result, duplicate=True)
+    def _confirm(self, reserved: Reservation) -> None:
+        with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
+            self._reservations().confirm(reserved)
 
-    def _unavailable(self, guard: Guard, error: StoreError) -> None:
+    def _duplicate(
+        self,
+        guard: Guard,
+        locks: Sequence[str],
+        wanted: Reservation,
+        found: Taken,
+        options: Mapping[str, Any],
+        *,
+        has_result: bool,
+    ) -> Any:
+        count(guard, "duplicate")
+        first = First(guard, locks, wanted, found, self._reservations)
+        if guard.options.lock_on_duplicate == "raise":
+            raise DuplicateTaskError(first.key, first.id)
+        known, result = self._sent.get(first.id, (None, None))
+        if result is not None:  # it ran here
+            again = copy.copy(result)
+            again.duplicate = True
+            return again
+        if known is None:
+            self._remember(first.id, wanted._replace(id=found.id))
+        result = duplicate_of(options.get("result_cls") or self._app.AsyncResult, first)
+        result.ignored = not has_result  # as Celery does: get() does not wait then
+        return result
+
+    def _remember(self, task_id: str, reserved: Reservation, result: Any = None) -> None:
+        if len(self._sent) >= SENT_MOST:
+            with contextlib.suppress(KeyError, StopIteration, RuntimeError):  # of other threads
+                del self._sent[next(iter(self._sent))]
+        eager = result if isinstance(result, EagerResult) and result.id == task_id else None
+        self._sent[task_id] = (reserved, eager)
+
+    def revoked(self, task_ids: Iterable[str]) -> None:
+        """Free the keys of messages that this process has sent and revokes; logs a StoreError."""
+        for task_id in task_ids:
+            reserved, _ = self._sent.pop(task_id, (None, None))
+            if reserved is not None:
+                self.tell("end_waiting", reserved)
+
+    def tell(self, what: What, reservation: Reservation) -> None:
+        """Tell the lock server, unless it was away a moment ago; logs a DislockError."""
+        if self._clock() < self._away_until:
+            return
+        try:
+            getattr(self._reservations(), what)(reservation)
+        except DislockError as exc:
+            if not isinstance(exc, DamagedLockError):
+                self._away_until = self._clock() + LEAVE_ALONE
+            logger.warning(STAYS, exc)
+
+    def _unavailable(self, guard: Guard, error: DislockError) -> None:
         if guard.runtime.settings.dislock_on_unavailable == "raise":
             raise error
+        if isinstance(error, DamagedLockError):  # the server answers, and other keys are well
+            logger.warning("A message is sent without a reservation: %s", error)
+            return
         self._away_until = self._clock() + LEAVE_ALONE
+        self._refuses = isinstance(error, StoreError) and is_answer(error)
         if not self._is_away:
             self._is_away = True
             logger.warning("Messages of unique tasks are sent without reservations: %s", error)
 
-    def _answered(self) -> None:
-        if self._is_away:
+    def _answered(self, *, took: bool) -> None:
+        # A server without memory tells whom a key is reserved for, and reserves none.
+        if self._is_away and (took or not self._refuses):
             self._is_away = False
             logger.info("Messages of unique tasks are reserved again.")
 
 
-def sending_uniquely(app: Celery, runtime: Runtime[ParkingProcess]) -> Callable[..., Any]:
-    """Wrap an app's ``send_task``, through which all its messages go."""
-    send = app.send_task
-    positional = list(inspect.signature(send).parameters)[3:]
-    sender = Sender(app, send, lambda: runtime.process.quick_store.reservations)
-
-    @wraps(send)
-    def send_task(
-        name: str, args: Any = None, kwargs: Any = None, *more: Any, **options: Any
-    ) -> Any:
-        options.update(zip(positional, more, strict=False))
-        guard = _guard_of(app, name, options.get("task_type"))
-        if guard is None:
-            return send(name, args, kwargs, **options)
-        if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
-            headers = options.get("headers") or {}
-            options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
-        if guard.options.lock_unique_until is None:
-            return send(name, args, kwargs, **options)
-        if runtime.off or belongs_to_more(options):
-            return marked(send(name, args, kwargs, **options))
-        return sender.send(guard, name, args, kwargs, **options)
-
-    return send_task
+def sender_of(app: Celery) -> Sender:
+    """Return the sender of an app; each app has its own."""
+    try:
+        sender: Sender = app.__dict__["_dislock_sender"]
+    except KeyError:
+        runtime = runtime_of(app)
+        new = Sender(app, lambda: runtime.process.quick_store.reservations)
+        sender = app.__dict__.setdefault("_dislock_sender", new)
+    return sender
 
 
-def _guard_of(app: Celery, name: str, task: Any) -> Guard | None:
-    """Return the guard of a task that this app knows, by its name if need be."""
-    if task is None and (app.finalized or app.autofinalize):
-        task = app.tasks.get(name)
-    return getattr(task, "dislock_guard", None)
+def send(
+    app: Celery,
+    task: Task,
+    guard: Guard,
+    args: Any,
+    kwargs: Any,
+    options: dict[str, Any],
+    publish: Callable[..., Any],
+    *,
+    eager: bool = False,
+) -> Any:
+    """
+    Send a message of a guarded task, or run it.
+
+    Args:
+        app: The app that sends it.
+        task: The task.
+        guard: Its guard.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        options: The options that *publish* takes; changed.
+        publish: Publishes the message, or runs the task.
+        eager: Whether it runs the task.
+    """
+    outbox = outbox_of(task)
+    if outbox is not None and not eager and options.get("task_id") == task.request.id:
+        # Task.retry(), for example: held back until the lock is released.
+        outbox.add_retry(partial(_send, app, task, guard, args, kwargs, publish), options)
+        return app.AsyncResult(task.request.id)
+    return _send(app, task, guard, args, kwargs, publish, eager=eager, **options)
 
 
-def marked(result: Any, *, duplicate: bool = False) -> Any:
-    """Mark the result of a unique task, so that a caller can always ask whether it is another's."""
-    result.duplicate = duplicate
-    return result
+def _send(
+    app: Celery,
+    task: Task,
+    guard: Guard,
+    args: Any,
+    kwargs: Any,
+    publish: Callable[..., Any],
+    *,
+    eager: bool = False,
+    **options: Any,
+) -> Any:
+    if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
+        headers = options.get("headers") or {}
+        options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
+    if guard.options.lock_unique_until is None:
+        return publish(**options)
+    if guard.runtime.off or belongs_to_more(options) or (eager and is_sent_again(options)):
+        if not is_sent_again(options):
+            count(guard, "unreserved")
+        return publish(**options)
+    given = options.get("ignore_result")
+    has_result = not (task.ignore_result if given is None else given)
+    return sender_of(app).send(
+        guard, args, kwargs, options, publish, has_result=has_result, eager=eager
+    )
+
+
+def tell(app: Celery, what: What, request: Context) -> None:
+    """
+    Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
+
+    Args:
+        app: The app of this process.
+        what: A method of :class:`Reservations`.
+        request: The request of a delivery, or one that was made of a message's headers.
+    """
+    if not isinstance(request.headers, dict) or UNIQUE_HEADER not in request.headers:
+        return
+    try:
+        reservation = runtime_of(app).process.reservation_of(request)
+    except DislockError as exc:  # this process has no lock server
+        logger.warning(STAYS, exc)
+        return
+    if reservation is not None:
+        sender_of(app).tell(what, reservation)
+
+
+def outbox_of(task: Task) -> Any:
+    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
+    stack = task.request_stack  # None: another thread binds the task at this moment
+    delivery = Delivery.of(stack.top) if stack is not None else None
+    return delivery.outbox if delivery is not None and not delivery.is_eager else None
+
+
+def count(guard: Guard, outcome: str) -> None:
+    """Count what became of a message that was to be sent, for metrics."""
+    try:
+        process = guard.runtime.process
+    except SettingsError:  # it has no lock server
+        return
+    if process.counters is not None:
+        sender = {"task": guard.name, "worker": f"sender@{process.host}"}
+        process.counters.add(MESSAGE, sender, outcome)
 
 
 def is_sent_again(options: Mapping[str, Any]) -> bool:
@@ -213,13 +409,22 @@ def belongs_to_more(options: Mapping[str, Any]) -> bool:
     return is_a_step or any(options.get(name) for name in BELONGS_TO_MORE)
 
 
+def _number_in(
+    guard: Guard, headers: Mapping[str, Any], lock: str, *, again: bool
+) -> tuple[str, int]:
+    """Return the mark and the number of a message of that lock that is sent again."""
+    prefix = guard.runtime.settings.dislock_prefix
+    its = reservation_of(Context(headers=headers), prefix) if again else None
+    return (its.mark, its.number) if its is not None and its.lock == lock else ("-", 0)
+
+
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which a message that was sent keeps its key."""
     kept = declared.lock_unique_for + delay_of(options)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept
-    return min(kept, max(seconds_until(expires), PUBLISH_FOR))
+    return min(kept, max(seconds_until(expires), 0.001))
 
 
 def postponed(options: dict[str, Any], replace_for: float | None, burst: float) -> dict[str, Any]:

@@ -11,54 +11,51 @@ chain.  The release is completed even if a signal handler raises an exception in
 
 from __future__ import annotations
 
+import inspect
 import logging
+import time
 from dataclasses import fields
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
-from celery import Task
+from celery import Task, states
+from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject, Retry
-from celery.result import EagerResult
-from celery.signals import task_postrun, task_revoked
+from celery.signals import task_postrun, task_prerun, task_revoked
 
 from celery_dislock import signals
-from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.options import MEANT, TaskOptions
 from celery_dislock.config.settings import app_settings, nearer, task_options
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.locks.runtime import Runtime
+from celery_dislock.locks.attempt import current_lease
+from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.events import events_of
 from celery_dislock.messages.headers import own_turn
-from celery_dislock.operating.handle import LockHandle
-from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.parking.publisher import Publisher
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import leave_out_what_is_told
-from celery_dislock.tasks.guard import Guard
-from celery_dislock.tasks.request import recovering
+from celery_dislock.tasks.guard import ENDS, Guard
+from celery_dislock.tasks.sending import outbox_of, send, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery import Celery
     from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.messages.outbox import Outbox
+    from celery_dislock.operating.handle import LockHandle
+    from celery_dislock.tasks.declaring import Sent
 
+
+# States in which a message has ended that no guard has seen: it comes again only after a retry.
+ENDED = {states.SUCCESS, *ENDS} - {states.RETRY}
+
+BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
 
 logger = logging.getLogger("celery_dislock")
-
-
-def runtime_of(app: Celery) -> Runtime[ParkingProcess]:
-    """Return the runtime that all locks of this app share; each app has its own."""
-    try:
-        runtime: Runtime[ParkingProcess] = app.__dict__["_dislock_runtime"]
-    except KeyError:
-        new = Runtime(lambda: app.conf, partial(ParkingProcess, publisher=Publisher(app)))
-        runtime = app.__dict__.setdefault("_dislock_runtime", new)
-    return runtime
 
 
 class SingletonTask(Task):  # type: ignore[misc]
@@ -94,9 +91,22 @@ class SingletonTask(Task):  # type: ignore[misc]
             raise
         return bound
 
+    if TYPE_CHECKING:
+
+        def delay(self, *args: Any, **kwargs: Any) -> Sent[Any]:
+            """Send the task, unless it is unique and a message of its key is there."""
+
+        def apply_async(
+            self,
+            args: Sequence[Any] | None = None,
+            kwargs: Mapping[str, Any] | None = None,
+            **options: Any,
+        ) -> Sent[Any]:
+            """Send the task as :meth:`delay` does."""
+
     @property
-    def lease(self) -> Lease | None:
-        """The lease of the current execution; None if it runs without a lock."""
+    def lease(self) -> Lease:
+        """The lease of the current execution; falsy if it runs without a lock."""
         return lease_of(self)
 
     def lock_for(self, *args: Any, **kwargs: Any) -> LockHandle:
@@ -112,14 +122,39 @@ class SingletonTask(Task):  # type: ignore[misc]
         return lock_for(self, *args, **kwargs)
 
 
-def lease_of(task: Task) -> Lease | None:
-    """Return the lease of the task's current execution; None if it runs without a lock."""
+def lease_of(task: Task) -> Lease:
+    """Return the lease of the task's current execution; NOT_LOCKED if it runs without a lock."""
     delivery = Delivery.of(task.request)
-    return delivery.lease if delivery is not None else None
+    return (delivery.lease if delivery is not None else None) or NOT_LOCKED
+
+
+def ensure_held() -> None:
+    """
+    Raise an error if the running task has lost its lock; see :meth:`Lease.ensure_held`.
+
+    Does nothing in a task that runs without its lock: one that is called as a function, or that
+    runs while locks are off.
+
+    Raises:
+        LockLostError: Another execution may hold the lock by now.
+        DislockError: No task runs in this thread.  A thread that a body has started does not know
+            the body's lease: give it the lease, and call the lease's method.
+    """
+    lease = current_lease()
+    if lease is not None:
+        lease.ensure_held()
+    elif get_current_task() is None:
+        raise DislockError(
+            "ensure_held() is for the body of a task, and no task runs in this thread: call the "
+            "method of the lease, which a body has as `self.lease`, and a `with` block as "
+            "`with dislock.lock(...) as lease`"
+        )
 
 
 def lock_for(task: Task, *args: Any, **kwargs: Any) -> LockHandle:
     """Return the lock that a task takes for these arguments; see SingletonTask.lock_for."""
+    from celery_dislock.operating.handle import LockHandle  # noqa: PLC0415 -- few processes look
+
     guard = guard_of(task)
     return LockHandle(guard.keys(args, kwargs), guard.runtime, task.app)
 
@@ -160,26 +195,31 @@ def install(task: type[Task], app: Celery) -> None:
         return
     declared = getattr(task, "lock_key", None)
     if declared is False or (declared is None and name.startswith("celery.")):
+        if getattr(task, "dislock_guard", None) is not None:  # of a registered task that it extends
+            task.dislock_guard, task.__call__ = None, _custom_call(task) or Task.__call__
         return
     app_settings(app.conf)
     options = task_options(name, declared_options(task), app.conf)
     guard = Guard(name, task, options, runtime_of(app))
-    task.dislock_guard = guard
     task.__call__ = _guarded(guard, _custom_call(task))
-    task.apply_async = _retrying_after_release(task.apply_async)
-    task.on_replace = _replacing_after_release(task.on_replace)
+    _override(task, "apply", _applying_uniquely)
+    _override(task, "on_replace", _replacing_after_release)
     if not issubclass(task, SingletonTask):
         task.lease = property(lease_of)
         task.lock_for = lock_for
     leave_out_what_is_told()
     request_class = task.Request
     if not isinstance(request_class, property):  # not inherited from a guarded class
-        task.Request = property(lambda _self: recovering(request_class))
-    # For every guarded task: one that does not park now may have been parked under other options.
-    task_revoked.connect(_leave_line, dispatch_uid="dislock_leave_line")
-    task_postrun.connect(_after_result, dispatch_uid="dislock_after_result")
+        task.Request = property(lambda _self: _recovering(request_class))
+    task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
     signals.lock_lost.connect(_tell_lost, dispatch_uid="dislock_tell_lost")
     signals.lock_capped.connect(_tell_capped, dispatch_uid="dislock_tell_capped")
+
+
+def _recovering(request_class: Any) -> Any:
+    from celery_dislock.tasks.request import recovering  # noqa: PLC0415 -- workers alone have it
+
+    return recovering(request_class)
 
 
 def guard_tasks(app: Celery) -> None:
@@ -200,6 +240,26 @@ def _guard_if_keyed(task: Task, app: Celery) -> None:
     """
     if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
         install(type(task), app)
+
+
+def guard_for_sending(task: Task, app: Celery) -> Guard | None:
+    """
+    Return the guard of a task that is about to be sent; None if it is not guarded.
+
+    Celery registers a task before it binds it.  If another thread is about to do that, this call
+    waits for it.
+
+    Raises:
+        SettingsError: One of its options cannot be used.
+    """
+    guard: Guard | None = getattr(task, "dislock_guard", None)
+    if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
+        until = time.monotonic() + BOUND_WITHIN
+        while task.request_stack is None and time.monotonic() < until:
+            time.sleep(BOUND_WITHIN / 1000)
+        _guard_if_keyed(task, app)
+        guard = getattr(task, "dislock_guard", None)
+    return guard
 
 
 def guard_new(task: Task, app: Celery) -> None:
@@ -266,6 +326,17 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
     return __call__
 
 
+def _before_body(task: Task, **_kwargs: Any) -> None:
+    request = task.request
+    if request.headers and not _is_guarded(task):
+        tell(task.app, "begin_unlocked", request)
+
+
+def _is_guarded(task: Task) -> bool:
+    guard: Guard | None = getattr(task, "dislock_guard", None)
+    return guard is not None and not guard.runtime.off
+
+
 def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     request = task.request
     delivery = Delivery.of(request)
@@ -273,12 +344,15 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
         for call in delivery.after_result:
             call(state)
     elif request.headers:
-        guard: Guard | None = getattr(task, "dislock_guard", None)
-        if guard is not None:
-            guard.ended(request, state, retval)
+        if state in ENDED and not (isinstance(retval, Reject) and retval.requeue):
+            tell(task.app, "end", request)
+        if _is_guarded(task):
+            task.dislock_guard.ended(request, state, retval)
 
 
-def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
+def _leave_line(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:
+    if not terminated:  # else the end of its process ends it
+        tell(sender.app, "end", request)
     guard: Guard | None = getattr(sender, "dislock_guard", None)
     if guard is not None:
         try:
@@ -289,6 +363,12 @@ def _leave_line(sender: Task, request: Context, **_kwargs: Any) -> None:
                 "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
                 *(sender.name, request.id, key_of(lock), exc),
             )
+
+
+# For every task: one may have a reservation or a turn that takes no lock here, or none any more.
+task_prerun.connect(_before_body, weak=False)
+task_postrun.connect(_after_result, weak=False)
+task_revoked.connect(_leave_line, weak=False)
 
 
 def _tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
@@ -310,49 +390,57 @@ def _send_event(sender: object, type_: str, lease: Lease, **fields: Any) -> None
         events_of(sender.app).send(type_, worker, uuid=task_id, key=lease.key, **fields)
 
 
-def _outbox_of(task: Task) -> Outbox | None:
-    """Return the outbox of the running body; None if no body runs, or if the task is eager."""
-    request = task.request_stack.top
-    delivery = Delivery.of(request)
-    return delivery.outbox if delivery is not None and not delivery.is_eager else None
+def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
+    """
+    Override a method of a task class.  The next class's is looked up at each call.
+
+    Args:
+        task: The class.
+        name: Name of the method.
+        method: Takes the method that is overridden, the task, and its arguments.
+    """
+    own = getattr(vars(task).get(name), "dislock_inner", vars(task).get(name))
+
+    def call(self: Task, *args: Any, **kwargs: Any) -> Any:
+        inner = own.__get__(self) if own is not None else getattr(super(task, self), name)
+        if type(self) is not task:  # a class that extends this one, which has overridden it, too
+            return inner(*args, **kwargs)
+        return method(inner, self, *args, **kwargs)
+
+    call.dislock_inner = own  # type: ignore[attr-defined]
+    call.__name__ = name
+    setattr(task, name, call)
 
 
-def _retrying_after_release(apply_async: Callable[..., Any]) -> Callable[..., Any]:
-    """Hold back messages that a body sends under its own id, as Task.retry does, until release."""
-
-    @wraps(apply_async)
-    def send(self: Task, *args: Any, **options: Any) -> Any:
-        outbox = _outbox_of(self)
-        if outbox is None or options.get("task_id") != self.request.id:
-            result = apply_async(self, *args, **options)
-            if isinstance(result, EagerResult):  # all others come from send_task
-                result.duplicate = False
-            return result
-        outbox.add_retry(partial(apply_async, self, *args), options)
-        return self.AsyncResult(self.request.id)
-
-    return send
+def _applying_uniquely(
+    apply: Callable[..., Any],
+    self: Task,
+    args: Any = None,
+    kwargs: Any = None,
+    *more: Any,
+    **options: Any,
+) -> Any:
+    """Run an eager task, unless it is unique and a message of its key is there."""
+    options.update(zip(_APPLY_POSITIONAL, more, strict=False))
+    run = partial(apply, args, kwargs)
+    return send(self.app, self, self.dislock_guard, args, kwargs, options, run, eager=True)
 
 
-def _replacing_after_release(on_replace: Callable[..., Any]) -> Callable[..., Any]:
+def _replacing_after_release(on_replace: Callable[..., Any], self: Task, signature: Any) -> Any:
     """Hold back the message that replaces a task until the task's lock is released."""
-
-    @wraps(on_replace)
-    def send(self: Task, signature: Any) -> Any:
-        outbox = _outbox_of(self)
-        if outbox is not None:
-            outbox.add_replacement(partial(on_replace, self, signature))
-            raise Ignore("Replaced by new task")
-        delivery = Delivery.of(self.request)
-        if delivery is not None:  # eager: the replacement runs inside this call
-            delivery.settle()
-            if delivery.reservation is not None and delivery.reservation.until == "end":
-                delivery.end_reservation()  # the replacement has the same id, and its own
-        return on_replace(self, signature)
-
-    return send
+    outbox = outbox_of(self)
+    if outbox is not None:
+        outbox.add_replacement(partial(on_replace, signature))
+        raise Ignore("Replaced by new task")
+    delivery = Delivery.of(self.request)
+    if delivery is not None:  # eager: the replacement runs inside this call
+        delivery.settle()
+        if delivery.reservation is not None and delivery.reservation.until == "end":
+            delivery.end_reservation()  # the replacement has the same id, and its own
+    return on_replace(signature)
 
 
+_APPLY_POSITIONAL = list(inspect.signature(Task.apply).parameters)[3:]
 _OPTIONS = {f.name for f in fields(TaskOptions)}
 # Do not call hasattr() or getattr() on a task class with unknown names: reading `app` binds it.
 _OF_EVERY_TASK = {name for cls in SingletonTask.__mro__ for name in vars(cls)}
@@ -376,6 +464,8 @@ def _is_declared(cls: type, name: str) -> bool:
         return not callable(vars(cls)[name])
     if name.startswith("_") or name in _OF_EVERY_TASK:
         return False
+    if name in MEANT:  # a class may have one of its own, and its tasks may set it
+        return "_decorated" in vars(cls) and not any(name in vars(one) for one in cls.__mro__[1:])
     # A class body may define methods of any name.  Arguments of a task decorator are all options.
     return "_decorated" in vars(cls) or not callable(vars(cls)[name])
 

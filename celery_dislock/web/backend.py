@@ -18,6 +18,7 @@ from celery_dislock.web.shared import Outage, Shared
 if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.operating.overview import Holder, LockState, Place
+    from celery_dislock.servers.reservations import Record
     from celery_dislock.web.listing import Row
     from celery_dislock.web.shared import Reading
 
@@ -136,7 +137,10 @@ def row_as_json(row: Row) -> dict[str, Any]:
         "waiting": state.waiting,
         "aside": state.aside,
         "reserved": state.reservation is not None,
+        "reserved_for": state.reservation.since if state.reservation else None,
         "limit": state.limit,
+        "limit_age": state.limit_age,
+        "troubles": state.troubles,
     }
 
 
@@ -149,7 +153,7 @@ def lock_as_json(
     Args:
         state: The lock.
         first: The first place of its line that was read, from 0.
-        show_owners: Show what ends a lease: for those who may do that.
+        show_owners: Show what ends a lease or a reservation: for those who may do that.
         show_arguments: Show arguments of tasks.
     """
     return {
@@ -168,9 +172,11 @@ def lock_as_json(
         ],
         "turns": [_of_place(one, 0, show_arguments=show_arguments) for one in state.turns],
         "aside": state.aside,
-        "reservation": state.reservation._asdict() if state.reservation else None,
+        "reservation": _of_reservation(state.reservation, show_owners=show_owners),
         "limit": state.limit,
         "limit_remaining": state.limit_remaining,
+        "limit_age": state.limit_age,
+        "troubles": state.troubles,
         "limit_note": state.limit_note,
         "first": first,
         "places": PLACES,
@@ -182,6 +188,13 @@ def _of_holder(holder: Holder) -> dict[str, Any]:
     told["token"] = str(holder.token)  # a number of JavaScript has 53 bits
     told["can_be_terminated"] = holder.can_be_terminated
     return told
+
+
+def _of_reservation(reserved: Record | None, *, show_owners: bool) -> dict[str, Any] | None:
+    if reserved is None:
+        return None
+    told = {name: value for name, value in reserved._asdict().items() if name != "mark"}
+    return {**told, **({"mark": reserved.mark} if show_owners else {})}
 
 
 def _of_place(place: Place, nth: int, *, show_arguments: bool) -> dict[str, Any]:

@@ -7,12 +7,13 @@ compared with the paths that there are, and never becomes the name of a file.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from functools import cached_property
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlsplit
+
+from celery_dislock.words import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -252,7 +253,7 @@ class Response:
         headers: Iterable[tuple[str, str]] = (),
     ) -> Response:
         """Make an answer of JSON."""
-        return cls(json.dumps(told).encode(), "application/json", status, headers)
+        return cls(to_json(told).encode(), "application/json", status, headers)
 
     def send(self, start_response: StartResponse, *, without_body: bool = False) -> list[bytes]:
         """Answer, as WSGI has it."""

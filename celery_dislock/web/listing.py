@@ -7,10 +7,12 @@ a page skips no lock that stays.
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
+from celery_dislock.operating.overview import TROUBLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,16 +50,26 @@ SHOWN: Mapping[str, Callable[[Row], object]] = {
     "line": lambda row: row.state and row.state.waiting,
     "limited": lambda row: row.state and row.state.limit is not None,
     "reserved": lambda row: row.state and row.state.reservation,
+    "overdue": lambda row: row.state and row.state.is_overdue,
+    "paused": lambda row: row.state and row.state.is_paused,
+    "damaged": lambda row: row.problem,
     "trouble": lambda row: row.problem or (row.state and row.state.aside),
 }
 
+TOTALS = ("held", "line", "overdue", "paused", "reserved", "damaged")  # counted for the page
+
 ORDERS: Mapping[str, Callable[[Row], Any]] = {
     "key": lambda row: row.key,
+    "trouble": lambda row: min(map(TROUBLES.index, _troubles(row)), default=len(TROUBLES)),
     "held": lambda row: (
         -max((one.held for one in row.state.holders), default=0.0) if row.state else 0
     ),
     "waiting": lambda row: -row.state.waiting if row.state else 0,
 }
+
+
+def _troubles(row: Row) -> Sequence[str]:
+    return row.state.troubles if row.state else ["damaged"]
 
 
 class Listing:
@@ -96,6 +108,12 @@ class Listing:
             if len(rows) >= LOCKS_MOST:
                 return cls(rows, is_cut=True)
         return cls(rows)
+
+    @cached_property
+    def totals(self) -> Mapping[str, int]:
+        """How many locks there are of each kind that the page counts."""
+        rows = self._sorted["key"]
+        return {kind: sum(map(bool, map(SHOWN[kind], rows))) for kind in TOTALS}
 
     def find(self, search: str, shown: str, order: str) -> list[Row]:
         """Return the locks that match, in this order; what is equal in it comes by key."""

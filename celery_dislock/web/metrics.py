@@ -7,8 +7,9 @@ Mount it at ``/metrics`` of any WSGI application, or serve it alone::
 
     make_server("127.0.0.1", 9540, make_wsgi_app(app)).serve_forever()
 
-It reads the lock server, and needs no worker in its process.  It answers 200 also if the lock
-server is away: ``celery_dislock_server_up`` is 0 then.
+It reads the lock server, and needs no worker in its process.  Where a reading takes long, because
+there are very many locks, those who ask meanwhile get the last one.  It answers 200 also if the
+lock server is away: ``celery_dislock_server_up`` is 0 then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.locks.counting import BUCKETS
 from celery_dislock.operating.metrics import METRICS, Metrics, Reading
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.web.shared import Outage, Shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
         runtime: Runtime[Any]
 
 
+QUICK = 0.25  # seconds: such a reading is not kept for others
 NEEDS = "Metrics for Prometheus need prometheus_client: pip install 'celery-dislock[metrics]'"
 
 
@@ -67,7 +70,8 @@ class Collector:
 
     def __init__(self, locks: Dislock | Celery) -> None:
         runtime = getattr(locks, "runtime", None)
-        self._metrics = Metrics(runtime_of(locks) if runtime is None else runtime)
+        metrics = Metrics(runtime_of(locks) if runtime is None else runtime)
+        self._shared = Shared(metrics.read, Outage(), fresh=0.0, quick=QUICK)
 
     def describe(self) -> list[Any]:
         """Return the families without samples, so that a request can choose some by name."""
@@ -75,7 +79,9 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Read the lock server, and return a family for each metric; blocks."""
-        reading = self._metrics.read()
+        reading = self._shared.get().value
+        if not reading.up:  # it took long because nobody answered
+            self._shared.forget()
         for metric in METRICS:
             yield _family(metric, reading)
 

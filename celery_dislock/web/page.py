@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -25,7 +26,9 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.metrics import Metrics
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.operating.overview import shown_key
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.reservations import Record
 from celery_dislock.web.backend import Backend, lock_as_json, row_as_json
 from celery_dislock.web.figures import LastHour
 from celery_dislock.web.http import (
@@ -65,6 +68,7 @@ STATIC = {
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 PAGES_MOST = 10**6
+MEASURING_MOST = 2  # requests for /metrics that are answered at a time
 LIMIT_MOST = 10**6  # of leases
 TOKEN_MOST = 2**63
 
@@ -146,6 +150,7 @@ class Page:
             seconds=session_seconds,
         )
         self._throttle = Throttle()
+        self._measuring = threading.BoundedSemaphore(MEASURING_MOST)
         static = files("celery_dislock.web").joinpath("static")
         self._static = {
             path: (static.joinpath(name).read_bytes(), kind)
@@ -160,6 +165,7 @@ class Page:
         self._changes: Mapping[str, Callable[[Request, Session], Response]] = {
             "/api/logout": self._log_out,
             "/api/free": self._acting(self._free),
+            "/api/unreserve": self._acting(self._unreserve),
             "/api/terminate": self._acting(self._terminate),
             "/api/drop": self._acting(self._drop),
             "/api/limit": self._acting(self._limit),
@@ -232,8 +238,15 @@ class Page:
         self._check_reader(request)
         if self._metrics is None:
             raise Refused(HTTPStatus.NOT_FOUND, NEEDS)
-        answer: Iterable[bytes] = self._metrics(request.environ, _protected(start_response))
-        return answer
+        if not self._measuring.acquire(blocking=False):  # the others' threads are for the page
+            headers = [("Retry-After", "5")]
+            raise Refused(
+                HTTPStatus.SERVICE_UNAVAILABLE, "Others ask for the metrics now.", headers
+            )
+        try:
+            return list(self._metrics(request.environ, _protected(start_response)))
+        finally:
+            self._measuring.release()
 
     # Who may do what.
 
@@ -342,6 +355,7 @@ class Page:
                 "found": len(rows),
                 "all": len(reading.value),
                 "is_cut": reading.value.is_cut,
+                "totals": reading.value.totals,
                 "page": page,
                 "pages": pages,
                 "first": (page - 1) * PAGE,
@@ -410,6 +424,13 @@ class Page:
         if holder is None or not self._backend.actions.free(name, holder.owner, holder.token):
             return None
         return f"freed lock {key_of(name)!r} of {_of(holder)}"
+
+    def _unreserve(self, request: Request, _session: Session, name: str) -> str | None:
+        task_id, mark = text(request.form, "id"), text(request.form, "mark")
+        shown = Record(task_id, "", 0, 0, mark, number(request.form, "number", 0, TOKEN_MOST))
+        if not self._backend.actions.end_reservation(name, shown):
+            return None
+        return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
 
     def _terminate(self, request: Request, _session: Session, name: str) -> str | None:
         holder = self._shown_holder(request, name)

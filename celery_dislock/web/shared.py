@@ -77,6 +77,7 @@ class Shared(Generic[T]):
         outage: Of the server that is read; several may share it, so that not each of them waits for
             a server that is away.
         fresh: For how many seconds the reading is shown at least.
+        quick: Seconds within which a reading costs so little that the next may follow at once.
         clock: Seconds that only grow.
     """
 
@@ -86,11 +87,13 @@ class Shared(Generic[T]):
         outage: Outage,
         *,
         fresh: float = FRESH,
+        quick: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._read = read
         self._outage = outage
         self._fresh = fresh
+        self._quick = quick
         self._clock = clock
         self._reading = threading.Lock()
         self._known: tuple[T, float] | None = None  # and when
@@ -142,5 +145,6 @@ class Shared(Generic[T]):
         now = self._clock()
         # The value was true when the reading began, at the earliest.
         self._known = value, began
-        self._due = now + max(self._fresh, SHARE * (now - began))
+        took = now - began
+        self._due = now + (max(self._fresh, SHARE * took) if took >= self._quick else 0.0)
         self._outage.end()

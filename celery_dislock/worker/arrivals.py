@@ -21,17 +21,12 @@ from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
-from celery_dislock.messages.delivery import end_reservation
-from celery_dislock.messages.headers import (
-    TICKET_HEADER,
-    UNIQUE_HEADER,
-    own_turn,
-    reservation_of,
-)
+from celery_dislock.messages.headers import TICKET_HEADER, own_turn
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.redaction import reason_of
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +87,8 @@ class Arrivals:
                 return drop(*args)
             finally:
                 message = args[nth]
-                self._end_reservation(message)
+                if isinstance(message.headers, dict):
+                    tell(self._app, "end", _context_of(message))
                 request = _request_of(message)
                 if request is not None:
                     error = args[-1] if isinstance(args[-1], Exception) else None
@@ -100,17 +96,6 @@ class Arrivals:
                     self._dropped(request, error, tells=tells)
 
         return dropped
-
-    def _end_reservation(self, message: Message) -> None:
-        """End the reservation of a message that is dropped, if it has one."""
-        headers = message.headers
-        if not isinstance(headers, dict) or UNIQUE_HEADER not in headers:
-            return
-        request = _context_of(message)
-        reservation = reservation_of(request, self._runtime.settings.dislock_prefix, 0.0)
-        if reservation is not None and not self._runtime.off:
-            what = f"{request.task}[{request.id}]"
-            end_reservation(self._runtime.process.store.reservations, reservation, what)
 
     def _dropped(self, request: Context, error: Exception, *, tells: bool) -> None:
         turn = self._turn_of(request)
@@ -185,7 +170,7 @@ class Arrivals:
         try:
             process = self._runtime.process
             if not process.can_park or process.lines.withdraw(
-                lock, ticket, delivery_of(message.properties)
+                lock, ticket, delivery_of(request.headers, message.properties)
             ):
                 logger.info(
                     "Task %s[%s] runs without a lock: it was parked for lock %s, and takes none in "

@@ -34,8 +34,11 @@ from celery_dislock.exceptions import DislockError
 from celery_dislock.locks.figures import read
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.operating.about import about
+from celery_dislock.operating.checks.workers import LATE
+from celery_dislock.operating.findings import number
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.request import is_alive
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.words import for_people
 
 try:
     import fcntl
@@ -43,7 +46,7 @@ except ImportError:  # pragma: no cover -- Windows
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery import Celery
     from celery.worker import WorkController
@@ -52,6 +55,8 @@ FOLDER = "CELERY_DISLOCK_FIGURES"  # environment variable: the folder, for pool 
 NAMED = "celery-dislock-"  # how the name of a folder begins
 MARK = "figures"  # a file that says that the folder is one of these
 YOUNG = 60.0  # seconds for which a folder may not have its lock yet
+FULL = "full"  # the argument of `celery inspect dislock` that asks for all figures
+SHORT = 3  # leases of a process that are told without it
 BIGGEST = 1_000_000  # bytes of a file that is read
 
 logger = logging.getLogger("celery_dislock")
@@ -243,9 +248,37 @@ def hide_figures(**_kwargs: Any) -> None:
         FigureFile(Path(folder)).remove()
 
 
-def inspect_locks(state: Any, **_kwargs: Any) -> dict[str, Any]:
-    """Leases held by this worker's processes, how their renewal goes, and lock options."""
-    return figures_of(state.app, state.consumer.controller)
+def inspect_locks(state: Any, shown: Sequence[str] | None = None, **_kwargs: Any) -> dict[str, Any]:
+    """Leases held by this worker's processes, and how their renewal goes; "full": all figures."""
+    told = figures_of(state.app, state.consumer.controller)
+    # Celery's command line always gives a list; programs that ask leave it out, and get everything.
+    return told if shown is None or FULL in shown else _in_short(told)
+
+
+def _in_short(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a worker tells in a few lines: a line for each process of which to be told."""
+    lines, quiet = [], 0
+    for one in told["processes"]:
+        troubles = [f"{one[what]} {what}" for what in ("outages", "errors") if one.get(what)]
+        if one["unchanged_for"] is None:
+            troubles.append("has not told its figures")
+        if one.get("worst_late", 0) > LATE:
+            troubles.append(f"renewed up to {for_people(one['worst_late'])} late")
+        held = [
+            f"{lease['key']} for {for_people(lease['held_for'])}" for lease in one.get("leases", ())
+        ]
+        if len(held) > SHORT:
+            held[SHORT:] = [f"{one['held'] - SHORT} others"]
+        if held or troubles:
+            name = f"{'main ' if one['main'] else ''}{one['pid']}"
+            lines.append(
+                f"{name}: {', '.join([*(['holds ' + ', '.join(held)] if held else []), *troubles])}"
+            )
+        else:
+            quiet += 1
+    if quiet:
+        lines.append(f"{number(quiet, 'process')} without a lease, and without trouble")
+    return {**told, "tasks": len(told["tasks"]), "processes": lines}
 
 
 def figures_of(app: Celery, worker: WorkController) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import reserved_name
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.redaction import reason_of
+from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks.request import PID_MAX, is_alive
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _release(worker: WorkController, process: Process, found: list[Left]) -> Non
             logger.info("Released the %s, which died with its worker.", left)
         if guard.options.lock_unique_until == "end":
             encoded_id = reserved_name(left.lease.holder.get("id"))
-            process.store.reservations.end(left.lock, encoded_id)
+            process.store.reservations.end(Reservation(left.lock, encoded_id))
 
 
 def _keep(left: Left, why: str) -> None:

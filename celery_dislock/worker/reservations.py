@@ -1,9 +1,11 @@
-"""Keep the reservations of messages that this worker has, and that no lease is renewed with.
+"""Keep the reservations of the messages that this worker has, and of the tasks that it runs.
 
 A worker may keep a message for long before its task begins: it was prefetched, or has an ETA.  Its
 reservation would expire meanwhile, and a second message of the key would be sent.  So the main
 process renews the reservations of the messages that it has, in one pipelined round trip.  So it
-does for tasks that run without a lock, or with several: others renew theirs with their lease.
+does for tasks that run: they may have no lease to renew theirs with, or be in a process that was
+stopped.  The watchdog renews them as well, because this timer may wait for a body itself: in a solo
+pool, or beside a greenlet that does not yield.
 
 A reservation that is missed costs a second message, and nothing else.
 """
@@ -17,8 +19,8 @@ from celery import bootsteps
 from celery.worker import state
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.messages.headers import UNIQUE_HEADER, reservation_of
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.messages.headers import UNIQUE_HEADER
+from celery_dislock.parking.process import runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.servers.reservations import Reservation
 
-RENEWALS = 4  # in the shortest lock_unique_for of the tasks
+RENEWALS = 4  # in the shortest time for which a reservation is kept
+EVERY_LEAST = 0.5  # seconds
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
 
 logger = logging.getLogger("celery_dislock")
@@ -48,12 +51,12 @@ class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Tell whether this worker has tasks that are unique when they are sent."""
         runtime = runtime_of(worker.app)
         times = [
-            guard.options.lock_unique_for
+            min(guard.options.lock_unique_for, guard.kept)
             for task in worker.app.tasks.values()
             if (guard := getattr(task, "dislock_guard", None)) is not None
-            and guard.options.lock_unique_until is not None
+            and guard.options.lock_unique_until in {"start", "end"}
         ]
-        self._every = min(times, default=0.0) / RENEWALS
+        self._every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
         return bool(times) and not runtime.off
 
     def start(self, worker: WorkController) -> None:
@@ -84,23 +87,22 @@ class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
             reservation = self._reservation_of(request)
             if reservation is None or request in state.active_requests:
                 continue
-            if reservation.until != "expiry":
-                yield reservation
+            if reservation.until != "expiry" and request.id not in state.revoked:
+                ttl = request.task.dislock_guard.options.lock_unique_for
+                yield reservation._replace(ttl=ttl)
 
     def _running(self, requests: Iterable[Any]) -> Iterable[Reservation]:
         for request in requests:
             reservation = self._reservation_of(request)
-            if reservation is None or not request.task.dislock_guard.main_process_keeps:
-                continue
-            if reservation.until == "end":
+            if reservation is not None and reservation.until == "end":
                 yield reservation
 
     def _reservation_of(self, request: Any) -> Reservation | None:
         guard = getattr(request.task, "dislock_guard", None)
         if guard is None or UNIQUE_HEADER not in (request.message.headers or ()):
             return None
-        prefix, ttl = self._runtime.settings.dislock_prefix, guard.options.lock_unique_for
-        return reservation_of(request._context, prefix, ttl)  # noqa: SLF001
+        reservation: Reservation | None = guard.reservation_of(request._context)  # noqa: SLF001
+        return reservation
 
     def stop(self, _worker: WorkController) -> None:
         """Stop renewing: the broker delivers what this worker still has to another."""

@@ -5,7 +5,6 @@ Each warning says what is set, what follows from it, and what to set instead.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import OF_OTHERS
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from celery_dislock.config.options import TaskOptions
 
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
-PLACEHOLDER = re.compile(r"<[^<>]*>")  # an argument in a key template
 NAMED = 5  # maximum number of tasks that a warning names
 
 
@@ -63,8 +61,20 @@ def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
             f"acknowledged before they can be rejected, and never dead-lettered: "
             f"{_names(rejecting)}. Give them acks_late=True."
         )
+    losing = {
+        task.name
+        for task in guarded
+        if (options := task.dislock_guard.options).newest_counts
+        and options.lock_on_conflict == "skip"
+        and options.lock_limit is not None
+    }
+    if losing:
+        yield (
+            "These tasks have lock_on_conflict='skip', and are sent once until they start, or "
+            "replace each other: a message that comes while an older one runs is dropped, and "
+            f"what it was sent for is missed: {_names(losing)}. Leave lock_on_conflict out."
+        )
     yield from _about_visibility(app, guarded)
-    yield from _about_waiting_and_parking(guarded)
 
 
 def _asks_for_a_lock(task: Task) -> bool:
@@ -101,30 +111,6 @@ def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
             f"delivery runs: {_names(names)}. Raise broker_transport_options="
             "{'visibility_timeout': ...} above that, or set a lower time_limit."
         )
-
-
-def _about_waiting_and_parking(guarded: Iterable[Task]) -> Iterator[str]:
-    """Warn of keys for which some tasks wait in a worker slot and others are parked."""
-    strategies: dict[object, dict[str, set[str]]] = {}
-    for task in guarded:
-        options = task.dislock_guard.options
-        if options.lock_on_conflict not in {"wait", "queue"}:
-            continue
-        for key in options.keys:
-            if key is not None:  # without lock_key, no other task has the same key
-                shape = PLACEHOLDER.sub("<>", key) if isinstance(key, str) else key
-                names = strategies.setdefault(shape, {}).setdefault(options.lock_on_conflict, set())
-                names.add(task.name)
-    for by_strategy in strategies.values():
-        if len(by_strategy) > 1:
-            waiting, parked = _names(by_strategy["wait"]), _names(by_strategy["queue"])
-            yield (
-                f'These tasks wait in their slots (lock_on_conflict="wait"): {waiting}; and these, '
-                f'of the same lock_key, are parked ("queue"): {parked}. The waiting tasks can fill '
-                "all slots while the lock is reserved for a parked task, whose message then finds "
-                "no free slot: the key stands still until a waiting task times out. Give all of "
-                "them the same lock_on_conflict, or send them to queues with workers of their own."
-            )
 
 
 def _cap(options: TaskOptions) -> tuple[float | None, str]:

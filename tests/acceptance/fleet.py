@@ -17,6 +17,7 @@ from celery import Celery
 from celery.result import result_from_tuple
 from kombu.transport import redis as redis_transport
 
+from celery_dislock.servers.reservations import parse_record
 from tests.acceptance import scenarios
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from celery import Signature, Task
     from celery.result import AsyncResult
     from kombu import Connection
+
+    from celery_dislock.servers.reservations import Record
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds until a condition must hold; half the expiry of the scenarios' locks
@@ -267,6 +270,19 @@ class Scene:
         return leases[0]
 
     @property
+    def reservation(self) -> Record | None:
+        """The reservation of the key; None if it is free."""
+        return reservation_in(self.redis, self.lock)
+
+    @property
+    def reserved_for(self) -> str | None:
+        """The id of the task that the key is reserved for; None if it is free."""
+        return self.reservation.id if self.reservation else None
+
+    def wait_until_unreserved(self) -> None:
+        wait_for(f"the key {self.key} is not reserved", lambda: self.reservation is None)
+
+    @property
     def is_free(self) -> bool:
         return not self.redis.exists(self.lock)
 
@@ -291,6 +307,13 @@ class Scene:
             elif event["what"] == "end":
                 inside = None
         assert tokens == sorted(set(tokens)), f"fencing tokens of {self.key} do not grow: {tokens}"
+
+
+def reservation_in(client: redis.Redis, lock: str) -> Record | None:
+    """Read the reservation of a lock; None if its key is free."""
+    seconds, microseconds = client.time()
+    written = client.get(f"{lock}:unique") or ""
+    return parse_record(seconds * 1000 + microseconds // 1000, written.encode())
 
 
 def _parse(owner: str, text: str) -> LeaseInRedis:

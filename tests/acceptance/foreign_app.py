@@ -17,4 +17,4 @@ app = Celery("foreign", broker=os.environ.get("SCENARIOS_BROKER_URL", URL), back
 @app.on_after_finalize.connect
 def _without_locks(sender: Celery, **_kwargs: object) -> None:
     for steps in sender.steps.values():
-        steps.difference_update({step for step in steps if "dislock" in step.__module__})
+        steps.difference_update({step for step in steps if "dislock" in str(step)})

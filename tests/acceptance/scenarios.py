@@ -289,6 +289,23 @@ class SlowToEnd(SingletonTask):
         time.sleep(PAUSE)
 
 
+class HangsAfterIt(SingletonTask):
+    """A user's class whose execution hangs after the body, as if the result backend is away."""
+
+    abstract = True
+
+    def on_success(self, *_: Any) -> None:
+        """Hang until the gate named after this task's id is open."""
+        while not reports.exists(gate_of(self.request.id)):
+            time.sleep(GATE_POLL)
+
+
+@app.task(base=HangsAfterIt, lock_key="<key>", lock_watchdog_timeout=4 * BRIEF)
+def hang_after_it(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, and hang then."""
+    return stay(key)
+
+
 @app.task(base=SlowToEnd, lock_key="<key>")
 def step_slowly(key: str) -> dict[str, Any]:
     """Do a little, and succeed, and be slow to end."""
@@ -571,7 +588,21 @@ def tell_or_retry(self: Task, key: str, extra: str = "") -> dict[str, Any]:
 
 @app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start")
 def unique_in_queue(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open; one message waits at a time."""
+    """Hold the lock until the gate is open, or be parked; one message waits at a time."""
+    return stay(key)
+
+
+@app.task(
+    base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_watchdog_timeout=BRIEF
+)
+def unique_in_queue_renewed(key: str) -> dict[str, Any]:
+    """As unique_in_queue, with a lock that is free soon after its worker has died."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_on_conflict="skip")
+def unique_or_skip(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be skipped; one message waits at a time."""
     return stay(key)
 
 
@@ -583,6 +614,12 @@ def unique_in_queue(key: str) -> dict[str, Any]:
 )
 def unique_to_the_end(key: str) -> dict[str, Any]:
     """Hold the lock until the gate is open; one message waits or runs at a time."""
+    return stay(key)
+
+
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", lock_expire=BRIEF)
+def unique_beyond_its_lock(key: str) -> dict[str, Any]:
+    """Outlive a lease of a fixed expiry; one message waits or runs at a time."""
     return stay(key)
 
 
@@ -621,6 +658,38 @@ def unique_fail(key: str) -> None:
         raise ValueError(key)
 
 
+@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="expiry", lock_unique_for=LONG)
+def unique_for_a_while(key: str) -> str:
+    """Do a little; one message in a minute."""
+    with reported(key):
+        return key
+
+
+@app.task(lock_key="<key>", lock_unique_until="end")
+def plain_unique(key: str) -> dict[str, Any]:
+    """Stay until the gate is open; no base class asks for a lock."""
+    return stay(key)
+
+
+def edition_of(key: str, edition: int) -> int:
+    """Report an edition that begins, and last until the gate is open."""
+    report(key, "ran", edition=edition)
+    stay(key)
+    return edition
+
+
+@app.task(
+    base=SingletonTask,
+    lock_key="<key>",
+    lock_unique_until="start",
+    lock_on_duplicate="replace",
+    lock_replace_for=LONG,
+)
+def index(key: str, edition: int) -> int:
+    """Tell the edition: the debounce of docs/how-to/send-once.md."""
+    return edition_of(key, edition)
+
+
 @app.task(
     base=SingletonTask,
     lock_key="<key>",
@@ -629,29 +698,36 @@ def unique_fail(key: str) -> None:
     lock_on_conflict="wait",
     lock_wait_timeout=LONG,
 )
-def newest_only(key: str, edition: int) -> int:
-    """Tell the edition; an older message is replaced by a newer one."""
-    report(key, "ran", edition=edition)
-    return edition
+def index_or_wait(key: str, edition: int) -> int:
+    """As index, and waits in its slot if the lock is held."""
+    return edition_of(key, edition)
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_on_conflict="queue")
-def unique_or_queue(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked; one message waits at a time."""
+UNIQUE_IN_LINE = {
+    "base": SingletonTask,
+    "lock_key": "<key>",
+    "lock_on_conflict": "queue",
+    "lock_queue_limit": 1,
+    "lock_queue_overflow": "replace",
+}
+
+
+@app.task(**UNIQUE_IN_LINE, lock_unique_until="start")
+def unique_newest_until_start(key: str) -> dict[str, Any]:
+    """Hold the lock until the gate is open, or be parked in place of the one that was."""
     return stay(key)
 
 
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_unique_until="start",
-    lock_on_duplicate="replace",
-    lock_on_conflict="queue",
-)
-def newest_or_queue(key: str, edition: int) -> int:
-    """As newest_only, and is parked if the lock is held."""
-    report(key, "ran", edition=edition)
-    return edition
+@app.task(**UNIQUE_IN_LINE, lock_unique_until="end")
+def unique_newest_until_end(key: str) -> dict[str, Any]:
+    """As unique_newest_until_start; one message waits or runs at a time."""
+    return stay(key)
+
+
+@app.task(**UNIQUE_IN_LINE, lock_unique_until="start", lock_on_duplicate="replace")
+def index_in_line(key: str, edition: int) -> int:
+    """As index, and is parked in place of the one that was."""
+    return edition_of(key, edition)
 
 
 # The second of a key is parked.

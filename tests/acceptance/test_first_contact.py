@@ -20,7 +20,7 @@ pytestmark = pytest.mark.acceptance
 TASK = """
 @app.task(name="shop.export", bind=True, lock_key="export:<corp_id>", shared=False, base=BASE)
 def export(self, corp_id):
-    return {"locked": getattr(self, "lease", None) is not None}
+    return {"locked": bool(getattr(self, "lease", None))}
 """
 IMPORTED = "from celery_dislock import SingletonTask\n"
 APP = """

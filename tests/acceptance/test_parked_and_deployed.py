@@ -130,6 +130,39 @@ def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, c
     assert aside() == {}
 
 
+@PREFORK
+def test_what_is_parked_survives_a_deploy_to_several_keys_and_back(fleet, start_fleet, scene):
+    """A new worker takes it out of line and puts it off; an old one gets it, and runs it once."""
+    other = Scene(f"{scene.key}-too", scene.redis)
+    keeper = fleet.send(scenarios.hold_by_itself, other.key)
+    try:
+        other.wait_for_report("begin", id=keeper.id)
+        old = start_fleet("solo", broker_url=fleet.broker_url)
+        holder = fleet.send(scenarios.hold_by_itself, scene.key)
+        scene.wait_for_report("begin", id=holder.id)
+        parked = []
+        for place in (1, 2, 3):
+            parked.append(old.send(QUEUE, scene.key))
+            scene.wait_for_line(place)
+        old.workers[0].terminate()
+        old.workers[0].wait_until_it_ends()
+        about = {"queue": old.queue, "broker_url": fleet.broker_url}
+        new = start_fleet("prefork", app=APP, env={"DEPLOYED": "two keys"}, **about)
+        scene.open_gate()
+        scene.open_gate(holder.id)
+        for result in parked:
+            wait_for("it is put off", lambda one=result.id: new.says(one, "put off for"))
+        new.workers[0].terminate()
+        new.workers[0].wait_until_it_ends()
+        start_fleet("prefork", **about)
+        for result in parked:
+            assert result.get(timeout=LIMIT)["held"] is True
+            assert began(scene).count(result.id) == 1
+    finally:
+        other.open_gate(keeper.id)
+        keeper.get(timeout=LIMIT)
+
+
 @BROKERS
 @pytest.mark.parametrize("change", ["no key", "no SingletonTask", "--no-dislock"])
 def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):

@@ -18,7 +18,14 @@ from kombu import Connection, Queue
 
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
+from tests.acceptance.fleet import (
+    BROKERS,
+    CONCURRENCY,
+    LIMIT,
+    PREFORK,
+    REDELIVERY_IS_SLOW,
+    wait_for,
+)
 from tests.acceptance.scenarios import BRIEF, LONG
 
 pytestmark = pytest.mark.acceptance
@@ -129,6 +136,24 @@ def test_those_who_wait_come_in_their_order(fleet, scene):
         assert result.get(timeout=LIMIT)["held"] is True
     began = [event["id"] for event in scene.reported("begin")]
     assert began[1:] == [result.id for result in waiting]
+    scene.assert_exclusive()
+
+
+@PREFORK
+def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
+    """They fill all slots while it has its turn, and would wait for it in vain."""
+    holder = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    parked = fleet.send(scenarios.hold_or_queue, scene.key)
+    wait_in_line(scene)
+    slots = len(fleet.workers) * CONCURRENCY["prefork"]
+    waiting = [fleet.send(scenarios.hold_or_wait, scene.key) for _ in range(slots)]
+    wait_in_line(scene, 1 + slots - 1)  # one slot has the holder
+    scene.open_gate()
+    for result in (holder, parked, *waiting):
+        assert result.get(timeout=LONG / 2)["held"] is True
+    began = [event["id"] for event in scene.reported("begin")]
+    assert began[:2] == [holder.id, parked.id]
     scene.assert_exclusive()
 
 

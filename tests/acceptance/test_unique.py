@@ -5,30 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from itertools import pairwise
+from contextlib import contextmanager, suppress
 
 import pytest
 from billiard.exceptions import WorkerLostError
-from celery import states
+from celery import Celery, states
 from celery.exceptions import TaskRevokedError
+from celery.exceptions import TimeoutError as CeleryTimeoutError
 
+from celery_dislock import NoResultError
+from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, reservation_in, wait_for
 
 pytestmark = pytest.mark.acceptance
 
 POOLS = pytest.mark.parametrize("fleet", ["prefork", "threads", "rabbitmq"], indirect=True)
 EDITIONS = 20
-
-
-def reserved_for(scene):
-    """The id of the task that the key is reserved for; None if it is free."""
-    record = scene.redis.get(f"{scene.lock}:unique")
-    return record.split(" ")[4] if record else None
-
-
-def wait_until_unreserved(scene):
-    wait_for(f"the key {scene.key} is not reserved", lambda: reserved_for(scene) is None)
+MANY_EDITIONS = 1100
+SOON = 0.3  # seconds of a countdown
 
 
 def assert_nothing_waits(scene):
@@ -39,12 +34,16 @@ def assert_nothing_waits(scene):
 
 def assert_the_next_is_sent(fleet, scene, task):
     """The key is free for one more message, which runs."""
-    wait_until_unreserved(scene)
+    scene.wait_until_unreserved()
     sent = fleet.send(task, scene.key)
     assert sent.duplicate is False
     scene.open_gate()
     sent.get(timeout=LIMIT)
-    wait_until_unreserved(scene)
+    scene.wait_until_unreserved()
+
+
+def editions_run(scene):
+    return [event["edition"] for event in scene.reported("ran")]
 
 
 @POOLS
@@ -53,7 +52,7 @@ class TestUntilStart:
         """One runs, one waits; the third is the one that waits."""
         first = fleet.send(scenarios.unique_in_queue, scene.key)
         scene.wait_for_report("begin")
-        assert reserved_for(scene) is None
+        assert scene.reserved_for is None
         later = scenarios.unique_in_queue.s(scene.key).set(queue=fleet.queue, countdown=LIMIT)
         with fleet.connection() as connection:
             second, third = (later.apply_async(connection=connection) for _ in range(2))
@@ -62,28 +61,20 @@ class TestUntilStart:
         fleet.revoke(second.id, reply=True)
         scene.open_gate()
         assert first.get(timeout=LIMIT)["held"] is True
-        scene.redis.delete(f"{scene.lock}:unique")  # its message is revoked when its time comes
+        scene.wait_until_unreserved()
 
     def test_a_skipped_task_frees_its_key(self, fleet, scene):
         """The lock is held: the task that was sent is skipped, and the next may be sent."""
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
         for _ in range(2):
-            skipped = fleet.send(scenarios.unique_in_queue, scene.key)
+            skipped = fleet.send(scenarios.unique_or_skip, scene.key)
             assert skipped.duplicate is False
             with pytest.raises(TaskRevokedError):
                 skipped.get(timeout=LIMIT)
-            wait_until_unreserved(scene)
+            scene.wait_until_unreserved()
         scene.open_gate()
         holder.get(timeout=LIMIT)
-
-    def test_a_revoked_task_frees_its_key(self, fleet, scene):
-        """The worker that discards the message says so."""
-        waiting = fleet.send(scenarios.unique_in_queue, scene.key, countdown=2)
-        assert reserved_for(scene) == waiting.id
-        fleet.revoke(waiting.id, reply=True)
-        wait_until_unreserved(scene)
-        assert_the_next_is_sent(fleet, scene, scenarios.unique_in_queue)
 
     def test_an_expired_task_frees_its_key(self, fleet, scene):
         """Its time was over before it could start."""
@@ -94,13 +85,41 @@ class TestUntilStart:
         """It waits in line as it would in the queue, and frees the key at its turn."""
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
-        parked = fleet.send(scenarios.unique_or_queue, scene.key)
+        parked = fleet.send(scenarios.unique_in_queue, scene.key)
         scene.wait_for_line(1)
-        assert fleet.send(scenarios.unique_or_queue, scene.key).id == parked.id
+        assert fleet.send(scenarios.unique_in_queue, scene.key).id == parked.id
         scene.open_gate()
         holder.get(timeout=LIMIT)
         parked.get(timeout=LIMIT)
-        wait_until_unreserved(scene)
+        scene.wait_until_unreserved()
+
+
+class TestRevoked:
+    @pytest.mark.parametrize(
+        ("fleet", "by"),
+        [(one, "another process") for one in ("prefork", "threads", "rabbitmq")]
+        + [("prefork", "its sender")],  # a pair on RabbitMQ is told by nobody else
+        indirect=["fleet"],
+    )
+    def test_one_that_is_revoked_and_sent_again_is_sent(self, fleet, scene, by):
+        """At once, while a worker still has the first, whose end leaves the second's key alone."""
+        first = fleet.send(scenarios.unique_to_the_end, scene.key, countdown=2)
+        wait_for("a worker has it", lambda: fleet.says(first.id, "received"))
+        if by == "its sender":
+            scenarios.app.control.revoke(first.id)
+        else:
+            fleet.revoke(first.id, reply=True)
+        second = fleet.send(scenarios.unique_to_the_end, scene.key)
+        assert (second.duplicate, scene.reserved_for) == (False, second.id)
+        scene.wait_for_report("begin", id=second.id)
+        wait_for("the first is discarded", lambda: fleet.says(first.id, "Discarding"))
+        with pytest.raises(TaskRevokedError):
+            first.get(timeout=LIMIT)
+        assert fleet.send(scenarios.unique_to_the_end, scene.key).id == second.id
+        scene.open_gate()
+        assert second.get(timeout=LIMIT)["held"] is True
+        scene.wait_until_unreserved()
+        assert not scene.reported("begin", id=first.id)
 
 
 @POOLS
@@ -113,35 +132,24 @@ class TestUntilEnd:
         assert (again.id, again.duplicate) == (first.id, True)
         scene.open_gate()
         assert again.get(timeout=LIMIT)["held"] is True
-        wait_until_unreserved(scene)
+        scene.wait_until_unreserved()
         assert len(scene.reported("begin")) == 1
-
-    def test_it_is_renewed_while_the_body_runs(self, fleet, scene):
-        """A reservation that nobody renews would be gone after a few timeouts."""
-        first = fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
-        brief = 2 * scenarios.BRIEF
-        wait_for("a short expiry", lambda: scene.redis.ttl(f"{scene.lock}:unique") <= brief)
-        wait_for("four timeouts", lambda: scene.lease.extended_by > 5 * scenarios.BRIEF)
-        assert reserved_for(scene) == first.id
-        scene.open_gate()
-        first.get(timeout=LIMIT)
 
     def test_a_failure_frees_it(self, fleet, scene):
         """As a success does."""
         for _ in range(2):
             with pytest.raises(ValueError, match=scene.key):
                 fleet.send(scenarios.unique_fail, scene.key).get(timeout=LIMIT)
-            wait_until_unreserved(scene)
+            scene.wait_until_unreserved()
 
     def test_a_retry_keeps_it(self, fleet, scene):
         """The same task goes on: it is neither dropped nor joined by a second message."""
         first = fleet.send(scenarios.unique_retry_once, scene.key)
         scene.wait_for_report("end", error="Retry")
-        wait_for("the retry is sent", lambda: reserved_for(scene) == first.id)
+        wait_for("the retry is sent", lambda: scene.reserved_for == first.id)
         assert fleet.send(scenarios.unique_retry_once, scene.key).id == first.id
         assert first.get(timeout=LIMIT) == 1
-        wait_until_unreserved(scene)
+        scene.wait_until_unreserved()
 
     def test_without_a_lock(self, fleet, scene):
         """lock_limit=None: no lease, and one message all the same."""
@@ -151,7 +159,49 @@ class TestUntilEnd:
         assert not scene.leases
         scene.open_gate()
         assert first.get(timeout=LIMIT) == {"held": None}
-        wait_until_unreserved(scene)
+        scene.wait_until_unreserved()
+
+
+class TestRenewals:
+    @pytest.mark.parametrize("fleet", ["threads"], indirect=True)
+    def test_it_is_renewed_while_the_body_runs(self, fleet, scene):
+        """A reservation that nobody renews would be gone after a few timeouts."""
+        first = fleet.send(scenarios.unique_to_the_end, scene.key)
+        scene.wait_for_report("begin")
+        brief = 2 * scenarios.BRIEF
+        wait_for("a short expiry", lambda: scene.reservation.remaining <= brief)
+        wait_for("more than that", lambda: scene.lease.extended_by > 3.5 * scenarios.BRIEF)
+        assert scene.reserved_for == first.id
+        scene.open_gate()
+        first.get(timeout=LIMIT)
+
+    @PREFORK
+    def test_what_outlives_its_lease_keeps_its_key(self, fleet, scene):
+        """The main process renews it: the child is stopped, or the lock's expiry is fixed."""
+        other = Scene(f"{scene.key}-other", scene.redis)
+        stopped = fleet.send(scenarios.unique_to_the_end, scene.key)
+        fixed = fleet.send(scenarios.unique_beyond_its_lock, other.key)
+        scene.wait_for_report("begin")
+        other.wait_for_report("begin")
+        pid = scene.lease.holder["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            other.wait_until_free()
+            for one, sent in ((scene, stopped), (other, fixed)):
+                wait_for(
+                    "three timeouts",
+                    lambda one=one: one.reservation is None or one.reservation.since > 5,
+                )
+                assert one.reserved_for == sent.id
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+            for one in (scene, other):
+                one.open_gate()
+        assert stopped.get(timeout=LIMIT)["held"] is True
+        assert fixed.get(timeout=LIMIT)["held"] is False
+        scene.wait_until_unreserved()
+        other.wait_until_unreserved()
 
 
 class TestDeaths:
@@ -174,64 +224,72 @@ class TestDeaths:
         scene.wait_for_report("begin", times=2)
         scene.open_gate()
         assert first.get(timeout=LIMIT)["held"] is True
-        wait_until_unreserved(scene)
-
-    def test_a_dead_worker_blocks_its_key_for_two_timeouts_at_most(self, start_fleet, scene):
-        """Nobody renews the reservation of a task that ran in it."""
-        fleet = start_fleet("prefork", "--dislock")
-        fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
-        fleet.workers[0].kill()
-        wait_until_unreserved(scene)
-        scene.wait_until_free()
+        scene.wait_until_unreserved()
 
 
 @POOLS
 class TestReplacing:
     def test_twenty_editions_are_one_run(self, fleet, scene):
         """A debounce: the newest runs when its time has come, and the others end as REVOKED."""
+        scene.open_gate()
         results = [
-            fleet.send(scenarios.newest_only, scene.key, number, countdown=1.5)
+            fleet.send(scenarios.index, scene.key, number, countdown=1.5)
             for number in range(EDITIONS)
         ]
         assert results[-1].get(timeout=LIMIT) == EDITIONS - 1
-        for older, newer in pairwise(results):
+        for older in results[:-1]:
             wait_for("an older one ends", older.ready)
             assert older.state == states.REVOKED
-            assert newer.id in str(older.result)
-        assert [event["edition"] for event in scene.reported("ran")] == [EDITIONS - 1]
-        wait_until_unreserved(scene)
-        assert not scene.redis.exists(f"{scene.lock}:older")
+            assert results[-1].id in str(older.result)
+        assert editions_run(scene) == [EDITIONS - 1]
+        scene.wait_until_unreserved()
+
+    def test_an_edition_that_is_due_while_an_older_one_runs_is_not_lost(self, fleet, scene):
+        """It is parked.  The newest is the last that runs, also if it is due at once."""
+        first = fleet.send(scenarios.index, scene.key, 1)
+        scene.wait_for_report("ran", edition=1)
+        second = fleet.send(scenarios.index, scene.key, 2, countdown=SOON)
+        scene.wait_for_line(1)
+        third = fleet.send(scenarios.index, scene.key, 3, countdown=SOON)
+        fourth = fleet.send(scenarios.index, scene.key, 4)
+        scene.open_gate()
+        assert [first.get(timeout=LIMIT), fourth.get(timeout=LIMIT)] == [1, 4]
+        for replaced in (second, third):
+            with pytest.raises(TaskRevokedError, match="replaces it"):
+                replaced.get(timeout=LIMIT)
+        assert editions_run(scene) == [1, 4]
+        scene.wait_until_unreserved()
+        assert_nothing_waits(scene)
 
     def test_one_that_waits_for_its_lock_is_replaced(self, fleet, scene):
         """It has not begun: when it is handed the lock, it learns of the newer message."""
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
-        first = fleet.send(scenarios.newest_only, scene.key, 1)
+        first = fleet.send(scenarios.index_or_wait, scene.key, 1)
         scene.wait_for_line(1)
-        second = fleet.send(scenarios.newest_only, scene.key, 2)
+        second = fleet.send(scenarios.index_or_wait, scene.key, 2)
         scene.open_gate()
         holder.get(timeout=LIMIT)
         assert second.get(timeout=LIMIT) == 2
         wait_for("the first ends", first.ready)
         assert first.state == states.REVOKED
-        assert [event["edition"] for event in scene.reported("ran")] == [2]
+        assert editions_run(scene) == [2]
         assert_nothing_waits(scene)
 
     def test_one_that_is_parked_is_replaced(self, fleet, scene):
         """At its turn it learns of the newer message, and gives its turn on."""
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
-        results = [fleet.send(scenarios.newest_or_queue, scene.key, 1)]
+        results = [fleet.send(scenarios.index, scene.key, 1)]
         scene.wait_for_line(1)
-        results.append(fleet.send(scenarios.newest_or_queue, scene.key, 2))
+        results.append(fleet.send(scenarios.index, scene.key, 2))
         scene.wait_for_line(2)
         scene.open_gate()
         holder.get(timeout=LIMIT)
         assert results[1].get(timeout=LIMIT) == 2
         with pytest.raises(TaskRevokedError, match=results[1].id):
             results[0].get(timeout=LIMIT)
-        assert [event["edition"] for event in scene.reported("ran")] == [2]
+        assert editions_run(scene) == [2]
         assert_no_copy_would_run(scene, results[0].id)
 
     @pytest.mark.parametrize(
@@ -242,8 +300,8 @@ class TestReplacing:
         old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
         holder = fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin", id=holder.id)
-        scene.redis.hset(f"{old}:older", task_id, "newer")
-        headers = {"dislock_unique": [old, "start"]}
+        write_record(scene, old, "-", "-", mark="abc", confirmed=2, by="newer")
+        headers = {"dislock_unique": [old, "start", "abc", 1]}
         parked = fleet.send(task, scene.key, task_id=task_id, headers=headers)
         scene.wait_for_line(1)
         scene.open_gate()
@@ -263,7 +321,263 @@ def assert_no_copy_would_run(scene, task_id):
     assert not scene.redis.hexists(f"{scene.lock}:running", ticket)
 
 
-@POOLS
+class TestManyEditions:
+    @PREFORK
+    def test_a_thousand_editions_are_one_run(self, fleet, scene):
+        """Of the last one; what is kept for the key is one record, however many there were."""
+        scene.open_gate()
+        for number in range(MANY_EDITIONS):
+            last = fleet.send(scenarios.index, scene.key, number, countdown=2, ignore_result=True)
+        wait_for("the newest runs", lambda: scene.reported("end", id=last.id))
+        wait_for("all others end", lambda: not unacknowledged(scene, fleet))
+        assert editions_run(scene) == [MANY_EDITIONS - 1]
+        assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
+
+
+def unacknowledged(scene, fleet):
+    """How many messages of this fleet wait, or are with its workers; none if it has RabbitMQ."""
+    if fleet.broker_url:
+        return 0
+    held = scene.redis.hvals("unacked")
+    return scene.redis.llen(fleet.queue) + sum(scene.key in one for one in held)
+
+
+class TestInLine:
+    """A line of one, in which the newest is: those that are displaced have ended."""
+
+    @POOLS
+    @pytest.mark.parametrize("until", ["start", "end"])
+    def test_one_that_is_displaced_frees_its_key(self, fleet, scene, until):
+        """By a message that was sent without a reservation: it has a callback."""
+        task = getattr(scenarios, f"unique_newest_until_{until}")
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        first = fleet.send(task, scene.key)
+        scene.wait_for_line(1)
+        assert scene.reserved_for == first.id
+        then = fleet.signature(scenarios.step, f"{scene.key}-then")
+        second = fleet.send(task, scene.key, link=then)
+        with pytest.raises(TaskRevokedError):
+            first.get(timeout=LIMIT)
+        scene.wait_until_unreserved()
+        third = fleet.send(task, scene.key)
+        assert third.duplicate is False
+        with pytest.raises(TaskRevokedError):
+            second.get(timeout=LIMIT)
+        assert scene.reserved_for == third.id
+        scene.open_gate()
+        for sent in (holder, third):
+            assert sent.get(timeout=LIMIT)["held"] is True
+        scene.wait_until_unreserved()
+
+    @PREFORK
+    def test_one_that_is_displaced_by_its_replacement(self, fleet, scene):
+        """Its end leaves the reservation of the newer one alone."""
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        first = fleet.send(scenarios.index_in_line, scene.key, 1)
+        scene.wait_for_line(1)
+        second = fleet.send(scenarios.index_in_line, scene.key, 2)
+        with pytest.raises(TaskRevokedError):
+            first.get(timeout=LIMIT)
+        assert scene.reserved_for == second.id
+        scene.open_gate()
+        holder.get(timeout=LIMIT)
+        assert second.get(timeout=LIMIT) == 2
+        assert editions_run(scene) == [2]
+        scene.wait_until_unreserved()
+
+
+@pytest.fixture
+def _impatient(monkeypatch):
+    """Let duplicates look often, and expect results soon."""
+    monkeypatch.setattr(duplicates, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(duplicates, "STORED_WITHIN", 1.0)
+
+
+@pytest.mark.usefixtures("_impatient")
+class TestWaitingForAnother:
+    """A duplicate's get() ends."""
+
+    @PREFORK
+    def test_it_waits_for_a_task_that_is_well(self, fleet, scene):
+        """For as long as that waits for its time, in line and runs."""
+        holder = fleet.send(scenarios.hold, scene.key)
+        scene.wait_for_report("begin")
+        first = fleet.send(scenarios.unique_in_queue, scene.key, countdown=2)
+        again = fleet.send(scenarios.unique_in_queue, scene.key)
+        assert again.duplicate is True
+        with pytest.raises(CeleryTimeoutError):
+            again.get(timeout=4)  # it is parked by then
+        assert first.state == "PARKED"
+        scene.open_gate(holder.id)
+        scene.open_gate()
+        assert again.get(timeout=LIMIT)["held"] is True
+
+    @PREFORK
+    def test_it_waits_for_a_long_run(self, fleet, scene):
+        """The task holds its lock, and has no reservation any more."""
+        fleet.send(scenarios.unique_in_queue_renewed, scene.key, countdown=SOON)
+        again = fleet.send(scenarios.unique_in_queue_renewed, scene.key)
+        scene.wait_for_report("begin")
+        with pytest.raises(CeleryTimeoutError):
+            again.get(timeout=3)
+        scene.open_gate()
+        assert again.get(timeout=LIMIT)["held"] is True
+
+    @PREFORK
+    def test_the_first_stores_no_result(self, fleet, scene):
+        """The second caller learns so at once."""
+        fleet.send(scenarios.unique_to_the_end, scene.key, ignore_result=True)
+        again = fleet.send(scenarios.unique_to_the_end, scene.key)
+        with pytest.raises(NoResultError, match="asked for none"):
+            again.get(timeout=LIMIT)
+        scene.open_gate()
+        scene.wait_until_unreserved()
+
+    @PREFORK
+    def test_the_result_has_expired(self, fleet, scene):
+        """The key is still reserved, and the task has ended."""
+        first = fleet.send(scenarios.unique_for_a_while, scene.key)
+        stored = f"celery-task-meta-{first.id}"
+        wait_for("the result is stored", lambda: scene.redis.delete(stored))
+        name, base = scenarios.unique_for_a_while.name, scenarios.SingletonTask
+        with sending_elsewhere(name=name, base=base, lock_unique_until="expiry") as task:
+            again = task.delay(scene.key)  # by a process that has heard of no result
+            assert (again.duplicate, again.id) == (True, first.id)
+            with pytest.raises(NoResultError, match="not stored any more"):
+                again.get(timeout=LIMIT)
+        scene.redis.delete(f"{scene.lock}:unique")
+
+    def test_a_dead_worker_blocks_its_key_for_two_timeouts_at_most(self, start_fleet, scene):
+        """Nobody renews it.  The worker had acknowledged the messages: no result will come."""
+        other = Scene(f"{scene.key}-other", scene.redis)
+        sent = [(scene, scenarios.unique_to_the_end), (other, scenarios.unique_in_queue_renewed)]
+        fleet = start_fleet("prefork", "--dislock", ready=False)
+        duplicates = []
+        for one, task in sent:
+            first, again = fleet.send(task, one.key), fleet.send(task, one.key)
+            assert again.id == first.id
+            duplicates.append(again)
+        for one, _ in sent:
+            one.wait_for_report("begin")
+        fleet.workers[0].kill()
+        for again in duplicates:
+            with pytest.raises(NoResultError, match="its worker was killed"):
+                again.get(timeout=LIMIT)
+        for one, _ in sent:
+            one.wait_until_free()
+            one.wait_until_unreserved()
+
+
+@pytest.fixture(scope="module", params=["--no-dislock", "dislock_enabled"])
+def off(request, start_pair):
+    """A worker in which locks are off."""
+    if request.param == "--no-dislock":
+        with start_pair("prefork", "off", modes=["--no-dislock"]) as fleet:
+            yield fleet
+    else:
+        conf = {"dislock_enabled": False}
+        with start_pair("threads", "disabled", conf=conf, modes=[""]) as fleet:
+            yield fleet
+
+
+class TestWhereLocksAreOff:
+    """Senders reserve keys, and the worker locks nothing: it ends the reservations."""
+
+    def test_when_the_task_begins(self, off, scene):
+        """With "start"."""
+        first = off.send(scenarios.unique_in_queue, scene.key)
+        scene.wait_for_report("begin", id=first.id)
+        scene.wait_until_unreserved()
+        second = off.send(scenarios.unique_in_queue, scene.key)
+        assert second.duplicate is False
+        scene.open_gate()
+        for sent in (first, second):
+            assert sent.get(timeout=LIMIT) == {"held": None}
+        scene.wait_until_unreserved()
+
+    def test_when_the_task_ends(self, off, scene):
+        """With "end"."""
+        first = off.send(scenarios.unique_to_the_end, scene.key)
+        scene.wait_for_report("begin")
+        wait_for("it runs", lambda: scene.reservation.state == "running")
+        assert off.send(scenarios.unique_to_the_end, scene.key).id == first.id
+        assert not scene.leases
+        scene.open_gate()
+        first.get(timeout=LIMIT)
+        assert_the_next_is_sent(off, scene, scenarios.unique_to_the_end)
+
+    def test_when_the_task_does_not_succeed(self, off, scene):
+        """It fails, is revoked, expires, or is unknown in this worker."""
+        task = scenarios.unique_fail
+        with pytest.raises(ValueError, match=scene.key):
+            off.send(task, scene.key).get(timeout=LIMIT)
+        scene.wait_until_unreserved()
+        off.revoke(off.send(task, scene.key, countdown=LIMIT).id, reply=True)
+        scene.wait_until_unreserved()
+        off.send(task, scene.key, countdown=1, expires=0.5)
+        assert scene.reserved_for
+        scene.wait_until_unreserved()
+        with sending_elsewhere(name="unknown", base=scenarios.SingletonTask) as unknown:
+            assert unknown.apply_async((scene.key,), queue=off.queue).duplicate is False
+        wait_for("the worker drops it", lambda: off.says("unregistered"))
+        scene.wait_until_unreserved()
+
+    def test_a_retry_keeps_it(self, off, scene):
+        """As where locks are on."""
+        first = off.send(scenarios.unique_retry_once, scene.key)
+        scene.wait_for_report("end", error="Retry")
+        assert off.send(scenarios.unique_retry_once, scene.key).id == first.id
+        assert first.get(timeout=LIMIT) == 1
+        scene.wait_until_unreserved()
+
+
+@contextmanager
+def sending_elsewhere(**options):
+    """A unique task in an app of its own that locks plain tasks, too."""
+    url = scenarios.app.conf.broker_url
+    with Celery("elsewhere", broker=url, backend=url, set_as_current=False) as app:
+        app.conf.dislock_enabled = True
+        options = {"lock_key": "<key>", "lock_unique_until": "end", "shared": False, **options}
+
+        @app.task(**options)
+        def task(key): ...
+
+        yield task
+
+
+@pytest.fixture(scope="module")
+def plain(start_pair):
+    """A worker that was told nothing of locks."""
+    with start_pair("prefork", "plain", modes=[""]) as fleet:
+        yield fleet
+
+
+class TestMixed:
+    """Of the workers of a plain task one has --dislock, and one has not."""
+
+    @pytest.mark.parametrize("first", ["plain", "prefork_pair"])
+    def test_both_end_reservations(self, plain, prefork_pair, scene, first):
+        """Whichever of them gets a message, the next is a duplicate until that one has ended."""
+        queues = [plain.queue, prefork_pair.queue]
+        if first != "plain":
+            queues.reverse()
+        with sending_elsewhere(name=scenarios.plain_unique.name) as task:
+            for queue in queues:
+                scene.redis.delete(scenarios.gate_of(scene.key))
+                one = task.apply_async((scene.key,), queue=queue)
+                scene.wait_for_report("begin", id=one.id)
+                for other in queues:
+                    again = task.apply_async((scene.key,), queue=other)
+                    assert (again.id, again.duplicate) == (one.id, True)
+                scene.open_gate()
+                held = one.get(timeout=LIMIT)["held"]
+                assert held is (None if queue == plain.queue else True)
+                scene.wait_until_unreserved()
+
+
+@PREFORK
 class TestStrangers:
     def test_a_message_without_a_reservation_runs(self, fleet, scene):
         """From a sender without the option, or after a failover that lost the reservation."""
@@ -272,25 +586,25 @@ class TestStrangers:
         scene.wait_for_report("begin")
         scene.open_gate()
         assert first.get(timeout=LIMIT)["held"] is True
-        wait_until_unreserved(scene)
+        scene.wait_until_unreserved()
 
     def test_a_message_whose_key_another_has_runs(self, fleet, scene):
         """Its own end leaves the other's reservation alone."""
-        scene.redis.set(f"{scene.lock}:unique", "1 w 1 1 another ", px=60_000)
+        write_record(scene, scene.lock, "w", "another")
         first = fleet.send(scenarios.hold, scene.key, headers=headers_of(scene))
         scene.open_gate()
         first.get(timeout=LIMIT)
-        assert reserved_for(scene) == "another"
+        assert scene.reserved_for == "another"
         scene.redis.delete(f"{scene.lock}:unique")
 
     def test_a_key_that_was_changed_is_freed(self, fleet, scene):
         """The old code has reserved another key; the task has no lock_unique_until any more."""
         old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
-        scene.redis.set(f"{old}:unique", f"1 w 1 1 {task_id} ", px=60_000)
+        write_record(scene, old, "w", task_id)
         headers = {"dislock_unique": [old, "end"]}
         sent = fleet.send(scenarios.hold, scene.key, task_id=task_id, headers=headers)
         scene.wait_for_report("begin")
-        assert " r " in scene.redis.get(f"{old}:unique")
+        assert reservation_in(scene.redis, old).state == "running"
         scene.open_gate()
         sent.get(timeout=LIMIT)
         wait_for("the old key is free", lambda: not scene.redis.exists(f"{old}:unique"))
@@ -307,7 +621,7 @@ class TestStrangers:
 
     @pytest.mark.parametrize(
         "forged",
-        [1, "x", ["dislock:{k}", "end", 1], [1, 2], ["elsewhere", "end"], ["dislock:{k}", "never"]],
+        [1, ["dislock:{k}", "end", 1], ["elsewhere", "end"], ["dislock:{k}", "end", "no mark", 1]],
         ids=str,
     )
     def test_a_forged_header_is_ignored(self, fleet, scene, forged):
@@ -320,3 +634,12 @@ class TestStrangers:
 def headers_of(scene):
     """The header of a message that was reserved under this key."""
     return {"dislock_unique": [scene.lock, "end"]}
+
+
+def write_record(scene, lock, state, task_id, *, mark="-", confirmed=0, by="-"):
+    """Write what another sender has reserved; see _unique.lua."""
+    until = scene.redis.time()[0] * 1000 + 60_000
+    number, newest = 0, confirmed
+    record = (2, state, 1, 1, task_id, until, "nonce", number, 1, mark, newest, confirmed, 0)
+    kept = until if confirmed else 0
+    scene.redis.set(f"{lock}:unique", " ".join(map(str, (*record, kept, by))), px=60_000)

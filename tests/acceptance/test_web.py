@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +29,9 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds until the server must be there, and must have ended
 # As the entry point does, which an environment with a checkout on its path may not have.
 PROGRAM = """
-import sys
+import signal, sys
+# A shell's background job ignores Ctrl-C, and so does all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from celery.bin.celery import celery, main
 from celery_dislock.cli import dislock
 celery.add_command(dislock)
@@ -269,12 +272,74 @@ def test_what_is_no_proper_request_is_refused(serve, name):
 
 
 def test_slow_and_idle_connections_keep_nobody_out(serve):
-    """Fifty browsers that say nothing, or half of something."""
+    """More browsers than there is room for say nothing, or half of something."""
     server = serve()
     with contextlib.ExitStack() as stack:
-        for number in range(50):
+        for number in range(400):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             connection.sendall(b"GET / HT" if number % 2 else b"")
         began = time.monotonic()
         assert server.ask("/api/session")[0] == 200
         assert time.monotonic() - began < LIMIT
+
+
+@pytest.fixture
+def nginx(tmp_path):
+    """Start nginx with the block of the page about the page, in front of a port; gives its own."""
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        assert "CI" not in os.environ, "nginx is not installed"
+        pytest.skip("nginx is not installed")
+    text = (ROOT / "docs" / "how-to" / "web-page.md").read_text("utf-8")
+    (block,) = re.findall(r"^location /locks/ \{.*?^\}$", text, re.MULTILINE | re.DOTALL)
+    with contextlib.ExitStack() as stack:
+
+        def start(port):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                own = free.getsockname()[1]
+            folder = tmp_path / "nginx"
+            folder.mkdir()
+            temporary = "".join(
+                f"{kind}_temp_path {folder}/{kind};\n"
+                for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+            )
+            (folder / "conf").write_text(
+                f"daemon off; pid {folder}/pid; error_log {folder}/error;\n"
+                "events { worker_connections 64; }\n"
+                f"http {{ access_log off; {temporary} server {{ listen 127.0.0.1:{own};\n"
+                f"{block.replace('127.0.0.1:8765', f'127.0.0.1:{port}')} }} }}\n"
+            )
+            command = [program, "-p", str(folder), "-e", f"{folder}/error", "-c", f"{folder}/conf"]
+            process = subprocess.Popen(command)
+            stack.callback(process.wait, LIMIT)
+            stack.callback(process.terminate)
+            until = time.monotonic() + LIMIT
+            while True:
+                assert process.poll() is None, (folder / "error").read_text()
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", own)):
+                    return own
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+        yield start
+
+
+def test_the_block_for_nginx_does_what_the_page_says(serve, users, nginx):
+    """A form of the page is taken, also on another port, and nobody chooses another Host."""
+    name = "ops.example.com"
+    args = ("--login-file", users, "--allow-host", name, "--url-prefix", "/locks")
+    server = serve(*args, "--trusted-proxy", "127.0.0.1")
+    port = nginx(server.port)
+    server.address = f"http://127.0.0.1:{port}/locks"
+    host = {"Host": f"{name}:{port}"}
+    form = {"user": "ann", "password": PASSWORD}
+    status, _, headers = server.ask("/api/login", form, Origin=f"http://{name}:{port}", **host)
+    assert status == 200
+    assert "Path=/locks;" in headers["Set-Cookie"]
+    assert server.ask("/api/login", form, Origin=f"http://{name}:1", **host)[0] == 403
+    assert server.ask("/api/session", Host="evil.example")[0] == 421
+    for forged in ("X-Forwarded-Host", "Forwarded", "X-Forwarded-Server"):
+        given = {forged: f"host={name}" if forged == "Forwarded" else name}
+        assert server.ask("/api/session", Host="evil.example", **given)[0] == 421
+        given = {forged: "host=localhost" if forged == "Forwarded" else "localhost"}
+        assert server.ask("/api/locks", **host, **given)[0] == 401

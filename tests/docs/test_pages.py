@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 
 import celery_dislock
+from celery_dislock.cli import dislock as command
 from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
 from tests.docs.page import DOCS, PAGES, README, ROOT, blocks_of, without_code
@@ -206,16 +209,18 @@ def test_the_table_of_the_packages_names_each_once():
 
 
 def test_what_was_set_aside_can_be_put_back(redis_url, redis_client):
-    """The snippet publishes a message to its queue again, also one in a record that is damaged."""
-    page = DOCS / "how-to" / "operate.md"
-    (snippet,) = (block.code for block in blocks_of(page) if block.language == "python")
+    """The command publishes a message to its queue again, also one in a record that is damaged."""
+    assert "celery -A shop dislock put-back account:1" in (DOCS / "how-to/operate.md").read_text()
     headers = {"task": "shop.apply_payment", "id": "1"}
     kept = Message("", "payments", headers, "application/json", "utf-8", {}, True, b"[[1, 5], {}]")
     aside = "dislock:{account:1}:aside"
     redis_client.hset(aside, "1:0:0", kept.to_bytes())
     redis_client.hset(aside, "2:0:0", b"1 damaged " + kept.to_bytes())
     with Celery("shop", broker=redis_url, set_as_current=False) as app:
-        exec(compile(snippet, page.name, "exec"), {"URL": redis_url, "app": app})  # noqa: S102 -- our own
+        answer = CliRunner().invoke(
+            command, ["put-back", "account:1"], obj=SimpleNamespace(app=app)
+        )
+        assert answer.exit_code == 0
         with app.connection_for_read() as connection:
             queue = connection.SimpleQueue("payments")
             for _ in range(2):

@@ -15,10 +15,10 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.scripts import CONFIRM, RESERVE
+from celery_dislock.scripts import ACQUIRE_UNIQUE, CONFIRM, PARK_UNIQUE, RESERVE
 from celery_dislock.tasks import sending
 from celery_dislock.tasks.sending import PUBLISH_FOR
-from tests.acceptance.fleet import Worker
+from tests.acceptance.fleet import Worker, reservation_in
 from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.conftest import ROOT
 from tests.faults.proxy import Proxy, runs
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.faults
 LIMIT = 60.0  # seconds until a condition must hold
 AT_ONCE = 5.0  # seconds: far beyond the second that the first sender waits
 PREFETCHED = 100
+EDITED = 8
 KILLED = 9
 
 
@@ -63,10 +64,10 @@ def start_worker(tmp_path):
     """Start workers of ``tests.faults.unique_app``; none outlives the test."""
     started = []
 
-    def start(locks, broker):
-        env = {"UNIQUE_LOCKS": locks, "UNIQUE_BROKER": broker}
+    def start(locks, broker, *options, pool="prefork", concurrency=1, **env):
+        env = {"UNIQUE_LOCKS": locks, "UNIQUE_BROKER": broker, **env}
         name = f"unique-{len(started)}"
-        options = ["--pool", "prefork", "--concurrency", "1"]
+        options = ("--pool", pool, "--concurrency", str(concurrency), *options)
         started.append(Worker(tmp_path, name, *options, app="tests.faults.unique_app", env=env))
         started[-1].wait_until_ready()
         return started[-1]
@@ -78,11 +79,8 @@ def start_worker(tmp_path):
 
 def reserved(client, lock):
     """The state and the task id of a reservation, and how long it lasts; None: the key is free."""
-    record = client.get(f"{lock}:unique")
-    if record is None:
-        return None
-    _, state, _, _, task_id, _ = record.split(" ")
-    return state, task_id, client.ttl(f"{lock}:unique")
+    record = reservation_in(client, lock)
+    return record and (record.state, record.id, record.remaining)
 
 
 class TestSenders:
@@ -110,11 +108,11 @@ class TestSenders:
         ("place", "sent", "state", "most"),
         [
             ("before reserve", 0, None, 0),
-            ("after reserve", 0, "s", PUBLISH_FOR),
-            ("before publish", 0, "s", PUBLISH_FOR),
-            ("after publish", 1, "s", PUBLISH_FOR),
-            ("before confirm", 1, "s", PUBLISH_FOR),
-            ("after confirm", 1, "w", UNIQUE_FOR),
+            ("after reserve", 0, "being sent", PUBLISH_FOR),
+            ("before publish", 0, "being sent", PUBLISH_FOR),
+            ("after publish", 1, "being sent", PUBLISH_FOR),
+            ("before confirm", 1, "being sent", PUBLISH_FOR),
+            ("after confirm", 1, "waiting", UNIQUE_FOR),
         ],
     )
 
@@ -247,8 +245,8 @@ class TestAway:
             away.proxy.fault(runs(script), "lose reply")
             assert away.send()
         with own_redis_server.client(decode_responses=True) as client:
-            states = {client.get(key).split(" ")[1] for key in client.keys("*:unique")}
-        assert states == {"w"}
+            locks = [key.removesuffix(":unique") for key in client.keys("*:unique")]
+            assert {reserved(client, lock)[0] for lock in locks} == {"waiting"}
 
     @pytest.mark.parametrize(
         "commands",
@@ -383,7 +381,7 @@ class TestFailovers:
         for _ in range(2):
             failing.run_one(edit)
         assert failing.ran == [1, 2]
-        assert failing.left() == []
+        assert failing.reserved_for() is None
 
     def test_a_failover_that_loses_an_end(self, failing):
         """The key stays reserved for a task that is over, as after a purge: for lock_unique_for."""
@@ -399,27 +397,105 @@ class TestFailovers:
         assert 0 <= seconds <= UNIQUE_FOR
 
 
+@contextlib.contextmanager
+def declared(broker, lock_server, name, **options):
+    """A task as tests.faults.unique_app has it, in an app of a sender's own."""
+    app = Celery("sender", broker=broker, set_as_current=False)
+    app.conf.dislock_url = lock_server.url
+    with contextlib.closing(app):
+
+        @app.task(
+            name=name,
+            base=SingletonTask,
+            lock_key=f"{name}:<doc>",
+            lock_unique_for=UNIQUE_FOR,
+            ignore_result=True,
+            shared=False,
+            **options,
+        )
+        def task(doc, edition=0): ...
+
+        yield task
+
+
+REPLACING = {"lock_unique_until": "start", "lock_on_duplicate": "replace"}
+
+
+def ended(worker, sent):
+    """Whether a worker has run a task, or has let it end unrun."""
+    lines = [line for line in worker.log.splitlines() if sent.id in line]
+    return any("replaces it" in line or "succeeded" in line for line in lines)
+
+
+class TestReplacing:
+    """An older edition does not run after the newest, whatever it has missed."""
+
+    def test_a_worker_that_dies_when_it_was_told(self, client, lock_server, rabbitmq, start_worker):
+        """Before it has acknowledged the message: what is redelivered learns the same."""
+        broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
+        client.set("gate", 1)
+        with declared(broker, lock_server, "index", **REPLACING) as index:
+            older, newest = index.delay("a", 1), index.delay("a", 2)
+        doomed = start_worker(lock_server.url, broker, concurrency=2, UNIQUE_DIES="1")
+        doomed.wait_until_it_ends()
+        assert client.lrange("ran", 0, -1) == ["index:a:2"]
+        assert not ended(doomed, older)
+        heir = start_worker(lock_server.url, broker)
+        wait_for(lambda: ended(heir, older), "the older one ends", LIMIT)
+        assert set(client.lrange("ran", 0, -1)) == {"index:a:2"}
+        assert newest.id != older.id
+
+    def test_replies_that_are_lost_or_late(self, client, lock_server, start_worker):
+        """The reply that has told it: the command is sent again, and the newest runs meanwhile."""
+        with Proxy(lock_server.port) as proxy:
+            with declared(lock_server.url, lock_server, "index", **REPLACING) as index:
+                older = [index.delay(number, 1) for number in range(EDITED)]
+                for number in range(EDITED):
+                    index.delay(number, 2)
+            asks = [about(sent.id, runs(ACQUIRE_UNIQUE, PARK_UNIQUE)) for sent in older]
+            for number, asked in enumerate(asks):
+                proxy.fault(asked, "lose reply" if number % 2 else "swallow reply")
+            client.set("gate", 1)
+            notes = {"UNIQUE_NOTES": lock_server.url}
+            worker = start_worker(
+                proxy.url, lock_server.url, pool="threads", concurrency=2 * EDITED, **notes
+            )
+            wait_for(lambda: all(ended(worker, sent) for sent in older), "all end", LIMIT)
+            assert all(proxy.count(asked) >= 2 for asked in asks)
+            wait_for(lambda: client.llen("ran") >= EDITED, "the newest run", LIMIT)
+            assert sorted(client.lrange("ran", 0, -1)) == [
+                f"index:{number}:2" for number in range(EDITED)
+            ]
+            worker.stop()
+
+
+def about(task_id, commands):
+    """Of these commands, those that are about a task."""
+    return lambda command: commands(command) and any(task_id.encode() in word for word in command)
+
+
 class TestWorkers:
+    def test_no_lock_server_where_locks_are_off(self, client, lock_server, start_worker):
+        """What was reserved runs, though nobody can be told that it does."""
+        with Proxy(lock_server.port) as proxy:
+            with declared(lock_server.url, lock_server, "edit", lock_unique_until="end") as edit:
+                for number in range(3):
+                    edit.delay(number)
+            client.set("gate", 1)
+            proxy.black_hole()
+            worker = start_worker(
+                proxy.url, lock_server.url, "--no-dislock", UNIQUE_NOTES=lock_server.url
+            )
+            wait_for(lambda: client.llen("ran") == 3, "three runs", LIMIT)
+            assert reserved(client, "dislock:{edit:1}")[0] == "waiting"
+            worker.kill()
+
     def test_a_worker_that_dies_with_many_messages(
         self, client, lock_server, rabbitmq, start_worker
     ):
         """The broker delivers them to another, where all run; their keys are free after that."""
         broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
-        app = Celery("sender", broker=broker, set_as_current=False)
-        app.conf.dislock_url = lock_server.url
-        with contextlib.closing(app), Dislock(app):
-
-            @app.task(
-                name="edit",
-                base=SingletonTask,
-                lock_key="edit:<doc>",
-                lock_unique_until="end",
-                lock_unique_for=UNIQUE_FOR,
-                ignore_result=True,
-                shared=False,
-            )
-            def edit(doc): ...
-
+        with declared(broker, lock_server, "edit", lock_unique_until="end") as edit:
             doomed = start_worker(lock_server.url, broker)
             sent = [edit.delay(number) for number in range(PREFETCHED)]
             wait_for(lambda: client.llen("ran") == 1, "one that runs", LIMIT)

@@ -1,7 +1,8 @@
 """A unique task, in workers that are killed and in senders that kill themselves.
 
 UNIQUE_LOCKS is the lock server, UNIQUE_BROKER the broker.  What runs is pushed to the list "ran" on
-the lock server, and waits there until there is a key "gate".
+UNIQUE_NOTES, or on the lock server, and waits there until there is a key "gate".  With UNIQUE_DIES
+a worker dies when one of its tasks learns that it was replaced, and a newer one has run.
 
 As a program it sends one message and dies at the place that its first argument names; the other
 arguments are the document and the edition.
@@ -10,6 +11,7 @@ arguments are the document and the edition.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -18,9 +20,11 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.servers.reservations import Reservations
+from celery_dislock.tasks import conflicts
 
 UNIQUE_FOR = 30.0  # seconds
 TIMEOUT = 2.0  # seconds: lock_watchdog_timeout
+NOTES = os.environ.get("UNIQUE_NOTES", os.environ.get("UNIQUE_LOCKS", ""))
 
 app = Celery("unique", broker=os.environ.get("UNIQUE_BROKER"))
 app.conf.update(
@@ -38,15 +42,15 @@ def unique(name, **options):
     @app.task(
         name=name,
         base=SingletonTask,
+        shared=False,
         lock_key=f"{name}:<doc>",
         lock_unique_for=UNIQUE_FOR,
         lock_watchdog_timeout=TIMEOUT,
-        lock_on_conflict="retry",
         ignore_result=True,
-        **options,
+        **{"lock_on_conflict": "retry", **options},
     )
     def run(doc, edition=0):
-        with redis.Redis.from_url(app.conf.dislock_url) as client:
+        with redis.Redis.from_url(NOTES) as client:
             client.rpush("ran", f"{name}:{doc}:{edition}")
             while not client.exists("gate"):
                 time.sleep(0.02)
@@ -56,6 +60,9 @@ def unique(name, **options):
 
 edit = unique("edit", lock_unique_until="end")
 newest = unique("newest", lock_unique_until="start", lock_on_duplicate="replace")
+index = unique(  # as docs/how-to/send-once.md has it
+    "index", lock_unique_until="start", lock_on_duplicate="replace", lock_on_conflict="queue"
+)
 
 
 def die_at(place):
@@ -74,6 +81,18 @@ def die_at(place):
         os._exit(9)
 
     setattr(owner, name, dying)
+
+
+def die_when_told(delivery, replaced):
+    """Kill this worker, whose task has learned that it must not run."""
+    with redis.Redis.from_url(NOTES) as client:
+        while not client.llen("ran"):
+            time.sleep(0.02)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+if "UNIQUE_DIES" in os.environ:
+    conflicts.end_replaced = die_when_told
 
 
 if __name__ == "__main__":

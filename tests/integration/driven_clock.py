@@ -61,11 +61,11 @@ def keys(client: redis.Redis[Any]) -> set[str]:
     return set(client.keys("*")) - {CLOCK}
 
 
-def advance(client: redis.Redis[Any], seconds: int) -> None:
+def advance(client: redis.Redis[Any], seconds: float) -> None:
     """Let time pass, for the scripts and for the keys' expiry."""
     names = sorted(keys(client))
     left = {name: client.pttl(name) for name in names}
-    client.incrby(CLOCK, seconds * 1_000_000)
+    client.incrby(CLOCK, round(seconds * 1_000_000))
     for name in names:
         if left[name] >= 0:
-            client.pexpire(name, left[name] - seconds * 1000 * STRETCH)
+            client.pexpire(name, left[name] - round(seconds * 1000 * STRETCH))

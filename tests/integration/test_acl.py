@@ -22,7 +22,7 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
-from celery_dislock.servers.reservations import Reservation, Reserved
+from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Execution, Store
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
@@ -193,12 +193,15 @@ class Life:
 
     def sending(self) -> None:
         reservations = self.store.reservations
-        reserved = Reservation(LOCK, "n", "end", LONG)
-        for task, newest in (("m", False), ("n", True)):
-            assert isinstance(reservations.reserve(LOCK, task, LONG, replaces=newest), Reserved)
-            assert reservations.confirm(LOCK, task, LONG)
+        sent = []
+        for task in "mn":
+            wanted = Reservation(LOCK, task, "end", LONG)
+            found = reservations.reserve(wanted, task, replaces=True)
+            sent.append(wanted._replace(mark=found.mark, number=found.number))
+            assert reservations.confirm(sent[-1])
+        older, reserved = sent
         with pytest.raises(Replaced):
-            self.acquire("m@w/1", reservation=reserved._replace(id="m"))
+            self.acquire("m@w/1", reservation=older)
         assert isinstance(self.acquire("n@w/1", reservation=reserved), Granted)
         reservations.keep([reserved], runs=True, within=WITHIN)
         assert self.store.release([LOCK], "n@w/1", reservation=reserved)
@@ -207,7 +210,7 @@ class Life:
         assert isinstance(parked, Granted)
         assert self.store.release([LOCK], "u@w/1")
         reservations.begin(reserved)
-        assert reservations.end(LOCK, reserved.id)
+        assert reservations.end(reserved)
 
     def operating(self) -> None:
         assert isinstance(self.acquire("a/1"), Granted)
@@ -219,6 +222,8 @@ class Life:
         assert self.lines.leave(LOCK, "v:0:0")
         assert self.lines.limit(LOCK, 0) is None
         assert self.lines.limit(LOCK, None) == 0
+        self.lines.forget_aside(LOCK, "v:0:0")
+        assert "v:0:0" not in dict(self.lines.aside(LOCK))
         (shown,) = overview.lock(LOCK).holders
         assert self.store.free(LOCK, shown.owner, shown.token)
 

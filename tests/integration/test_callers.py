@@ -576,6 +576,32 @@ print(most)
 """
 
 
+HELD_WHILE_PATCHED = """
+import sys
+from celery_dislock import Dislock
+dislock = Dislock.from_url(sys.argv[1], watchdog_timeout=3)
+held = dislock.lock("before")
+held.acquire()
+before = held.lease.renewals
+if sys.argv[2] == "gevent":
+    import warnings
+    warnings.simplefilter("ignore")
+    from gevent import monkey, sleep
+    monkey.patch_all()
+else:
+    import eventlet
+    eventlet.monkey_patch()
+    from eventlet import sleep
+other = dislock.lock("after")
+other.acquire()
+while not (held.lease.lost or other.lease.lost):
+    if held.lease.renewals > before + 3 and other.lease.renewals > 3:
+        break
+    sleep(0.05)
+print(held.lease.held, other.lease.held)
+"""
+
+
 HIT_TWICE = """
 from gevent import monkey
 monkey.patch_all()
@@ -688,6 +714,19 @@ class TestGreenlets:
         )
         assert done.stdout.strip() == "1", done.stderr
         assert "patched this process after its first lock" in done.stderr
+
+    @pytest.mark.parametrize("library", ["gevent", "eventlet"])
+    def test_what_is_held_while_the_process_is_patched_is_renewed(self, redis_url, library):
+        """So is what is taken after it; eventlet takes away a function that redis-py looks up."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", HELD_WHILE_PATCHED, redis_url, library],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.stdout.split() == ["True", "True"], done.stderr
 
     def test_a_waiter_that_is_hit_twice_leaves_no_ghost(self, redis_url, redis_client):
         """What a second exception keeps from leaving the line is taken out by the watchdog."""

@@ -26,6 +26,7 @@ from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
 
@@ -111,6 +112,12 @@ def hold(store, key, **holder):
     return owner
 
 
+def reserve(redis_client, key, state):
+    """Write the record of a key that is reserved for id-9, for nine seconds."""
+    record = f"2 {state} 1700000000000 1 id-9 {FAR} n 3 1 mark 3 3 2 {FAR} id-8"
+    redis_client.set(f"{name_of(key)}:unique", record, px=9000)
+
+
 class TestList:
     def test_an_empty_server_has_nothing(self, dislock):
         """No table without rows; JSON has an empty list."""
@@ -118,21 +125,22 @@ class TestList:
         assert json.loads(dislock("ls", "--json").stdout) == []
 
     def test_all_that_is_known_of_is_listed(self, dislock, store, app, redis_client):
-        """Held, waited for, reserved, paused: each lock has a row, by key."""
+        """Held, waited for, reserved, paused: a row each, by key, trouble on top."""
         for key in ("c", "a"):
             hold(store, key)
         park(app, "a")
         assert dislock("pause", "b").exit_code == 0
-        redis_client.set(f"{name_of('d')}:unique", "1 w 1700000000000 1700000000000 id-9 ", px=9000)
+        reserve(redis_client, "d", "w")
+        reserve(redis_client, "e", "-")  # only numbers are kept: it is free
         printed = dislock("ls").stdout.splitlines()
-        assert [row.split()[0] for row in printed] == ["KEY", "a", "b", "c", "d"]
-        assert printed[1].split()[-1] == "7)"
-        assert "shop.export[id-1] on celery@w1" in printed[1]
-        assert "paused" in printed[2]
+        assert [row.split()[0] for row in printed] == ["KEY", "b", "a", "c", "d"]
+        assert printed[2].split()[-1] == "7)"
+        assert "shop.export[id-1] on celery@w1" in printed[2]
+        assert "paused" in printed[1]
         assert "waiting, " in printed[4]
         told = json.loads(dislock("ls", "--json").stdout)
-        assert [one["key"] for one in told] == ["a", "b", "c", "d"]
-        assert (told[0]["waiting"], told[1]["limit"]) == (1, 0)
+        assert [one["key"] for one in told] == ["b", "a", "c", "d"]
+        assert (told[1]["waiting"], told[0]["limit"]) == (1, 0)
         assert told[3]["reservation"]["id"] == "id-9"
 
     def test_a_pattern_chooses_keys(self, dislock, store):
@@ -178,12 +186,45 @@ class TestList:
         answer = dislock("ls")
         assert answer.exit_code == 0
         rows = answer.stdout.splitlines()[1:]
-        assert [row.split()[0] for row in rows] == ["a", "b", "c"]
+        assert [row.split()[0] for row in rows] == ["b", "c", "a"]
+        assert "cannot be read: " in rows[0]
         assert "cannot be read: " in rows[1]
-        assert "cannot be read: " in rows[2]
         told = json.loads(dislock("ls", "--json").stdout)
-        assert ["error" in one for one in told] == [False, True, True]
+        assert ["error" in one for one in told] == [True, True, False]
         assert dislock("show", "b").exit_code == FOUND
+
+    @pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])
+    def test_no_record_stops_a_command_for_all_locks(self, dislock, store, redis_client, command):
+        """Whatever stands in the records of some locks, the others are told."""
+        hold(store, "whole")
+        damage(redis_client)
+        about = ("whole",) if command in {"show", "line"} else ()
+        for options in ((), ("--json",)):
+            answer = dislock(command, *about, *options)
+            assert "Traceback" not in answer.output
+            assert answer.exit_code in {0, FOUND}
+            answer.stdout.encode()
+            if options:
+                json.loads(answer.stdout, parse_constant=pytest.fail)
+        if command == "ls":
+            told = json.loads(answer.stdout)
+            assert len([one for one in told if "error" in one]) == len(UNREADABLE)
+            assert len(told) == len(UNREADABLE) + len(STRANGE) + 3
+        if command not in {"doctor", "line"}:
+            assert "whole" in answer.stdout
+
+    @pytest.mark.parametrize("of", ["show", "line"])
+    def test_a_strange_lock_is_shown(self, dislock, redis_client, of):
+        """Each of them alone: what cannot be read of it is left out, or it is damaged."""
+        damage(redis_client)
+        for name in redis_client.keys("dislock:{*}"):
+            key = name[len("dislock:{") : name.index("}")]
+            for options in ((), ("--json",)):
+                answer = dislock(of, key, *options)
+                assert "Traceback" not in answer.output
+                answer.stdout.encode()
+                if options and answer.stdout:
+                    json.loads(answer.stdout, parse_constant=pytest.fail)
 
     @pytest.mark.parametrize("hostile", HOSTILE)
     def test_a_hostile_key_is_shown_as_it_is(self, dislock, redis_client, hostile):
@@ -412,6 +453,87 @@ class TestFree:
         assert redis_client.exists(name_of("export:7"))
 
 
+class TestFreeReservations:
+    @pytest.fixture
+    def report(self, app):
+        """A task of which one message of a key waits at a time."""
+
+        @app.task(
+            base=SingletonTask,
+            name="shop.report",
+            lock_key="report:<corp_id>",
+            lock_unique_until="end",
+            shared=False,
+        )
+        def report(corp_id): ...
+
+        return report
+
+    def test_it_shows_the_reservation_and_asks(self, dislock, report):
+        """After the messages were purged: yes frees the key, and the next one is sent."""
+        first = report.delay(7)
+        refused = dislock("free", "report:7", input="n\n")
+        assert refused.exit_code == FOUND
+        assert f"ago for task {first.id}, which is waiting; ends in" in refused.stdout
+        assert "Its message may still wait, and runs then as well." in refused.stderr
+        assert report.delay(7).duplicate
+        freed = dislock("free", "report:7", input="y\n")
+        assert (freed.exit_code, freed.stderr.count("Nobody holds")) == (0, 0)
+        assert not report.delay(7).duplicate
+
+    def test_a_reservation_that_was_made_meanwhile_stays(self, dislock, report, monkeypatch):
+        """Between question and answer the message has ended, and the next one was sent."""
+        report.apply_async((7,), task_id="same")
+
+        def send_the_next(*_args, **_kwargs):
+            report.lock_for(7).free()
+            report.apply_async((7,), task_id="same")
+            return True
+
+        monkeypatch.setattr("click.confirm", send_the_next)
+        answer = dislock("free", "report:7", "--json")
+        assert answer.exit_code == FOUND
+        assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
+        assert report.delay(7).duplicate
+
+    def test_lease_and_reservation_end_together(self, dislock, report, store, redis_client):
+        """With --yes all that is there is freed; the numbers of other messages stay."""
+        hold(store, "report:7")
+        reserve(redis_client, "report:7", "r")
+        answer = dislock("free", "report:7", "--yes", "--json")
+        assert answer.exit_code == 0
+        assert [one["outcome"] for one in json.loads(answer.stdout)] == ["freed", "freed"]
+        assert dislock("show", "report:7").exit_code == FOUND
+        assert redis_client.get(f"{name_of('report:7')}:unique").startswith("2 - ")
+        assert "Nobody holds lock report:7." in dislock("free", "report:7", "--yes").stderr
+
+    def test_a_key_that_stays_reserved_is_freed(self, dislock, redis_client):
+        """As "expiry" says; it is listed and shown with the age of its end."""
+        reserve(redis_client, "digest", "d")
+        assert " ended, " in dislock("ls").stdout
+        assert "stays reserved for task id-9, which ended " in dislock("show", "digest").stdout
+        assert dislock("free", "digest", "--yes").exit_code == 0
+
+    def test_keys_that_are_reserved_together(self, dislock, app):
+        """They are found by the task and its arguments, and listed."""
+
+        @app.task(
+            base=SingletonTask,
+            name="shop.swap",
+            lock_key=["from:<a>", "to:<b>"],
+            lock_unique_until="end",
+            shared=False,
+        )
+        def swap(a, b): ...
+
+        swap.delay(1, 2)
+        assert dislock("ls").stdout.splitlines()[1].startswith("from:1 and others")
+        options = ["--task", "shop.swap", "--args", "[1, 2]"]
+        assert "which is waiting" in dislock("show", *options).stdout
+        assert dislock("free", *options, "--yes").exit_code == 0
+        assert not swap.delay(1, 2).duplicate
+
+
 class TestDrop:
     @pytest.mark.parametrize("by", ["ticket", "id", "key"])
     def test_a_parked_task_is_found_and_dropped(self, dislock, store, app, by):
@@ -467,6 +589,36 @@ def ended(process):
     """Return the exit code, and what it has printed."""
     out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
+
+
+class TestPutBack:
+    def test_what_was_set_aside_is_sent_again(self, dislock, store, app, redis_client):
+        """To its queue; what cannot be read, and what is another broker's, stays."""
+        hold(store, "k")
+        process = Dislock(app).runtime.process
+        task_id = park(app, "k")
+        name = name_of("k")
+        ((ticket, record),) = [
+            one for one in redis_client.hgetall(f"{name}:tickets").items() if one[0] != "bytes"
+        ]
+        message = record[record.index('1 {"') :]
+        aside = {
+            ticket: record,
+            "bare:0:0": message,
+            "damaged:0:0": "1 ",
+            "other:0:0": record.replace(process.store.home, "elsewhere"),
+        }
+        redis_client.hset(f"{name}:aside", mapping=aside)
+        told = dislock("put-back", "k", "--ticket", ticket)
+        assert (told.exit_code, told.stdout) == (0, f"{ticket}: put back\n")
+        answer = dislock("put-back", "k", "--json")
+        problems = {one["ticket"]: one["problem"] for one in json.loads(answer.stdout)}
+        assert problems["bare:0:0"] is None
+        assert problems["other:0:0"] == "its message belongs to another broker"
+        assert problems["damaged:0:0"].startswith("its message is lost")
+        assert set(redis_client.hkeys(f"{name}:aside")) == {"damaged:0:0", "other:0:0"}
+        sent = [json.loads(one)["headers"]["id"] for one in redis_client.lrange("celery", 0, -1)]
+        assert sent == [task_id] * 2
 
 
 class TestRun:

@@ -23,10 +23,10 @@ from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.checks import server as server_checks
 from celery_dislock.operating.checks.workers import Fleet
 from celery_dislock.operating.doctor import Asking, Place, examine
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.servers.reservations import Reservations
+from celery_dislock.servers.reservations import Reservation, Reservations
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import runtime_of
 from tests.holding import name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
@@ -140,6 +140,23 @@ class TestServer:
         admin.config_set("maxmemory", int(used * 1.05))
         [(level, what)] = site.found("memory")
         assert (level, "nearly full" in what) == ("warning", True)
+
+    def test_a_full_server(self, site, admin):
+        """It is found by a write, not by its figures: they are of another moment."""
+        site.hold("a", "w1@here")
+        assert site.found("writes") == []
+        keys = admin.keys()
+        admin.config_set("maxmemory", 1)
+        [(level, what)] = site.found("writes")
+        assert (level, "maxmemory" in what) == ("serious", True)
+        assert site.examine().serious
+        assert admin.keys() == keys
+
+    def test_a_server_whose_disk_fails(self, site, admin):
+        """It refuses all writes, whatever INFO says."""
+        admin.config_set("min-replicas-to-write", 1)
+        [(level, what)] = site.found("writes")
+        assert (level, "NOREPLICAS" in what) == ("serious", True)
 
     def test_a_replica(self, site, admin, own_redis_server, redis_program, tmp_path):
         """It takes no locks."""
@@ -384,8 +401,9 @@ class TestLocks:
             "w1@here", tasks={"t": {"lock_unique_until": "start", "lock_unique_for": 0.02}}
         )
         reservations = Reservations(site.server)
-        reservations.reserve(name_of("report:1"), "id-1", 60, replaces=False)
-        reservations.confirm(name_of("report:1"), "id-1", 60)
+        wanted = Reservation(name_of("report:1"), "id-1", ttl=60)
+        reserved = reservations.reserve(wanted, "nonce")
+        reservations.confirm(wanted._replace(mark=reserved.mark, number=reserved.number))
         time.sleep(0.05)
 
     def test_reservations_whose_message_is_nowhere(self, site, reserved):
@@ -413,8 +431,8 @@ class TestLocks:
         actions.limit(name_of("a"), 0, note="by ana: reindex")
         actions.limit(name_of("b"), 3)
         (_, paused), (_, limited) = site.found("limits")
-        assert paused == "Paused by somebody: a (by ana: reindex)."
-        assert limited == "Limited by somebody: b (to 3)."
+        assert re.fullmatch(r"Paused by somebody: a \(by ana: reindex; for .* so far\)\.", paused)
+        assert re.fullmatch(r"Limited by somebody: b \(to 3; for .* so far\)\.", limited)
         site.told["w2@here"] = None
         assert any("does not heed that: w2@here" in what for _, what in site.found("limits"))
 

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+from celery import Celery
+from click.testing import CliRunner
 
+from celery_dislock.cli import dislock
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.operating.actions import NOTE_MOST, Actions
@@ -18,6 +21,7 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
 from celery_dislock.servers.store import Reservation, Store
+from celery_dislock.words import plain
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
@@ -312,7 +316,9 @@ class TestLimit:
         note = '1 9\n{"x":"\\"} ¡%s\0'
         worker.lines.limit(LOCK, 0, note=note)
         assert worker.overview.lock(LOCK).limit_note == note
-        assert note in in_words(worker.take("a").holder)
+        holder = worker.take("a").holder
+        assert holder["note"] == note
+        assert plain(note) in in_words(holder)
 
     def test_nothing_is_left_after_it(self, worker, redis_client):
         """A limit that is taken back leaves no key."""
@@ -344,6 +350,39 @@ class TestActions:
         servers[1].stop()
         with pytest.raises(StoreError):
             list(overview.locks())
+
+    def test_locks_are_listed_while_one_of_several_servers_hangs(self, quorum):
+        """To connect to it leaves time for the others; whichever of them it is."""
+        _, actions, servers = quorum
+        actions.limit(LOCK, 0)
+        for server in servers:
+            app = Celery("shop", broker="memory://", set_as_current=False)
+            app.conf.dislock_url = [one.url for one in servers]
+            server.pause()
+            listed = CliRunner().invoke(dislock, ["ls"], obj=SimpleNamespace(app=app))
+            server.resume()
+            assert listed.exit_code == 0, listed.output
+            assert "paused" in listed.output
+
+    def test_a_pause_that_one_server_missed_is_shown_until_it_is_repeated(self, quorum):
+        """One that has it alone, too: else it decides when another of them is away."""
+        store, actions, servers = quorum
+        overview = Overview(store.lock_server, "dislock")
+
+        def shown():
+            return [(one.limit, one.limit_differs, one.exists) for one in overview.locks()]
+
+        actions.limit(LOCK, 0)
+        for server, left in zip(servers, [[(0, 1, True)], [(None, 1, True)], []], strict=True):
+            with server.client() as client:
+                client.delete(f"{LOCK}:limit")
+            assert shown() == left
+        actions.limit(LOCK, 0)
+        for server in servers[:2]:
+            with server.client() as client:
+                client.delete(f"{LOCK}:limit")
+        assert actions.limit(LOCK, None) == 0
+        assert shown() == []
 
     def test_a_pause_holds_on_several_servers(self, quorum):
         """It needs a majority, as an acquisition does; a server that was away changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.locks.counting import ACQUIRED, Counters
 from celery_dislock.operating import metrics
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, COUNTS
 from celery_dislock.servers.server import server_for
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import runtime_of
 from celery_dislock.web.metrics import make_wsgi_app
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.integration.strange import STRANGE, damage
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
 
@@ -155,6 +157,18 @@ def test_a_key_of_a_wrong_type_stops_no_page(server, app, redis_client, damage):
     assert scrape(make_wsgi_app(app))["server_up",] == 0
 
 
+def test_no_record_stops_the_page(server, app, redis_client):
+    """Whatever stands in the records of strangers, what is known of the others is told."""
+    count(app, 3)
+    redis_client.hset(f"{INDEX}:of:celery@w1", "renewals shop.huge", "9" * 400)
+    redis_client.hset(f"{INDEX}:of:celery@w1", "renewals shop.huge2", "9" * 5000)
+    damage(redis_client)
+    scraped = scrape(make_wsgi_app(app))
+    assert scraped["server_up",] == 1
+    assert sum(number for (name, *_), number in scraped.items() if name == "leases") == len(STRANGE)
+    assert all(math.isfinite(number) for number in scraped.values())
+
+
 def test_batches_of_many_processes_add_up(redis_url, redis_client):
     """Threads stand in for processes: each has its own numbers."""
 
@@ -221,6 +235,35 @@ def test_tasks_and_plain_locks_are_counted(app):
     assert ("leases", "", worker) not in found
 
 
+def test_messages_and_reservations_are_counted(redis_url):
+    """What a sender did, by its host, and what is reserved now."""
+    app = app_of(redis_url)
+
+    @app.task(
+        base=SingletonTask,
+        lock_key="report:<n>",
+        lock_unique_until="end",
+        name="shop.report",
+        shared=False,
+    )
+    def report(n): ...
+
+    page = make_wsgi_app(app)
+    for n in (1, 1, 2):
+        report.delay(n)
+    report.apply_async((1,), link=report.si(3))
+    assert scrape(page)["reservations", "waiting"] == 2
+    assert 0 <= scrape(page)["reservations_oldest_seconds", "waiting"] < LONG
+    report.lock_for(1).free()
+    sender = f"sender@{runtime_of(app).process.host}"
+    runtime_of(app).close()
+    found = scrape(page)
+    assert found["reservations", "waiting"] == 1
+    assert found["messages_total", sender, "sent", "shop.report"] == 2
+    assert found["messages_total", "duplicate", sender, "shop.report"] == 1
+    assert found["messages_total", sender, "shop.report", "unreserved"] == 1
+
+
 def test_without_the_setting_nothing_is_kept(redis_url, redis_client):
     """Metrics are off unless somebody asks for them."""
     app = app_of(redis_url)
@@ -275,9 +318,9 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client):
     for number in range(10_000):
         pipe.hset(f"dislock:{{k{number}}}", "o", lease.format(expires))
     pipe.execute()
-    page = make_wsgi_app(app)
-    scrape(page)
+    scrape(make_wsgi_app(app))
     redis_client.config_resetstat()
+    page = make_wsgi_app(app)
     assert scrape(page)["leases", "t", "w"] == 10_000
     stats = redis_client.info("commandstats")
     assert "cmdstat_keys" not in stats
@@ -285,6 +328,9 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client):
     assert stats["cmdstat_evalsha"]["calls"] >= 10_000
     # Averages: on a busy machine the server itself may have to wait in the middle of a command.
     assert all(stats[f"cmdstat_{name}"]["usec_per_call"] < 5000 for name in ("scan", "evalsha"))
+    redis_client.config_resetstat()
+    assert scrape(page)["leases", "t", "w"] == 10_000  # a reading that took that long is kept
+    assert "cmdstat_scan" not in redis_client.info("commandstats")
 
 
 def test_an_outage_is_told_and_ends(own_redis_server):

@@ -43,6 +43,9 @@ class Worker:
         self.overview = Overview(self.store.lock_server, "dislock")
         self.actions = Actions(None, self)
 
+    def end_reservation(self, request):
+        assert "dislock_unique" not in request.headers
+
     def tell_replaced(self, lock, replaced):
         self.told.append((lock, replaced))
 
@@ -84,6 +87,22 @@ class Worker:
 def message_of(task, /, **headers):
     about = {"task": "shop.export", "id": task, "argsrepr": "(7,)", "kwargsrepr": "{}", **headers}
     return Message("", "celery", about, "application/json", "utf-8", {}, True, b"[]").to_bytes()
+
+
+def unique(app, key, **options):
+    """Make a task of which one message of a key waits at a time."""
+
+    @app.task(
+        base=SingletonTask,
+        name="shop.unique",
+        lock_key=key,
+        lock_unique_until="end",
+        shared=False,
+        **options,
+    )
+    def task(corp): ...
+
+    return task
 
 
 @pytest.fixture
@@ -465,6 +484,52 @@ class TestLockFor:
             assert [one.owner for one in handle.holders()] == [later.owner]
             assert [one.owner for one in handle.free()] == [later.owner]
             assert handle.free() == []
+
+    def test_a_reservation_is_freed_by_hand(self, app):
+        """After a purge, say: the next message is sent.  What was reserved since is left alone."""
+        export = unique(app, "export:<corp>")
+        handle = export.lock_for(7)
+        first = export.delay(7)
+        assert export.delay(7).duplicate
+        (shown,) = handle.free()
+        assert (shown.id, shown.state) == (first.id, "waiting")
+        later = export.delay(7)
+        assert not later.duplicate
+        assert handle.free(shown) == []
+        assert [one.id for one in handle.free()] == [later.id]
+        assert handle.free() == []
+
+    def test_one_id_for_all_is_no_other_reservation(self, app):
+        """A reservation that was shown is not one that was made under the same id since."""
+        export = unique(app, "export:<corp>")
+        handle = export.lock_for(7)
+        for _ in range(2):
+            export.apply_async((7,), task_id="always")
+            shown = handle.state()[0].reservation
+            handle.free()
+        export.apply_async((7,), task_id="always")
+        assert handle.free(shown) == []
+        assert [one.id for one in handle.free()] == ["always"]
+
+    def test_free_ends_the_reservation_of_several_keys(self, app):
+        """They are reserved together, under a name of its own."""
+        move = unique(app, ["b:<corp>", "a:<corp>"])
+        first = move.delay(7)
+        for handle in (move.lock_for(7), Dislock(app).lock_of(["a:7", "b:7"])):
+            assert [one.key for one in handle.state()] == ["a:7", "b:7", "a:7 and others"]
+        assert [one.id for one in handle.free()] == [first.id]
+        assert len(handle.state()) == 2
+        assert not move.delay(7).duplicate
+
+    def test_a_lock_of_which_only_numbers_are_kept_is_none(self, app, redis_client):
+        """They stay for hours after a message that was to replace others, and reserve nothing."""
+        export = unique(app, "export:<corp>", lock_on_duplicate="replace")
+        export.delay(7)
+        handle = export.lock_for(7)
+        assert len(handle.free()) == 1
+        assert redis_client.exists(f"{name_of('export:7')}:unique")
+        (state,) = handle.state()
+        assert (state.exists, state.reservation) == (False, None)
 
     def test_the_line_is_told(self, app, worker):
         """Those who wait, in order."""

@@ -172,6 +172,8 @@ class Model:
         ran = task in self.running
         if owner in self.leases:
             answer = self.grant(owner)
+        elif not ask and task in self.replaced:  # its end is not told yet
+            answer = "parked"
         elif not parked and not ran and (task in self.done or (marked and task in self.aside)):
             answer = "done"
         elif any(other.startswith(f"{task}@") for other in self.leases):
@@ -185,7 +187,7 @@ class Model:
             answer = "refused"
         elif self.admits(task):  # it ran in a process that died
             self.settling.pop(task, None)
-            answer = self.grant(owner)
+            return self.grant(owner), self.pass_on_if_any(home)
         elif ask:
             answer = "refused"
         else:

@@ -177,6 +177,23 @@ class TestReentry:
 
 
 class TestOwnership:
+    def test_several_keys_are_one_lock(self, dislock):
+        """Its owner can take the same keys again, and meets itself at one of them alone."""
+        with dislock.lock(["a", "b"]):
+            assert dislock.lock(["a", "b"]).try_acquire()
+            dislock.lock(["a", "b"]).release()
+            assert isinstance(dislock.lock("a").try_acquire(), Conflict)
+
+    def test_a_writer_that_stops_writing_stays_a_writer(self, dislock, lock):
+        """Until it has stopped to read, too."""
+        lock.acquire()
+        reader = dislock.lock(KEY, mode="shared")
+        reader.acquire()
+        lock.release()
+        assert isinstance(elsewhere(dislock.lock(KEY, mode="shared").try_acquire), Conflict)
+        reader.release()
+        assert not lock.holders()
+
     @pytest.mark.parametrize("method", ["release", "extend"])
     def test_only_the_holder_may(self, lock, method):
         """Release and extend by another thread raise an error that names the holder."""
@@ -477,7 +494,7 @@ class TestWaiting:
 
         cost(1)  # the scripts are loaded now
         costs = {waiters: cost(waiters) for waiters in (1, 2, 20)}
-        assert costs[1] <= costs[2] == costs[20] < 30, costs
+        assert costs[1] <= costs[2] == costs[20] < 35, costs
 
 
 @contextmanager

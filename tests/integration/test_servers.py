@@ -18,11 +18,12 @@ from redis.crc import key_slot
 
 from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import SingletonTask, runtime_of
+from celery_dislock.tasks.task import SingletonTask
 from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (

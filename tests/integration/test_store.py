@@ -14,7 +14,8 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreErro
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.replies import Granted, Holding, Refused
-from celery_dislock.servers.store import Execution, Store
+from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.store import Ending, Execution, Store
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
@@ -616,13 +617,13 @@ class TestPacking:
             return pack(command)
 
         monkeypatch.setattr(hiredis, "pack_command", recording)
-        store = Store(f"{redis_url}/3", {"min_replicas": 0})
+        store = Store(f"{redis_url}/3?protocol=3", {"min_replicas": 0})  # redis-py 5: 2
         lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
         store.acquire([LOCK], "a/1", LONG, HOLDER)
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
         store.wait(LOCK, "b/1", 0.01)
         store.renew([([LOCK], "a/1", LONG)], within=5)
-        store.clear([([LOCK], "b/1")], within=5)
+        store.clear([Ending([LOCK], "b/1")], within=5)
         lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
         lines.sweep([LOCK])
         list(store.all_holders("dislock"))
@@ -632,6 +633,38 @@ class TestPacking:
         assert {b"HELLO", b"SELECT", b"EVALSHA", b"EVAL", b"BLPOP"} <= {one[0] for one in packed}
         for command in packed:
             assert all(isinstance(part, (str, bytes)) for part in command), command
+
+
+class TestClear:
+    """What the watchdog releases in place of those that are done."""
+
+    def test_each_release_is_carried_out_as_it_was_meant(self, store, redis_client):
+        """With or without a reservation, a minimum and a ticket, in one call."""
+        locks = [f"dislock:{{k{number}}}" for number in range(3)]
+        reservation = Reservation(locks[1], "t", mark="m", number=0, ttl=LONG)
+        for lock in locks:
+            terms = {"reservation": reservation} if lock == locks[1] else {}
+            assert isinstance(store.acquire([lock], "t@w/1", LONG, HOLDER, **terms), Granted)
+        assert redis_client.exists(f"{locks[1]}:unique")
+        endings = [
+            Ending([locks[0]], "t@w/1"),
+            Ending([locks[1]], "t@w/1", ticket="t:0:0", reservation=reservation),
+            Ending([locks[2]], "t@w/1", at_least=LONG),
+        ]
+        assert store.clear(endings, within=WITHIN) == [None] * 3
+        assert redis_client.keys("dislock:*") == [locks[2]]
+        assert list(redis_client.hgetall(locks[2])) == ["~t@w/1"]
+
+    def test_the_error_of_one_is_not_that_of_the_others(self, store, redis_client):
+        """What the server refuses is told apart from what it has done."""
+        take(store, "a/1")
+        redis_client.set("dislock:{text}", "no lock")
+        done, refused = store.clear(
+            [Ending([LOCK], "a/1"), Ending(["dislock:{text}"], "b/1")], within=WITHIN
+        )
+        assert done is None
+        assert isinstance(refused, DamagedLockError)
+        assert not redis_client.exists(LOCK)
 
 
 class TestSentTwice:

@@ -83,6 +83,52 @@ def test_only_what_is_left_is_taken_over(store, redis_client, how):
     assert redis_client.hget(LOCK, "second") is None
 
 
+class TestPlaces:
+    """An owner gives its slot back while it waits, and its task comes again as another owner."""
+
+    @pytest.fixture
+    def wait(self, store):
+        def wait(owner):
+            answer = store.acquire([LOCK], owner, TTL, OLD, place=TTL)
+            assert isinstance(answer, Refused)
+
+        store.acquire([LOCK], "holder", TTL, OLD)
+        return wait
+
+    def test_a_place_in_line_is_kept(self, store, redis_client, wait):
+        """It comes before those who have joined since."""
+        wait("first")
+        wait("later")
+        assert store.take_over([LOCK], "first", "second", NEW) == 0
+        assert redis_client.zrange(f"{LOCK}:line", 0, -1) == ["second", "later"]
+        store.release([LOCK], "holder")
+        assert store.wait(LOCK, "second", 1.0)
+        assert store.release([LOCK], "second")
+        assert store.wait(LOCK, "later", 1.0)
+
+    def test_a_lock_that_was_handed_over_meanwhile_is_taken(self, store, wait):
+        """Nobody has read that it was: its lease would end in seconds."""
+        wait("first")
+        store.release([LOCK], "holder")
+        assert store.take_over([LOCK], "first", "second", NEW) == 1
+        assert isinstance(store.acquire([LOCK], "second", TTL, NEW), Granted)
+        assert not store.release([LOCK], "first")
+
+    def test_a_lock_that_was_taken_up_is_not(self, store, wait):
+        """That owner runs."""
+        wait("first")
+        store.release([LOCK], "holder")
+        assert store.wait(LOCK, "first", 1.0)
+        assert store.take_over([LOCK], "first", "second", NEW) == 0
+        assert store.release([LOCK], "first")
+
+    def test_one_that_is_not_in_line_has_no_place(self, store, redis_client, wait):
+        """Its place has ended, or was never there."""
+        wait("later")
+        assert store.take_over([LOCK], "first", "second", NEW) == 0
+        assert redis_client.zrange(f"{LOCK}:line", 0, -1) == ["later"]
+
+
 def test_a_mark_is_kept_for_its_time_beside_its_lock(store, redis_client):
     """It is about one task, in the lock's slot, and has a TTL."""
     assert store.recall(LOCK, "1") is None

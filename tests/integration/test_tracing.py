@@ -11,7 +11,7 @@ from celery.exceptions import TaskRevokedError
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
 from celery_dislock.locks import tracing
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
 
 pytest.importorskip("opentelemetry.sdk")

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from datetime import datetime, timedelta, timezone
+from secrets import token_hex
 
 import pytest
 from celery import Celery, chain, chord, group
@@ -15,10 +16,11 @@ from celery.app.task import Context
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock, reserved_name
-from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.replies import Replaced
+from celery_dislock.servers.reservations import Reservation, Reservations, Taken
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.sending import PUBLISH_FOR
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.tasks.sending import PUBLISH_FOR, tell
 from tests.unit.deliveries import deliver
 
 LOCK = "dislock:{edit:1}"
@@ -60,13 +62,13 @@ def messages(client):
 
 def reserved_for(client, lock=LOCK):
     """The id of the task that the key is reserved for; None if it is free."""
-    record = client.get(f"{lock}:unique")
-    return record.split(" ")[4] if record else None
+    record = (client.get(f"{lock}:unique") or "2 -").split(" ")
+    return None if record[1] == "-" else record[4]
 
 
-def replaced(client):
-    """The ids of messages that were replaced and have not come, with those that replaced them."""
-    return client.hgetall(f"{LOCK}:older")
+def numbers(client):
+    """The highest numbers of messages that were reserved, published, and have begun."""
+    return tuple(map(int, client.get(f"{LOCK}:unique").split(" ")[10:13]))
 
 
 class TestReservations:
@@ -79,128 +81,179 @@ class TestReservations:
         client.ping()
         return runtime_of(app).process.store.reservations
 
-    def reserve(self, reservations, encoded_id, *, ttl=HOUR, replaces=False):
-        return reservations.reserve(LOCK, encoded_id, ttl, replaces=replaces)
+    def reserve(self, reservations, encoded_id, *, ttl=HOUR, replaces=False, again=None):
+        wanted = again or Reservation(LOCK, encoded_id)
+        found = reservations.reserve(
+            wanted._replace(ttl=ttl), token_hex(8), replaces=replaces, again=again is not None
+        )
+        if isinstance(found, Taken):
+            return found
+        return wanted._replace(ttl=HOUR, mark=found.mark, number=found.number)
+
+    def send(self, reservations, encoded_id, *, replaces=True):
+        reserved = self.reserve(reservations, encoded_id, replaces=replaces)
+        reservations.confirm(reserved)
+        return reserved
+
+    def begin(self, reservations, reserved, until="start"):
+        reservations.begin(reserved._replace(until=until, ttl=60.0))
 
     def test_one_has_it(self, reservations):
         """The second is told whose it is, and whether that one's message was sent."""
-        assert isinstance(self.reserve(reservations, "a"), Reserved)
+        first = self.reserve(reservations, "a")
         assert self.reserve(reservations, "b") == Taken("a", is_sent=False)
-        assert reservations.confirm(LOCK, "a", HOUR)
+        assert reservations.confirm(first)
         assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
-        assert isinstance(self.reserve(reservations, "a"), Reserved)
+        assert self.reserve(reservations, "a") == Taken("a", is_sent=True)
+        assert isinstance(self.reserve(reservations, "a", again=first), Reservation)
+
+    @pytest.mark.parametrize("has_result", [True, False])
+    def test_the_second_is_told_whether_there_will_be_a_result(self, reservations, has_result):
+        """As the sender of the first wanted it."""
+        wanted = Reservation(LOCK, "a", ttl=HOUR)
+        reservations.reserve(wanted, "nonce", has_result=has_result)
+        assert self.reserve(reservations, "b") == Taken("a", is_sent=False, has_result=has_result)
+
+    @pytest.mark.parametrize("replaces", [True, False])
+    def test_a_call_that_is_sent_again_is_one(self, reservations, replaces):
+        """It is answered as before, and takes no second number."""
+        wanted = Reservation(LOCK, "a", ttl=HOUR)
+        answers = [reservations.reserve(wanted, "nonce", replaces=replaces) for _ in range(2)]
+        assert [answer.number for answer in answers] == [answers[0].number] * 2
+        assert answers[0].mark == answers[1].mark
 
     @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
     def test_any_id_is_compared_as_a_whole(self, reservations, task_id):
         """Ids come from users, and may contain what separates a reservation's parts."""
         encoded_id = reserved_name(task_id)
-        self.reserve(reservations, encoded_id)
+        reserved = self.reserve(reservations, encoded_id)
         assert self.reserve(reservations, "other") == Taken(encoded_id, is_sent=False)
-        assert reservations.end(LOCK, encoded_id)
+        assert reservations.end(reserved)
 
     def test_nobody_ends_what_another_has(self, reservations, client):
         """Compared by id: neither ended nor kept longer."""
         self.reserve(reservations, "a", ttl=PUBLISH_FOR)
-        assert not reservations.end(LOCK, "b")
-        assert not reservations.confirm(LOCK, "b", HOUR)
+        other = Reservation(LOCK, "b", ttl=HOUR)
+        assert not reservations.end(other)
+        assert not reservations.confirm(other)
         assert reserved_for(client) == "a"
         assert client.ttl(f"{LOCK}:unique") <= PUBLISH_FOR
 
+    def test_nobody_ends_what_another_message_of_that_id_has(self, reservations, client):
+        """Users give one id to many messages: then the number tells them apart."""
+        first = self.send(reservations, "a")
+        second = self.send(reservations, "a")
+        assert not reservations.end(first)
+        assert reserved_for(client) == "a"
+        assert reservations.end(second)
+
+    def test_one_that_runs_is_not_ended_as_one_that_waits(self, reservations, client):
+        """A revoke does not stop a task that runs: its key stays reserved for it."""
+        reserved = self.send(reservations, "a")
+        self.begin(reservations, reserved, "end")
+        assert not reservations.end_waiting(reserved)
+        assert reserved_for(client) == "a"
+        assert reservations.end(reserved)
+
     def test_it_expires(self, reservations, client):
-        """Every key has an expiry, the record of replaced messages as well."""
-        self.reserve(reservations, "a")
-        reservations.confirm(LOCK, "a", HOUR)
-        self.reserve(reservations, "b", replaces=True)
-        reservations.confirm(LOCK, "b", HOUR)
-        assert replaced(client) == {"a": "b"}
+        """Every key has an expiry, also if nothing but the numbers is left."""
+        newest = [self.send(reservations, task_id) for task_id in "ab"][-1]
         assert {client.ttl(key) > 0 for key in client.scan_iter()} == {True}
+        reservations.end(newest)
+        assert 2 * HOUR < client.ttl(f"{LOCK}:unique") <= 3 * HOUR
+        assert reserved_for(client) is None
+
+    def test_without_messages_that_replace_others_nothing_is_left(self, reservations, client):
+        """There are no numbers to keep."""
+        reservations.end(self.send(reservations, "a", replaces=False))
+        assert not client.keys("*")
 
     def test_what_is_not_sent_replaces_nothing(self, reservations, client):
         """A sender that dies between reserving and publishing costs no message."""
-        self.reserve(reservations, "a")
-        reservations.confirm(LOCK, "a", HOUR)
+        first = self.send(reservations, "a")
         self.reserve(reservations, "b", replaces=True)
-        assert not client.exists(f"{LOCK}:older")
-        self.reserve(reservations, "c", replaces=True)
-        reservations.confirm(LOCK, "c", HOUR)
-        assert replaced(client) == {"a": "c", "b": "c"}
-        assert not reservations.confirm(LOCK, "b", HOUR)
+        self.begin(reservations, first)
 
-    def test_a_message_is_told_for_as_long_as_it_may_wait(self, reservations, client):
-        """One that is due in an hour is replaced also by one that may wait for a minute only."""
-        self.reserve(reservations, "a")
-        reservations.confirm(LOCK, "a", HOUR)
-        for newer in "bc":
-            self.reserve(reservations, newer, replaces=True)
-        reservations.confirm(LOCK, "c", 60.0)
-        assert replaced(client) == {"a": "c", "b": "c"}
-        assert HOUR - 60 < client.ttl(f"{LOCK}:older") <= HOUR
+    def test_the_newest_that_was_sent_replaces_all_before_it(self, reservations):
+        """Also one that comes after a second that was not sent, however often each comes."""
+        older = [self.send(reservations, "a"), self.reserve(reservations, "b", replaces=True)]
+        newest = self.send(reservations, "c")
+        for reserved in older * 2:
+            with pytest.raises(Replaced) as replaced:
+                self.begin(reservations, reserved)
+            assert replaced.value.by == "c"
+        for _ in range(2):
+            self.begin(reservations, newest)
 
-    def test_an_id_that_is_used_again_is_not_replaced_by_what_came_before(
-        self, reservations, client
-    ):
-        """Else each of two messages would end because of the other."""
-        self.reserve(reservations, "a")
-        reservations.confirm(LOCK, "a", HOUR)
-        self.reserve(reservations, "b", replaces=True)
-        reservations.confirm(LOCK, "b", HOUR)
-        self.reserve(reservations, "a", replaces=True)
-        reservations.confirm(LOCK, "a", HOUR)
-        assert replaced(client) == {"b": "a"}
+    def test_one_that_has_begun_replaces_all_before_it(self, reservations):
+        """Its sender may have died before it could say that it was sent."""
+        older = self.send(reservations, "a")
+        self.begin(reservations, self.reserve(reservations, "b", replaces=True))
+        with pytest.raises(Replaced):
+            self.begin(reservations, older)
 
-    def test_an_id_that_is_used_again_by_others_is_not_replaced(self, reservations, client):
-        """An old sender knows nothing of "replace", and its message must not be lost for it."""
-        self.replace(reservations, "a", "b")
-        reservations.end(LOCK, "b")
-        assert isinstance(self.reserve(reservations, "a"), Reserved)
-        assert replaced(client) == {}
+    def test_what_replaces_none(self, reservations):
+        """An old sender knows nothing of "replace": its message ends no other."""
+        older = self.send(reservations, "a")
+        reservations.end(self.reserve(reservations, "dead", replaces=True))
+        plain = self.send(reservations, "b", replaces=False)
+        self.begin(reservations, older)
+        self.begin(reservations, plain)
+        self.send(reservations, "c")
+        for reserved in (older, plain):
+            with pytest.raises(Replaced):
+                self.begin(reservations, reserved)
 
-    def test_an_id_that_is_used_again_does_not_replace_itself(self, reservations, client):
-        """Also if what came in between was not sent yet."""
-        self.reserve(reservations, "a")
-        for task_id in "ba":
-            self.reserve(reservations, task_id, replaces=True)
-        reservations.confirm(LOCK, "a", HOUR)
-        assert replaced(client) == {"b": "a"}
+    def test_a_state_that_was_lost_replaces_nothing(self, reservations, client):
+        """Then both run."""
+        older = self.send(reservations, "a")
+        newer = self.send(reservations, "b")
+        client.flushdb()
+        self.send(reservations, "c")
+        for reserved in (older, newer):
+            self.begin(reservations, reserved)
 
-    def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, app, client):
+    def test_numbers_that_nobody_was_given(self, reservations, client):
+        """Anybody can write a header: it does not end the messages of others."""
+        reserved = self.send(reservations, "a")
+        forged = reserved._replace(id="x", number=10**9)
+        reservations.confirm(forged)
+        self.begin(reservations, forged)
+        self.begin(reservations, reserved)
+
+    def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, client):
         """It waits like any message: it is kept for longer than a running task, and replaced."""
-        self.reserve(reservations, "a")
-        reservations.begin(Reservation(LOCK, "a", "end", 60.0))
-        assert not reservations.confirm(LOCK, "a", HOUR)  # its sender, which was slower
-        self.reserve(reservations, "a", ttl=PUBLISH_FOR)
-        assert reservations.confirm(LOCK, "a", HOUR)
-        assert client.ttl(f"{LOCK}:unique") > HOUR - 60
-        self.reserve(reservations, "b", replaces=True)
-        reservations.confirm(LOCK, "b", HOUR)
-        assert replaced(client) == {"a": "b"}
+        reserved = self.send(reservations, "a")
+        self.begin(reservations, reserved, "end")
+        assert not reservations.confirm(reserved)  # its sender, which was slower
+        again = self.reserve(reservations, "a", ttl=PUBLISH_FOR, again=reserved)
+        assert again.number == reserved.number
+        assert reservations.confirm(again)
+        assert client.get(f"{LOCK}:unique").split(" ")[1] == "w"
+        self.send(reservations, "b")
+        with pytest.raises(Replaced):
+            self.begin(reservations, again)
 
-    def test_a_task_that_has_begun_is_not_replaced(self, reservations, client):
-        """Its retry, or a copy, would end because of a message that was sent while it ran."""
-        self.reserve(reservations, "a")
-        reservations.confirm(LOCK, "a", HOUR)
-        for newer in "bc":
-            self.reserve(reservations, newer, replaces=True)
-        reservations.begin(Reservation(LOCK, "a", "start", 60.0))
-        assert reservations.confirm(LOCK, "c", HOUR)
-        assert replaced(client) == {"b": "c"}
+    def test_a_retry_takes_no_key_of_another(self, reservations):
+        """Also if the other has the same id."""
+        first = self.send(reservations, "a")
+        self.send(reservations, "a")
+        assert self.reserve(reservations, "a", again=first) == Taken("a", is_sent=True)
 
-    def test_what_never_comes_is_forgotten(self, reservations, client):
-        """Messages that were purged, or that the broker drops when they expire, are never told."""
-        client.hset(f"{LOCK}:older", mapping={f"id-{nth}": "b" for nth in range(1000)})
-        self.replace(reservations, "a", "b")
-        assert 400 < len(replaced(client)) < 600
-
-    def replace(self, reservations, older, newer):
-        for task_id in (older, newer):
-            self.reserve(reservations, task_id, replaces=True)
-            reservations.confirm(LOCK, task_id, HOUR)
+    def test_a_late_call_is_not_that_of_a_task_which_has_begun_since(self, reservations, client):
+        """Its nonce is that of the call that has reserved the key, and of no other."""
+        wanted = Reservation(LOCK, "a", ttl=PUBLISH_FOR)
+        reservations.reserve(wanted, "nonce", replaces=True)
+        reservations.end(wanted._replace(mark="-"))
+        self.begin(reservations, Reservation(LOCK, "b"), "end")
+        assert reservations.reserve(wanted, "nonce") == Taken("b", is_sent=True)
 
     def test_the_first_of_a_burst_is_remembered(self, reservations):
         """So that a debounce has an end."""
-        self.reserve(reservations, "a")
+        wanted = Reservation(LOCK, "a", ttl=HOUR)
+        reservations.reserve(wanted, "1", replaces=True)
         time.sleep(0.05)
-        assert self.reserve(reservations, "b", replaces=True).burst >= 0.05
+        assert reservations.reserve(wanted, "2", replaces=True).burst >= 0.05
 
     def test_several_keys_have_a_name_in_the_slot_of_the_first(self):
         """It differs for each set of keys, and is no lock's name."""
@@ -361,7 +414,8 @@ class TestSending:
     def test_a_sender_that_died_is_not_waited_for_long(self, app, client):
         """Its key is reserved for seconds; meanwhile messages are sent without a reservation."""
         edit = declare(app)
-        client.set(f"{LOCK}:unique", "1 s 1 1 dead ", px=10_000)
+        wanted = Reservation(LOCK, "dead", ttl=PUBLISH_FOR)
+        runtime_of(app).process.store.reservations.reserve(wanted, "nonce")
         sent = edit.delay(1)
         assert messages(client) == 1
         assert sent.id != "dead"
@@ -374,16 +428,8 @@ class TestSending:
         edit = declare(app, lock_unique_until=until)
         sent = edit.delay(1)
         request = Context(id=sent.id, task="unique.edit", headers={"dislock_unique": [LOCK, until]})
-        edit.dislock_guard.end_reservation(request)
+        tell(app, "end", request)
         assert reserved_for(client) == (sent.id if until == "expiry" else None)
-
-    def test_eager_tasks_are_not_reserved(self, app, client):
-        """They run at once, and send nothing."""
-        edit = declare(app)
-        app.conf.task_always_eager = True
-        for _ in range(2):
-            edit.delay(1)
-        assert not client.keys("*unique*")
 
     def test_a_key_that_cannot_be_built_sends_all_the_same(self, app, client, caplog):
         """The worker says what is wrong with it."""
@@ -420,15 +466,18 @@ class TestSending:
 
 class TestReplacing:
     def test_the_newest_counts(self, app, client):
-        """Each is sent; those before are told that they were replaced."""
+        """Each is sent, with its number."""
         edit = declare(app, lock_on_duplicate="replace")
         results = [edit.delay(1, edition) for edition in range(3)]
         assert messages(client) == 3
         assert reserved_for(client) == results[-1].id
-        assert replaced(client) == {
-            results[0].id: results[1].id,
-            results[1].id: results[2].id,
-        }
+        headers = [
+            json.loads(message)["headers"]["dislock_unique"]
+            for message in client.lrange("celery", 0, -1)
+        ]
+        numbered = [number for *_, number in reversed(headers)]
+        assert numbered == sorted(set(numbered))
+        assert numbers(client) == (numbered[-1], numbered[-1], 0)
 
     def test_a_debounce_has_an_end(self, app, client):
         """From lock_replace_for on, the newest is not postponed any more."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import time
 from datetime import datetime, timedelta, timezone
+from secrets import token_hex
 
 import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
 from celery_dislock.messages import outbox
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import PUBLISH_FOR
-from celery_dislock.tasks.task import runtime_of
+from tests.holding import wait_for
 from tests.integration import driven_clock
 from tests.integration.driven_clock import STRETCH, clocked
 from tests.integration.test_unique import LOCK, declare, messages, reserved_for
@@ -112,12 +114,14 @@ class TestSenders:
         self.assert_kept_for(client, UNIQUE_FOR + max(0, 600 - ahead))
 
     def test_a_time_of_expiry_goes_by_the_senders_clock(self, app, client, ahead):
-        """For as long as lock_unique_for, or as the message must be published; then it is free."""
+        """For as long as lock_unique_for; not at all if it has expired for its sender."""
         edit = declare(app, lock_unique_for=UNIQUE_FOR)
         edit.apply_async((1,), expires=datetime.now(timezone.utc) + timedelta(seconds=60))
         assert messages(client) == 1
-        kept = PUBLISH_FOR if ahead > 0 else UNIQUE_FOR
-        assert 0 <= client.ttl(f"{LOCK}:unique") <= kept
+        if ahead > 0:
+            wait_for(lambda: reserved_for(client) is None, "the end of the reservation")
+        else:
+            self.assert_kept_for(client, UNIQUE_FOR)
 
 
 class TestServers:
@@ -138,20 +142,24 @@ class TestServers:
         for key in driven_clock.keys(client):
             assert client.pttl(key) > 0, f"{key} would stay for ever"
 
-    @pytest.fixture
-    def begin(self, reservations):
-        """Let the task of a message begin, as a worker does that takes several locks."""
+    def reserve(self, reservations, task_id, *, ttl=PUBLISH_FOR, replaces=False):
+        wanted = Reservation(LOCK, task_id, "start", ttl)
+        return reservations.reserve(wanted, token_hex(8), replaces=replaces)
 
-        def begin(task_id, until):
-            reservations.begin(Reservation(LOCK, task_id, until, UNIQUE_FOR))
-
-        return begin
-
-    def send(self, reservations, task_id, *, replaces=False):
-        """Reserve the key, and confirm that; return for how long its burst has lasted."""
-        found = reservations.reserve(LOCK, task_id, PUBLISH_FOR, replaces=replaces)
+    def send(self, reservations, task_id, *, replaces=False, ttl=UNIQUE_FOR):
+        """Reserve the key, and confirm that; return the reservation."""
+        found = self.reserve(reservations, task_id, replaces=replaces)
         assert isinstance(found, Reserved)
-        assert reservations.confirm(LOCK, task_id, UNIQUE_FOR)
+        sent = Reservation(LOCK, task_id, "start", ttl, found.mark, found.number)
+        assert reservations.confirm(sent)
+        return sent
+
+    def burst(self, reservations, task_id):
+        """Send another edition; return for how long its burst has lasted."""
+        found = self.reserve(reservations, task_id, replaces=True)
+        reservations.confirm(
+            Reservation(LOCK, task_id, "start", UNIQUE_FOR, found.mark, found.number)
+        )
         return found.burst
 
     def kept_for(self, client, key=f"{LOCK}:unique"):
@@ -162,79 +170,82 @@ class TestServers:
         """It lasts for as much longer as the clock was set back, and not for ever."""
         self.send(reservations, "a")
         advance(-HOUR)
-        assert reservations.reserve(LOCK, "b", PUBLISH_FOR, replaces=False) == Taken(
-            "a", is_sent=True
-        )
+        assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
         assert UNIQUE_FOR < self.kept_for(client) <= UNIQUE_FOR + HOUR
-        advance(HOUR + UNIQUE_FOR)
+        advance(HOUR + UNIQUE_FOR + 1)
         self.send(reservations, "b")
 
     @pytest.mark.parametrize("until", ["start", "end"])
     @of_a_wrong_clock
     def test_a_task_ends_its_reservation_whatever_the_clock_says(
-        self, reservations, advance, client, begin, until, ahead
+        self, reservations, advance, client, until, ahead
     ):
         """Ids are compared, and no times: a clock that jumps keeps nobody's key."""
-        self.send(reservations, "a")
+        sent = self.send(reservations, "a")._replace(until=until)
         advance(ahead)
-        begin("a", until)
+        reservations.begin(sent)
         if until == "end":
             assert reserved_for(client) == "a"
-            assert reservations.end(LOCK, "a")
+            assert reservations.end(sent)
         assert reserved_for(client) is None
 
-    def test_a_clock_that_goes_forward_ends_a_reservation(
-        self, reservations, advance, client, begin
-    ):
+    def test_a_clock_that_goes_forward_ends_a_reservation(self, reservations, advance, client):
         """A second message is sent, and the first ends nothing of its reservation."""
-        self.send(reservations, "a")
+        first = self.send(reservations, "a")
         advance(HOUR)
         assert reserved_for(client) is None
         self.send(reservations, "b")
         for until in ("start", "end"):
-            begin("a", until)
-        assert not reservations.end(LOCK, "a")
+            reservations.begin(first._replace(until=until))
+        assert not reservations.end(first)
         assert reserved_for(client) == "b"
 
-    def test_a_clock_that_goes_forward_forgets_a_replacement(
-        self, reservations, advance, client, begin
+    def test_a_clock_that_goes_forward_an_hour_forgets_no_replacement(self, reservations, advance):
+        """What was replaced may come for two hours after it may have waited."""
+        older = self.send(reservations, "a", replaces=True)
+        self.send(reservations, "b", replaces=True)
+        advance(2 * HOUR)
+        with pytest.raises(Replaced):
+            reservations.begin(older)
+
+    def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(
+        self, reservations, advance, client
     ):
         """What was replaced runs as well, and leaves the key to the newer message."""
-        for task_id in "ab":
-            self.send(reservations, task_id, replaces=True)
-        advance(HOUR)
+        older = self.send(reservations, "a", replaces=True)
+        self.send(reservations, "b", replaces=True)
+        advance(3 * HOUR)
         self.send(reservations, "c", replaces=True)
-        begin("a", "start")
+        reservations.begin(older)
         assert reserved_for(client) == "c"
 
     def test_a_burst_is_never_older_than_the_clock(self, reservations, advance):
         """Else a debounce would be postponed for an hour beyond lock_replace_for."""
-        self.send(reservations, "a", replaces=True)
+        self.burst(reservations, "a")
         advance(20)
-        assert self.send(reservations, "b", replaces=True) == pytest.approx(20, abs=1)
+        assert self.burst(reservations, "b") == pytest.approx(20, abs=1)
         advance(-HOUR)
-        assert self.send(reservations, "c", replaces=True) == 0
+        assert self.burst(reservations, "c") == 0
         advance(30)
-        assert self.send(reservations, "d", replaces=True) == pytest.approx(30, abs=1)
+        assert self.burst(reservations, "d") == pytest.approx(30, abs=1)
 
-    def test_a_burst_ends_when_the_clock_goes_forward(self, reservations, advance, client):
-        """The newest message is not postponed any more, and the older one is replaced."""
-        for task_id in "ab":
-            self.send(reservations, task_id, replaces=True)
-        client.pexpire(f"{LOCK}:unique", 2 * HOUR * 1000 * STRETCH)  # as with a countdown
+    def test_a_burst_ends_when_the_clock_goes_forward(self, reservations, advance):
+        """The newest message is not postponed any more."""
+        self.send(reservations, "a", replaces=True, ttl=2 * HOUR)  # as with a countdown
         advance(HOUR)
-        assert self.send(reservations, "c", replaces=True) >= HOUR
+        assert self.burst(reservations, "b") >= HOUR
 
     @pytest.mark.parametrize("when", ["before it is confirmed", "after it is confirmed"])
     @of_a_wrong_clock
-    def test_what_was_replaced_does_not_run(self, reservations, advance, begin, when, ahead):
+    def test_what_was_replaced_does_not_run(self, reservations, advance, when, ahead):
         """Whatever the clock says, if the server still has what it was told."""
-        self.send(reservations, "a")
-        reservations.reserve(LOCK, "b", 2 * HOUR, replaces=True)
+        older = self.send(reservations, "a")
+        found = self.reserve(reservations, "b", ttl=2 * HOUR, replaces=True)
         if when == "before it is confirmed":
             advance(ahead)
-        reservations.confirm(LOCK, "b", 2 * HOUR)
+        newer = Reservation(LOCK, "b", "start", 2 * HOUR, found.mark, found.number)
+        reservations.confirm(newer)
         if when == "after it is confirmed":
             advance(ahead)
         with pytest.raises(Replaced):
-            begin("a", "start")
+            reservations.begin(older)

@@ -9,7 +9,9 @@ import pytest
 from celery import Celery, shared_task
 
 from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import DuplicateTaskError
 from celery_dislock.tasks.sending import PUBLISH_FOR
+from tests.holding import wait_for
 from tests.integration.test_unique import LOCK, declare, messages, reserved_for
 from tests.redis_server import RedisServer
 
@@ -94,37 +96,20 @@ class TestIds:
         assert edit.apply_async((1,), task_id="yours").id == "mine"
         assert messages(client) == 1
 
-    def test_an_id_that_is_given_twice(self, make, client):
-        """The same id passes, as a retry must: both messages are sent."""
-        edit = declare(make())
-        sent = [edit.apply_async((1,), task_id="mine") for _ in range(2)]
-        assert [result.duplicate for result in sent] == [False, False]
-        assert messages(client) == 2
-
-
-class TestCalls:
-    def test_eager(self, make, client):
-        """Each call runs, and nothing is reserved: neither by a setting nor by apply()."""
-        app = make(task_always_eager=True)
-        ran = []
-
-        @app.task(base=SingletonTask, lock_key="edit:<doc>", lock_unique_until="end", shared=False)
-        def edit(doc):
-            ran.append(doc)
-
-        edit.delay(1).get()
-        edit.apply((1,)).get()
-        edit(1)
-        assert ran == [1, 1, 1]
-        assert not client.keys("*:unique")
-
-    def test_eager_beside_a_message_that_waits(self, make, client):
-        """It runs all the same, and does not end the message's reservation."""
-        app = make()
-        edit = declare(app, lock_unique_until="end")
-        first = edit.delay(1)
-        edit.apply((1,)).get()
-        assert reserved_for(client) == first.id
+    @pytest.mark.parametrize("on_duplicate", ["return", "raise", "replace"])
+    def test_an_id_that_is_given_to_all(self, make, client, on_duplicate):
+        """Five sends with one id are one message and four duplicates, but for "replace"."""
+        edit = declare(make(), lock_on_duplicate=on_duplicate)
+        sent = []
+        for _ in range(5):
+            with contextlib.suppress(DuplicateTaskError):
+                sent.append(edit.apply_async((1,), task_id="mine"))
+        if on_duplicate == "replace":
+            assert messages(client) == 5
+            return
+        assert messages(client) == 1
+        duplicates = {"return": [False, True, True, True, True], "raise": [False]}[on_duplicate]
+        assert [result.duplicate for result in sent] == duplicates
 
 
 class TestApps:
@@ -231,6 +216,17 @@ class TestApps:
 
 
 class TestExpires:
+    @pytest.mark.parametrize("seconds", [2, 0.5])
+    @pytest.mark.parametrize("how", ["lock_unique_for", "expires"])
+    def test_a_short_time_is_kept(self, make, client, how, seconds):
+        """Nothing rounds it up to the time in which a message must be published."""
+        unique_for = seconds if how == "lock_unique_for" else 100
+        edit = declare(make(), lock_unique_for=unique_for)
+        edit.apply_async((1,), **({} if how == "lock_unique_for" else {"expires": seconds}))
+        assert client.pttl(f"{LOCK}:unique") <= seconds * 1000
+        wait_for(lambda: reserved_for(client) is None, "the end of the reservation")
+        assert edit.delay(1).duplicate is False
+
     @pytest.mark.parametrize(
         "expires",
         [lambda: 60, lambda: datetime.now(timezone.utc) + timedelta(seconds=60)],

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.web import Page
 from celery_dislock.web.shared import FRESH
 from tests.holding import name_of

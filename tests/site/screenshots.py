@@ -47,7 +47,9 @@ def shop() -> list:
         lock("account:1", holders=[pay], waiting=LINE, line=line),
         lock("account:2", holders=[of("shop.apply_payment", "ab09d1", "celery@w2", held=4.0)]),
         lock("export:7", holders=[of("shop.export", "9b1d0c", "celery@w1", held=7512.0)]),
-        lock("export:8", limit=0, limit_note="by ann: its disk is full", waiting=1),
+        lock(
+            "export:8", limit=0, limit_age=5400.0, limit_note="by ann: its disk is full", waiting=1
+        ),
         lock("report:weekly", reservation=RESERVED),
         lock(
             "tenant:acme",

@@ -160,7 +160,7 @@ def test_the_list_and_a_locks_own_view_tell_all(opened):
     for text in (
         "held for 61 s, renewed 1 s ago, 29 s left unless renewed again",
         "host w1, pid 7, token 1",
-        "For task id-9, waiting, since 3.0 s",
+        "For task id-9, 3.0 s ago; it is waiting. It ends in 20 s, unless it is renewed.",
         "shop.pay[parked-9]",
         "2 turns",
         "1. shop.pay[parked-1]",
@@ -177,11 +177,60 @@ def test_the_list_and_a_locks_own_view_tell_all(opened):
     assert all(url.startswith(page.address) for url in page.asked)
 
 
+def test_what_is_wrong_is_counted_on_top_and_can_be_chosen(opened):
+    """Trouble comes first, with a badge and since when; each number is a filter."""
+    overdue = lock("zebra", holders=[holder(9, renewed=25.0, remaining=5.0)])
+    page = opened(*shop(), lock("off", limit=0, limit_age=7200.0), overdue)
+    tab = page.tab
+    expect(tab.locator("#locks tbody th").first).to_have_text("zebra")
+    expect(tab.get_by_role("row", name=re.compile("zebra"))).to_contain_text("overdue")
+    expect(tab.get_by_role("row", name=re.compile("off"))).to_contain_text("paused 2 h 00 min ago")
+    account = tab.get_by_role("row", name=re.compile("account:1"))
+    expect(account).to_contain_text("reserved 3.0 s ago")
+    totals = tab.get_by_role("group", name="How many locks there are")
+    assert totals.locator("button").all_inner_texts() == [
+        "3 held",
+        "1 in line",
+        "1 overdue",
+        "2 paused",
+        "1 reserved",
+        "0 damaged",
+    ]
+    totals.get_by_role("button", name="1 overdue").click()
+    expect(tab.locator("#count")).to_have_text("1 lock of 6, 1 to 1")
+    expect(totals.get_by_role("button", name="1 overdue")).to_have_attribute("aria-pressed", "true")
+    totals.get_by_role("button", name="1 overdue").click()
+    expect(tab.locator("#count")).to_have_text("6 locks, 1 to 6")
+    assert page.faults == []
+
+
+def test_an_empty_list_says_that_nothing_is_wrong(opened):
+    """And is no table without rows."""
+    tab = opened().tab
+    expect(tab.locator("#empty")).to_be_visible()
+    for part in ("#locks", "#turn", "#totals"):
+        expect(tab.locator(part)).to_be_hidden()
+
+
+def test_a_page_that_never_reached_the_lock_server_says_why(opened):
+    """It shows nothing that it does not know: no empty table, and no "nobody holds it"."""
+    page = opened(start=False)
+    page.locks.error = StoreError("redis://locks.example.com:6379/0", "no answer in time")
+    tab = page.tab
+    tab.goto(page.address)
+    expect(tab.get_by_role("alert")).to_contain_text("no answer in time")
+    for part in ("#locks", "#turn", "#totals", "#empty"):
+        expect(tab.locator(part)).to_be_hidden()
+    tab.goto(f"{page.address}#key=export%3A7")
+    expect(tab.locator("#lock-title")).to_be_visible()
+    expect(tab.locator("#lock-told")).to_be_hidden()
+
+
 def test_without_a_login_there_is_nothing_to_press(opened):
     """A page for reading has no buttons that change anything."""
     page = opened(*shop(), login=None, allow_actions=False)
     page.show("account:1")
-    for name in ("Free", "Drop", "Pause", "Limit", "Log in", "Log out"):
+    for name in ("Free", "Drop", "Pause", "Limit", "End the", "Log in", "Log out"):
         assert page.tab.get_by_role("button", name=re.compile(name)).count() == 0
 
 
@@ -191,6 +240,7 @@ def test_what_is_freed_is_what_the_question_showed(opened):
     page.log_in()
     page.show("account:1")
     page.tab.get_by_role("button", name="Free the lock of shop.export[id-1]").click()
+    expect(page.tab.get_by_role("dialog")).to_contain_text("End the task first")
     expect(page.tab.get_by_role("dialog")).to_contain_text("shop.export[id-1] on celery@w1")
     page.locks.add(lock("account:1", holders=[holder(5)]))
     page.pass_by()
@@ -204,6 +254,30 @@ def test_what_is_freed_is_what_the_question_showed(opened):
     expect(page.tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
     name = "dislock:{account:1}"
     assert page.actions.done == [("free", name, "id-5@celery@w1:7/ab.5", 5)]
+
+
+def test_the_reservation_that_ends_is_what_the_question_showed(opened):
+    """Although the key is reserved for another message by the time of the answer."""
+    page = opened(*shop())
+    page.log_in()
+    page.show("account:1")
+    page.tab.get_by_role("button", name="End the reservation").click()
+    dialog = page.tab.get_by_role("dialog")
+    expect(dialog).to_contain_text("For task id-9, 3.0 s ago; it is waiting.")
+    expect(dialog).to_contain_text("Its message may still wait, and runs then as well.")
+    later = RESERVED._replace(id="id-10", state="ended", number=8)
+    page.locks.add(lock("account:1", reservation=later))
+    page.pass_by()
+    expect(page.tab.locator("#reservation")).to_have_text(
+        "For task id-10, which ended 3.0 s ago. It ends in 20 s."
+    )
+    page.tab.get_by_role("button", name="End it").click()
+    expect(page.tab.get_by_role("status")).to_contain_text("Ended the reservation of lock")
+    assert page.actions.done == [("unreserve", "dislock:{account:1}", "id-9", "5eed", 7)]
+    page.locks.add(lock("account:1"))
+    page.pass_by()
+    expect(page.tab.get_by_role("button", name="End the reservation")).to_be_hidden()
+    assert page.faults == []
 
 
 def test_a_task_is_ended_before_its_lock_is_freed(opened):

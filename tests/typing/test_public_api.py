@@ -20,6 +20,7 @@ import celery_dislock
 from celery_dislock import (
     Dislock,
     DislockError,
+    Key,
     Lease,
     LockHeldError,
     LockKeyError,
@@ -28,7 +29,10 @@ from celery_dislock import (
     SingletonTask,
     StoreError,
     current_lease,
+    ensure_held,
 )
+from celery_dislock.operating.overview import Holder
+from celery_dislock.servers.reservations import Record
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
 
 if TYPE_CHECKING:
@@ -38,7 +42,8 @@ app = Celery("shop", broker="redis://localhost:6379/0")
 dislock = Dislock(app)
 assert_type(dislock, Dislock)
 assert_type(dislock.lock_of("export:7").key, str)
-assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).free()], list[int])
+assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).holders()], list[int])
+assert_type(dislock.lock_of("a").free(), list[Holder | Record])
 
 by_keyword = Dislock(app=app)
 Dislock()  # type: ignore[call-arg]
@@ -59,11 +64,12 @@ def export(corp_id: int) -> int:
 @shared_task(bind=True, base=SingletonTask, lock_key=lambda order: f"buy:{order['id']}")
 def buy(self: SingletonTask, order: dict[str, Any]) -> None:
     """A bound body reads its lease from the task."""
-    assert_type(self.lease, "Lease | None")
-    self.lease.ensure_held()  # type: ignore[union-attr]
-    if self.lease is not None:
-        self.lease.ensure_held()
-    self.lease = None  # type: ignore[misc]
+    assert_type(self.lease, Lease)
+    self.lease.ensure_held()
+    if self.lease:
+        assert_type(self.lease.token, int)
+    assert_type(ensure_held(), None)
+    self.lease = None  # type: ignore[assignment, misc]
 
 
 class Invoice(SingletonTask):
@@ -75,6 +81,74 @@ class Invoice(SingletonTask):
     def run(self, corp_id: int) -> str:
         """A body as a method."""
         return self.lease.key if self.lease else str(corp_id)
+
+
+# Tasks by the typed decorator: options, arguments and results are known.
+
+
+@dislock.task(lock_key="export:<corp_id>", lock_on_conflict="retry", lock_retry_for=timedelta(1))
+def typed(corp_id: int, *, fast: bool = False) -> str:
+    """A body with types."""
+    return f"{corp_id} {fast}"
+
+
+@dislock.task(bind=True, lock_key=["a", Key("b", limit=3)], max_retries=5, queue="slow")
+def typed_and_bound(self: SingletonTask, feed: str) -> int:
+    """A bound body, whose first argument is not the caller's."""
+    self.lease.ensure_held()
+    return self.lease.token
+
+
+@dislock.task(bind=True, base=Invoice, lock_key=lambda corp_id: f"invoice:{corp_id}")
+def typed_with_base(self: Invoice, corp_id: int) -> None:
+    """A class of one's own."""
+    assert_type(self.lease, Lease)
+
+
+@dislock.task
+def plain() -> None:
+    """Without parentheses."""
+
+
+@dislock.task()
+def empty() -> float:
+    """With all defaults."""
+    return 0.0
+
+
+def send() -> None:
+    """What a caller gets."""
+    assert_type(typed(7), str)
+    assert_type(typed.delay(7, fast=True).get(timeout=5), str)
+    assert_type(typed.delay(7).duplicate, bool)
+    assert_type(typed.delay(7).id, str)
+    assert_type(typed.apply_async((7,), countdown=5).duplicate, bool)
+    assert_type(typed_and_bound.delay("a").get(), int)
+    assert_type(typed_and_bound("a"), int)
+    assert_type(typed_with_base.lock_for(7).key, str)
+    assert_type(empty.delay().get(), float)
+    plain.delay()
+    typed.s(7).delay()
+    typed.delay("7")  # type: ignore[arg-type]
+    typed.delay()  # type: ignore[call-arg]
+    typed.delay(corp=7)  # type: ignore[call-arg]
+    typed_and_bound.delay()  # type: ignore[call-arg]
+    plain.delay(7)  # type: ignore[call-arg]
+
+
+def send_again(task: SingletonTask) -> bool:
+    """A task by @app.task(base=SingletonTask) is untyped in Celery; what it returns is not."""
+    assert_type(task.delay(7).duplicate, bool)
+    return task.apply_async((7,), countdown=5).duplicate
+
+
+dislock.task(lock_kee="export")  # type: ignore[call-overload]
+dislock.task(key="export")  # type: ignore[call-overload]
+dislock.task(lock_on_conflict="skipp")  # type: ignore[call-overload]
+dislock.task(lock_on_lost="expire")  # type: ignore[call-overload]
+dislock.task(lock_watchdog_timeout="60")  # type: ignore[call-overload]
+dislock.task(max_retry=5)  # type: ignore[call-overload]
+dislock.task(base=int)  # type: ignore[arg-type]
 
 
 # The lease.

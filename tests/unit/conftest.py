@@ -7,16 +7,15 @@ from functools import partial
 from itertools import count
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from celery.backends import cache
 
 from celery_dislock import Dislock, signals
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.locks import runtime
 from celery_dislock.locks.lock import Lock
-from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import runtime_of
 from celery_dislock.worker import steps
 from tests.unit.deliveries import Broker
 from tests.unit.fakes import World
@@ -25,6 +24,12 @@ from tests.unit.fakes import World
 @pytest.fixture
 def world():
     return World()
+
+
+@pytest.fixture(autouse=True)
+def shared_tasks_are_the_tests_own(monkeypatch):
+    """Celery gives a shared task of one test to the apps of all later ones."""
+    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
 
 
 @pytest.fixture
@@ -36,6 +41,7 @@ def app(world, monkeypatch):
 
     process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
     process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
+    process.quick_store = world.store
     numbers = count(1)
     process.owner_name = lambda start: f"{start}{next(numbers)}"
     monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))

@@ -70,7 +70,7 @@ class Producer:
 
 class Broker:
     """
-    Stands for send_task.
+    Stands for send_task, or for what that sends its messages with.
 
     Attributes:
         times_away: How many calls fail yet.
@@ -86,3 +86,8 @@ class Broker:
             self.times_away -= 1
             raise OperationalError
         self.sent.append({"name": name, **options})
+
+    def receive(self, _producer: Any, name: str, message: Any, **options: Any) -> None:
+        """Stand for ``app.amqp.send_task_message``."""
+        about = {"task_id": message.headers["id"], "retries": message.headers["retries"]}
+        self(name, **about, eta=message.headers["eta"], **options)

@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.servers.replies import Granted, Handed, Holding, Parked, Refused, Swept
+from celery_dislock.servers.replies import (
+    Granted,
+    Handed,
+    Holding,
+    Parked,
+    Refused,
+    Replaced,
+    Swept,
+)
+from celery_dislock.servers.reservations import Record, Reservations, Reserved, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,6 +30,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.parking.store import Bounds, Ticket
     from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.store import Ending
 
 
 class FakeClock:
@@ -35,6 +47,138 @@ class FakeClock:
         self.now += seconds
 
 
+@dataclass
+class FakeRecord:
+    """What is kept of a key: its reservation, and the numbers of its messages."""
+
+    mark: str
+    state: str = ""  # empty: the key is free
+    id: str = ""
+    nonce: str = ""
+    number: int = 0
+    has_result: bool = True
+    since: float = 0.0
+    ends: float = 0.0
+    newest: int = 0
+    confirmed: int = 0
+    begun: int = 0
+    by: str = ""
+
+
+class FakeReservations:
+    """
+    Reservations in a dict, as the scripts keep them.
+
+    Attributes:
+        away: Raise StoreError instead of answering.
+        answers: What reserve is to answer first, instead of the truth.
+        records: What is kept, by lock.
+        asked: What was asked, in order.
+        holders: Ids of the tasks that hold a lock.
+    """
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.away = False
+        self.answers: list[Reserved | Taken] = []
+        self.records: dict[str, FakeRecord] = {}
+        self.asked: list[tuple[Any, ...]] = []
+        self.holders: set[str] = set()
+
+    def _round_trip(self, *call: Any) -> None:
+        self.asked.append(call)
+        if self.away:
+            raise StoreError("redis://fake", "away")
+
+    def of(self, lock: str) -> FakeRecord | None:
+        """Return the reservation of a lock; None if it is free."""
+        found = self.records.get(lock)
+        return found if found and found.state and found.ends > self.clock() else None
+
+    def reserve(
+        self,
+        wanted: Reservation,
+        nonce: str,
+        *,
+        replaces: bool = False,
+        has_result: bool = True,
+        again: bool = False,
+    ) -> Reserved | Taken:
+        self._round_trip("reserve", wanted, nonce, replaces, has_result, again)
+        if self.answers:
+            return self.answers.pop(0)
+        there = self.of(wanted.lock)
+        if there and there.nonce != nonce:
+            if again and there.id == wanted.id:
+                return Reserved(0.0, there.mark, there.number)
+            if again or not replaces:
+                return Taken(there.id, there.state != "being sent", there.has_result)
+        it = self.records.setdefault(wanted.lock, FakeRecord(nonce))
+        if it.nonce != nonce or not there:
+            it.newest += replaces and not again
+            it.number = wanted.number if again and wanted.mark == it.mark else it.newest
+            it.state, it.id, it.nonce, it.has_result = "being sent", wanted.id, nonce, has_result
+            it.since, it.ends = self.clock(), self.clock() + wanted.ttl
+        return Reserved(0.0, it.mark, it.number)
+
+    def _is_for(self, reservation: Reservation) -> FakeRecord | None:
+        it = self.of(reservation.lock)
+        return it if it and it.id == reservation.id else None
+
+    def _note(self, what: str, one: Reservation) -> None:
+        it = self.records.get(one.lock)
+        if it and it.mark == one.mark and it.newest >= one.number > getattr(it, what):
+            it.by = one.id
+            setattr(it, what, one.number)
+
+    def confirm(self, reservation: Reservation) -> bool:
+        self._round_trip("confirm", reservation)
+        self._note("confirmed", reservation)
+        it = self._is_for(reservation)
+        if it:
+            it.state, it.ends = "waiting", self.clock() + reservation.ttl
+        return it is not None
+
+    def begin(self, reservation: Reservation, *, elsewhere: bool = False) -> None:
+        self._round_trip("begin", reservation, elsewhere)
+        it = self.records.get(reservation.lock)
+        if it and it.mark == reservation.mark and reservation.number < max(it.confirmed, it.begun):
+            raise Replaced(it.by)
+        self._note("begun", reservation)
+        mine = self._is_for(reservation)
+        if mine:
+            mine.state = "" if reservation.until == "start" else "running"
+
+    def begin_unlocked(self, reservation: Reservation) -> None:
+        Reservations.begin_unlocked(self, reservation)
+
+    def end(self, reservation: Reservation) -> bool:
+        return self._end(reservation, "end")
+
+    def end_waiting(self, reservation: Reservation) -> bool:
+        return self._end(reservation, "end_waiting")
+
+    def _end(self, reservation: Reservation, name: str) -> bool:
+        self._round_trip(name, reservation)
+        it = self._is_for(reservation)
+        if it is None or (name == "end_waiting" and it.state not in {"being sent", "waiting"}):
+            return False
+        it.state = "ended" if reservation.until == "expiry" else ""
+        return True
+
+    def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
+        self._round_trip("keep", list(reservations), runs)
+
+    def look(self, lock: str) -> tuple[Record | None, set[Any]]:
+        self._round_trip("look", lock)
+        it = self.of(lock)
+        if it is None:
+            return None, self.holders
+        since, left = self.clock() - it.since, it.ends - self.clock()
+        known = task_id_of_reserved(it.id), it.state, since, left, it.mark, it.number
+        return Record(*known), self.holders
+
+
 class FakeStore:
     """Leases in a dict: lock -> (owner, expires, holder).
 
@@ -48,6 +192,7 @@ class FakeStore:
         marks: What is remembered of tasks, by lock and task id.
         done: Tickets that releases have ended, in order; empty for a release without one.
         settling: For how long their results are on their way, in the same order.
+        reservations: The reservations of its keys.
     """
 
     server = "redis://fake"
@@ -65,6 +210,7 @@ class FakeStore:
         self.done: list[str] = []
         self.settling: list[float] = []
         self.tokens = 0
+        self.reservations = FakeReservations(clock)
 
     def _round_trip(self, *call: Any) -> None:
         self.calls.append(call)
@@ -80,6 +226,8 @@ class FakeStore:
             other = self.leases.get(lock)
             if other and other[1] > self.clock() and other[0] != owner:
                 return Refused(other[0], other[1] - self.clock(), other[2], nth)
+        if terms.get("reservation"):
+            self.reservations.begin(terms["reservation"])
         self.tokens += 1
         for lock in locks:
             self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
@@ -92,8 +240,11 @@ class FakeStore:
         at_least: float = 0.0,
         ticket: str = "",
         settles: float = 0.0,
+        reservation: Reservation | None = None,
     ) -> bool:
         self._round_trip("release", *locks, owner, at_least)
+        if reservation is not None:
+            self.reservations.end(reservation)
         self.done.append(ticket)
         self.settling.append(settles)
         held = [self._release(lock, owner, at_least) for lock in locks]
@@ -131,12 +282,17 @@ class FakeStore:
         self._round_trip("extend", *locks, owner)
         return all(self._renew(lock, owner, ttl) for lock in locks)
 
-    def clear(self, owners: Sequence[tuple[Sequence[str], str]], *, within: float) -> None:
+    def clear(self, endings: Sequence[Ending], *, within: float) -> list[StoreError | None]:
         assert within > 0
-        self._round_trip("clear", [owner for _, owner in owners])
-        for locks, owner in owners:
-            for lock in locks:
-                self._release(lock, owner, 0.0)
+        self._round_trip("clear", [one.owner for one in endings])
+        for one in endings:
+            self.done.append(one.ticket)
+            self.settling.append(one.settles)
+            if one.reservation is not None:
+                self.reservations.end(one.reservation)
+            for lock in one.locks:
+                self._release(lock, one.owner, one.at_least)
+        return [self.answers.get(one.owner) for one in endings]
 
     def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """Let the time pass: nobody is woken here, who waits asks again."""
@@ -240,8 +396,8 @@ class FakeLines:
         self.store._round_trip("leave", lock, ticket)
         return self.parked.pop((lock, ticket), None) is not None
 
-    def move_out(self, lock: str, ticket: str) -> bool:
-        self.store._round_trip("move_out", lock, ticket)
+    def move_out(self, lock: str, ticket: str, goes_on: str = "") -> bool:
+        self.store._round_trip("move_out", lock, ticket, *([goes_on] if goes_on else []))
         self.parked.pop((lock, ticket), None)
         return (lock, ticket) in self.done
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import celery_dislock
 
 
@@ -23,3 +26,44 @@ def test_the_public_names_are_pinned():
         "DamagedLockError",
     ]
     assert all(hasattr(celery_dislock, name) for name in celery_dislock.__all__)
+
+
+def test_what_users_catch_is_imported_from_the_top():
+    """So are the errors that a pinned list does not name."""
+    for name in ("DuplicateTaskError", "EventLoopError", "NoResultError"):
+        assert issubclass(getattr(celery_dislock, name), celery_dislock.DislockError)
+
+
+# What a process that sends tasks does not use, and what takes longest to import.
+NOT_IMPORTED = (
+    *("celery.app.control", "celery.bin", "celery.worker", "celery.concurrency", "pygments"),
+    *("celery_dislock.cli", "celery_dislock.operating", "celery_dislock.web"),
+    *("celery_dislock.worker", "celery_dislock.tasks.request", "celery_dislock.servers.cluster"),
+    *("celery_dislock.servers.quorum", "celery_dislock.servers.sentinel"),
+)
+
+PROGRAM = """
+import sys
+from celery import Celery, Task
+import redis
+Celery("other", broker="memory://", set_as_current=False)  # imports what Celery's apps need
+before = set(sys.modules)
+from celery_dislock import Dislock, SingletonTask
+app = Celery("shop", broker="memory://", set_as_current=False)
+dislock = Dislock(app)
+@app.task(base=SingletonTask, lock_key="export:<corp_id>")
+def export(corp_id): ...
+app.finalize()
+dislock.lock("export:7")
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_web_process_imports_what_it_needs():
+    """A worker, the command line and the page cost nothing where they are not used."""
+    told = subprocess.run(
+        [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True
+    )
+    imported = told.stdout.split()
+    assert "celery_dislock.plugin" in imported
+    assert [name for name in imported if name.startswith(NOT_IMPORTED)] == []

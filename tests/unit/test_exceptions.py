@@ -11,12 +11,15 @@ from celery.backends.base import Backend
 from click.testing import CliRunner
 
 from celery_dislock import exceptions
+from celery_dislock.locks.attempt import Conflict
 
 ERRORS = [
     exceptions.SettingsError("shop.export", "lock_key", "<x>", "no such argument"),
     exceptions.LockKeyError("export:<x>", "x", "it is a float"),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5),
     exceptions.LockHeldError("export:7", "shop.export[1] on w1 (pid 5)", 12.5, 720.0, 3.1),
+    exceptions.DuplicateTaskError("edit:7", "a1"),
+    exceptions.NoResultError("edit:7", "a1", "its sender has asked for none"),
     exceptions.LockTermsError("export:7", "this very thread", 12.5, "limit=1", "limit=2"),
     exceptions.NotOwnerError("export:7", "thread MainThread on host (pid 5)"),
     exceptions.LockLostError("export:7", "expired"),
@@ -66,6 +69,15 @@ def test_who_is_refused_reads_for_how_long_the_lock_has_been_held(known, words, 
     assert str(error) == f"lock 'k' is held by t[1] on w (pid 5){words}, {more}"
     assert error.args == ("k", "t[1] on w (pid 5)", 12.5, *args)
     assert repr(error).startswith("LockHeldError('k', 't[1] on w (pid 5)', 12.5")
+
+
+def test_a_pause_is_no_holder():
+    """Its refusal tells neither a holder nor seconds, also after it was pickled."""
+    holder = {"paused": True, "note": "by ana: reindex"}
+    error = Conflict("k", holder, 5.0).error()
+    assert str(pickle.loads(pickle.dumps(error))) == (
+        "lock 'k' is kept free by an operator, who has paused it (by ana: reindex)"
+    )
 
 
 @pytest.mark.parametrize("copied", [False, True])

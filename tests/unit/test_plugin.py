@@ -6,13 +6,15 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from celery import Celery
+from celery import Celery, Task
 from celery.bin.worker import worker as worker_command
 from celery.local import Proxy
+from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import OPTIONS
-from celery_dislock.tasks.task import guard_tasks, runtime_of
+from celery_dislock.tasks.task import guard_tasks
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
 
@@ -41,7 +43,7 @@ def test_the_options_bring_the_step_that_reads_them():
     app = Celery("shop", set_as_current=False)
     first, _ = OPTIONS
     assert first.callback(SimpleNamespace(obj=SimpleNamespace(app=app)), first, True) is True
-    assert LockStep in app.steps["worker"]
+    assert LockStep in map(symbol_by_name, app.steps["worker"])
 
 
 @pytest.mark.parametrize(
@@ -274,5 +276,49 @@ def test_a_lock_has_no_other_options(app, option, remedy):
 def test_a_worker_gets_all_steps(plain_app):
     """Start-up, the sweep, and what the main process renews for others."""
     Dislock(plain_app)
-    names = {step.__name__ for step in plain_app.steps["worker"]}
+    names = {symbol_by_name(step).__name__ for step in plain_app.steps["worker"]}
     assert {"LockStep", "SweepStep", "StalledStep", "ReservationStep"} <= names
+
+
+class Mine(SingletonTask):
+    """A class of one's own."""
+
+
+@pytest.mark.parametrize("base", [SingletonTask, Mine])
+def test_a_task_of_the_typed_decorator_is_one_of_celerys(app, base):
+    """It has the name, the options and the lock of one by @app.task."""
+
+    @Dislock(app).task(
+        bind=True, base=base, lock_key="export:<corp_id>", max_retries=5, name=f"{base.__name__}.t"
+    )
+    def export(self, corp_id):
+        return self, corp_id
+
+    assert export(7) == (app.tasks[f"{base.__name__}.t"], 7)
+    assert isinstance(export, base)
+    assert export.lock_for(7).key == "export:7"
+    assert (export.name, export.max_retries) == (f"{base.__name__}.t", 5)
+
+
+def test_the_typed_decorator_needs_no_parentheses(app):
+    """The key is the name and all arguments then, as for any SingletonTask."""
+
+    @Dislock(app).task
+    def export(corp_id):
+        return corp_id
+
+    assert export(7) == 7
+    assert export.lock_for(7).key.startswith(f"{__name__}.export:")
+
+
+@pytest.mark.parametrize("base", [Task, "SingletonTask", None])
+def test_a_typed_task_locks_in_any_case(app, base):
+    """A class that locks under --dislock only is for @app.task."""
+    with pytest.raises(SettingsError, match="give SingletonTask"):
+        Dislock(app).task(base=base, lock_key="k")
+
+
+def test_without_an_app_there_are_no_tasks():
+    """Dislock.from_url() is for plain Python."""
+    with pytest.raises(SettingsError, match=r"use Dislock\(app\)"):
+        Dislock.from_url("redis://a").task(lock_key="k")

@@ -82,3 +82,27 @@ def test_what_waits_is_written_where_parking_fails_too():
         park()
     order.write("1:0:0", lambda: lines.append("at once"))
     assert lines == ["skipped", "at once"]
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "line"),
+    [
+        (logging.INFO, "a\x1b[2Jb\nTask x[1] is done", "a\\x1b[2Jb\\nTask x[1] is done"),
+        (logging.ERROR, "\u061c\u2060\U000e0041", "\\u061c\\u2060\\U000e0041"),
+        (logging.ERROR, "\xad\ud800", "\\xad\\ud800"),
+        (logging.WARNING, "100%s", "100%s"),
+        (logging.WARNING, "\x1b100%s", "\\x1b100%s"),
+    ],
+)
+def test_a_strangers_id_writes_no_line_and_no_command(both, level, text, line):
+    """Whichever module logs it: one record is one line, which a terminal shows as it is."""
+    logging.getLogger("celery_dislock").log(level, "Task %s has ended: %r", text, ValueError(7))
+    assert both.messages == [f"Task {line} has ended: ValueError(7)"]
+    told(Ignore("why"), "t", text, "does not run")
+    assert both.messages[1] == f"Task t[{line}] does not run"
+
+
+def test_a_line_of_text_keeps_its_parts(both):
+    """Tools that group log lines go by the message without its arguments."""
+    logging.getLogger("celery_dislock").info("Task %s", "Zürich")
+    assert (both.records[0].msg, both.records[0].args) == ("Task %s", ("Zürich",))

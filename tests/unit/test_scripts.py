@@ -10,12 +10,17 @@ import pytest
 
 from celery_dislock import scripts
 from celery_dislock.scripts import Script, commands
-from celery_dislock.scripts.files import INCLUDE
+from celery_dislock.scripts.files import INCLUDE, read_lua
 from celery_dislock.servers import replies
 
 LOADED = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
 FILES = {file.stem: file.read_text("utf-8") for file in Path(scripts.__file__).parent.glob("*.lua")}
 OPERATIONS = sorted(name for name in FILES if not name.startswith("_"))
+WITHIN = {
+    "ACQUIRE_UNIQUE": ("acquire", "_begins"),
+    "PARK_UNIQUE": ("park", "_begins"),
+    "RELEASE_UNIQUE": ("release", "_ends"),
+}
 
 
 def code(text: str) -> str:
@@ -24,8 +29,18 @@ def code(text: str) -> str:
 
 
 def test_every_script_of_the_folder_is_loaded():
-    """Each operation's file is a constant of its name, and no constant is without a file."""
-    assert sorted(LOADED) == sorted(name.upper() for name in OPERATIONS)
+    """Each operation's file is a constant of its name, and no other constant is without a file."""
+    assert set(LOADED) == {name.upper() for name in OPERATIONS} | WITHIN.keys()
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_script_may_stand_within_another(name):
+    """All of its lines do, for a task whose message was reserved."""
+    inner, outer = WITHIN[name]
+    text = LOADED[name].text
+    assert read_lua(inner) in text
+    before, after = read_lua(outer).split("-- the script\n")
+    assert (text.startswith(before), text.endswith(after)) == (True, True)
 
 
 @pytest.mark.parametrize("name", sorted(LOADED))

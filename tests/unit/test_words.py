@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 
-from celery_dislock.words import for_people, so_far
+from celery_dislock.words import for_people, plain, so_far, to_json
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,40 @@ def test_a_time_is_written_as_people_say_it(seconds, words):
 def test_what_follows_a_holder_says_how_long_and_whether_it_lives(held_for, renewed, words):
     """A lease that was never renewed has no renewal to tell; an unknown time is left out."""
     assert so_far(held_for, renewed) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(float("nan"), "?"), (float("inf"), "?"), (float("-inf"), "?"), (10.0**300, "?")],
+)
+def test_a_time_that_nobody_lives_to_see_is_not_known(seconds, words):
+    """It comes from a damaged record, and breaks no table."""
+    assert for_people(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("export:7", "export:7"),
+        ("Zürich 東京", "Zürich 東京"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("a\nb\tc\x9b\x7f", "a\\nb\\tc\\x9b\\x7f"),
+        ("\u202eabc\u200b\ufeff", "\\u202eabc\\u200b\\ufeff"),
+        ("a\u061cb\u2060c\xadd", "a\\u061cb\\u2060c\\xadd"),
+        ("\U000e0041\u2028\ud800", "\\U000e0041\\u2028\\ud800"),
+        (7, "7"),
+        (None, "None"),
+    ],
+)
+def test_text_is_shown_as_it_is_written(text, shown):
+    """Nothing in it is invisible, moves a cursor, turns the direction or ends a line."""
+    assert plain(text) == shown
+    assert plain(shown) == shown
+
+
+def test_json_has_no_number_that_json_does_not_have():
+    """What is not finite is null, however deep; what is finite stays as it is."""
+    strange = {"a": [math.nan, {"b": (math.inf, -math.inf)}], "c": 1.5, "d": math.nan}
+    assert json.loads(to_json(strange)) == {"a": [None, {"b": [None, None]}], "c": 1.5, "d": None}
+    assert to_json({"a": [1.5, "NaN", None, True]}) == '{"a": [1.5, "NaN", null, true]}'
+    assert to_json({"a": object}, indent=1, default=lambda _one: "x") == '{\n "a": "x"\n}'

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.findings import (
+    NAMED,
     NOTE,
     OK,
     SERIOUS,
@@ -21,20 +22,25 @@ from celery_dislock.operating.findings import (
     number,
     some,
 )
+from celery_dislock.operating.overview import REPEAT, differing
 from celery_dislock.scripts import LINES
 from celery_dislock.scripts.names import index_of_lines, sweep_lock
 from celery_dislock.servers.server import scan
+from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.operating.checks.workers import Fleet
-    from celery_dislock.operating.overview import Holder, LockState, Overview, Place, Reserved
+    from celery_dislock.operating.overview import Holder, LockState, Overview, Place
+    from celery_dislock.servers.reservations import Record
     from celery_dislock.servers.server import Server
 
 LINES_MOST = 200  # lines that are read place by place
 PLACES_MOST = 50  # places of each that are read
 ASKED_MOST = 200  # reservations whose ids the workers are asked for
+HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has another timeout
+STUCK_LONG = 5.0  # seconds since the first in line has come
 TURNS_MANY = 3  # turns that a parked task has not claimed
 
 # The time limits and countdowns that a task may have are not known here.
@@ -51,7 +57,7 @@ class Seen:
     dead: list[tuple[str, Holder]] = field(default_factory=list)
     lines: list[LockState] = field(default_factory=list)
     aside: list[tuple[str, int]] = field(default_factory=list)
-    reserved: list[tuple[str, Reserved]] = field(default_factory=list)
+    reserved: list[tuple[str, Record]] = field(default_factory=list)
     limits: list[LockState] = field(default_factory=list)
     damaged: list[StoreError] = field(default_factory=list)
     failed: list[StoreError] = field(default_factory=list)
@@ -87,7 +93,7 @@ def look(overview: Overview, fleet: Fleet, old: float) -> Seen:
         reserved = lock.reservation
         if reserved and reserved.state == "waiting" and reserved.since > old:
             seen.reserved.append((lock.key, reserved))
-        if lock.limit is not None:
+        if lock.limit is not None or lock.limit_differs:
             seen.limits.append(lock)
     lines = sorted(seen.lines, key=lambda lock: -lock.waiting)[:LINES_MOST]
     seen.lines = []
@@ -154,6 +160,33 @@ def leases(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
         )
 
 
+def held_long(seen: Seen) -> Iterator[Finding]:
+    """Find leases that others have waited for, for long: of a body that hangs, perhaps."""
+    found = [
+        (lock, holder)
+        for lock in seen.lines
+        for holder in lock.holders
+        if holder.timeout and holder.held > HELD_LONG * holder.timeout
+    ]
+    if not found:
+        return
+    longest = sorted(found, key=lambda one: -one[1].held)
+    told = [
+        f"{lock.key}, held for {for_people(holder.held)} by {holder.who}, with {lock.waiting} "
+        "waiting"
+        for lock, holder in longest[:NAMED]
+    ]
+    yield Finding(
+        "leases",
+        WARNING,
+        f"{number(len(longest), 'lease')} held unusually long while others wait: "
+        f"{'; '.join(told)}{'; and others' if len(longest) > NAMED else ''}.",
+        "If its body hangs: celery dislock free --terminate KEY. A task that takes that long on "
+        "purpose is best given a time limit, and max_renew_times.",
+        listed(lock.key for lock, _ in longest),
+    )
+
+
 def _is_renewed(holder: Holder) -> bool:
     """Tell whether a lease was renewed in the last half of its timeout, as each third of it is."""
     return not holder.expiring and holder.renewed is not None and holder.renewed < holder.remaining
@@ -162,15 +195,17 @@ def _is_renewed(holder: Holder) -> bool:
 def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
     """Find parked tasks whose messages no worker would consume, and turns nobody claims."""
     unserved: dict[str, list[str]] = {}
-    unclaimed = []
+    unclaimed, tickets, turns = [], [], []
     for lock in seen.lines:
         for place in (*lock.line, *lock.turns):
             if not place.parked:
                 continue
             if place.turns >= TURNS_MANY:
                 unclaimed.append(lock.key)
+                turns.append(place.ticket)
             if place.routing_key is not None and not _is_consumed(place, fleet):
                 unserved.setdefault(place.routing_key or "?", []).append(lock.key)
+                tickets.append(place.ticket)
     if unserved and not fleet.error:
         keys = [key for of_queue in unserved.values() for key in of_queue]
         mute = any(_is_renewed(holder) for _, holder in seen.dead)  # it may consume them
@@ -180,7 +215,8 @@ def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
             f"{number(len(keys), 'parked task')} will go to queues that no worker "
             "that answers consumes "
             f"({some(unserved)}), in the lines of {some(keys)}.",
-            "Start a worker for these queues (-Q). To end a parked task: celery dislock drop.",
+            "Start a worker for these queues (-Q). To end a parked task: celery dislock drop "
+            f"TICKET. Tickets: {some(tickets)}.",
             listed(keys),
         )
     if unclaimed:
@@ -189,7 +225,8 @@ def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
             WARNING,
             f"{number(len(unclaimed), 'parked task')} had {TURNS_MANY} or more turns, and did not "
             f"claim them: {some(unclaimed)}.",
-            "Their messages do not reach a worker, or it cannot run them: look at its log.",
+            "Their messages do not reach a worker, or it cannot run them: look at its log. To end "
+            f"one: celery dislock drop TICKET. Tickets: {some(turns)}.",
             listed(unclaimed),
         )
 
@@ -212,6 +249,28 @@ def _is_consumed(place: Place, fleet: Fleet) -> bool:
 def _keys_of(queue: Mapping[str, Any]) -> list[Any]:
     bindings = queue.get("bindings") or []
     return [queue.get("routing_key"), *(one.get("routing_key") for one in bindings)]
+
+
+def stuck(seen: Seen) -> Iterator[Finding]:
+    """Find lines of a lock that nobody holds: each release hands the lock on."""
+    found = [
+        lock
+        for lock in seen.lines
+        if lock.is_stuck and lock.line and lock.line[0].waiting > STUCK_LONG
+    ]
+    if found:
+        told = [
+            f"{lock.key}, {lock.waiting} waiting, the first for {for_people(lock.line[0].waiting)}"
+            for lock in found[:NAMED]
+        ]
+        yield Finding(
+            "lines",
+            WARNING,
+            f"{number(len(found), 'line')} of locks that nobody holds: {'; '.join(told)}.",
+            "A worker with --dislock goes on with the line at its next sweep, within a third of "
+            "the timeout: look again then. To let it go on now: celery dislock resume KEY",
+            listed(lock.key for lock in found),
+        )
 
 
 def sweeps(
@@ -263,7 +322,8 @@ def aside(seen: Seen) -> Iterator[Finding]:
             WARNING,
             f"{number(tasks, 'parked task')} could not be read or run, and "
             f"{'was' if tasks == 1 else 'were'} set aside: {some(keys)}.",
-            "See the page Operate it, Tasks that were set aside: put them back, or delete them.",
+            "When a worker can run them: celery dislock put-back KEY. See the page Operate it, "
+            "Tasks that were set aside.",
             listed(keys),
         )
 
@@ -300,11 +360,11 @@ def reservations(
         "reservations",
         WARNING if certain else NOTE,
         what,
-        "It was purged, or lost with the broker. The reservation ends by itself after "
-        "lock_unique_for; no message of this key is sent until then."
+        "It was purged, or lost with the broker. No message of this key is sent until the "
+        "reservation ends, after lock_unique_for. To end it now: celery dislock free KEY"
         if certain
-        else "It may wait in a queue still. If it was purged, the reservation ends by itself after "
-        "lock_unique_for.",
+        else "It may wait in a queue still. If it was purged, end the reservation: celery dislock "
+        "free KEY. Otherwise it ends by itself after lock_unique_for.",
         listed(gone),
     )
 
@@ -320,6 +380,16 @@ def limits(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
             f"older than this command does not heed that: {some(older)}.",
             "Update it.",
             listed(older),
+        )
+    if disagreed := [lock for lock in seen.limits if lock.limit_differs]:
+        keys = some(f"{lock.key} ({differing(lock)})" for lock in disagreed)
+        yield Finding(
+            "limits",
+            WARNING,
+            f"Independent lock servers disagree about a pause or a limit: {keys}. When another of "
+            "them is away, that decides who gets the lock.",
+            f"{REPEAT}: celery dislock resume KEY",
+            listed(lock.key for lock in disagreed),
         )
     for what, locks in (
         ("Paused by somebody", [lock for lock in seen.limits if lock.limit == 0]),
@@ -339,4 +409,6 @@ def limits(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
 def _limited(lock: LockState) -> str:
     told = [f"to {lock.limit}"] if lock.limit else []
     told += [lock.limit_note] if lock.limit_note else []
-    return f"{lock.key} ({'; '.join(told)})" if told else lock.key
+    told += [f"for {for_people(lock.limit_age)} so far"]
+    told += [f"{lock.waiting} waiting"] if lock.waiting else []
+    return f"{lock.key} ({'; '.join(told)})"

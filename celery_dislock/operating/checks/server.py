@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import ForbiddenError, StoreError
 from celery_dislock.operating.findings import NOTE, OK, SERIOUS, WARNING, Finding
+from celery_dislock.scripts import TRY
 from celery_dislock.servers.connections import is_answer
-from celery_dislock.servers.permissions import check_rights
+from celery_dislock.servers.permissions import check_rights, tried_in
+from celery_dislock.servers.replies import text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +37,7 @@ KINDS = {
     "quorum": "one of several independent servers",
 }
 
+REFUSES = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")  # a replica is found by its role
 _REPLICA = re.compile(r"slave\d+")
 
 
@@ -222,7 +225,7 @@ def eviction(info: Mapping[str, str]) -> Iterator[Finding]:
             "memory",
             WARNING,
             f"Its memory is nearly full: {info.get('used_memory_human')} of "
-            f"{info.get('maxmemory_human')}. When it is full, no lock can be taken or renewed.",
+            f"{info.get('maxmemory_human')}. When it is full, no lock can be taken.",
             "Raise maxmemory, or keep the locks on a server of their own (dislock_url).",
         )
 
@@ -372,6 +375,28 @@ def clocks(found: Sequence[Member], kind: str) -> Iterator[Finding]:
     else:
         what = f"The lock server's clock and the clock here are {abs(off):.3f} s apart."
         yield Finding("clock", OK, what)
+
+
+def writes(server: Server, prefix: str) -> Iterator[Finding]:
+    """Find a server that refuses to write, by trying.  A round trip to each server."""
+    for name, send in server.members():
+        try:
+            tried = send(*TRY.by_text([], tried_in(prefix), "HSET"))
+        except StoreError:
+            continue  # another check says so
+        why = next((text(part) for part in tried[1::2]), "")
+        if REFUSES.search(why):
+            why = why.partition("-")[2] if why.startswith("@") else why  # as Redis 6.2 writes it
+            yield Finding(
+                "writes",
+                SERIOUS,
+                f"It refuses to write, so no lock can be taken ({why}). Locks that are held can be "
+                "renewed and released if it is only its memory that is full.",
+                "Raise maxmemory, or keep the locks on a server of their own (dislock_url)."
+                if "OOM" in why
+                else "Look at its log, and at its disk.",
+                [name],
+            )
 
 
 def rights(server: Server, prefix: str) -> Iterator[Finding]:

@@ -248,8 +248,8 @@ class Quorum:
         answered, majority = self._require_majority(replies), self._peers.majority
         if script is HOLDERS:
             return merge_holders(answered, majority)
-        if script is LIMIT:
-            return answered[0]
+        if script is LIMIT:  # what was set before on any server has been replaced there
+            return next((reply for reply in answered if reply[0]), answered[0])
         if script in {LOOK, COUNTS}:
             return merge_looks(answered, majority) if script is LOOK else merge_counts(answered)
         if not all(isinstance(reply, int) for reply in answered):
@@ -351,7 +351,11 @@ def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
 
 
 def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
-    """Return what a majority reports of a lock; these servers keep no line and no reservations."""
+    """
+    Return what a majority reports of a lock; these servers keep no line and no reservations.
+
+    One item more than look.lua returns: how many of the servers that answered have another limit.
+    """
     now = max(answer[0] for answer in answers)
     leases: dict[bytes, list[tuple[Any, ...]]] = {}
     for now_there, found, *_ in answers:
@@ -365,10 +369,10 @@ def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
             merged += [owner, now + remaining, token, *found[0][2:]]
     limits: dict[bytes, list[tuple[bytes, int]]] = {}
     for *_, limit, limit_ms in answers:
-        if limit:
-            limits.setdefault(limit.split(b" ")[1], []).append((limit, limit_ms))
-    set_by_most = next((found for found in limits.values() if len(found) >= majority), None)
-    return [now, merged, *answers[0][2:-2], *(set_by_most or [(b"", -1)])[0]]
+        limits.setdefault(limit.split(b" ")[1] if limit else b"", []).append((limit, limit_ms))
+    agreed = next((found for found in limits.values() if len(found) >= majority), [])
+    others = len(answers) - len(agreed)
+    return [now, merged, *answers[0][2:-2], *(agreed or [(b"", -1)])[0], others]
 
 
 def merge_counts(answers: Sequence[list[Any]]) -> list[Any]:

@@ -130,10 +130,11 @@ const clock = (at) => new Date(at).toLocaleString([], { dateStyle: "short", time
 
 // Text.
 
-const CONTROL = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g;
+// As words.plain() has it: what is no text, and all spaces but the usual one.
+const CONTROL = /[\p{C}\p{Z}]/gu;
 
 function plain(text) {
-  return String(text).replace(CONTROL, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return String(text).replace(CONTROL, (one) => (one === " " ? one : `\\u{${one.codePointAt(0).toString(16)}}`));
 }
 
 function setText(element, text) {
@@ -217,6 +218,16 @@ function showList(told) {
   setText(byId("server"), plain(told.server));
   sync(byId("locks").tBodies[0], told.locks, (lock) => lock.name, makeRow, fillRow);
   byId("locks").hidden = !told.locks.length;
+  byId("empty").hidden = told.all > 0;
+  byId("turn").hidden = told.pages < 2;
+  byId("totals").hidden = !told.all;
+  for (const button of byId("totals").children) {
+    const { show } = button.dataset;
+    const [number, word] = [told.totals[show], { line: "in line" }[show] || show];
+    setText(button, `${number.toLocaleString()} ${word}`);
+    button.setAttribute("aria-pressed", String(view.show === show));
+    button.classList.toggle("warn", number > 0 && ["overdue", "paused", "damaged"].includes(show));
+  }
   setText(byId("pages"), `Page ${told.page} of ${told.pages}`);
   byId("previous").disabled = told.page <= 1;
   byId("next").disabled = told.page >= told.pages;
@@ -258,13 +269,16 @@ function fillRow(row, lock) {
   else noTime(left);
   setText(line, lock.waiting ? lock.waiting.toLocaleString() : "");
   badges(state, [
-    ...(lock.limit === 0 ? [["paused", true]] : lock.limit === null ? [] : [[`limit ${lock.limit}`, true]]),
+    ...lock.troubles.filter((one) => one === "overdue" || one === "stuck").map((one) => [one, true]),
+    ...(lock.limit === 0 ? [[`paused${ago(lock.limit_age)}`, true]] : lock.limit === null ? [] : [[`limit ${lock.limit}`, true]]),
     ...(first && first.expiring ? [["left to expire", false]] : []),
     ...(first && first.mode === "shared" ? [["shared", false]] : []),
-    ...(lock.reserved ? [["reserved", false]] : []),
+    ...(lock.reserved ? [[`reserved${ago(lock.reserved_for)}`, false]] : []),
     ...(lock.aside ? [[`${lock.aside} set aside`, true]] : []),
   ]);
 }
+
+const ago = (seconds) => (seconds === null ? "" : ` ${duration(Math.max(1, Math.round(seconds)))} ago`);
 
 function badges(parent, texts) {
   const items = texts.map(([text, isWarning]) => ({ text, isWarning }));
@@ -292,6 +306,7 @@ function showHour(told) {
 
 function showLock(lock) {
   lastLock = lock;
+  byId("lock-told").hidden = false;
   const title = `Lock ${plain(lock.key)}`;
   setText(byId("lock-title"), title);
   document.title = title;
@@ -302,6 +317,8 @@ function showLock(lock) {
     const why = lock.limit_note ? ` (${plain(lock.limit_note)})` : "";
     told.push(lock.limit === 0 ? `It is paused, ${until}${why}: nobody gets it.` : `It admits ${countOf(lock.limit, "lease", "leases")} at a time, ${until}${why}.`);
   }
+  if (lock.troubles.includes("overdue")) told.push("It is overdue: a holder has missed two renewals, so its process is dead, stopped, or cut off.");
+  if (lock.troubles.includes("stuck")) told.push("It is stuck: others wait, and nobody holds it.");
   if (lock.aside) told.push(`${countOf(lock.aside, "parked task was", "parked tasks were")} set aside: no worker could read or run it.`);
   setText(byId("lock-text"), told.join(" "));
   byId("limits").hidden = !session.may_act;
@@ -313,7 +330,8 @@ function showLock(lock) {
   const reserved = lock.reservation;
   byId("reserved").hidden = !reserved;
   if (reserved) {
-    setText(byId("reservation"), `For task ${plain(reserved.id)}, ${reserved.state}, since ${duration(reserved.since)}. It ends in ${duration(reserved.remaining)}, unless it is renewed.`);
+    setText(byId("reservation"), `${reservedFor(reserved)} It ends in ${duration(reserved.remaining)}${reserved.state === "ended" ? "" : ", unless it is renewed"}.`);
+    byId("unreserve").hidden = !(session.may_act && reserved.mark !== undefined);
   }
   byId("with-turns").hidden = !lock.turns.length;
   sync(byId("turns"), lock.turns, (one) => one.ticket, makePlace, fillPlace);
@@ -322,6 +340,12 @@ function showLock(lock) {
   byId("line-pages").hidden = lock.waiting <= lock.places && !lock.first;
   byId("line-previous").disabled = !lock.first;
   byId("line-next").disabled = lock.first + lock.line.length >= lock.waiting;
+}
+
+function reservedFor(reserved) {
+  const since = `${duration(reserved.since)} ago`;
+  if (reserved.state === "ended") return `For task ${plain(reserved.id)}, which ended ${since}.`;
+  return `For task ${plain(reserved.id)}, ${since}; it is ${reserved.state}.`;
 }
 
 function makeHolder() {
@@ -421,11 +445,23 @@ async function act(path, fields) {
 // The holder is the one that the question shows, whoever holds the lock when the answer is given.
 async function free(holder, button) {
   const lock = lastLock;
-  const text = `${plain(holder.who)} holds it for ${duration(holder.held)}. Its body may still run: it is told that its lease is lost, and the next in line gets the lock.`;
+  const first = holder.can_be_terminated ? "End the task first, with the other button: then nothing runs twice. " : "";
+  const text = `${first}${plain(holder.who)} holds it for ${duration(holder.held)}. Its body may still run: it is told that its lease is lost, and the next in line gets the lock.`;
   if (await confirmed(`Free lock ${plain(lock.key)}?`, text, "Free it")) {
     await act("api/free", { name: lock.name, owner: holder.owner, token: holder.token });
   }
   refocus(button);
+}
+
+async function unreserve() {
+  const lock = lastLock;
+  const { id, mark, number, state } = lock.reservation;
+  const goesOn = { running: "Its task goes on.", ended: "Its task has ended." }[state] || "Its message may still wait, and runs then as well.";
+  const text = `${reservedFor(lock.reservation)} The next message of the key is sent. ${goesOn}`;
+  if (await confirmed(`End the reservation of ${plain(lock.key)}?`, text, "End it")) {
+    await act("api/unreserve", { name: lock.name, id, mark, number });
+  }
+  if (byId("reserved").hidden && !needsLogin) byId("lock-title").focus();
 }
 
 async function terminate(holder, button) {
@@ -460,6 +496,7 @@ function refocus(button) {
 
 byId("cancel").addEventListener("click", () => byId("confirm").close());
 byId("confirmed").addEventListener("click", () => byId("confirm").close("yes"));
+byId("unreserve").addEventListener("click", unreserve);
 byId("pause").addEventListener("click", () => limit("0", `Pause lock ${plain(lastLock.key)}?`, "Nobody gets it from now on. Those who hold it keep it, and those in line stay there.", "Pause it"));
 byId("resume").addEventListener("click", () => limit("", `Take back the limit of lock ${plain(lastLock.key)}?`, "The limit that the code gives holds again.", "Take it back"));
 byId("limit").addEventListener("submit", (event) => {
@@ -553,7 +590,7 @@ function go() {
     first: parts.get("first") || "0",
     search: parts.get("search") || "",
     show: parts.get("show") || "all",
-    order: parts.get("order") || "key",
+    order: parts.get("order") || "trouble",
     page: parts.get("page") || "1",
   };
   asked += 1;
@@ -576,7 +613,7 @@ function showSections() {
 
 function list(changes) {
   const parts = { search: view.search, show: view.show, order: view.order, page: view.page, ...changes };
-  const standard = { search: "", show: "all", order: "key", page: "1" };
+  const standard = { search: "", show: "all", order: "trouble", page: "1" };
   return Object.fromEntries(Object.entries(parts).filter(([name, value]) => String(value) !== standard[name]));
 }
 
@@ -600,6 +637,10 @@ byId("search").addEventListener("input", () => {
   searchTimer = setTimeout(() => find({ search: byId("search").value }, true), TYPING);
 });
 byId("show").addEventListener("change", () => find({ show: byId("show").value }));
+byId("totals").addEventListener("click", (event) => {
+  const { show } = event.target.dataset;
+  if (show) find({ show: view.show === show ? "all" : show });
+});
 byId("order").addEventListener("change", () => find({ order: byId("order").value }));
 byId("previous").addEventListener("click", () => find({ page: Number(view.page) - 1 }));
 byId("next").addEventListener("click", () => find({ page: Number(view.page) + 1 }));
@@ -622,6 +663,7 @@ window.addEventListener("hashchange", () => {
   setText(byId("result"), "");
   if (was.name !== view.name || was.key !== view.key) {
     lastLock = null;
+    byId("lock-told").hidden = true;
     const isLock = view.name !== null || view.key !== null;
     if (isLock) setText(byId("lock-title"), "Lock");
     (isLock ? byId("lock-title") : byId("main")).focus();

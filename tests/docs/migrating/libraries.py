@@ -124,8 +124,9 @@ def locks_of(client: redis.Redis, library: Library) -> list[str]:
 
 
 def reservations(client: redis.Redis) -> list[str]:
-    """Return the names of our reservations."""
-    return client.keys("dislock:*:unique")
+    """Return the names of our reservations, without those that keep numbers alone."""
+    names = client.keys("dislock:*:unique")
+    return [name for name in names if not (client.get(name) or "").startswith("2 - ")]
 
 
 def expiry_of(client: redis.Redis, names: list[str]) -> int:

@@ -12,6 +12,7 @@ from celery_dislock.cli import dislock as command
 from celery_dislock.cli.session import Session
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.servers.reservations import Record
 
 HELD = 750.0  # seconds
 TASK_ID = "9b1d"
@@ -55,6 +56,11 @@ def place(number=1, **changed):
         "args": "(7,) {}",
     }
     return Place(**{**told, **changed})
+
+
+def reserved(state="waiting", **changed):
+    """Make a reservation of a key."""
+    return Record("id-1", state, 3.0, 60.0, "5eed", 7)._replace(**changed)
 
 
 def lock(key="k", **changed):
@@ -113,15 +119,24 @@ class FakeActions:
         self.done = []
         self.gone = True
         self.left = None
+        self.aside = []
         self.error = None
 
     def free(self, *what):
         self.done.append(("free", *what))
         return self.gone
 
+    def end_reservation(self, *what):
+        self.done.append(("unreserve", *what))
+        return self.gone
+
     def drop(self, *what):
         self.done.append(("drop", *what))
         return self.gone
+
+    def put_back(self, name, ticket=""):
+        self.done.append(("put back", name, ticket))
+        yield from self.aside
 
     def terminate(self, holder, *, signal="TERM"):
         if self.error:

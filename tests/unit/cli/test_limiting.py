@@ -7,7 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from celery_dislock.cli import limiting, session
+from celery_dislock import SingletonTask
+from celery_dislock.cli import session
+from celery_dislock.exceptions import StoreError
+from tests.unit.cli.conftest import lock
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def limits(monkeypatch):
 
     Limits.asked.clear()
     monkeypatch.setattr(session.Session, "actions", Limits())
-    monkeypatch.setattr(limiting.getpass, "getuser", lambda: "me")
+    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
     return Limits
 
 
@@ -64,6 +67,75 @@ def test_a_user_without_a_name(dislock, limits, monkeypatch):
     def nobody():
         raise KeyError("uid not found")
 
-    monkeypatch.setattr(limiting.getpass, "getuser", nobody)
+    monkeypatch.setattr(session.getpass, "getuser", nobody)
     dislock("pause", "k")
     assert limits.asked[0][-1] == "by an operator"
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["pause", "k"], "paused lock 'k', with the note 'by me'"),
+        (
+            ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
+            r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'",
+        ),
+        (["limit", "k", "3"], "limited lock 'k' to 3 leases, with the note 'by me'"),
+        (["resume", "k"], "took back the limit of lock 'k'"),
+    ],
+)
+def test_each_change_is_logged_with_who_did_it(dislock, limits, caplog, monkeypatch, args, line):
+    """As the page does it: the record is found where the other log lines are."""
+    monkeypatch.setattr(session, "gethostname", lambda: "here")
+    assert dislock(*args, "--json").exit_code == 0
+    assert caplog.messages == [f"Command: 'me' on here {line}."]
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_what_was_set_before_an_error_is_logged(dislock, limits, caplog, monkeypatch):
+    """Of several keys the first is paused, and the lock server goes away."""
+    about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}
+    dislock.app.task(base=SingletonTask, **about)(nothing)
+
+    def fail_later(_self, name, *_args, **_options):
+        if name == "dislock:{b}":
+            raise StoreError("redis://fake", "away")
+
+    monkeypatch.setattr(limits, "limit", fail_later)
+    assert dislock("pause", "--task", "shop.move").exit_code == session.AWAY
+    assert ["paused lock 'a'" in one for one in caplog.messages] == [True]
+
+
+def nothing(): ...
+
+
+@pytest.mark.parametrize("command", [["pause"], ["resume"], ["limit", "2"]])
+def test_a_pattern_is_refused(dislock, limits, command):
+    """It would be taken for a key that nobody has, and nothing would be paused."""
+    name, *number = command
+    answer = dislock(name, "export:*", *number)
+    assert answer.exit_code == 2
+    assert "looks like a pattern" in answer.stderr
+    assert limits.asked == []
+
+
+def test_a_key_that_only_looks_like_a_pattern_can_be_paused(dislock, limits, overview):
+    """A value of an argument may have a star in it."""
+    overview.put(lock("export:*", waiting=1))
+    assert dislock("pause", "export:*").exit_code == 0
+    assert len(limits.asked) == 1
+
+
+def test_a_key_that_nobody_knows_is_a_warning(dislock, limits, overview):
+    """It may be misspelt; it is paused all the same, as it may be there soon."""
+    answer = dislock("pause", "exprot:7", "--json")
+    assert answer.exit_code == 0
+    assert answer.stderr.startswith("Warning: nobody holds, awaits or reserves lock exprot:7 now.")
+    assert json.loads(answer.stdout)[0]["limit"] == 0
+    overview.put(lock("export:7", waiting=1))
+    assert dislock("pause", "export:7").stderr == ""
+
+
+def test_what_was_not_set_is_not_taken_back(dislock, limits):
+    """A misspelt key of a pause that stays is noticed."""
+    assert dislock("resume", "k").stdout.endswith("Nobody had set another.\n")

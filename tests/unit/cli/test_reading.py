@@ -6,11 +6,16 @@ import json
 
 import pytest
 
+from celery_dislock import SingletonTask
+from celery_dislock.cli import session
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.operating.overview import Reserved
-from tests.unit.cli.conftest import HELD, holder, lock, place
+from celery_dislock.keys.names import reserved_lock
+from tests.unit.cli.conftest import HELD, holder, lock, place, reserved
 
 FOUND = 1
+
+
+def nothing(): ...
 
 
 def rows(answer):
@@ -19,22 +24,89 @@ def rows(answer):
 
 
 def test_all_that_is_known_has_a_row(dislock, overview):
-    """Sorted by key; a lock that several hold has a row for each, an unknown one has none."""
+    """What is in trouble on top, then by key; a row for each holder, none for an unknown lock."""
     overview.put(
         lock("e"),
-        lock("d", limit=0),
-        lock("c", reservation=Reserved("id-1", "waiting", 3.0, 60.0)),
+        lock("d", limit=0, limit_age=7200.0),
+        lock("c", reservation=reserved()),
         lock("b", holders=[holder(), holder(owner="other")]),
         lock("a", waiting=2),
     )
     answer = dislock("ls", "x*")
     assert overview.asked == ["x*"]
-    assert rows(answer) == ["a", "b", "b", "c", "d"]
-    assert answer.stdout.splitlines()[2] == (
-        "b    12 min    3.0 s ago  27 s  -        -               -       "
+    assert rows(answer) == ["a", "d", "b", "b", "c"]
+    assert answer.stdout.splitlines()[3] == (
+        "b    -                  12 min    3.0 s ago  27 s  -        -               -       "
         "shop.export[9b1d] on celery@w1 (pid 7)"
     )
-    assert [one["key"] for one in json.loads(dislock("ls", "--json").stdout)] == list("abcd")
+    assert [one["key"] for one in json.loads(dislock("ls", "--json").stdout)] == list("adbc")
+
+
+def test_what_is_in_trouble_says_so(dislock, overview):
+    """The worst first, with since when: damaged, overdue, stuck, set aside, paused."""
+    overview.put(
+        lock("a", holders=[holder()]),
+        lock("b", limit=0, limit_age=7200.0, waiting=2),
+        lock("c", aside=1),
+        lock("d", waiting=2),
+        lock("e", holders=[holder(), holder(renewed=25.0, remaining=5.0)], aside=1),
+    )
+    overview.there["dislock:{f}"] = DamagedLockError("redis://f", "wrong type", "dislock:{f}")
+    answer = dislock("ls")
+    assert rows(answer) == list("feedcba")
+    for row, trouble in zip(
+        [line for nth, line in enumerate(answer.stdout.splitlines()) if nth not in (0, 3)],
+        ("damaged", "overdue 25 s, set aside", "stuck", "set aside", "paused 2 h 00 min", "-"),
+        strict=True,
+    ):
+        assert f"  {trouble}  " in row
+    told = json.loads(dislock("ls", "--json").stdout)
+    assert [one.get("troubles") for one in told[1:3]] == [["overdue", "set aside"], ["stuck"]]
+
+
+LONG = "export:" + "7" * 70
+WHO = "shop.export[1b4e28ba-2fa1-11d2-883f-0016d3cca427] on celery@web-7.example.com (pid 7)"
+TICKET = "1b4e28ba-2fa1-11d2-883f-0016d3cca427:0:0"
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    """Have the commands write to a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(session, "is_terminal", lambda: True)
+
+
+def test_a_list_fits_a_terminal(dislock, overview, columns):
+    """What matters least is left out, and long names are cut; the trouble stays."""
+    overview.put(
+        lock(LONG, holders=[holder(who=WHO, renewed=25.0, remaining=5.0)], waiting=12),
+        lock("k", limit=0, limit_age=10.0, reservation=reserved()),
+    )
+    head, *told = dislock("ls").stdout.splitlines()
+    assert max(map(len, [head, *told])) <= 80
+    assert head.split("  ")[0].startswith("KEY")
+    assert "overdue 25 s" in told[0]
+    assert "…" in told[0]
+    assert "shop.export" in told[0]
+
+
+def test_a_line_fits_a_terminal(dislock, overview, columns):
+    """The ticket is whole, so that it can be copied; the queue is named."""
+    parked = place(1, who=WHO, ticket=TICKET, routing_key="exports", args="x" * 99)
+    overview.put(lock(waiting=1, line=[parked]))
+    head, row = dislock("line", "k").stdout.splitlines()
+    assert max(len(head), len(row)) <= 80
+    assert TICKET in row
+    assert "exports" in row
+    assert "QUEUE" in head
+
+
+def test_what_is_piped_is_whole(dislock, overview):
+    """A program may read it."""
+    overview.put(lock(LONG, holders=[holder(who=WHO)]))
+    (row,) = dislock("ls").stdout.splitlines()[1:]
+    assert row.startswith(LONG)
+    assert row.endswith(WHO)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +136,9 @@ def test_a_damaged_lock_is_named(dislock, overview):
     overview.put(lock("a", holders=[holder()]))
     overview.there["dislock:{b}"] = DamagedLockError("redis://f", "wrong type", "dislock:{b}")
     answer = dislock("ls")
-    assert rows(answer) == ["a", "b"]
-    assert answer.stdout.endswith("cannot be read: wrong type\n")
-    assert "cannot be used" in json.loads(dislock("ls", "--json").stdout)[1]["error"]
+    assert rows(answer) == ["b", "a"]
+    assert answer.stdout.splitlines()[1].endswith("cannot be read: wrong type")
+    assert "cannot be used" in json.loads(dislock("ls", "--json").stdout)[0]["error"]
     assert rows(dislock("ls", "--task", "*")) == ["a"]
 
 
@@ -99,8 +171,16 @@ def test_a_lease_in_words(dislock, overview, changed, words):
         ),
         ({"limit": 3}, "limited to 3 at a time until it is resumed"),
         (
-            {"reservation": Reserved("i", "running", 3.0, 60.0)},
-            "reserved for task i: its message is",
+            {"limit_differs": 1},
+            "while all of them answer, or take it back: celery dislock resume k\n",
+        ),
+        (
+            {"reservation": reserved()},
+            "reserved 3.0 s ago for task id-1, which is waiting; ends in 60 s unless renewed\n",
+        ),
+        (
+            {"reservation": reserved("ended")},
+            "stays reserved for task id-1, which ended 3.0 s ago; ends in 60 s\n",
         ),
     ],
 )
@@ -111,6 +191,21 @@ def test_what_belongs_to_a_lock(dislock, overview, changed, words):
     assert answer.exit_code == 0
     assert "held by nobody" in answer.stdout
     assert words in answer.stdout
+
+
+def test_keys_that_are_reserved_together(dislock, overview):
+    """A task with several keys reserves all of them under one name, which is shown, too."""
+    about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}
+    dislock.app.task(base=SingletonTask, **about)(nothing)
+    names = ["dislock:{a}", "dislock:{b}"]
+    assert dislock("show", "--task", "shop.move").exit_code == FOUND
+    together = lock("a and others", name=reserved_lock(names), reservation=reserved())
+    overview.put(together)
+    answer = dislock("show", "--task", "shop.move")
+    assert answer.exit_code == 0
+    assert "lock a and others\n  held by nobody\n  reserved 3.0 s ago" in answer.stdout
+    told = json.loads(dislock("show", "--task", "shop.move", "--json").stdout)
+    assert [one["key"] for one in told] == ["a", "b", "a and others"]
 
 
 def test_a_page_of_a_line(dislock, overview):

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from celery_dislock.cli.session import AWAY, FOUND, plain, write_json, write_json_rows, write_table
+from celery_dislock.cli.session import AWAY, FOUND, write_json, write_json_rows, write_table
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.words import plain
 from tests.unit.cli.conftest import lock
 
 
@@ -31,6 +32,13 @@ def test_columns_stand_below_each_other(capsys):
     """Each is as wide as its widest cell; no line ends in spaces, none is broken by a cell."""
     write_table(("A", "B"), [("one", "1"), ("\n{x}", 22)])
     assert capsys.readouterr().out == "A      B\none    1\n\\n{x}  22\n"
+
+
+def test_json_has_no_number_that_json_does_not_have(capsys):
+    """What is not a number is null, whichever way it came there."""
+    write_json({"a": float("nan")})
+    write_json_rows([{"a": float("inf")}])
+    assert capsys.readouterr().out == '{\n  "a": null\n}\n[{"a": null}]\n'
 
 
 def test_json_can_be_shown(capsys):

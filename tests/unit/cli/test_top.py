@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from celery_dislock.cli import dislock, top
 from celery_dislock.cli.top import Screen, look
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.overview import Holder, LockState, Place
 
 
@@ -85,6 +85,21 @@ def test_the_figures_count_what_else_there_is():
     screen = look(Overview(*states), 5)
     counted = (screen.reserved, screen.paused, screen.limited, screen.aside, screen.unread)
     assert counted == (1, 1, 1, 2, 1)
+
+
+def test_a_lock_whose_line_cannot_be_read_costs_no_other():
+    """It counts as unreadable, as one does that cannot be looked at."""
+    states = [lock("a", waiting=3), lock("b", waiting=2), lock("c", waiting=1)]
+    error = DamagedLockError("redis://fake", "wrong type", states[1].name)
+
+    class Damaged(Overview):
+        def lock(self, name, most):
+            if name == error.lock:
+                raise error
+            return super().lock(name, most)
+
+    screen = look(Damaged(*states), 10)
+    assert ([one.key for one in screen.lines], screen.unread) == (["a", "c"], 1)
 
 
 def test_markup_and_escapes_of_strangers_are_shown_as_text():

@@ -41,6 +41,28 @@ def test_a_task_option_wins_over_the_setting_and_that_over_the_default():
     assert options.lock_on_conflict == "skip"
 
 
+@pytest.mark.parametrize(
+    ("declared", "strategy"),
+    [
+        ({"lock_unique_until": "start"}, "queue"),
+        ({"lock_unique_until": "start", "lock_key": ["<a>", "<b>"]}, "retry"),
+        ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, "queue"),
+        ({"lock_unique_until": "end"}, "skip"),
+        ({"lock_unique_until": "expiry"}, "skip"),
+        ({"lock_unique_until": "start", "lock_on_conflict": "skip"}, "skip"),
+    ],
+)
+def test_what_has_changed_since_a_task_began_is_not_missed(declared, strategy):
+    """Where a message may be sent while an older one runs, it is not dropped unless you say so."""
+    assert task_options("t", declared, {}).lock_on_conflict == strategy
+
+
+def test_a_strategy_for_all_tasks_is_one_that_you_say():
+    """It counts for more than any default."""
+    conf = {"dislock_on_conflict": "skip"}
+    assert task_options("t", {"lock_unique_until": "start"}, conf).lock_on_conflict == "skip"
+
+
 def test_durations_may_be_timedeltas():
     """A timedelta becomes seconds."""
     options = task_options("t", {"lock_watchdog_timeout": timedelta(minutes=2)}, {})
@@ -258,7 +280,6 @@ def test_other_attributes_are_nobodys_business():
         ("DISLOCK_URI", "did you mean 'dislock_url'? Write it as DISLOCK_URL"),
         ("CELERY_DISLOCK_URI", "did you mean 'dislock_url'? Write it as CELERY_DISLOCK_URL"),
         ("shop_dislock_uri", "did you mean 'dislock_url'? Write it as shop_dislock_url"),
-        ("CELERY_DISLOCK_FLAVOUR_OF_ICE", "no such setting"),
     ],
 )
 def test_the_near_miss_of_a_setting_is_spelt_as_it_was(name, told):
@@ -273,6 +294,77 @@ def test_a_misspelt_setting_suggests_the_near_miss(name):
     """Settings are checked as options are, with and without Celery's namespace in front."""
     with pytest.raises(SettingsError, match="did you mean 'dislock_watchdog_timeout'"):
         task_options("t", {}, {name: 5})
+
+
+def configured(namespace=None, **settings):
+    """Return the configuration of an app that has these settings, as Django's are read."""
+    app = Celery("shop", set_as_current=False)
+    app.config_from_object(SimpleNamespace(**settings), namespace=namespace)
+    return app.conf
+
+
+@pytest.mark.parametrize(
+    ("namespace", "name", "told"),
+    [
+        ("CELERY", "DISLOCK_URL", "write it as CELERY_DISLOCK_URL"),
+        ("CELERY", "CELERY_DISLOK_URL", "Write it as CELERY_DISLOCK_URL"),
+        ("CELERY", "CELERY_DISLOCKURL", "Write it as CELERY_DISLOCK_URL"),
+        ("CELERY", "CELERY_DLOCK_WATCHDOG_TIMEOT", "Write it as CELERY_DISLOCK_WATCHDOG_TIMEOUT"),
+        ("CELERY", "DISLOCK_URI", "Write it as CELERY_DISLOCK_URL"),
+        ("CELERY", "CELERY_LOCK_WATCHDOG_TIMEOUT", "write it as CELERY_DISLOCK_WATCHDOG_TIMEOUT"),
+        ("CELERY", "CELERY_LOCK_ON_CONFLICT", "write it as CELERY_DISLOCK_ON_CONFLICT"),
+        ("CELERY", "CELERY_MAX_RENEW_TIMES", "write it as CELERY_DISLOCK_MAX_RENEW_TIMES"),
+        ("CELERY", "CELERY_LOCK_KEY", "give it to each task"),
+        (None, "CELERY_DISLOCK_URL", "write it as dislock_url"),
+        (None, "CELERY_LOCK_MODE", "write it as dislock_mode"),
+        (None, "DISLOCK_URL", "write it as dislock_url"),
+        (None, "dislok_url", "did you mean 'dislock_url'?"),
+        (None, "lock_on_conflict", "write it as dislock_on_conflict"),
+        (None, "release_on_failure", "write it as dislock_release_on_failure"),
+    ],
+)
+def test_a_setting_that_nobody_reads_is_answered_with_the_name_that_is_read(namespace, name, told):
+    """An option's name, or another namespace, would leave the default without a word."""
+    with pytest.raises(SettingsError) as caught:
+        check_settings(configured(namespace, **{name: "raise"}))
+    assert caught.value.option == name
+    assert caught.value.remedy.endswith(told)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"DISLOCK_URL": "redis://a", "CELERY_DISLOCK_URL": "redis://a"},
+        {"CELERY_DISLOCK_ON_CONFLICT": "skip", "CELERY_LOCK_ON_CONFLICT": "skip"},
+        {"LOCK_MODE": "theirs", "LOCK_LIMIT": 5, "BLOCK_URL": "x", "CELERY_CLOCK_LIMIT": 5},
+        {"TEST_DISLOCK_URL": "redis://a", "DLOCK_URL": "x", "MAX_RENEW_TIMES": 5},
+    ],
+)
+def test_the_settings_of_others_are_nobodys_business(settings):
+    """Django's are those of a whole project; and a name may be there to feed the right one."""
+    check_settings(configured("CELERY", **settings))
+
+
+def test_a_setting_of_a_later_version_is_a_warning(caplog):
+    """After a rollback of the package alone the workers start; each name is told once."""
+    later = {
+        "CELERY_DISLOCK_BEAT_TIMEOUT": "redis://:s3cret@a",
+        "CELERY_DISLOCK_BEAT_CATCH_UP": True,
+        "CELERY_DISLOCK_ON_CANCEL": "raise",
+        "CELERY_DISLOCK_RATE": "100/m",
+    }
+    for _ in range(2):
+        assert task_options("t", {}, configured("CELERY", **later)).lock_mode == "exclusive"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 4
+    assert [name for name in later if name not in caplog.text] == []
+    assert "is ignored" in caplog.text
+    assert "s3cret" not in caplog.text
+
+
+def test_a_setting_that_does_not_exist_is_refused_in_a_call():
+    """What a program passes by name was written for this version."""
+    with pytest.raises(SettingsError, match="no such setting"):
+        Dislock.from_url("redis://a", flavour_of_ice="lemon")
 
 
 def test_a_bad_setting_is_blamed_on_the_configuration():

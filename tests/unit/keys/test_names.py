@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.keys.names import execution_start, owners_start, task_name, ticket_name
+from celery_dislock.keys.names import (
+    execution_start,
+    owners_start,
+    reserved_name,
+    task_id_of,
+    task_id_of_reserved,
+    task_name,
+    ticket_name,
+    told_id,
+)
 
 PLAIN = [
     "f8c3de3d-1fea-4d7c-a8b0-29f63c4c3454",
@@ -53,3 +62,23 @@ def test_a_ticket_has_numbers_whatever_a_message_says(given):
 def test_no_ticket_is_called_as_the_counter_of_bytes():
     """Both are fields of one hash: each ticket has a colon, and the counter has none."""
     assert ticket_name("bytes", 0, 0) == "bytes:0:0"
+
+
+@pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE, "a b,c", "%zz"])
+def test_a_name_leads_back_to_its_id(task_id):
+    """Else an operator could not end what the task has reserved."""
+    assert task_id_of_reserved(reserved_name(task_id)) == str(task_id)
+    assert task_id_of(ticket_name(task_id, 0, 0)) == str(task_id)
+
+
+def test_a_name_that_nobody_has_encoded_is_shown_as_it_is():
+    """It was written by hand."""
+    assert task_id_of_reserved("%FF%41") == "%FF%41"
+
+
+@pytest.mark.parametrize("task_id", [*HOSTILE, float("nan"), "x" * 10**5, [1]])
+def test_an_id_is_told_as_text_of_limited_length(task_id):
+    """A number that JSON does not have would make the holder's record unreadable for others."""
+    told = told_id(task_id)
+    assert isinstance(told, str)
+    assert len(told) < 1010

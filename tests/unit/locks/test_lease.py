@@ -8,6 +8,7 @@ from celery_dislock.exceptions import (
     LockLostError,
 )
 from celery_dislock.locks import lease as lease_module
+from celery_dislock.servers.reservations import Reservation
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -66,6 +67,15 @@ def test_a_lease_that_is_gone_at_its_release_was_lost(world, heard):
     assert names(heard) == ["lock_acquired", "lock_lost"]
 
 
+def test_a_lease_that_expires_while_its_release_is_on_its_way_was_held(world, heard):
+    """A hub that computes, or a connection that is made anew: the body has ended before."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    world.store.latency = 40
+    lease.release()
+    assert not lease.lost
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
 def test_a_release_that_comes_too_late_reports_the_loss(world, heard):
     """A lease that had ended before its task did is reported as lost."""
     lease = world.lease(lock_watchdog_timeout=30)
@@ -89,6 +99,34 @@ def test_a_server_that_is_away_at_release_does_not_raise(world, caplog):
     world.store.away = True
     lease.release()
     assert "ends by itself within 30.0 s" in caplog.text
+
+
+def test_a_release_that_failed_is_sent_again_as_it_was(world, heard):
+    """By the watchdog: whoever held the lock may hang since, in a result backend that is away."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    reservation = Reservation("dislock:{k}", "1", mark="m", number=1)
+    lease.reservation = reservation
+    world.store.away = True
+    lease.release(at_least=0, ticket="1:0:0", settles=7.0)
+    world.store.away = False
+    world.run(2)
+    assert "dislock:{k}" not in world.store.leases
+    assert world.store.done == ["1:0:0"]
+    assert world.store.settling == [7.0]
+    assert ("end", reservation) in world.store.reservations.asked
+    assert names(heard) == ["lock_acquired", "lock_released"]
+
+
+def test_an_end_after_a_minimum_is_sent_again_as_it_was(world):
+    """What was to last longer lasts as long; the main process cannot renew it any more."""
+    lease = world.lease(lock_watchdog_timeout=30, lock_at_least_for=60)
+    world.store.away = True
+    lease.release()
+    world.store.away = False
+    world.run(2)
+    owner, expires, _ = world.store.leases["dislock:{k}"]
+    assert owner == "~me"
+    assert expires > world.clock() + 50
 
 
 def test_leave_stops_the_renewals_and_sends_nothing(world, heard):

@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.locks.making import keys_of, make_lock
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from itertools import count
 from types import SimpleNamespace
@@ -191,6 +192,37 @@ def test_a_thread_with_an_event_loop_is_not_blocked(world, make):
     with pytest.raises(EventLoopError):
         asyncio.run(take())
     assert world.store.calls == []
+
+
+def test_async_with_is_answered_with_what_to_do(world, make):
+    """Python's own message would tell of a protocol, and not of the thread that owns the lock."""
+
+    async def take():
+        async with make():
+            pass
+
+    with pytest.raises(EventLoopError, match="to_thread"):
+        asyncio.run(take())
+    assert world.store.calls == []
+
+
+def test_a_thread_in_which_trio_runs_is_not_blocked(world, make, monkeypatch):
+    """Trio has no loop of asyncio; its tasks would all count as one owner, too."""
+    running = [True]
+
+    def current_task():  # as trio.lowlevel.current_task()
+        if not running[0]:
+            raise RuntimeError("must be called from async context")
+
+    trio = SimpleNamespace(current_task=current_task)
+    monkeypatch.setitem(sys.modules, "trio.lowlevel", trio)
+    with pytest.raises(EventLoopError, match="to_thread"):
+        make().try_acquire()
+    assert world.store.calls == []
+    running[0] = False
+    lock = make()
+    assert lock.try_acquire()
+    lock.release()
 
 
 def test_a_server_that_is_away_leaves_nothing_held(world, make):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import traceback
 
 import pytest
+import redis
 
-from celery_dislock.exceptions import DamagedLockError, SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,23 @@ def test_a_process_forgets_what_it_has_told_in_the_end(app, caplog, monkeypatch)
         process.lock_server_failed(DamagedLockError("redis://x", "why", f"dislock:{{{number}}}"))
     assert len(caplog.messages) == 4
     assert len(process._damaged) <= 2
+
+
+def test_a_server_that_refuses_locks_is_not_back_when_it_tells_who_has_one(app, caplog):
+    """One without memory answers what it reads: its outage ends when it gives a free lock again."""
+    caplog.set_level("INFO")
+    process = runtime_of(app).process
+    full = StoreError("redis://x", "used memory > 'maxmemory'")
+    full.raw = redis.ResponseError("OOM")
+    for _ in range(3):
+        process.lock_server_failed(full)
+        process.lock_server_answered(took=False)
+    process.lock_server_answered()
+    said = ["answers again" in line for line in caplog.messages]
+    assert said == [False, True]
+    process.lock_server_failed(StoreError("redis://x", "connection refused"))
+    process.lock_server_answered(took=False)
+    assert "answers again" in caplog.messages[-1]
 
 
 def test_a_process_has_its_own_store_and_watchdog(monkeypatch):

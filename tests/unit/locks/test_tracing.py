@@ -152,7 +152,7 @@ def test_every_metric_has_an_instrument(meter):
     """What is counted for Prometheus is recorded for OpenTelemetry, too."""
     known = {
         getattr(counting, name)
-        for name in ("ACQUIRED", "CONFLICT", "RENEWED", "LOST", "CAPPED", "UNAVAILABLE")
+        for name in ("MESSAGE", "ACQUIRED", "CONFLICT", "RENEWED", "LOST", "CAPPED", "UNAVAILABLE")
     }
     assert set(COUNTED) == known
     assert set(SECONDS) == {counting.WAIT, counting.HELD}

@@ -115,6 +115,14 @@ def test_a_worker_with_an_event_loop_keeps_events_for_the_loop(app, threads):
     assert (dispatcher.sent, threads) == ([LOST], [])
 
 
+def test_an_event_has_no_number_that_json_does_not_have(app, threads):
+    """A monitor that cannot read one event would lose the connection that has them all."""
+    events, dispatcher = Events(app), Dispatcher(buffers=True)
+    events.follow(dispatcher)
+    events.send("task-lock-lost", "w1@here", uuid=float("nan"), held_for=float("inf"), key="k")
+    assert dispatcher.sent == [("task-lock-lost", {"uuid": None, "held_for": None, "key": "k"})]
+
+
 def test_other_workers_send_from_a_thread(app, threads):
     """The watchdog goes on while the broker is away; the order stays, and one thread is enough."""
     events = Events(app)

@@ -14,6 +14,7 @@ from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
     HELD_HEADER,
+    LEFT_HEADER,
     OWNERS_MOST,
     PUT_OFF_HEADER,
     READERS,
@@ -21,9 +22,12 @@ from celery_dislock.messages.headers import (
     RETRY_UNTIL_HEADER,
     SINCE_HEADER,
     TICKET_HEADER,
+    UNIQUE_HEADER,
     Notes,
+    reservation_of,
 )
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.reservations import Reservation
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines, World
 
@@ -54,6 +58,7 @@ FORGED = [
     (TICKET_HEADER, ["dislock:{k}:line", "1:0:0"]),
     (TICKET_HEADER, ["dislock:{k}{l}", "1:0:0"]),
     (TICKET_HEADER, [f"dislock:{{{'k' * 10_000}}}", "1:0:0"]),
+    *((LEFT_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["a tag"]]),
     *((REPLACED_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["why"]]),
     *((header, DEEP) for header in READERS),
 ]
@@ -64,6 +69,7 @@ GENUINE = {
     HELD_HEADER: "1@w:1/n.1",
     GIVEN_UP_HEADER: ["1@w:1/n.2", "1@w:1/n.3"],
     TICKET_HEADER: [LOCK, "1:0:0"],
+    LEFT_HEADER: "a tag",
     REPLACED_HEADER: "a newer task took its place in line for lock 'k'",
     SINCE_HEADER: 1.5e9,
 }
@@ -123,6 +129,42 @@ def test_notes_are_forgotten_with_their_headers():
     delivery.forget_notes()
     assert delivery.notes == Notes()
     assert request.headers == {"tenant": 7}
+
+
+# The reservation of a message
+
+
+@pytest.mark.parametrize(
+    ("header", "its"),
+    [
+        ([LOCK, "end", "ab", 7], ("end", "ab", 7)),
+        ((LOCK, "start", "-", 0), ("start", "-", 0)),
+        ([LOCK, "expiry"], ("expiry", "-", 0)),
+        *(
+            (one, None)
+            for one in [
+                *(None, "forged", {}, [LOCK], [LOCK, "end", "ab"], [LOCK, "end", "ab", 7, 7]),
+                *([7, "end"], ["other:{k}", "end"], [LOCK, "never"], [LOCK, ["end"]]),
+                *([f"dislock:{{{'x' * 1000}}}", "end"], [LOCK, "end", "a b", 7]),
+                *([LOCK, "end", "x" * 33, 7], [LOCK, "end", "", 7], [LOCK, "end", 7, 7]),
+                *([LOCK, "end", "ab", "7"], [LOCK, "end", "ab", True], [LOCK, "end", "ab", 7.0]),
+                *([LOCK, "end", "ab", -1], [LOCK, "end", "ab", 10**13]),
+            ]
+        ),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+def test_the_reservation_of_a_message(header, its):
+    """One with two parts is of a sender that numbers nothing; no other is taken for ours."""
+    found = reservation_of(Context(id="a b", headers={UNIQUE_HEADER: header}), "dislock", 5.0)
+    assert found == (its and Reservation(LOCK, "a%20b", its[0], 5.0, *its[1:]))
+
+
+def test_an_id_that_is_too_long_to_keep_has_no_reservation():
+    """It would be stored with each key, in Redis."""
+    headers = {UNIQUE_HEADER: [LOCK, "end", "ab", 7]}
+    assert reservation_of(Context(id="x" * 1000, headers=headers), "dislock")
+    assert reservation_of(Context(id="x" * 1001, headers=headers), "dislock") is None
 
 
 # What a forged note does to a task

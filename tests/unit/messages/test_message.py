@@ -285,6 +285,12 @@ def test_a_field_that_is_not_known_is_an_error(more):
         *(("headers", {**HEADERS, "task": wrong}) for wrong in (None, ["t"], {})),
         *(("properties", {"expiration": wrong}) for wrong in ("soon", [], "nan", "-5", "inf")),
         *(("properties", {name: []}) for name in ("priority", "reply_to", "timestamp")),
+        *(
+            ("properties", {name: wrong})
+            for name in ("expiration", "priority", "delivery_mode", "timestamp")
+            for wrong in (10**400, -1, float("nan"), float("inf"))
+        ),
+        ("headers", {**HEADERS, "id": float("nan")}),
     ],
 )
 def test_a_field_of_the_wrong_type_is_an_error(name, value):
@@ -410,7 +416,8 @@ def test_a_second_delivery_is_like_the_first(compression):
         producer = connection.Producer()
         terms = {"priority": 3, "expiration": 60, "delivery_mode": 2, "correlation_id": "1"}
         body = {"x": "ü" * 99}
-        producer.publish(body, queue.name, compression=compression, headers=HEADERS, **terms)
+        headers = dict(HEADERS)  # kombu writes into what it is given
+        producer.publish(body, queue.name, compression=compression, headers=headers, **terms)
         first = queue.get(no_ack=True)
         kept = (dict(first.headers), first.content_type, first.content_encoding, first.body)
         info = {**first.delivery_info, AS_IT_CAME: kept}

@@ -12,8 +12,9 @@ from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.actions import Actions, BrokerError, one_line
 from celery_dislock.parking.store import Dropped
+from celery_dislock.servers.reservations import Reservation
 from tests.leaks import SECRET
-from tests.unit.cli.conftest import holder
+from tests.unit.cli.conftest import holder, lock, reserved
 
 LOCK = "dislock:{k}"
 TICKET = "t:0:0"
@@ -29,9 +30,7 @@ class Process:
         self.store = SimpleNamespace(
             lock_server=SimpleNamespace(keeps_lines=True),
             free=lambda *what: self._note("free", *what),
-            reservations=SimpleNamespace(
-                end=lambda lock, task_id: self._note("unreserve", lock, task_id),
-            ),
+            reservations=SimpleNamespace(end=lambda one: self._note("unreserve", one)),
         )
         self.lines = SimpleNamespace(drop=self._drop)
 
@@ -42,6 +41,9 @@ class Process:
     def _drop(self, *what):
         self._note("drop", *what)
         return self.dropped
+
+    def end_reservation(self, request):
+        self._note("end", request.id)
 
     def tell_replaced(self, *what):
         self._note("tell", *what)
@@ -67,10 +69,11 @@ def test_a_dropped_task_is_told_with_its_reason(process):
     """The note that goes into its message names the lock."""
     process.dropped = Dropped(message(), ours=True)
     assert Actions(None, process).drop(LOCK, TICKET) is True
-    (_, lock, ticket, note), told = process.asked
+    (_, lock, ticket, note), ended, told = process.asked
     assert (lock, ticket) == (LOCK, TICKET)
     reason = "dropped by an operator from the line for lock 'k'"
     assert json.loads(f"{{{note}}}") == {REPLACED_HEADER: reason}
+    assert ended == ("end", "t")  # its reservation, if it has one
     assert told == ("tell", LOCK, {TICKET: process.dropped.message})
 
 
@@ -82,15 +85,26 @@ def test_what_is_not_ours_is_not_told(process, dropped, answer):
     """It was not there, nobody can read it, or another broker's worker tells it."""
     process.dropped = dropped
     assert Actions(None, process).drop(LOCK, TICKET) is answer
-    assert [what for what, *_ in process.asked] == ["drop"]
+    assert "tell" not in [what for what, *_ in process.asked]
 
 
-@pytest.mark.parametrize(("until", "ends"), [("end", True), ("start", True), ("expiry", False)])
-def test_its_reservation_ends(process, until, ends):
-    """As that of any message that does not run; with "expiry" it stays."""
-    process.dropped = Dropped(message(dislock_unique=[LOCK, until]), ours=True)
-    Actions(None, process).drop(LOCK, TICKET)
-    assert (("unreserve", LOCK, "t") in process.asked) is ends
+@pytest.mark.parametrize(
+    ("there", "ends"),
+    [
+        (reserved(since=9.0), True),
+        (reserved(mark="other"), False),  # under the same id, which somebody uses for all
+        (reserved(number=8), False),
+        (None, False),
+    ],
+)
+def test_a_reservation_is_ended_by_all_that_was_shown_of_it(process, monkeypatch, there, ends):
+    """Id, mark and number: a later one stays."""
+    actions = Actions(None, process)
+    look = SimpleNamespace(lock=lambda _name, **_most: lock(reservation=there))
+    monkeypatch.setattr(actions, "_overview", look)
+    assert actions.end_reservation(LOCK, reserved()) is ends
+    asked = [("unreserve", Reservation(LOCK, "id-1", mark="5eed", number=7))]
+    assert process.asked == (asked if ends else [])
 
 
 def test_a_message_that_cannot_be_read_is_left_to_who_tells_it(process):

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating import handle as module
 from celery_dislock.operating.handle import LockHandle
-from tests.unit.cli.conftest import FakeActions, FakeOverview, holder, lock, place
+from tests.unit.cli.conftest import FakeActions, FakeOverview, holder, lock, place, reserved
 
 FREED = ("free", "dislock:{k}", holder().owner, 5)
 
@@ -60,7 +61,7 @@ def test_holders_and_line_are_those_of_each_key_in_turn(make, overview):
     handle = make("a", "b")
     assert [one.owner for one in handle.holders()] == ["1", "2"]
     assert [one.place for one in handle.line(5)] == [1, 2]
-    assert overview.asked[-1] == ("dislock:{b}", 0, 20) or overview.asked[-1][0] == "dislock:{b}"
+    assert overview.asked[-3:-1] == [("dislock:{a}", 0, 5), ("dislock:{b}", 0, 5)]
 
 
 def test_all_leases_are_freed(make, overview, actions):
@@ -95,6 +96,52 @@ def test_a_task_is_terminated_first(make, overview, actions, left, freed, done):
     actions.left = left
     assert bool(make("k").free(terminate=True, wait=5.0)) is freed
     assert actions.done == [("terminate", "9b1d", "TERM"), ("wait", "dislock:{k}", 5.0), *done]
+
+
+UNRESERVED = ("unreserve", "dislock:{k}", reserved())
+
+
+def test_a_reservation_is_ended_and_told(make, overview, actions):
+    """After the leases; one that has ended meanwhile is missing in the answer."""
+    overview.put(lock("k", holders=[holder()], reservation=reserved()))
+    assert make("k").free() == [holder(), reserved()]
+    assert actions.done == [FREED, UNRESERVED]
+    actions.gone = False
+    assert make("k").free() == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "done"),
+    [
+        (reserved(since=9.0), [UNRESERVED]),
+        (reserved(number=6), []),
+        (reserved(mark="other"), []),
+        (reserved(id="id-2"), []),
+        (holder(), [FREED]),
+    ],
+)
+def test_what_was_shown_is_ended_alone(make, overview, actions, shown, done):
+    """A lease or a reservation, if it is the same still."""
+    overview.put(lock("k", holders=[holder()], reservation=reserved()))
+    make("k").free(shown)
+    assert actions.done == done
+
+
+def test_a_reservation_stays_beside_a_task_that_still_runs(make, overview, actions):
+    """Who wants the task to end first does not want another message before that."""
+    overview.put(lock("k", holders=[holder()], reservation=reserved()))
+    actions.left = holder()
+    assert make("k").free(terminate=True) == []
+    assert UNRESERVED not in actions.done
+
+
+def test_keys_that_are_reserved_together_are_freed(make, overview, actions):
+    """Their reservation has a name of its own."""
+    name = reserved_lock(["dislock:{a}", "dislock:{b}"])
+    overview.put(lock("a and others", name=name, reservation=reserved()))
+    assert [one.key for one in make("a", "b").state()] == ["a", "b", "a and others"]
+    assert make("a", "b").free() == [reserved()]
+    assert actions.done == [("unreserve", name, reserved())]
 
 
 def test_what_runs_no_body_is_freed_at_once(make, overview, actions):

@@ -11,7 +11,7 @@ from celery_dislock.config.settings import AppSettings
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.counting import BUCKETS, LIMITS
 from celery_dislock.operating import metrics
-from celery_dislock.operating.metrics import METRICS, Metrics, _is_overdue, _Names, _task_of
+from celery_dislock.operating.metrics import METRICS, Metrics, _Names, _task_of
 from celery_dislock.scripts import COUNTS, LOOK, TALLY
 
 INDEX = "dislock:metrics:{counts}"
@@ -22,6 +22,7 @@ class FakeServer:
     """Counts by worker, and locks as look.lua tells them; answers as the scripts do."""
 
     kind = "single"
+    name = "redis://fake"
 
     def __init__(self):
         self.away = False
@@ -70,13 +71,13 @@ class FakeServer:
         return told
 
 
-def look(*leases, waiting=0):
+def look(*leases, waiting=0, unique=b"", limit=b""):
     """Return the reply of look.lua for leases (worker, task, ms until it expires, timeout)."""
     told = []
     for worker, task, expires, timeout in leases:
         holder = f'{{"task": "{task}", "worker": "{worker}", "timeout": {timeout}}}'
         told += [b"o", NOW_MS + expires, b"1", b"x", holder.encode(), 0]
-    return [NOW_MS, told, waiting, [], [], 0, b"", -2, b"", -2]
+    return [NOW_MS, told, waiting, [], [], 0, unique, limit, -2]
 
 
 @pytest.fixture
@@ -105,11 +106,13 @@ def test_counters_have_the_labels_of_what_was_counted(server, read):
         "acquired at_once shop.export": 3,
         "capped - shop export": 1,
         "conflict skip ": 2,
+        "message duplicate shop.export": 4,
     }
     reading = read()
     assert value(reading, "acquisitions_total", "shop.export", "celery@w1", "at_once") == 3
     assert value(reading, "capped_total", "shop export", "celery@w1") == 1
     assert value(reading, "conflicts_total", "", "celery@w1", "skip") == 2
+    assert value(reading, "messages_total", "shop.export", "celery@w1", "duplicate") == 4
     assert value(reading, "server_up") == 1
 
 
@@ -178,22 +181,6 @@ def test_leases_are_counted_by_task_and_worker(server, read):
     assert value(reading, "leases_overdue", "t", "w1") == 1
 
 
-@pytest.mark.parametrize(
-    ("about", "overdue"),
-    [
-        ({"renewed": 21.0, "remaining": 9.0}, True),
-        ({"renewed": 19.0, "remaining": 11.0}, False),
-        ({"renewed": None, "remaining": 1.0}, False),  # a fixed expiry
-        ({"renewed": 29.0, "remaining": 1.0, "expiring": True}, False),
-        ({"renewed": 29.0, "remaining": 1.0, "turn": True}, False),
-    ],
-)
-def test_a_lease_is_overdue_after_two_missed_renewals(about, overdue):
-    """One that nobody means to renew never is."""
-    holder = SimpleNamespace(**{"expiring": False, "turn": False, **about})
-    assert _is_overdue(holder) is overdue
-
-
 def test_parked_tasks_are_counted_by_task(server, read, monkeypatch):
     """Of a line beyond what is looked at, the rest is taken to be of its most frequent task."""
     monkeypatch.setattr(metrics, "PLACES", 2)
@@ -208,6 +195,46 @@ def test_parked_tasks_are_counted_by_task(server, read, monkeypatch):
     assert value(reading, "parked", "two") == 1 + 9
     assert value(reading, "parked_oldest_seconds", "one") == 4
     assert value(reading, "parked_oldest_seconds", "two") == 4
+
+
+def test_reservations_are_counted_by_state(server, read):
+    """With the age of the oldest; a record of which only the numbers are kept counts nowhere."""
+    told = [("w", 40_000), ("w", 10_000), ("d", 5_000), ("-", 90_000)]
+    server.looks = {
+        f"dislock:{{{nth}}}": look(
+            unique=f"2 {state} {NOW_MS - age} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
+        )
+        for nth, (state, age) in enumerate(told)
+    }
+    found = read().values
+    assert found["celery_dislock_reservations"] == {("waiting",): 2, ("ended",): 1}
+    oldest = found["celery_dislock_reservations_oldest_seconds"]
+    assert oldest == {("waiting",): 40.0, ("ended",): 5.0}
+
+
+def test_paused_and_limited_keys_are_counted(server, read):
+    """With the age of the oldest, and how many wait behind them; a pause is no limit."""
+    told = [(0, 40_000, 3), (0, 10_000, 1), (2, 5_000, 0)]
+    server.looks = {
+        f"dislock:{{{nth}}}": look(waiting=waiting, limit=f"1 {limit} {NOW_MS - age} n".encode())
+        for nth, (limit, age, waiting) in enumerate(told)
+    }
+    server.lines = {name: [] for name in server.looks}
+    found = read().values
+    assert found["celery_dislock_limits"] == {("paused",): 2, ("limited",): 1}
+    assert found["celery_dislock_limits_oldest_seconds"] == {("paused",): 40.0, ("limited",): 5.0}
+    assert found["celery_dislock_limits_waiting"] == {("paused",): 4, ("limited",): 0}
+
+
+def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):
+    """Beyond that the gauges are too low, and one says so."""
+    server.looks = {"dislock:{a}": look(("w", "t", 9_000, 10)), "dislock:{b}": look()}
+    assert read().values["celery_dislock_locks_cut"] == {}
+    monkeypatch.setattr(metrics, "PAGES_MOST", 1)
+    found = read().values
+    assert found["celery_dislock_locks_cut"] == {(): 1.0}
+    assert found["celery_dislock_leases"] == {("t", "w"): 1}
+    assert found["celery_dislock_server_up"] == {(): 1.0}
 
 
 def test_a_line_of_waiters_has_no_parked_tasks(server, read):
@@ -256,6 +283,7 @@ def test_the_page_tells_every_metric():
 def test_the_names_stay():
     """Dashboards and alerts of users name them."""
     assert {(metric.name, metric.kind, metric.labels) for metric in METRICS} == {
+        ("celery_dislock_messages_total", "counter", ("task", "worker", "outcome")),
         ("celery_dislock_acquisitions_total", "counter", ("task", "worker", "outcome")),
         ("celery_dislock_conflicts_total", "counter", ("task", "worker", "outcome")),
         ("celery_dislock_lost_total", "counter", ("task", "worker", "outcome")),
@@ -268,5 +296,11 @@ def test_the_names_stay():
         ("celery_dislock_leases_overdue", "gauge", ("task", "worker")),
         ("celery_dislock_parked", "gauge", ("task",)),
         ("celery_dislock_parked_oldest_seconds", "gauge", ("task",)),
+        ("celery_dislock_reservations", "gauge", ("state",)),
+        ("celery_dislock_reservations_oldest_seconds", "gauge", ("state",)),
+        ("celery_dislock_limits", "gauge", ("state",)),
+        ("celery_dislock_limits_oldest_seconds", "gauge", ("state",)),
+        ("celery_dislock_limits_waiting", "gauge", ("state",)),
+        ("celery_dislock_locks_cut", "gauge", ()),
         ("celery_dislock_server_up", "gauge", ()),
     }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
-from celery_dislock.operating.overview import Overview, find_parked, seen
-from tests.unit.cli.conftest import holder, lock, place
+from celery_dislock.cli.reading import as_dict
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.keys.names import reserved_lock
+from celery_dislock.operating.overview import Overview, find_parked, look_at_all, seen
+from celery_dislock.words import for_people
+from tests.unit.cli.conftest import FakeOverview, holder, lock, place, reserved
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
 HOLDER = {"task": "shop.export", "id": "9b1d", "worker": "w", "pid": 7, "host": "h", "timeout": 30}
-NOTHING = [NOW, [], 0, [], [], 0, b"", -2, b"", -2]
+NOTHING = [NOW, [], 0, [], [], 0, b"", b"", -2]
 
 
 def reply(**changed):
@@ -24,7 +29,6 @@ def reply(**changed):
         "turns",
         "aside",
         "unique",
-        "unique_ms",
         "limit",
         "limit_ms",
     )
@@ -103,16 +107,21 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (
-            {"unique": b"1 w 1699999997000 1 id-1 ", "unique_ms": 60_000},
-            ("id-1", "waiting", 3.0, 60.0),
-        ),
-        ({"unique": b"rubbish"}, None),
+        ({}, ("id-1", "waiting", 3.0, 60.0, "5eed", 7)),
+        ({"state": "r"}, ("id-1", "running", 3.0, 60.0, "5eed", 7)),
+        ({"state": "d"}, ("id-1", "ended", 3.0, 60.0, "5eed", 7)),
+        ({"state": "-"}, None),  # only the numbers are kept
+        ({"ends": NOW}, None),  # and here
+        ({"version": 3}, None),
     ],
 )
 def test_a_reservation(changed, told):
-    """Whose message the key is reserved for; nothing where it cannot be read."""
-    assert seen(NAME, reply(**changed)).reservation == told
+    """Which message the key is reserved for; a lock of which nothing else is known has none."""
+    about = {"version": 2, "state": "w", "ends": NOW + 60_000, **changed}
+    record = "{version} {state} 1699999997000 1 id-1 {ends} n0 7 1 5eed 7 6 5 1700000099000 id-0"
+    found = seen(NAME, reply(unique=record.format(**about).encode()))
+    assert found.reservation == told
+    assert found.exists is (told is not None)
 
 
 def test_a_limit():
@@ -127,6 +136,7 @@ class Server:
     """Answers about each lock with nothing, and has the keys that a test gives it."""
 
     kind = "single"
+    name = "redis://fake"
 
     def __init__(self, *pages):
         self.pages = list(pages)
@@ -166,6 +176,16 @@ def test_locks_are_looked_at_in_pages():
     assert server.asked == [100, 100, 50]
 
 
+def test_keys_that_are_reserved_together_come_last():
+    """Only then; a task with one key has its reservation beside its lock."""
+    overview = FakeOverview()
+    names = ["dislock:{a}", "dislock:{b}"]
+    assert [one.key for one in look_at_all(overview, names)] == ["a", "b"]
+    overview.put(lock("a and others", name=reserved_lock(names), reservation=reserved()))
+    assert [one.key for one in look_at_all(overview, names)] == ["a", "b", "a and others"]
+    assert [one.key for one in look_at_all(overview, names[:1])] == ["a"]
+
+
 def test_a_parked_task_is_searched_in_pages(monkeypatch):
     """Until the end of the line; it may move up meanwhile, and is found once."""
     monkeypatch.setattr("celery_dislock.operating.overview.SEARCHED", 2)
@@ -189,3 +209,121 @@ def test_the_fakes_are_what_they_stand_for():
     """A lease of the other tests has the attributes of a true one."""
     (found,) = seen(NAME, reply(leases=lease())).holders
     assert holder()._fields == found._fields
+
+
+HUGE = 10**400
+SURROGATE = "\ud800x"
+
+
+def is_told(found):
+    """Whether people and programs can be told of it: by the page, in JSON, in words and as text."""
+    json.loads(json.dumps(as_dict(found), allow_nan=False))
+    for one in found.holders:
+        for_people(one.held), for_people(one.remaining), for_people(one.renewed)
+        assert one.who.isprintable()
+        assert one.can_be_terminated in {True, False}
+        told = (one.task, one.id, one.worker, one.host, one.thread)
+        assert all(text is None or isinstance(text, str) for text in told)
+    for one in (*found.line, *found.turns):
+        assert len(for_people(one.waiting)) < 30
+        assert one.who.isprintable()
+        assert all(text is None or isinstance(text, str) for text in (one.task, one.id, one.args))
+    return True
+
+
+@pytest.mark.parametrize("name", ["task", "id", "worker", "pid", "host", "timeout", "thread"])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, HUGE, SURROGATE, "\x1b\u061c", {}, [1], True, "x" * 10**5]
+)
+def test_a_holder_may_say_anything_of_itself(name, value):
+    """Its record comes from messages: a strange one is a lease like others, and ends no list."""
+    assert is_told(seen(NAME, reply(leases=lease(**{name: value}))))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"headers": "text"},
+        {"headers": None},
+        {"headers": ["task"]},
+        [],
+        "headers",
+        {"headers": {"id": math.nan, "task": math.inf}},
+        {"headers": {"id": SURROGATE, "task": ["t"], "argsrepr": HUGE}},
+        {"headers": {"id": {}, "task": True, "kwargsrepr": "x" * 10**5}},
+        {"headers": {"id": "i"}, "routing_key": math.nan, "exchange": 7},
+    ],
+)
+def test_a_parked_message_may_say_anything(about):
+    """Anybody who can publish may have it parked: it is a place in line, with its ticket."""
+    record = f"1 {NOW} 0 30000 x 1 home 1 {json.dumps(about)}".encode()
+    found = seen(NAME, reply(turns=[b"t:0:0", 0, record]))
+    assert is_told(found)
+    assert found.turns[0].ticket == "t:0:0"
+
+
+@pytest.mark.parametrize("joined", [b"inf", b"-inf", b"1e308", b"nan", b"", b"9" * 5000])
+@pytest.mark.parametrize("number", [b"9" * 400, b"9" * 5000, b"3170843000000000000"])
+def test_numbers_that_nobody_can_count_to_are_no_numbers(joined, number):
+    """Of a place in line they are left out; the place is shown."""
+    waits = b"1 %b 30000 x 1 {}" % number
+    ticket = b"1 %b %b 30000 x 1 home 1 {}" % (number, number)
+    line = [b"w@w:1/1", joined, waits, b"t:0:0#", joined, ticket]
+    assert is_told(seen(NAME, reply(waiting=2, line=line, turns=[b"u:0:0", 0, ticket])))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"leases": [b"me", NOW, b"inf", b"x", b"{}", NOW]},
+        {"leases": [b"me", NOW, b"5", b"q", b"{}", NOW]},
+        {"leases": [b"me", NOW, b"5"]},
+        {"limit": b"1 %b 1699999997000 me" % (b"9" * 400)},
+        {"limit": b"1 0 %b me" % (b"9" * 5000)},
+        {"limit": b"2 0 0"},
+        {"line": [b"only one"]},
+    ],
+)
+def test_a_lock_that_cannot_be_read_is_damaged_and_the_others_are_listed(changed):
+    """One record in a thousand locks costs one row, whatever is in it."""
+
+    class Damaged(Server):
+        def run(self, _script, keys, *_arguments):
+            return reply(**changed)
+
+        def run_many(self, _script, calls, *, within):
+            return [reply(**changed), NOTHING]
+
+    overview = Overview(Damaged([b"dislock:{a}", b"dislock:{b}"]), "dislock")
+    damaged, whole = overview.locks()
+    assert isinstance(damaged, DamagedLockError)
+    assert (damaged.server, damaged.lock) == ("redis://fake", "dislock:{a}")
+    assert whole.key == "b"
+    with pytest.raises(DamagedLockError, match="cannot be read"):
+        overview.lock("dislock:{a}")
+
+
+@pytest.mark.parametrize(
+    ("about", "overdue"),
+    [
+        ({"renewed": 21.0, "remaining": 9.0}, True),
+        ({"renewed": 19.0, "remaining": 11.0}, False),
+        ({"renewed": None, "remaining": 1.0}, False),  # a fixed expiry
+        ({"renewed": 29.0, "remaining": 1.0, "expiring": True}, False),
+        ({"renewed": 29.0, "remaining": 1.0, "turn": True}, False),
+    ],
+)
+def test_a_lease_is_overdue_after_two_missed_renewals(about, overdue):
+    """One that nobody means to renew never is."""
+    assert holder(**about).is_overdue is overdue
+    assert lock(holders=[holder(), holder(**about)]).is_overdue is overdue
+
+
+@pytest.mark.parametrize(
+    ("about", "stuck"),
+    [({}, True), ({"holders": [holder()]}, False), ({"limit": 0}, False), ({"limit": 2}, True)],
+)
+def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
+    """Whoever releases a lock hands it on, so a free lock has no line."""
+    assert lock(waiting=1, **about).is_stuck is stuck
+    assert not lock(**about).is_stuck

@@ -15,12 +15,11 @@ from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreErr
 from celery_dislock.config.settings import app_settings
 from celery_dislock.locks import runtime
 from celery_dislock.locks.running import StopTask
-from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import LEFT_HEADER, REPLACED_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import Message, TaskParked
-from celery_dislock.parking.process import ParkingProcess
-from celery_dislock.parking.store import Bounds, Ticket
+from celery_dislock.parking.process import ParkingProcess, runtime_of
+from celery_dislock.parking.store import ANYBODY, Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.tasks.task import runtime_of
 from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import FakeLines
 
@@ -40,7 +39,7 @@ class Postman:
     def hand_over(self, lines, turns):
         raise AssertionError  # the scripts' answers are the lines' affair
 
-    def tell_replaced(self, lines, lock, replaced, order):
+    def tell_replaced(self, lines, lock, replaced, order, end_reservation):
         self.told.append((lock, replaced))
 
 
@@ -158,6 +157,23 @@ def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
         "park",
     ]
     assert world.store.asked("enlist") == [(LOCK,)]
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(29.0, 1), (31.0, 2)])
+def test_a_line_is_listed_again_by_one_that_took_long_to_park(
+    app, world, lines, monkeypatch, seconds, times
+):
+    """A sweep may have found the line empty meanwhile, and have struck it off."""
+    park = lines.park
+
+    def slowly(*given, **terms):
+        world.clock.advance(seconds if given[-1].message else 0.0)
+        return park(*given, **terms)
+
+    monkeypatch.setattr(lines, "park", slowly)
+    lines.answers = [OTHERS, Parked(1, OTHERS)]
+    assert isinstance(ended(come(declare(app))), TaskParked)
+    assert world.store.asked("enlist") == [(LOCK,)] * times
 
 
 def test_a_caller_sees_that_the_task_is_in_line(app, world, lines):
@@ -643,7 +659,8 @@ def test_its_chord_is_told(app, world, lines, monkeypatch):
 
 
 def revoke(task, **headers):
-    return task_revoked.send(task, request=arrived(task, "2", **headers)._context)
+    request = arrived(task, "2", **headers)._context
+    return task_revoked.send(task, request=request, terminated=False)
 
 
 @pytest.fixture
@@ -829,6 +846,99 @@ def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, wor
     app.tasks.pop("shop.export")
     task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
     assert isinstance(ended(come(task, **again)), Retry)
+
+
+@pytest.fixture
+def put_off(app, world, lines, broker):
+    """The headers of a task that had its turn, and was put off by a worker with two keys for it."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    world.lease("b", "other")
+    come(declare(app, lock_key=["a", "b"], lock_on_conflict="retry"), **marked())
+    app.tasks.pop("shop.export")
+    [sent] = broker.sent
+    return {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+
+
+def test_what_left_its_line_for_several_keys_says_so_to_a_worker_with_one(
+    app, world, lines, put_off
+):
+    """It asks as the one that goes on with the work, and it is parked, whatever the strategy is."""
+    world.lease("k", "other")
+    assert isinstance(ended(come(declare(app, lock_on_conflict="skip"), **put_off)), TaskParked)
+    name = lines.ran_without[LOCK, "2:0:0"]
+    assert [(one.marked, one.goes_on) for one in asked(world)] == [(False, name)] * 2
+    kept = Message.from_bytes(lines.parked[LOCK, "2:0:0"])
+    assert LEFT_HEADER not in kept.headers  # its next turn is another one
+
+
+def test_what_left_its_line_with_the_reply_lost_goes_on(app, world, lines, broker, monkeypatch):
+    """It does not know that it has left, and comes again with its ticket: it is no copy."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    withdraw = lines.withdraw
+
+    def withdrawn(*given):
+        withdraw(*given)
+        raise StoreError("redis://x", "the reply was lost")
+
+    monkeypatch.setattr(lines, "withdraw", withdrawn)
+    task = declare(app, lambda _self: "ran", lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Retry)
+    monkeypatch.setattr(lines, "withdraw", withdraw)
+    [sent] = broker.sent
+    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    assert come(task, **again).retval == "ran"
+
+
+def test_a_server_that_is_away_after_it_has_left_does_not_make_it_a_new_task(
+    app, world, lines, broker, monkeypatch
+):
+    """It was put off for that alone: the strategy "skip" does not drop it later."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    acquire = world.store.acquire
+
+    def away(*_, **__):
+        raise StoreError("redis://x", "away")
+
+    monkeypatch.setattr(world.store, "acquire", away)
+    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
+    assert isinstance(ended(come(task, **marked())), Retry)
+    monkeypatch.setattr(world.store, "acquire", acquire)
+    world.lease("b", "other")
+    [sent] = broker.sent
+    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    assert isinstance(ended(come(task, **again)), Retry)
+
+
+def test_a_turn_that_is_delivered_again_is_not_taken_for_a_copy(app, world, lines):
+    """The worker that took it out of line has died: its message is all that is left."""
+    task = declare(app, lambda _self: "ran")
+    request = arrived(task, "2", **marked())
+    request.request_dict["delivery_info"] = {**request.delivery_info, "redelivered": True}
+    assert run(task, request).retval == "ran"
+    assert [one.goes_on for one in asked(world)] == [ANYBODY]
+
+
+def test_what_takes_no_lock_any_more_leaves_its_line_and_runs_once(app, world, lines):
+    """Its lock_limit is None now: the turn is given on, and a copy of it is dropped."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
+    ran = []
+    about = {"lock_limit": None, "lock_unique_until": "start", "lock_on_conflict": "skip"}
+    task = declare(app, lambda self: ran.append(self.request.id), **about)
+    come(task, **marked())
+    assert (ran, lines.parked) == (["2"], {})
+    assert isinstance(ended(come(task, **marked())), Ignore)
+    assert ran == ["2"]
+
+
+def test_what_takes_no_lock_any_more_runs_with_the_server_away(app, world, lines, caplog):
+    """As a task without a guard does; the log says that it may run again."""
+    world.store.away = True
+    about = {"lock_limit": None, "lock_unique_until": "start", "lock_on_conflict": "skip"}
+    task = declare(app, lambda _self: "ran", **about)
+    assert come(task, **marked()).retval == "ran"
+    assert (
+        f"runs without a lock, and stays in line for lock {LOCK}: it may run again" in caplog.text
+    )
 
 
 def test_a_copy_of_what_has_left_its_line_for_several_keys_is_dropped(app, world, lines):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from celery.app.task import Context
 
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.servers.reservations import Reservation
+from tests.unit.fakes import FakeClock, FakeReservations
 
+HEADER = ["dislock:{k}", "end", "ab", 3]
 SEVERAL = ["redis://a", "redis://b", "redis://c"]
 
 
@@ -21,8 +27,8 @@ class Publisher:
     def hand_over(self, lines, turns):
         self.given.append((lines, turns))
 
-    def tell_replaced(self, lines, lock, replaced, order):
-        self.given.append((lines, lock, replaced, order))
+    def tell_replaced(self, lines, lock, replaced, order, end_reservation):
+        self.given.append((lines, lock, replaced, order, end_reservation))
 
     def end_unclaimed(self, lines, lock, tickets):
         self.given.append((lines, lock, tickets))
@@ -65,8 +71,24 @@ def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
     made.end_unclaimed("lock", ["t:0"])
     assert publisher.given == [
         (made.lines, ["turn"]),
-        (made.lines, "lock", {"t:0": b"m"}, made.log_order),
+        (made.lines, "lock", {"t:0": b"m"}, made.log_order, made.end_reservation),
         (made.lines, "lock", ["t:0"]),
+    ]
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_message_that_ends_frees_its_key(publisher, caplog, away):
+    """Within a second, as whoever ends it does something else; a key that stays taken is logged."""
+    made = process(publisher)
+    made.quick_store = SimpleNamespace(reservations=FakeReservations(FakeClock()))
+    there = made.quick_store.reservations
+    there.away = away
+    made.end_reservation(Context(id="a", task="t", headers={"dislock_unique": HEADER}))
+    made.end_reservation(Context(id="b", task="t", headers={"dislock_unique": "forged"}))
+    made.end_reservation(Context(id="c", task="t"))
+    assert there.asked == [("end", Reservation("dislock:{k}", "a", "end", 0.0, "ab", 3))]
+    assert [text.split(":")[0] for text in caplog.messages] == away * [
+        "Task t[a] has ended, and its key 'k' stays reserved until that expires"
     ]
 
 

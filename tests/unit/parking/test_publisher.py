@@ -12,7 +12,7 @@ from celery.exceptions import TaskRevokedError
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
-from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, UNIQUE_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.reporting import Order
@@ -275,8 +275,8 @@ def task(app):
     return task
 
 
-def tell_replaced(postman, lines, replaced, order=None):
-    return postman.tell_replaced(lines, LOCK, replaced, order or Order())
+def tell_replaced(postman, lines, replaced, end_reservation=lambda _request: None):
+    return postman.tell_replaced(lines, LOCK, replaced, Order(), end_reservation)
 
 
 def result(app, task_id="1"):
@@ -296,6 +296,23 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     assert left == [(LOCK, "1:0:0", "REVOKED")]
     assert producer.sent == []
     assert f"Task t[1] skipped: {REASON}. It does not run." in caplog.text
+
+
+def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lines):
+    """Its key is free then; that of a task which a worker ends is freed there."""
+    ended = []
+
+    def end_reservation(request):
+        header = request.headers[UNIQUE_HEADER]
+        ended.append((request.id, header, result(app)[0], lines.store.asked("leave")))
+
+    header = [LOCK, "end", "ab", 3]
+    told = {
+        "1:0:0": parked("1", **{UNIQUE_HEADER: header}),
+        "2:0:0": parked("2", alone=False, **{UNIQUE_HEADER: header}),
+    }
+    tell_replaced(postman, lines, told, end_reservation)
+    assert ended == [("1", header, "REVOKED", [])]
 
 
 def test_a_task_that_several_end_at_once_is_logged_by_one(app, task, postman, lines, caplog):

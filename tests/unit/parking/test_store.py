@@ -87,14 +87,14 @@ def test_the_script_is_told_all_it_needs(lines, server):
     park(lines, mode="shared", limit=2, bounds=Bounds(10, 2000, "replace"))
     first = ("owner", 30001, "{}", "s", 2, "home")
     ticket = ("1:0:0", "1@", 1, b"m")
-    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace"))]
+    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace", ""))]
 
 
 def test_without_bounds_any_number_may_wait(lines, server):
     """But not messages without end; and who only asks shows none."""
     server.reply = [3, []]
     lines.park(LOCK, "owner", 1, "{}", Ticket("1:0:0", "1@", marked=False))
-    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip")
+    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip", "")
 
 
 def test_who_leaves_gives_its_turn_on(lines, server, published):
@@ -105,16 +105,16 @@ def test_who_leaves_gives_its_turn_on(lines, server, published):
     server.reply = [0, []]
     assert lines.leave(LOCK, "1:0:0") is False
     assert len(published) == 1
-    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1))
+    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1, ""))
 
 
 @pytest.mark.parametrize(("told", "done"), [(0, False), (1, False), (2, True)])
 def test_who_moves_out_is_told_whether_its_work_was_done(lines, server, published, told, done):
     """What left, or is not known, is to run elsewhere; its turn is given on."""
     server.reply = [told, GIVEN]
-    assert lines.move_out(LOCK, "1:0:0") is done
+    assert lines.move_out(LOCK, "1:0:0", "a delivery") is done
     assert published == [TURNS]
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0))]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0, "a delivery"))]
 
 
 @pytest.mark.parametrize("delivery", ["", "a delivery"])
@@ -133,7 +133,7 @@ def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
     server.reply = [1, GIVEN]
     assert lines.set_aside(LOCK, "1:0:0", b"rubbish") == TURNS
     assert published == []
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0))]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0, "*"))]
 
 
 def test_the_lines_of_each_broker_are_noted_apart(lines, server):
@@ -160,6 +160,19 @@ def test_a_sweep_publishes_and_tells_what_it_found(lines, server, published):
     }
     assert published == [TURNS]
     assert server.asked == [(SWEEP, [("a", "home"), ("b", "home"), ("c", "home")])]
+
+
+def test_a_ticket_of_any_bytes_ends_no_sweep(lines, server):
+    """Somebody wrote it by hand; the other lines are swept."""
+    server.reply = [[1, [], [], [b"\xff:0:0"]], [2, [], [], []]]
+    assert lines.sweep(["a", "b"]) == {"a": Swept(1, {}, ("\ufffd:0:0",)), "b": Swept(2, {})}
+
+
+@pytest.mark.parametrize(("before", "told"), [(b"9" * 5000, None), (b"", None), (b"3", 3)])
+def test_a_limit_that_nobody_has_set_is_none(lines, server, before, told):
+    """The number before was written by hand; the new one is set, and that is no error."""
+    server.reply = [before, []]
+    assert lines.limit(LOCK, 1) == told
 
 
 def test_a_sweep_of_no_lines_asks_nobody(lines, server):

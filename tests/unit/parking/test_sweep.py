@@ -51,7 +51,7 @@ class Process:
     def lock_server_failed(self, error):
         self.answered.append(False)
 
-    def lock_server_answered(self):
+    def lock_server_answered(self, *, took=True):
         self.answered.append(True)
 
 

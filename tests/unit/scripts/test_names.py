@@ -25,7 +25,6 @@ ENDINGS = {
     ":done:": "string",
     ":mark:": "string",
     ":unique": "string",
-    ":older": "hash",
     ":limit": "string",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them

@@ -131,6 +131,19 @@ def test_what_was_not_sent_is_not_read():
         batch().read(RENEW, CALLS, within=1.0)
 
 
+def test_a_server_that_is_slow_to_connect_leaves_time_for_the_next():
+    """It gets half of what is left."""
+    given = []
+
+    def connect(within):
+        given.append(within)
+        return Connection(1)
+
+    ask_all(RENEW, {n: (Batch(str(n), connect), CALLS[:1]) for n in range(3)}, within=8.0)
+    assert all(within <= 4.0 for within in given)
+    assert given == pytest.approx([4.0] * 3, abs=0.5)
+
+
 def test_all_servers_are_sent_to_before_the_first_is_read():
     """One that is away costs the others no time, and one error stands for each of its replies."""
     order = []

@@ -108,3 +108,31 @@ def test_tickets_come_with_their_messages():
 def test_a_lease_of_several_locks_is_renewed_where_all_are(each, together):
     """One that is gone ends the lease for certain; one that failed leaves it open."""
     assert replies.renewed(each) is together
+
+
+HUGE = b"9" * 400
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (
+            b'{"id": NaN, "pid": Infinity, "timeout": -Infinity}',
+            dict.fromkeys(("id", "pid", "timeout")),
+        ),
+        (b'{"timeout": %b, "pid": 1e999}' % HUGE, {"timeout": None, "pid": None}),
+        (b'{"id": {}, "task": ["t"], "pid": true}', {"id": None, "task": None, "pid": True}),
+        (b'{"id": "%b"}' % (b"x" * 5000), {"id": "x" * 1000 + "..."}),
+        (b'{"id": "\\ud800"}', {"id": "\ud800"}),
+        (b"{}", {}),
+    ],
+)
+def test_what_a_holder_says_is_bounded(written, told):
+    """It comes from a message, and a number too large to count with once ended the task."""
+    assert replies.holder_of(written) == told
+    assert replies.refused(1000, b"o", written, 5000).renewed is None
+
+
+def test_a_holder_of_many_bytes_is_not_read():
+    """It is shown, shortened, as one that is no JSON."""
+    assert [*replies.holder_of(b'{"a": "%b"}' % (b"x" * 20_000))] == ["unreadable"]

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE, UNRESERVE
+from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
+from celery_dislock.servers.reservations import (
+    Record,
+    Reservation,
+    Reservations,
+    Reserved,
+    Taken,
+    parse_record,
+)
 
 LOCK = "dislock:{k}"
+KEY = f"{LOCK}:unique"
+MINE = Reservation(LOCK, "a%20b", "end", 2.0, "ab", 7)
 
 
 class Server:
@@ -29,36 +38,53 @@ class Server:
 @pytest.mark.parametrize(
     ("answer", "meant"),
     [
-        ([1, 2500], Reserved(2.5)),
-        ([0, b"a%20b", b"w"], Taken("a%20b", is_sent=True)),
-        ([0, b"a", b"r"], Taken("a", is_sent=True)),
-        ([0, b"a", b"s"], Taken("a", is_sent=False)),
+        ([1, 2500, b"cd", 8], Reserved(2.5, "cd", 8)),
+        ([0, b"a%20b", b"w", b"1"], Taken("a%20b", is_sent=True, has_result=True)),
+        ([0, b"a", b"r", b"0"], Taken("a", is_sent=True, has_result=False)),
+        ([0, b"a", b"d", b"1"], Taken("a", is_sent=True)),
+        ([0, b"a", b"s", b"1"], Taken("a", is_sent=False)),
     ],
 )
 def test_what_reserving_answers(answer, meant):
     """Whose the key is; a message that is being sent may never come."""
     server = Server(answer)
-    assert Reservations(server).reserve(LOCK, "a%20b", 10.0, replaces=True) == meant
-    assert server.asked == [(RESERVE, [LOCK], "a%20b", 10_000, 1)]
+    assert Reservations(server).reserve(MINE, "nonce", replaces=True, has_result=False) == meant
+    assert server.asked == [(RESERVE, [KEY], "a%20b", 2000, 1, "nonce", 0)]
+
+
+def test_a_message_that_is_sent_again_brings_its_mark_and_number():
+    """The server compares them with those of the key."""
+    server = Server([1, 0, b"ab", 7])
+    assert Reservations(server).reserve(MINE, "nonce", again=True) == Reserved(0.0, "ab", 7)
+    assert server.asked == [(RESERVE, [KEY], "a%20b", 2000, 0, "nonce", 1, "ab", 7)]
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_confirming_and_ending(answer):
-    """Whether the key was reserved for this task."""
+@pytest.mark.parametrize(("until", "how"), [("start", "end"), ("end", "end"), ("expiry", "stays")])
+def test_confirming_and_ending(answer, until, how):
+    """Whether the key was reserved for this message; with "expiry" it stays so."""
     server = Server(answer)
-    reservations = Reservations(server)
-    assert reservations.confirm(LOCK, "a", 2.0) is bool(answer)
-    assert reservations.end(LOCK, "a") is bool(answer)
-    assert server.asked == [(CONFIRM, [LOCK], "a", 2000, 0), (UNRESERVE, [LOCK], "a")]
+    reservations, one = Reservations(server), MINE._replace(until=until)
+    assert reservations.confirm(one) is bool(answer)
+    assert reservations.end(one) is bool(answer)
+    assert reservations.end_waiting(one) is bool(answer)
+    assert server.asked == [
+        (CONFIRM, [KEY], "a%20b", "ab", 7, 2000, 0),
+        (UNRESERVE, [KEY], "a%20b", "ab", 7, how),
+        (UNRESERVE, [KEY], "a%20b", "ab", 7, how, 1),
+    ]
 
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_keeping(runs):
     """Each for the time that it states, and all in one round trip."""
     server = Server()
-    kept = [Reservation(LOCK, "a", "end", 2.0), Reservation("dislock:{l}", "b", "start", 3.0)]
+    kept = [MINE, Reservation("dislock:{l}", "b", "start", 3.0)]
     Reservations(server).keep(kept, runs=runs, within=0.5)
-    calls = [(LOCK, "a", 2000, int(runs)), ("dislock:{l}", "b", 3000, int(runs))]
+    calls = [
+        (KEY, "a%20b", "ab", 7, 2000, int(runs)),
+        ("dislock:{l}:unique", "b", "-", 0, 3000, int(runs)),
+    ]
     assert server.asked == [(CONFIRM, calls, 0.5)]
 
 
@@ -66,11 +92,52 @@ def test_keeping(runs):
 def test_beginning(elsewhere):
     """The script is told what becomes of the reservation while the task runs."""
     server = Server()
-    Reservations(server).begin(Reservation(LOCK, "a", "end", 2.0), elsewhere=elsewhere)
-    assert server.asked == [(BEGIN, [LOCK], "a", "end", 2000, int(elsewhere))]
+    Reservations(server).begin(MINE, elsewhere=elsewhere)
+    assert server.asked == [(BEGIN, [KEY], "a%20b", "ab", 7, "end", 2000, int(elsewhere))]
 
 
 def test_a_task_that_was_replaced_does_not_begin():
     """The answer is the id of the task by which it was replaced."""
     with pytest.raises(Replaced, match="newer"):
-        Reservations(Server(b"newer")).begin(Reservation(LOCK, "a", "end", 2.0))
+        Reservations(Server(b"newer")).begin(MINE)
+
+
+# What is kept of a key
+
+
+def written(state=b"w", ends=61_000):
+    return b"2 %s 1000 500 a%%20b %d cafe 7 1 ab 9 7 6 90000 x" % (state, ends)
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [(b"s", "being sent"), (b"w", "waiting"), (b"r", "running"), (b"d", "ended")],
+)
+def test_a_record_of_a_reserved_key(state, word):
+    """For whom, since when, and for how much longer; what it says ends this reservation alone."""
+    found = parse_record(3000, written(state))
+    assert found == Record("a b", word, 2.0, 58.0, "ab", 7)
+    assert found.of(LOCK).identity == MINE.identity
+
+
+def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
+    """A failover can do that."""
+    assert parse_record(500, written()).since == 0.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [b"", written(b"-"), written(ends=3000), written(b"x"), b"1 w 1000 500 a ", written() + b"\n"],
+)
+def test_a_key_that_is_free_has_none(record):
+    """Its numbers may be kept, its time may be over, or an earlier version has written it."""
+    assert parse_record(3000, record) is None
+
+
+def test_looking():
+    """The record, and the ids of the tasks that hold the lock, in one round trip."""
+    leases = [b"o", 0, 0, 0, b'{"id": "1"}', 0, b"p", 0, 0, 0, b'{"id": "2"}', 0]
+    server = Server([3000, leases, 0, [], [], [], written(), b"", 0])
+    record, holders = Reservations(server).look(LOCK)
+    assert (record.id, holders) == ("a b", {"1", "2"})
+    assert server.asked == [(LOOK, [LOCK], 0, 0)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from celery.app.task import Context
 
@@ -33,7 +35,7 @@ class TestUnavailable:
     def test_run_runs_without_the_lock_and_says_so(self, app, export, caplog):
         """The body has no lease, and the log names the task and the key."""
         app.conf.dislock_on_unavailable = "run"
-        assert export.apply(task_id="id-1").get() is None
+        assert not export.apply(task_id="id-1").get()
         assert "id-1] runs without its lock 'k': lock server " in caplog.text
 
     def test_retry_says_when_the_task_comes_again(self, export, broker, caplog):
@@ -50,6 +52,20 @@ class TestUnavailable:
         app.conf.dislock_on_unavailable = "raise"
         with pytest.raises(StoreError):
             export.apply().get()
+
+    @pytest.mark.parametrize("choice", ["raise", "retry"])
+    def test_what_may_have_been_granted_is_released_by_the_watchdog(
+        self, app, export, broker, world, choice
+    ):
+        """The process may hang next; the main process would keep the lease that nobody knows of."""
+        app.conf.dislock_on_unavailable = choice
+        with contextlib.suppress(StoreError):
+            deliver(export, "id-1")
+        (asked,) = world.store.asked("acquire")
+        world.store.leases["dislock:{k}"] = (asked[-1], world.clock() + 30, {})
+        world.store.away = False
+        world.run(2)
+        assert world.store.leases == {}
 
     def test_an_outage_is_logged_once(self, app, export, world, caplog):
         """However many tasks meet it; and once more when it is over."""

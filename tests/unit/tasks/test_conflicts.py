@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -11,12 +13,21 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
 from celery_dislock.config import options
+from celery_dislock.keys.names import task_name, told_id
 from celery_dislock.locks.attempt import Attempt, Conflict
-from celery_dislock.messages.headers import PUT_OFF_HEADER, RETRY_UNTIL_HEADER, SINCE_HEADER
+from celery_dislock.messages.headers import (
+    HELD_HEADER,
+    PUT_OFF_HEADER,
+    RETRY_UNTIL_HEADER,
+    SINCE_HEADER,
+)
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.messages.resend import PUT_OFF_MOST
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.replies import Full, Parked, Refused, holder_of
 from celery_dislock.tasks import conflicts
-from tests.unit.deliveries import deliver
+from tests.unit.deliveries import arrived, deliver, run
+from tests.unit.fakes import FakeLines, FakeRecord
 
 HELD = "lock 'k' is held by t[1] on w (pid 7)"
 NOW = 1_700_000_000.0  # UNIX time
@@ -35,8 +46,9 @@ def unix_time(monkeypatch):
 
 def declare(app, strategy, **options):
     """Make a task that must not run."""
+    options = {"lock_key": "k", **options}
 
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy, **options)
+    @app.task(base=SingletonTask, lock_on_conflict=strategy, **options)
     def task():
         raise AssertionError
 
@@ -228,6 +240,35 @@ def test_a_waiter_gives_up_its_place_after_its_time(app, world):
     assert [owner.partition("@")[0] for _, owner, _ in world.store.asked("release")] == ["2"]
 
 
+def reserve_for_a_turn(world, key="k"):
+    """Let another task, which was parked, have its turn for the lock."""
+    turn = Attempt("turn#", {"id": "parked", "parked": True})
+    world.lock(key, lock_expire=86_400).try_acquire(turn)
+
+
+@pytest.mark.parametrize(("keys", "left"), [("k", False), (["a", "k"], True)])
+def test_a_waiter_gives_its_slot_to_a_parked_task(app, world, broker, keys, left):
+    """It comes again in a second, and has its place in line still; with several keys, none."""
+    reserve_for_a_turn(world)
+    task = declare(app, "wait", lock_key=keys, lock_wait_timeout=7)
+    assert deliver(task, "2").info.state == "RETRY"
+    assert bool(world.store.asked("release")) is left
+    [sent] = broker.sent
+    assert sent["countdown"] < 2
+    assert sent["headers"][RETRY_UNTIL_HEADER] == pytest.approx(time.time() + 7, abs=5)
+    assert (HELD_HEADER in sent["headers"]) is not left
+
+
+def test_a_waiter_that_gave_its_slot_away_gives_up_after_its_time(app, world, broker):
+    """Counted from its first conflict; it leaves the line then."""
+    reserve_for_a_turn(world)
+    task = declare(app, "wait", lock_wait_timeout=7)
+    deliver(task, "2", **{RETRY_UNTIL_HEADER: NOW - 1})
+    assert isinstance(stored(app)[1], LockHeldError)
+    assert broker.sent == []
+    assert [owner.partition("@")[0] for _, owner, _ in world.store.asked("release")] == ["2"]
+
+
 def test_a_waiter_whose_own_copy_got_the_lock_is_put_off(app, world, broker):
     """Of two deliveries that waited, the second has not failed: the first is the same task."""
     world.lease("k", "other", lock_expire=5)
@@ -383,6 +424,18 @@ def test_an_eager_task_waits(app, world):
     assert declare_runnable(app, "wait").apply().get() == {}
 
 
+@pytest.mark.parametrize("task_id", [math.nan, "\ud800x", "x" * 5000, "a\x1b b", 7])
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_copy_is_known_by_any_id(task_id, parked):
+    """A message may bring what is no text; what its holder says of itself is compared with that."""
+    delivery = SimpleNamespace(id=task_id, is_eager=False)
+    told = {"id": task_name(task_id), "parked": True} if parked else {"id": told_id(task_id)}
+    conflict = Conflict("k", holder_of(json.dumps(told).encode()), 1.0)
+    assert conflicts.is_a_copy(delivery, conflict)
+    assert str(conflict.error()).isprintable()
+    assert not conflicts.is_a_copy(SimpleNamespace(id="other", is_eager=False), conflict)
+
+
 def test_an_eager_task_is_no_copy(app, world, broker):
     """apply() under the id of the holder is a call of its own: nothing is sent."""
     world.lease("k", "other")
@@ -432,6 +485,44 @@ def test_a_conflict_is_counted_by_what_a_callable_chooses(app, world, broker, co
     counted.clear()
     deliver(export, "2")
     assert counted == [("conflict", "skip")]
+
+
+@pytest.mark.parametrize("becomes", ["queue", "full", "raise", "copy", "retry"])
+def test_a_task_that_is_to_be_parked_is_counted_by_what_becomes_of_it(
+    app, world, broker, counted, monkeypatch, becomes
+):
+    """Not all that are to be parked can be: once per delivery, whatever it is."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="queue")
+    def export(): ...
+
+    process = runtime_of(app).process
+    process.lines = lines = FakeLines(world.store)
+    process._publisher = None if becomes == "raise" else SimpleNamespace()
+    other = Refused("other", 30.0, {"task": "t", "id": "7", "worker": "w", "pid": 7})
+    copy = Refused("2@w", 30.0, {"task": "t", "id": "2", "worker": "w", "pid": 7})
+    answers = {"queue": Parked(1, other), "full": Full(9, other), "copy": copy}
+    lines.answers = [other, answers.get(becomes, other)]
+    world.lease(owner="other")
+    counted.clear()
+    if becomes == "retry":  # its message was not kept, as that of a task that parks is
+        deliver(export, "2")
+    else:
+        run(export, arrived(export, "2"))
+    assert [event for event in counted if event[0] == "conflict"] == [("conflict", becomes)]
+
+
+def test_a_replaced_message_is_counted(app, world, counted):
+    """Among the messages, beside those that were sent and those that were duplicates."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_unique_until="end")
+    def export(): ...
+
+    world.store.reservations.records["dislock:{k}"] = FakeRecord(
+        "ab", newest=2, confirmed=2, by="2"
+    )
+    deliver(export, headers={"dislock_unique": ["dislock:{k}", "end", "ab", 1]})
+    assert counted == [("message", "replaced")]
 
 
 def test_a_copy_is_counted_as_one(app, world, broker, counted):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 import threading
 import weakref
 from contextlib import suppress
@@ -11,10 +13,12 @@ import pytest
 from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.signals import task_postrun
+from celery.signals import task_postrun, task_revoked
 
 from celery_dislock import (
+    DislockError,
     Key,
+    Lease,
     LockHeldError,
     LockKeyError,
     LockLostError,
@@ -22,12 +26,22 @@ from celery_dislock import (
     SingletonTask,
     StoreError,
     current_lease,
+    ensure_held,
     signals,
 )
+from celery_dislock.keys.names import reserved_lock, told_id
 from celery_dislock.locks.attempt import Attempt
-from celery_dislock.messages.headers import GIVEN_UP_HEADER, PUT_OFF_HEADER
-from celery_dislock.tasks.task import install, lease_of, runtime_of
+from celery_dislock.messages.headers import (
+    GIVEN_UP_HEADER,
+    PUT_OFF_HEADER,
+    TICKET_HEADER,
+    UNIQUE_HEADER,
+)
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.replies import Replaced
+from celery_dislock.tasks.task import install, lease_of
 from tests.unit.deliveries import Broker, deliver
+from tests.unit.fakes import FakeLines, FakeRecord
 
 
 def holder(world):
@@ -47,6 +61,20 @@ def test_the_body_runs_under_the_lock_and_the_lock_is_gone_after(app, world):
     assert world.store.leases == {}
     assert current_lease() is None
     assert len(world.watchdog) == 0
+
+
+@pytest.mark.parametrize("task_id", [math.nan, "\ud800x", "a\n\x1b[2J", "x" * 5000])
+def test_a_holder_says_its_id_as_text(app, world, task_id):
+    """Anybody who can publish chooses the id; the record in Redis is JSON that every tool reads."""
+
+    @app.task(base=SingletonTask, bind=True, lock_key="k", ignore_result=True)
+    def export(self):
+        told = self.lease.holder
+        seen.append((told["id"], json.loads(json.dumps(told, allow_nan=False))["id"]))
+
+    seen = []
+    deliver(export, task_id)
+    assert seen == [(told_id(task_id), told_id(task_id))]
 
 
 def test_an_execution_leaves_nothing_to_the_garbage_collector(app, world):
@@ -121,10 +149,52 @@ def test_a_task_called_as_a_function_takes_no_lock(app, world):
 
     @app.task(base=SingletonTask, lock_key="k", bind=True)
     def task(self):
+        self.lease.ensure_held()
+        ensure_held()
         return self.lease
 
-    assert task() is None
+    lease = task()
+    assert isinstance(lease, Lease)
+    assert (bool(lease), lease.held, lease.remaining, lease.token) == (False, False, 0.0, 0)
+    assert (lease.key, lease.owner, lease.tokens, lease.renewals) == ("", "", {}, 0)
+    assert lease.why_ended == "not locked"
+    assert current_lease() is None
     assert world.store.calls == []
+
+
+def test_a_body_ensures_that_it_holds_its_lock_without_being_bound(app, world):
+    """celery_dislock.ensure_held() is the lease's own: it raises once the lease is lost."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        ensure_held()
+        current_lease().lose("stolen")
+        ensure_held()
+
+    with pytest.raises(LockLostError, match="'k' is lost: stolen"):
+        task.apply(throw=True)
+
+
+def test_what_no_task_runs_cannot_ensure_that_a_lock_is_held(app, world):
+    """A thread that a body starts does not know the body's lease: that must not look like held."""
+    raised = []
+
+    def elsewhere():
+        try:
+            ensure_held()
+        except DislockError as exc:
+            raised.append(str(exc))
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    task.apply().get()
+    elsewhere()
+    assert len(raised) == 2
+    assert "no task runs" in raised[0]
 
 
 def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
@@ -309,6 +379,28 @@ def test_a_class_that_extends_a_registered_task_is_guarded_once(app, world):
     assert second.apply().get() == 2
 
 
+def test_a_class_that_extends_a_registered_task_may_take_no_lock(app, world):
+    """Its own option counts, not the guard that its base has."""
+
+    class First(SingletonTask):
+        name = "first"
+        lock_key = "k"
+        lock_unique_until = "end"
+
+        def run(self):
+            return len(world.store.asked("acquire"))
+
+    app.register_task(First())
+
+    class Second(First):
+        name = "second"
+        lock_key = False
+
+    second = app.register_task(Second())
+    assert second.apply().get() == 0
+    assert world.store.reservations.asked == []
+
+
 def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, world):
     """A class-based task keeps its name in the instance; a class that extends it has another."""
 
@@ -395,10 +487,11 @@ def test_no_dislock_runs_without_the_lock(app, world):
 
     @app.task(base=SingletonTask, lock_key="k", bind=True)
     def task(self):
+        self.lease.ensure_held()
         return self.lease
 
     app.conf.dislock_enabled = False
-    assert task.apply().get() is None
+    assert not task.apply().get()
     assert world.store.calls == []
 
 
@@ -694,7 +787,7 @@ def test_the_lease_of_one_thread_is_not_that_of_another(app, world):
 
     assert task.apply().get() == "k"
     assert seen == [None]
-    assert lease_of(task) is None
+    assert not lease_of(task)
 
 
 @pytest.mark.parametrize("action", ["raise", "terminate"])
@@ -751,30 +844,229 @@ def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
 
 
 @pytest.mark.parametrize(
-    ("options", "kept_by_main_process", "ttl"),
+    ("options", "ttl"),
     [
-        ({"lock_key": "<doc>"}, False, 20.0),
-        ({"lock_key": "<doc>", "lock_limit": None}, True, 100.0),
-        ({"lock_key": ("<doc>", "all")}, True, 100.0),
+        ({"lock_watchdog_timeout": 10}, 20.0),
+        ({"lock_limit": None}, 100.0),
+        ({"lock_key": ("<doc>", "all")}, 100.0),
+        ({"lock_expire": 5}, 100.0),
     ],
-    ids=["a lock", "no lock", "several locks"],
+    ids=["a lock", "no lock", "several locks", "a fixed expiry"],
 )
-def test_a_running_task_keeps_its_reservation_until_it_is_renewed(
-    app, options, kept_by_main_process, ttl
-):
-    """The watchdog renews it with the lease; where it has none for it, the main process does."""
+def test_a_running_task_keeps_its_reservation_until_it_is_renewed(app, options, ttl):
+    """For two timeouts if the watchdog renews it with the lease, else for lock_unique_for."""
+    options = {"lock_key": "<doc>", "lock_unique_until": "end", "lock_unique_for": 100, **options}
 
-    @app.task(
-        base=SingletonTask,
-        lock_unique_until="end",
-        lock_unique_for=100,
-        lock_watchdog_timeout=10,
-        shared=False,
-        **options,
-    )
+    @app.task(base=SingletonTask, shared=False, **options)
     def edit(doc): ...
 
     guard = edit.dislock_guard
-    assert guard.main_process_keeps is kept_by_main_process
     request = Context(id="a", headers={"dislock_unique": ["dislock:{1}", "end"]})
     assert guard.reservation_of(request).ttl == ttl
+
+
+# A task whose message was reserved
+
+
+def reserved(world, task_id="1", mark="ab", number=1, newest=1, **known):
+    """Reserve the key for a message of the task; return the headers that the message has."""
+    world.store.reservations.records["dislock:{k}"] = FakeRecord(
+        *("ab", "waiting", task_id), number=number, newest=newest, ends=9999.0, **known
+    )
+    return {UNIQUE_HEADER: ["dislock:{k}", "end", mark, number]}
+
+
+def told(world):
+    """Return what the lock server was told of reservations."""
+    return [call[0] for call in world.store.reservations.asked]
+
+
+def declare(app, body=lambda _task: 7, **options):
+    options = {"lock_key": "k", "lock_unique_until": "end", **options}
+
+    @app.task(name="t", base=SingletonTask, bind=True, **options)
+    def task(self):
+        return body(self)
+
+    return task
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])
+def test_a_reserved_task_runs_and_frees_its_key(app, world, options):
+    """Whether it takes one lock, several or none."""
+    states = []
+    there = world.store.reservations
+    headers = reserved(world)
+    if len(options.get("lock_key", "k")) == 2:
+        name = reserved_lock(["dislock:{k}", "dislock:{l}"])
+        there.records = {name: there.records["dislock:{k}"]}
+        headers[UNIQUE_HEADER][0] = name
+    [lock] = there.records
+    task = declare(app, lambda _task: states.append(there.of(lock).state), **options)
+    assert deliver(task, headers=headers).info is None
+    assert states == ["running"]
+    assert there.of(lock) is None
+    assert told(world) == ["begin", "end"]
+
+
+@pytest.mark.parametrize("error", [ValueError, Ignore, Reject, SystemExit])
+@pytest.mark.parametrize("options", [{}, {"lock_limit": None}])
+def test_a_reserved_task_frees_its_key_however_it_ends(app, world, error, options):
+    """One that is stopped with its worker comes again, under its reservation."""
+
+    def body(_task):
+        raise error
+
+    with suppress(SystemExit):
+        deliver(declare(app, body, **options), headers=reserved(world))
+    assert (world.store.reservations.of("dislock:{k}") is None) == (error is not SystemExit)
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])
+def test_a_replaced_task_ends_as_revoked(app, world, options):
+    """Its result names the task by which it was replaced; the body does not run."""
+    ran = []
+    headers = reserved(world, "2", number=1, newest=2, confirmed=2, by="2")
+    headers[UNIQUE_HEADER][3] = 1
+    assert deliver(declare(app, ran.append, **options), headers=headers).info.state == "IGNORED"
+    result = app.AsyncResult("1")
+    assert result.state == "REVOKED"
+    assert str(result.result).endswith("replaces it: task 2")
+    assert ran == []
+    assert world.store.reservations.of("dislock:{k}").id == "2"
+    assert world.store.leases == {}
+
+
+def test_an_older_message_under_the_same_id_is_only_acknowledged(app, world):
+    """The result of this id is that of the newer message."""
+    headers = reserved(world, "1", number=1, newest=2, confirmed=2, by="1")
+    world.store.reservations.records["dislock:{k}"].number = 2
+    assert deliver(declare(app, pytest.fail), headers=headers).info.state == "IGNORED"
+    assert app.AsyncResult("1").state == "PENDING"
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
+    app, world, monkeypatch, stores
+):
+    """Else a worker that dies in between would leave a caller waiting for ever."""
+    process = runtime_of(app).process
+    process._publisher, process.lines = object(), FakeLines(world.store)
+    process.lines.answers = [Replaced("2")]
+    turn = {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}
+    task = declare(app, pytest.fail, lock_on_conflict="queue")
+    left = []
+
+    def leave(*turn):
+        left.append((turn, app.AsyncResult("1").state))
+
+    mark_as_failure = task.backend.mark_as_failure
+
+    def mark(*args, **kwargs):
+        if kwargs.get("state") == "REVOKED" and not stores:
+            raise ConnectionError("backend")
+        mark_as_failure(*args, **kwargs)
+
+    monkeypatch.setattr(process.lines, "leave", leave)
+    monkeypatch.setattr(task.backend, "mark_as_failure", mark)
+    deliver(task, headers={**reserved(world), **turn})
+    assert left == [(("dislock:{k}", "1:0:0"), "REVOKED")] * stores
+
+
+# Where locks are off
+
+
+@pytest.fixture
+def off(app):
+    app.conf.dislock_enabled = False
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+def test_a_reservation_begins_and_ends_where_locks_are_off(app, world, off, until):
+    """Else its key would stay taken: messages would be lost for an hour."""
+    there = world.store.reservations
+    headers = reserved(world)
+    headers[UNIQUE_HEADER][1] = until
+    states = []
+
+    def body(_task):
+        states.append(there.records["dislock:{k}"].state)
+
+    assert deliver(declare(app, body), headers=headers).info is None
+    assert told(world) == ["begin", "end"]
+    assert states == ["" if until == "start" else "running"]
+    assert there.records["dislock:{k}"].state == ("ended" if until == "expiry" else "")
+    assert world.store.leases == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(ValueError, True), (Ignore, True), (Reject, True), (Retry, False)]
+)
+def test_a_task_that_fails_frees_its_key_where_locks_are_off(app, world, off, error, ends):
+    """A retry comes under the same reservation."""
+
+    def body(_task):
+        raise error
+
+    deliver(declare(app, body), headers=reserved(world))
+    assert told(world) == ["begin", "end"][: 1 + ends]
+
+
+def test_a_message_that_goes_back_to_its_queue_keeps_its_key_where_locks_are_off(app, world, off):
+    """It comes again."""
+
+    def body(_task):
+        raise Reject(requeue=True)
+
+    deliver(declare(app, body), headers=reserved(world))
+    assert told(world) == ["begin"]
+
+
+@pytest.mark.parametrize("lock_server", ["replaced", "away", "not configured"])
+def test_nothing_stops_a_body_where_locks_are_off(
+    app, world, off, monkeypatch, caplog, lock_server
+):
+    """It runs, and the log says what may stay."""
+    headers = reserved(world, newest=2)
+    if lock_server == "replaced":
+        world.store.reservations.records["dislock:{k}"].confirmed = 2
+    elif lock_server == "away":
+        world.store.reservations.away = True
+    else:
+
+        def process(_runtime):
+            raise SettingsError("app.conf", "dislock_url", None, "name a lock server")
+
+        monkeypatch.setattr(type(runtime_of(app)), "process", property(process))
+    assert deliver(declare(app), headers=headers).retval == 7
+    lines = [message.partition(":")[0] for message in caplog.messages]
+    warning = "A key may stay reserved until its reservation expires"
+    assert lines == [warning] * {"replaced": 0, "away": 1, "not configured": 2}[lock_server]
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded):
+    """Its key was reserved by a sender that has another version of the code."""
+
+    @app.task(name="t", **({"lock_key": "other", "base": SingletonTask} if is_guarded else {}))
+    def task(): ...
+
+    deliver(task, headers=reserved(world))
+    assert told(world) == ["begin", "end"]
+    assert world.store.reservations.of("dislock:{k}") is None
+
+
+def test_a_task_without_a_reservation_tells_nothing(app, world, off):
+    """As almost all tasks."""
+    deliver(declare(app), headers={"mine": 1})
+    assert told(world) == []
+
+
+@pytest.mark.parametrize("terminated", [True, False])
+def test_a_task_that_is_revoked_frees_its_key(app, world, terminated):
+    """Unless it is terminated: its key is free when its process has ended."""
+    task = declare(app)
+    request = Context(id="1", task="t", headers=reserved(world))
+    told_of = {"signum": None, "expired": False, "terminated": terminated}
+    task_revoked.send(task, request=request, **told_of)
+    assert told(world) == ["end"] * (not terminated)

@@ -6,71 +6,59 @@ from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
+from celery.result import EagerResult
 
 from celery_dislock.config.options import TaskOptions
-from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.servers.reservations import Reserved, Taken
+from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
+from celery_dislock.locks.counting import MESSAGE
+from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
     PUBLISH_FOR,
+    SENT_MOST,
     WAIT_FOR_OTHER,
     Sender,
     belongs_to_more,
     delay_of,
     is_sent_again,
     postponed,
+    sender_of,
+    tell,
 )
-from tests.unit.fakes import FakeClock
+from tests.unit.fakes import FakeClock, FakeRecord, FakeReservations
 
 LOCK = "dislock:{edit:1}"
 
 
-class Reservations:
-    """Answers as it is told to, and keeps what it was asked."""
+class Result:
+    """What Celery returns for a message that was sent."""
 
-    def __init__(self, clock):
-        self.clock = clock
-        self.answers = [Reserved(0.0)]
-        self.asked = []
+    duplicate = False  # of every result; see celery_dislock.hooks
 
-    def reserve(self, lock, encoded_id, ttl, *, replaces):
-        assert lock == LOCK
-        assert ttl == PUBLISH_FOR
-        self.asked.append(("reserve", encoded_id, replaces))
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def confirm(self, lock, encoded_id, ttl):
-        self.asked.append(("confirm", encoded_id, ttl))
-        if self.answers == ["gone"]:
-            raise StoreError("redis://x", "away")
-        return True
-
-    def end(self, lock, encoded_id):
-        self.asked.append(("end", encoded_id))
-        return True
+    def __init__(self, id):  # noqa: A002 -- as Celery has it
+        self.id = id
 
 
-class World:
+class Sending:
     """A sender, what it publishes, and its clock."""
 
     def __init__(self, **options):
         self.clock = FakeClock()
-        self.reservations = Reservations(self.clock)
+        self.reservations = FakeReservations(self.clock)
         self.sent = []
         self.fails = None
-        self.settings = SimpleNamespace(dislock_on_unavailable="retry")
+        self.counted = []
+        self.settings = SimpleNamespace(dislock_on_unavailable="retry", dislock_prefix="dislock")
+        process = SimpleNamespace(host="h", counters=SimpleNamespace(add=self.count))
         self.guard = SimpleNamespace(
+            name="edit",
+            interval=10.0,
             options=TaskOptions(**{"lock_unique_until": "start", **options}),
-            runtime=SimpleNamespace(settings=self.settings),
+            runtime=SimpleNamespace(settings=self.settings, process=process),
             lock_names=self.names,
         )
-        app = SimpleNamespace(AsyncResult=lambda task_id: SimpleNamespace(id=task_id))
         self.sender = Sender(
-            app,
-            self.publish,
+            SimpleNamespace(AsyncResult=Result),
             lambda: self.reservations,
             clock=self.clock,
             pause=self.clock.advance,
@@ -81,164 +69,346 @@ class World:
             raise ValueError("no document")
         return (f"dislock:{{edit:{args[0]}}}",)
 
-    def publish(self, name, args, kwargs, **options):
+    def count(self, what, holder, outcome):
+        assert (what, holder) == (MESSAGE, {"task": "edit", "worker": "sender@h"})
+        self.counted.append(outcome)
+
+    def publish(self, **options):
         if self.fails:
             raise self.fails
         self.sent.append(options)
-        return SimpleNamespace(id=options.get("task_id"))
+        return Result(options.get("task_id"))
 
-    def send(self, *args, **options):
-        return self.sender.send(self.guard, "edit", args or (1,), {}, **options)
+    def send(self, *args, has_result=True, **options):
+        return self.sender.send(
+            self.guard, args or (1,), {}, options, self.publish, has_result=has_result
+        )
+
+    def run(self, until, publish=None):
+        """Run a task eagerly; its guard would begin and end the reservation."""
+
+        def run(task_id, **_):
+            self.sent.append(task_id)
+            self.state = self.reservations.of(LOCK).state
+            self.reservations.end(Reservation(LOCK, task_id, until))
+            return EagerResult(task_id, 7, "SUCCESS")
+
+        return self.sender.send(self.guard, (1,), {}, {}, publish or run, eager=True)
+
+    def asked(self, name):
+        return [call[1:] for call in self.reservations.asked if call[0] == name]
 
 
 @pytest.fixture
-def world():
-    return World()
+def sending():
+    return Sending()
 
 
-def test_a_message_is_reserved_published_and_confirmed(world):
+def test_a_message_is_reserved_published_and_confirmed(sending):
     """In this order, under one id, which a header of the message has with the key's name."""
-    result = world.send(task_id="a", headers={"mine": 1})
-    assert world.reservations.asked == [("reserve", "a", False), ("confirm", "a", 3600.0)]
-    [options] = world.sent
-    assert options["headers"] == {"mine": 1, "dislock_unique": [LOCK, "start"]}
-    assert result.duplicate is False
+    result = sending.send(task_id="a", headers={"mine": 1})
+    [reserve, confirm] = sending.reservations.asked
+    nonce = reserve[2]
+    asked = Reservation(LOCK, "a", "start", PUBLISH_FOR)
+    assert reserve == ("reserve", asked, nonce, False, True, False)
+    assert confirm == ("confirm", asked._replace(ttl=3600.0, mark=nonce))
+    [options] = sending.sent
+    assert options["headers"] == {"mine": 1, "dislock_unique": [LOCK, "start", nonce, 0]}
+    assert (result.id, result.duplicate) == ("a", False)
+    assert sending.counted == ["sent"]
 
 
-def test_the_id_is_encoded(world):
+def test_the_id_is_encoded(sending):
     """It may be any text, and a reservation's parts are separated by marks."""
-    world.send(task_id="a b")
-    assert world.reservations.asked == [("reserve", "a%20b", False), ("confirm", "a%20b", 3600.0)]
-    assert world.sent[0]["task_id"] == "a b"
-    world.reservations.answers = [Taken("a%20b", is_sent=True)]
-    assert world.send().id == "a b"
+    sending.send(task_id="a b")
+    assert sending.reservations.of(LOCK).id == "a%20b"
+    assert sending.sent[0]["task_id"] == "a b"
+    assert sending.send().id == "a b"
 
 
-def test_the_caller_s_headers_stay_as_they_are(world):
+def test_the_caller_s_headers_stay_as_they_are(sending):
     """A dict that is used for many calls does not collect ours."""
     headers = {"mine": 1}
-    world.send(headers=headers)
+    sending.send(headers=headers)
     assert headers == {"mine": 1}
 
 
-def test_a_duplicate_is_not_published(world):
+def test_a_duplicate_is_not_published(sending):
     """The caller gets the result of the message that is there."""
-    world.reservations.answers = [Taken("first", is_sent=True)]
-    result = world.send()
-    assert (result.id, result.duplicate) == ("first", True)
-    assert world.sent == []
+    sending.send(task_id="first")
+    result = sending.send()
+    assert (result.id, result.duplicate, result.ignored) == ("first", True, False)
+    assert len(sending.sent) == 1
+    assert sending.counted == ["sent", "duplicate"]
+
+
+def test_the_same_id_again_is_a_duplicate(sending):
+    """Who gives all messages one id has sent the first of them."""
+    duplicates = [sending.send(task_id="all").duplicate for _ in range(5)]
+    assert duplicates == [False, True, True, True, True]
+    assert len(sending.sent) == 1
+
+
+def test_a_command_that_is_sent_twice_reserves_once(sending):
+    """Its first reply was lost: the second time the key is reserved for this very message."""
+    reserve = sending.reservations.reserve
+
+    def resent(*args, **options):
+        reserve(*args, **options)
+        return reserve(*args, **options)
+
+    sending.reservations.reserve = resent
+    assert sending.send(task_id="a").duplicate is False
+    assert sending.send(task_id="a").duplicate is True
+    assert len(sending.sent) == 1
 
 
 def test_a_duplicate_can_be_an_error():
     """With the key and the id of the first."""
-    world = World(lock_on_duplicate="raise")
-    world.reservations.answers = [Taken("first", is_sent=True)]
+    sending = Sending(lock_on_duplicate="raise")
+    sending.send(task_id="first")
     with pytest.raises(DuplicateTaskError) as refused:
-        world.send()
+        sending.send()
     assert (refused.value.key, refused.value.id) == ("edit:1", "first")
+    assert sending.counted == ["sent", "duplicate"]
 
 
-def test_a_sender_that_is_publishing_is_waited_for(world):
-    """Its message may never come; when it has, it is the first."""
-    sending = Taken("first", is_sent=False)
-    world.reservations.answers = [sending, sending, Taken("first", is_sent=True)]
-    assert world.send().duplicate is True
-    assert world.clock.now < 1000 + WAIT_FOR_OTHER
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+def test_a_duplicate_knows_of_results_that_are_not_stored(sending, first, second):
+    """That of the first, which its sender has said, and its own, as Celery's results do."""
+    sending.send(has_result=first)
+    result = sending.send(has_result=second)
+    assert (result.first.has_result, result.ignored) == (first, not second)
 
 
-def test_a_sender_that_gives_up_leaves_the_key(world):
+def test_a_duplicate_has_the_class_that_its_caller_asks_for(sending):
+    """As a result of Celery's has: with a constructor of its own, too."""
+
+    class Mine(Result):
+        def __init__(self, task_id):
+            super().__init__(task_id)
+            self.mine = True
+
+    sending.send(task_id="first")
+    result = sending.send(result_cls=Mine)
+    assert isinstance(result, Mine)
+    assert (result.id, result.mine, result.duplicate) == ("first", True, True)
+
+
+def test_messages_that_replace_each_other_are_numbered():
+    """Each is sent, with the mark of its key and the next number."""
+    sending = Sending(lock_on_duplicate="replace")
+    for _ in range(3):
+        assert sending.send().duplicate is False
+    headers = [options["headers"]["dislock_unique"] for options in sending.sent]
+    mark = sending.asked("reserve")[0][1]
+    assert headers == [[LOCK, "start", mark, number] for number in (1, 2, 3)]
+
+
+def test_a_sender_that_is_publishing_is_waited_for(sending):
+    """Its message may never come; when it has, it is the first.  All looks are one command."""
+    not_yet = Taken("first", is_sent=False)
+    sending.reservations.answers = [not_yet, not_yet, Taken("first", is_sent=True)]
+    assert sending.send().duplicate is True
+    assert sending.clock.now < 1000 + WAIT_FOR_OTHER
+    assert len({nonce for _, nonce, *_ in sending.asked("reserve")}) == 1
+
+
+def test_a_sender_that_gives_up_leaves_the_key(sending):
     """It could not publish: the next has the key."""
-    world.reservations.answers = [Taken("first", is_sent=False), Reserved(0.0)]
-    assert world.send().duplicate is False
+    sending.reservations.answers = [Taken("first", is_sent=False), Reserved(0.0, "ab", 0)]
+    assert sending.send().duplicate is False
 
 
-def test_a_sender_that_died_is_waited_for_a_second(world):
+def test_a_sender_that_died_is_waited_for_a_second(sending):
     """Then the message is sent without a reservation, and carries no header of ours."""
-    world.reservations.answers = [Taken("dead", is_sent=False)]
-    result = world.send(task_id="a")
-    assert result.id == "a"
-    assert WAIT_FOR_OTHER <= world.clock.now - 1000 < 2 * WAIT_FOR_OTHER
-    [options] = world.sent
+    sending.reservations.answers = [Taken("dead", is_sent=False)] * 1000
+    result = sending.send(task_id="a")
+    assert (result.id, result.duplicate) == ("a", False)
+    assert WAIT_FOR_OTHER <= sending.clock.now - 1000 < 2 * WAIT_FOR_OTHER
+    [options] = sending.sent
     assert "headers" not in options
+    assert sending.counted == ["unreserved"]
 
 
-def test_what_cannot_be_published_is_not_reserved(world):
+def test_what_cannot_be_published_is_not_reserved(sending):
     """The reservation is given back, and the error is the caller's."""
-    world.fails = ConnectionError("broker")
+    sending.fails = ConnectionError("broker")
     with pytest.raises(ConnectionError):
-        world.send(task_id="a")
-    assert world.reservations.asked[-1] == ("end", "a")
+        sending.send(task_id="a")
+    assert sending.reservations.of(LOCK) is None
+    assert sending.counted == []
 
 
-def test_a_lock_server_that_is_away_is_left_alone_for_a_while(world, caplog):
+def test_a_publisher_that_fails_after_its_task_has_begun_leaves_the_key(sending):
+    """The broker had the message: its reservation ends with its task."""
+
+    def publish(**_):
+        sending.reservations.of(LOCK).state = "running"
+        raise ConnectionError("the reply was lost")
+
+    with pytest.raises(ConnectionError):
+        sending.sender.send(sending.guard, (1,), {}, {}, publish)
+    assert sending.reservations.of(LOCK)
+
+
+def test_a_lock_server_that_is_away_is_left_alone_for_a_while(sending, caplog):
     """The first sender finds out, those after it do not ask; one line at each end of the outage."""
     caplog.set_level("INFO", "celery_dislock")
-    world.reservations.answers = [StoreError("redis://x", "away")]
-    for _ in range(10):
-        world.send()
-    assert len(world.sent) == 10
-    assert len(world.reservations.asked) == 1
-    world.clock.advance(LEAVE_ALONE)
-    world.send()
-    assert len(world.reservations.asked) == 2
-    world.clock.advance(LEAVE_ALONE)
-    world.reservations.answers = [Reserved(0.0)]
-    world.send()
+    sending.reservations.away = True
+    assert [sending.send().duplicate for _ in range(10)] == [False] * 10
+    assert len(sending.sent) == 10
+    assert len(sending.reservations.asked) == 1
+    sending.clock.advance(LEAVE_ALONE)
+    sending.send()
+    assert len(sending.reservations.asked) == 2
+    sending.clock.advance(LEAVE_ALONE)
+    sending.reservations.away = False
+    sending.send()
     assert [message.split(":")[0] for message in caplog.messages] == [
         "Messages of unique tasks are sent without reservations",
         "Messages of unique tasks are reserved again.",
     ]
+    assert sending.counted == ["unreserved"] * 11 + ["sent"]
 
 
-def test_an_outage_can_be_an_error(world):
+def test_a_key_that_is_damaged_is_no_outage(sending, caplog):
+    """The server answers, and other keys are well: each is asked for, and each failure is told."""
+    reserve = sending.reservations.reserve
+
+    def damaged(wanted, *args, **options):
+        if wanted.lock == LOCK:
+            raise DamagedLockError("redis://x", "it is a list", LOCK)
+        return reserve(wanted, *args, **options)
+
+    sending.reservations.reserve = damaged
+    results = [sending.send(key) for key in (1, 2, 2)]
+    assert [result.duplicate for result in results] == [False, False, True]
+    [message] = caplog.messages
+    assert message.startswith("A message is sent without a reservation: ")
+
+
+def test_an_outage_can_be_an_error(sending):
     """dislock_on_unavailable="raise": nothing is sent."""
-    world.settings.dislock_on_unavailable = "raise"
-    world.reservations.answers = [StoreError("redis://x", "away")]
+    sending.settings.dislock_on_unavailable = "raise"
+    sending.reservations.away = True
     for _ in range(2):
         with pytest.raises(StoreError):
-            world.send()
-    assert world.sent == []
+            sending.send()
+    assert sending.sent == []
 
 
-def test_a_lock_server_that_goes_away_after_publishing_harms_nothing(world):
+def test_a_lock_server_that_goes_away_after_publishing_harms_nothing(sending):
     """The reservation ends sooner than it should."""
-    world.reservations.confirm = lambda *_: (_ for _ in ()).throw(StoreError("redis://x", "away"))
-    assert world.send(task_id="a").id == "a"
+
+    def publish(**options):
+        sending.reservations.away = True
+        return Result(options["task_id"])
+
+    assert sending.sender.send(sending.guard, (1,), {}, {"task_id": "a"}, publish).id == "a"
+    assert len(sending.asked("confirm")) == 1
 
 
-def test_a_key_that_cannot_be_built_sends_all_the_same(world, caplog):
+def test_a_key_that_cannot_be_built_sends_all_the_same(sending, caplog):
     """The worker fails the task, and says why."""
-    world.sender.send(world.guard, "edit", (), {})
-    assert len(world.sent) == 1
+    result = sending.sender.send(sending.guard, (), {}, {}, sending.publish)
+    assert (len(sending.sent), result.duplicate) == (1, False)
     assert "its key is unknown: ValueError('no document')" in caplog.text
 
 
-@pytest.mark.parametrize(
+# What is sent again
+
+
+AGAIN = pytest.mark.parametrize(
     "again", [{"retries": 1}, {"replaced_task_nesting": 1}], ids=["retry", "replace"]
 )
+
+
+@AGAIN
+def test_what_is_sent_again_keeps_its_mark_and_number(again):
+    """It is no newer than it was: newer messages still replace it."""
+    sending = Sending(lock_on_duplicate="replace")
+    sending.send(task_id="a")
+    headers = sending.sent[0]["headers"]
+    mark = headers["dislock_unique"][2]
+    sending.reservations.of(LOCK).state = ""  # its task began
+    assert sending.send(task_id="a", headers=headers, **again).duplicate is False
+    wanted, _, _, _, is_again = sending.asked("reserve")[1]
+    assert (wanted.mark, wanted.number, is_again) == (mark, 1, True)
+    assert sending.sent[1]["headers"] == headers
+    assert sending.counted == ["sent"]
+
+
+@AGAIN
 def test_what_is_sent_again_is_never_dropped(again):
-    """Nor does it replace what is newer."""
-    world = World(lock_on_duplicate="replace")
-    world.reservations.answers = [Taken("newer", is_sent=True)]
-    assert world.send(task_id="a", **again).id == "a"
-    assert world.reservations.asked == [("reserve", "a", False)]
-    assert "headers" not in world.sent[0]
+    """Nor does it replace what is newer; it goes on under the number that it has."""
+    sending = Sending(lock_on_duplicate="replace")
+    headers = {"dislock_unique": [LOCK, "start", "ab", 3]}
+    sending.reservations.answers = [Taken("newer", is_sent=False)]
+    assert sending.send(task_id="a", headers=headers, **again).id == "a"
+    assert len(sending.reservations.asked) == 1
+    assert sending.sent[0]["headers"] == headers
+    assert sending.clock.now == 1000
 
 
-def test_the_reservation_lasts_from_when_the_task_is_due(world):
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "forged",
+        ["dislock:{edit:2}", "start", "ab", 3],
+        [LOCK, "start"],
+        [LOCK, "start", "ab", "3x"],
+        [LOCK, "start", "ab", None],
+        [LOCK, "start", ["ab"], 3.5],
+    ],
+)
+def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, header):
+    """It had no reservation, is of another key now, or somebody has made the header up."""
+    sending.send(task_id="a", headers={"dislock_unique": header}, retries=1)
+    wanted = sending.asked("reserve")[0][0]
+    assert (wanted.mark, wanted.number) == ("-", 0)
+
+
+def test_a_first_message_is_not_sent_again():
+    """Outside a task, without retries."""
+    assert not is_sent_again({"task_id": "a"})
+
+
+# For how long
+
+
+@pytest.mark.parametrize("seconds", [2.0, 0.25, 9.0])
+def test_a_short_reservation_is_as_short_as_it_was_asked_for(seconds):
+    """The time to publish, which is longer, is over when it is confirmed."""
+    sending = Sending(lock_unique_for=seconds)
+    sending.send()
+    assert sending.reservations.of(LOCK).ends - sending.clock() == seconds
+
+
+def test_the_reservation_lasts_from_when_the_task_is_due(sending):
     """lock_unique_for is added to the countdown."""
-    world.send(task_id="a", countdown=100)
-    assert world.reservations.asked[-1] == ("confirm", "a", 3700.0)
+    sending.send(task_id="a", countdown=100)
+    assert sending.reservations.of(LOCK).ends - sending.clock() == 3700.0
 
 
-def test_several_keys_are_one_reservation():
+@pytest.mark.parametrize(
+    ("until", "expires", "kept"),
+    [("start", 60, 60.0), ("end", 9000, 3600.0), ("end", -5, 0.001), ("expiry", 60, 3600.0)],
+)
+def test_the_reservation_is_no_longer_than_its_message(until, expires, kept):
+    """Nobody may ever see one that has expired; "expiry" lasts as long as it says."""
+    sending = Sending(lock_unique_until=until)
+    sending.send(expires=expires)
+    assert sending.asked("confirm")[0][0].ttl == kept
+
+
+def test_several_keys_are_one_reservation(sending):
     """Its name begins with the first lock's."""
-    world = World()
-    world.guard.lock_names = lambda *_: ("dislock:{a}", "dislock:{b}")
-    names = []
-    world.reservations.reserve = lambda lock, *_, **__: names.append(lock) or Taken("x", True)
-    world.send()
-    [name] = names
+    sending.guard.lock_names = lambda *_: ("dislock:{a}", "dislock:{b}")
+    sending.send()
+    [name] = sending.reservations.records
     assert name.startswith("dislock:{a}:and:")
 
 
@@ -276,6 +446,144 @@ def test_what_belongs_to_more_is_seen(name):
     assert belongs_to_more({name: []}) is (name == "chain")
 
 
-def test_a_first_message_is_not_sent_again():
-    """Outside a task, without retries."""
-    assert not is_sent_again({"task_id": "a"})
+# Eager tasks
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+def test_an_eager_task_runs_under_its_reservation(until):
+    """It is confirmed before the task runs, for there is nothing that could be lost on the way."""
+    sending = Sending(lock_unique_until=until)
+    result = sending.run(until)
+    assert (result.get(), result.duplicate, sending.state) == (7, False, "waiting")
+
+
+def test_an_eager_duplicate_has_the_result_of_the_first():
+    """It ran here, and is stored nowhere."""
+    sending = Sending(lock_unique_until="expiry")
+    first = sending.run("expiry")
+    second = sending.run("expiry")
+    assert (second.id, second.get()) == (first.id, 7)
+    assert (first.duplicate, second.duplicate) == (False, True)
+    assert len(sending.sent) == 1
+
+
+def test_an_eager_task_that_raises_frees_its_key():
+    """As a worker's does: the error is the caller's."""
+    sending = Sending(lock_unique_until="end")
+
+    def fails(**_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sending.run("end", fails)
+    assert sending.reservations.of(LOCK) is None
+
+
+# Revoked by the process that has sent it
+
+
+def test_a_message_that_is_revoked_frees_its_key(sending):
+    """At once: a worker may discard it only at its ETA."""
+    sending.send(task_id="a", countdown=100)
+    sending.sender.revoked(["a", "unknown"])
+    assert sending.reservations.of(LOCK) is None
+    assert sending.send(task_id="b").duplicate is False
+    assert len(sending.asked("end_waiting")) == 1
+
+
+def test_a_task_that_runs_keeps_its_key_when_it_is_revoked():
+    """A revoke does not stop it, unless it terminates it: its worker sees that."""
+    sending = Sending(lock_unique_until="end")
+    sending.send(task_id="a")
+    sending.reservations.of(LOCK).state = "running"
+    sending.sender.revoked(["a"])
+    assert sending.send().duplicate is True
+
+
+def test_what_a_duplicate_names_can_be_revoked(sending):
+    """The message was sent by another process; its result was returned here."""
+    there = FakeRecord("ab", "waiting", "first", ends=2000.0)
+    sending.reservations.records[LOCK] = there
+    result = sending.send()
+    sending.sender.revoked([result.id])
+    assert sending.reservations.of(LOCK) is None
+
+
+def test_a_revoke_does_not_fail_with_the_lock_server(sending, caplog):
+    """Its key stays reserved until that expires; nor does it wait for every message."""
+    for number in range(3):
+        sending.send(number, task_id=str(number))
+    sending.reservations.away = True
+    sending.sender.revoked(["0", "1", "2"])
+    assert len(sending.asked("end_waiting")) == 1
+    [message] = caplog.messages
+    assert message.startswith("A key may stay reserved until its reservation expires: ")
+
+
+def test_a_process_remembers_a_bounded_number_of_messages(sending):
+    """The oldest are forgotten."""
+    for number in range(SENT_MOST + 5):
+        sending.send(number, task_id=str(number))
+    sending.sender.revoked(map(str, range(SENT_MOST + 5)))
+    assert len(sending.asked("end_waiting")) == SENT_MOST
+    assert sending.asked("end_waiting")[0][0].id == "5"
+
+
+# Messages that end, or begin, where no guard sees them
+
+
+class Request(SimpleNamespace):
+    id, task = "a", "edit"
+
+
+MINE = Reservation(LOCK, "a", "end", 0.0, "ab", 3)
+HEADERS = {"dislock_unique": [LOCK, "end", "ab", 3]}
+
+
+@pytest.fixture
+def there(app, world):
+    """Reservations on the lock server of an app, with one of them."""
+    there = world.store.reservations
+    there.records[LOCK] = FakeRecord("ab", "waiting", "a", number=3, newest=3, ends=1e9)
+    return there
+
+
+@pytest.mark.parametrize(
+    ("call", "asked"),
+    [
+        ("begin_unlocked", ("begin", MINE._replace(ttl=3600.0), True)),
+        ("end", ("end", MINE)),
+        ("end_waiting", ("end_waiting", MINE)),
+    ],
+)
+def test_the_lock_server_is_told_of_a_message(app, there, call, asked):
+    """What becomes of it, if it brings a reservation that may be ours."""
+    tell(app, call, Request(headers=HEADERS))
+    for headers in (None, "forged", {}, {"dislock_unique": "forged"}):
+        tell(app, call, Request(headers=headers))
+    assert there.asked == [asked]
+
+
+def test_a_task_that_was_replaced_runs_where_locks_are_off(app, there):
+    """Nothing keeps it from running there."""
+    there.records[LOCK].confirmed = 4
+    tell(app, "begin_unlocked", Request(headers=HEADERS))
+    assert there.asked == [("begin", MINE._replace(ttl=3600.0), True)]
+
+
+@pytest.mark.parametrize("call", ["begin_unlocked", "end", "end_waiting"])
+def test_a_lock_server_that_is_away_is_not_told(app, there, caplog, call):
+    """The log says so once; the next messages do not wait for it."""
+    there.away = True
+    for _ in range(3):
+        tell(app, call, Request(headers=HEADERS))
+    assert len(there.asked) == 1
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        "A key may stay reserved until its reservation expires"
+    ]
+
+
+def test_each_app_has_a_sender_of_its_own(app, plain_app):
+    """It remembers what was sent, and whether the app's lock server is away."""
+    assert sender_of(app) is sender_of(app)
+    assert sender_of(app) is not sender_of(plain_app)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import pytest
 from celery import Task
 from celery.exceptions import Ignore
@@ -9,7 +12,10 @@ from celery.exceptions import Ignore
 from celery_dislock import SettingsError, SingletonTask
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.events import events_of
-from celery_dislock.tasks.task import declared_options, install, lease_of, runtime_of
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks import task as tasks
+from celery_dislock.tasks.task import declared_options, install, lease_of
+from tests.unit.deliveries import Broker
 
 
 def test_an_app_has_one_runtime_which_is_made_when_it_is_asked_for(app):
@@ -92,13 +98,14 @@ def test_only_what_a_user_declared_is_an_option(app):
 
 
 def test_a_task_that_does_not_run_has_no_lease(app):
-    """Neither by its property nor by the function that any task can be asked with."""
+    """Its property, and the function that any task can be asked with, say "not locked"."""
 
     @app.task(name="t", base=SingletonTask, lock_key="k")
     def task(): ...
 
-    assert app.tasks["t"].lease is None
-    assert lease_of(app.tasks["t"]) is None
+    assert not app.tasks["t"].lease
+    assert not lease_of(app.tasks["t"])
+    assert repr(app.tasks["t"].lease) == "<Lease: not locked>"
 
 
 def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
@@ -126,6 +133,111 @@ def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
         return 0 if traceback is None else 1 + depth(traceback.tb_next)
 
     assert depth(refused) < depth(caught.value.__traceback__)
+
+
+def unique(app, **options):
+    options = {"lock_key": "k", "lock_unique_until": "end", **options}
+    ran = []
+
+    @app.task(name="t", base=SingletonTask, **options)
+    def task():
+        ran.append(1)
+
+    task.ran = ran
+    return task
+
+
+class TestPatched:
+    """A method of Celery's that a test patches is patched for our tasks, too, and no longer."""
+
+    @pytest.fixture(autouse=True)
+    def published(self, app, monkeypatch):
+        published = Broker()
+        monkeypatch.setattr(app.amqp, "send_task_message", published.receive)
+        return published
+
+    @pytest.mark.parametrize("used_before", [False, True])
+    def test_apply_async(self, app, published, used_before):
+        """Whether the task was used before or not, nothing is sent meanwhile."""
+        task = unique(app, lock_unique_until="start")
+        if used_before:
+            assert task.dislock_guard
+        with mock.patch.object(Task, "apply_async") as patched:
+            task.delay()
+        assert (patched.called, published.sent) == (True, [])
+        task.delay()
+        assert (patched.call_count, len(published.sent)) == (1, 1)
+
+    @pytest.mark.parametrize("used_before", [False, True])
+    def test_apply(self, app, used_before):
+        """It is asked for its result once, and runs nothing."""
+        task = unique(app)
+        if used_before:
+            assert task.dislock_guard
+        with mock.patch.object(Task, "apply") as patched:
+            result = task.apply()
+        assert (result, patched.call_count, task.ran) == (patched.return_value, 1, [])
+        task.apply()
+        assert (patched.call_count, task.ran) == (1, [1])
+
+    def test_on_replace(self, app, world):
+        """As a test does that is not to send what replaces a task."""
+
+        @app.task(name="t", base=SingletonTask, lock_key="k", bind=True)
+        def task(self):
+            return self.replace(self.si())
+
+        assert task.dislock_guard
+        with mock.patch.object(Task, "on_replace", return_value=7) as patched:
+            assert task.apply().get() == 7
+        assert patched.called
+
+
+@pytest.mark.parametrize(
+    "at", ["runtime_of", "_guarded", "_custom_call", "_override", "leave_out_what_is_told"]
+)
+def test_two_threads_that_install_a_guard_wrap_once(app, world, monkeypatch, at):
+    """Each may be in the middle of it when the other begins: one lock, and one reservation."""
+
+    @app.task(name="t", lock_key="k", lock_unique_until="end")
+    def task():
+        return "ran"
+
+    kind, began = type(app.tasks["t"]), []
+    go_on = getattr(tasks, at)
+
+    def another_thread(*args):
+        if not began:
+            began.append(1)
+            install(kind, app)
+        return go_on(*args)
+
+    monkeypatch.setattr(tasks, at, another_thread)
+    install(kind, app)
+    assert began
+    assert task.apply().get() == "ran"
+    assert len(world.store.asked("acquire")) == 1
+    assert [call[0] for call in world.store.reservations.asked].count("reserve") == 1
+
+
+def test_a_class_that_extends_a_unique_one_reserves_its_own_key_once(app, world):
+    """Both have a guard, and both have wrapped what runs an eager task."""
+
+    class First(SingletonTask):
+        name = "first"
+        lock_key = "k"
+        lock_unique_until = "end"
+
+        def run(self):
+            return list(world.store.reservations.records)
+
+    class Second(First):
+        name = "second"
+        lock_key = "l"
+
+    app.register_task(First())
+    assert app.register_task(Second()).apply().get() == ["dislock:{l}"]
+    assert world.store.reservations.of("dislock:{l}") is None
 
 
 class TestEvents:
@@ -181,3 +293,76 @@ class TestEvents:
         lease.report_lost()
         lease.report_capped()
         assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("key", "lock_key"),
+        ("lock", "lock_key"),
+        ("timeout", "lock_wait_timeout"),
+        ("timeout", "lock_watchdog_timeout"),
+        ("ttl", "lock_expire"),
+    ],
+)
+def test_an_option_by_a_name_that_others_use_is_answered_with_ours(app, name, words):
+    """Celery would take it for an attribute, and the task would lock by all its arguments."""
+    with pytest.raises(SettingsError, match=words) as caught:
+
+        @app.task(name="t", base=SingletonTask, **{name: "export"})
+        def task(): ...
+
+        app.finalize()
+
+    assert caught.value.option == name
+
+
+def test_an_attribute_of_a_class_may_have_any_name(app):
+    """A task's class has a timeout of its own, and a task of that class may set it."""
+
+    class Fetch(SingletonTask):
+        timeout = 5
+        key = "own"
+
+    @app.task(name="t", base=Fetch, timeout=10)
+    def task(): ...
+
+    assert (app.tasks["t"].timeout, app.tasks["t"].key) == (10, "own")
+    assert app.tasks["t"].dislock_guard is not None
+
+
+async def coroutine(self=None, *_): ...
+
+
+async def generator(self=None):
+    yield
+
+
+@pytest.mark.parametrize("body", [coroutine, generator, partial(coroutine)])
+@pytest.mark.parametrize("where", ["run", "__call__"])
+def test_a_body_that_nobody_awaits_is_refused(app, body, where):
+    """Celery would make a coroutine, and the lock would be released before it begins."""
+    kind = type("Export", (SingletonTask,), {"name": "t", where: body})
+    with pytest.raises(SettingsError, match=r"t: .*Celery does not await it.*asyncio\.run"):
+        app.register_task(kind())
+    assert "t" not in app._tasks
+
+
+def test_a_body_that_nobody_awaits_is_none_of_ours_without_a_lock(app):
+    """A task that takes no lock is Celery's business, and that of its pool."""
+
+    @app.task(name="t", base=SingletonTask, lock_key=False)
+    async def task(): ...
+
+    assert not hasattr(app.tasks["t"], "dislock_guard")
+
+
+@pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])
+def test_a_callable_that_nobody_awaits_is_refused(app, option):
+    """Its coroutine would be no key, and no strategy."""
+    with pytest.raises(SettingsError, match="is not awaited"):
+
+        @app.task(name="t", base=SingletonTask, **{option: coroutine})
+        def task(): ...
+
+        app.finalize()

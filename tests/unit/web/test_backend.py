@@ -7,7 +7,7 @@ import json
 import pytest
 
 from celery_dislock.exceptions import LockKeyError, SettingsError
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.web import backend
 from celery_dislock.web.backend import Backend, lock_as_json
 from tests.pages import holder, lock, place

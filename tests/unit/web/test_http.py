@@ -75,3 +75,8 @@ def test_an_answer_says_how_long_it_is():
     headers = []
     body = Response.json({}).send(lambda _status, given: headers.extend(given))
     assert (body, dict(headers)["Content-Length"]) == ([b"{}"], "2")
+
+
+def test_an_answer_has_no_number_that_json_does_not_have():
+    """A browser would refuse the whole answer for one of them."""
+    assert Response.json({"a": [float("nan"), 1]}).body == b'{"a": [null, 1]}'

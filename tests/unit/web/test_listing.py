@@ -48,7 +48,16 @@ def test_a_search_looks_into_key_task_id_and_worker(overview, search, found):
 
 @pytest.mark.parametrize(
     ("shown", "found"),
-    [("held", "ab"), ("line", "b"), ("limited", "c"), ("reserved", "d"), ("trouble", "ce")],
+    [
+        ("held", "ab"),
+        ("line", "b"),
+        ("limited", "c"),
+        ("reserved", "d"),
+        ("trouble", "ce"),
+        ("paused", "c"),
+        ("damaged", "e"),
+        ("overdue", ""),
+    ],
 )
 def test_a_kind_of_locks_can_be_chosen(overview, shown, found):
     """What is held, what waits, what an operator has changed, what is wrong."""
@@ -56,13 +65,30 @@ def test_a_kind_of_locks_can_be_chosen(overview, shown, found):
 
 
 @pytest.mark.parametrize(
-    ("order", "found"), [("key", "abcde"), ("held", "abcde"), ("waiting", "bacde")]
+    ("order", "found"),
+    [("key", "abcde"), ("held", "abcde"), ("waiting", "bacde"), ("trouble", "ecabd")],
 )
 def test_each_lock_has_its_place_in_each_order(overview, order, found):
     """What is equal in it comes by key, so pages neither skip nor repeat a lock."""
     known = Listing.read(overview)
     assert keys(known.find("", "all", order)) == found
     assert keys(known.find("", "all", order)) == found
+
+
+def test_what_can_be_chosen_is_counted(overview):
+    """So that a page shows at a glance whether something is wrong."""
+    overview.add(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
+    known = Listing.read(overview)
+    assert known.totals == {
+        "held": 3,
+        "line": 1,
+        "overdue": 1,
+        "paused": 1,
+        "reserved": 1,
+        "damaged": 1,
+    }
+    assert keys(known.find("", "overdue", "trouble")) == "f"
+    assert keys(known.find("", "all", "trouble")) == "efcabd"
 
 
 def test_searches_that_are_remembered_are_bounded(overview, monkeypatch):

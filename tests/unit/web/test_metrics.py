@@ -16,6 +16,7 @@ import pytest
 from celery_dislock.operating.metrics import METRICS, Distribution, Reading
 from celery_dislock.web import metrics
 from celery_dislock.web.metrics import make_wsgi_app
+from tests.unit.fakes import FakeClock
 
 parser = pytest.importorskip("prometheus_client.parser")
 CONTRIB = Path(__file__).parents[3] / "contrib"
@@ -51,6 +52,24 @@ def page(reading, monkeypatch):
         return status, dict(headers), body.decode()
 
     return ask
+
+
+def test_a_reading_that_takes_long_is_read_once_for_all(monkeypatch, reading):
+    """A hundred thousand locks take a minute, and not a minute for each who asks."""
+    asked = []
+    clock = FakeClock()
+
+    def read():
+        asked.append(clock.advance(60.0))
+        reading.up = True
+        return reading
+
+    monkeypatch.setattr(metrics, "Metrics", lambda _runtime: SimpleNamespace(read=read))
+    collector = metrics.Collector(SimpleNamespace(runtime=object()))
+    collector._shared._clock = clock
+    for _ in range(20):
+        list(collector.collect())
+    assert len(asked) == 1
 
 
 def samples(text):

@@ -22,6 +22,7 @@ FREE = {"name": NAME, "owner": OWNER, "token": "1"}
 CHANGES = {
     "/api/free": FREE,
     "/api/terminate": FREE,
+    "/api/unreserve": {"name": NAME, "id": "id-9", "mark": "5eed", "number": "7"},
     "/api/drop": {"name": NAME, "ticket": "parked-1:0:0"},
     "/api/limit": {"name": NAME, "limit": "0"},
 }
@@ -117,13 +118,18 @@ def test_arguments_are_shown_only_if_asked_for(make, held):
     assert b"4111" in make(show_arguments=True).get("/api/lock", {"name": NAME}).body
 
 
-def test_an_owner_is_shown_only_to_those_who_may_act(make, check, held, ann):
+def test_an_owner_is_shown_only_to_those_who_may_act(make, check, held, ann, overview):
     """Somebody who knows an owner can write a message that ends its lease."""
     assert b"ab.1" not in make().get("/api/lock", {"name": NAME}).body
     reader = make(login=check)
     reader.log_in()
     assert b"ab.1" not in reader.get("/api/lock", {"name": NAME}).body
     assert ann.get("/api/lock", {"name": NAME}).told["holders"][0]["owner"] == OWNER
+    overview.add(lock("pay:7", reservation=RESERVED))
+    told = make().get("/api/lock", {"key": "pay:7"}).told["reservation"]
+    assert (told["id"], told["state"], "mark" in told) == ("id-9", "waiting", False)
+    told = ann.get("/api/lock", {"key": "pay:7"}).told["reservation"]
+    assert (told["mark"], told["number"]) == ("5eed", 7)
     assert b"ab.1" not in ann.get("/api/locks").body
 
 
@@ -190,6 +196,23 @@ def test_the_pages_own_metrics_need_their_extra(make, monkeypatch):
     assert answer.status == 404
     assert "celery-dislock[metrics]" in answer.told["error"]
     assert visitor.get("/api/locks").status == 200
+
+
+def test_metrics_leave_the_page_its_threads(make):
+    """While two are being answered, a third is told to come again; the page answers."""
+    visitor = make(metrics=lambda *_answer: nested())
+    answers = []
+
+    def nested():
+        if len(answers) == 0 and visitor.page._measuring.acquire(blocking=False):
+            answers.append(visitor.get("/metrics"))
+            answers.append(visitor.get("/api/session"))
+            visitor.page._measuring.release()
+        raise RuntimeError
+
+    visitor.get("/metrics")
+    assert [answer.status for answer in answers] == [503, 200]
+    assert answers[0].headers["retry-after"] == "5"
 
 
 def test_metrics_are_served_to_those_who_may_read(stranger):
@@ -470,6 +493,22 @@ def test_a_lease_that_ends_in_between_is_not_freed(ann, held, actions):
     """The script has the last word."""
     actions.answer = False
     assert ann.act("/api/free", **FREE).told["done"] is False
+
+
+def test_a_reservation_ends_by_all_that_was_shown_of_it(ann, actions, caplog):
+    """Id, mark and number travel in the form; the log says who did it, and to which key."""
+    form = CHANGES["/api/unreserve"]
+    assert ann.act("/api/unreserve", **form).told["done"] is True
+    assert actions.done == [("unreserve", NAME, "id-9", "5eed", 7)]
+    told = "'ann' ended the reservation of lock 'export:1' for task 'id-9'; asked from 127.0.0.1"
+    assert told in caplog.text
+    together = f"{NAME}:and:0123456789abcdef"
+    assert (
+        "'export:1 and others'"
+        in ann.act("/api/unreserve", **{**form, "name": together}).told["text"]
+    )
+    actions.answer = False
+    assert ann.act("/api/unreserve", **form).told["done"] is False
 
 
 def test_a_holder_can_be_ended_first(ann, overview, actions, caplog):

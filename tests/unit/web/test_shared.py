@@ -65,6 +65,14 @@ def test_a_reading_that_takes_long_is_kept_for_longer(shared, source, clock):
     assert shared.get().value == 2
 
 
+def test_a_quick_reading_need_not_be_kept(source, clock):
+    """Of metrics each scrape is new, unless reading them takes long."""
+    shared = Shared(source, Outage(), fresh=0.0, quick=0.25, clock=clock)
+    assert [shared.get().value for _ in range(3)] == [1, 2, 3]
+    source.takes = 10.0
+    assert [shared.get().value for _ in range(3)] == [4, 4, 4]
+
+
 def test_the_age_counts_from_when_the_reading_began(shared, source, clock):
     """The first lock was looked at then."""
     source.takes = 2.0

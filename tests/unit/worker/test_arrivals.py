@@ -12,10 +12,10 @@ from celery.exceptions import InvalidTaskError, NotRegistered
 from kombu.message import Message
 
 from celery_dislock import SingletonTask
-from celery_dislock.messages.headers import TICKET_HEADER
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.messages.headers import TICKET_HEADER, UNIQUE_HEADER
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker.arrivals import Arrivals, ArrivalStep
-from tests.unit.fakes import FakeLines
+from tests.unit.fakes import FakeLines, FakeRecord
 from tests.unit.parking.test_park import Postman
 
 LOCK = "dislock:{k}"
@@ -155,6 +155,16 @@ def test_what_was_not_parked_is_dropped_and_no_more(world, lines, consumer, way,
     drop(consumer, way, message(headers=headers), InvalidTaskError("damaged"))
     assert consumer.dropped == [way]
     assert world.store.calls == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_dropped_frees_its_key(world, consumer, way):
+    """A message that no worker can run has ended, so the next of its key is sent."""
+    there = world.store.reservations
+    there.records[LOCK] = FakeRecord("ab", "waiting", "2", number=3, ends=2000.0)
+    header = {UNIQUE_HEADER: [LOCK, "end", "ab", 3]}
+    drop(consumer, way, message(headers=header), KeyError("locks"))
+    assert there.of(LOCK) is None
 
 
 def test_a_message_without_headers_is_dropped(world, lines, consumer):

@@ -16,7 +16,8 @@ from celery.worker.control import Panel
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.locks.figures import Counts, written
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from celery_dislock.worker import figures
 from celery_dislock.worker.figures import (
     FOLDER,
@@ -276,6 +277,24 @@ class TestAnswer:
         assert (child["main"], child["pid"], child["renewals"]) == (False, os.getpid(), 3)
         assert silent == {"main": False, "pid": OTHER, "unchanged_for": None}
         json.dumps(told)
+
+    def test_the_command_line_gets_it_in_short(self, worker):
+        """A line for each process that holds something or had trouble; "full" has everything."""
+        step = FiguresStep(worker)
+        step.create(worker)
+        FigureFile(figures._folders[worker.app].path).write(figures_of_process())
+        state = SimpleNamespace(app=worker.app, consumer=SimpleNamespace(controller=worker))
+        meta = Panel.meta["dislock"]
+        given = {meta.variadic: []}
+        short = inspect_locks(state, **given)
+        full = inspect_locks(state, **{meta.variadic: ["full"]})
+        step.stop(worker)
+        assert short["tasks"] == 1
+        assert f"{OTHER}: has not told its figures" in short["processes"]
+        assert all(isinstance(one, str) for one in short["processes"])
+        assert len(json.dumps(short, indent=4).splitlines()) < 20
+        assert full["tasks"] == {"export": {"lock_key": "export:<n>"}}
+        assert full["processes"][0]["main"]
 
     def test_it_has_what_can_be_compared(self, worker):
         """Version, server, prefix, whether tasks lock, and options that are not the defaults."""

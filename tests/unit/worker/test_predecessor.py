@@ -14,7 +14,7 @@ from kombu.transport.memory import Transport
 
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
-from celery_dislock.tasks.task import runtime_of
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.worker import predecessor as comeback
 
 NAME = "w1@here"

@@ -10,7 +10,7 @@ from celery.app.task import Context
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.worker import reservations
-from celery_dislock.worker.reservations import RENEWALS, ReservationStep
+from celery_dislock.worker.reservations import EVERY_LEAST, RENEWALS, ReservationStep
 from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{edit:1}"
@@ -50,7 +50,7 @@ class Request:
 
     def __init__(self, task, header=None, id="a"):  # noqa: A002 -- as Celery has it
         headers = {} if header is None else {"dislock_unique": header}
-        self.task = task
+        self.id, self.task = id, task
         self.message = SimpleNamespace(headers=headers)
         self._context = Context(id=id, headers=headers)
 
@@ -89,7 +89,7 @@ def app(plain_app):
 @pytest.fixture
 def world(app, monkeypatch):
     """A step that has started, its store, and the worker's requests."""
-    state = SimpleNamespace(reserved_requests=set(), active_requests=set())
+    state = SimpleNamespace(reserved_requests=set(), active_requests=set(), revoked=set())
     monkeypatch.setattr(reservations, "state", state)
     worker = SimpleNamespace(app=app, timer=Timer())
     step = ReservationStep(worker)
@@ -110,7 +110,7 @@ def test_what_waits_is_renewed(app, world):
     world.state.reserved_requests = {Request(edit, [LOCK, "start"])}
     world.tick()
     assert world.store.kept == [[(LOCK, "a", "start", 100.0)]]
-    assert world.worker.timer.due[0] == 100 / RENEWALS
+    assert world.worker.timer.due[0] == 60 / RENEWALS  # two timeouts of a lease are less
 
 
 @pytest.mark.parametrize("header", [None, "x", [LOCK, "expiry"], ["other:{k}", "start"]])
@@ -121,22 +121,23 @@ def test_what_has_no_reservation_to_renew_is_left_alone(app, world, header):
     assert world.store.kept == []
 
 
-def test_what_runs_is_left_to_its_watchdog(app, world):
-    """Its process renews it, with its lease."""
-    request = Request(app.tasks["edit"], [LOCK, "end"])
-    world.state.reserved_requests = world.state.active_requests = {request}
-    world.tick()
-    assert world.store.kept == world.store.kept_of_running == []
-
-
-def test_what_runs_without_a_lock_is_renewed(app, world):
-    """It has no lease with which its process would renew it."""
-    request = Request(app.tasks["free"], [LOCK, "end"])
-    started = Request(app.tasks["free"], [LOCK, "start"], id="b")
+@pytest.mark.parametrize(("name", "ttl"), [("edit", 60.0), ("free", 200.0)])
+def test_what_runs_is_renewed(app, world, name, ttl):
+    """It may be stopped, or have no lease with which its process would renew it."""
+    request = Request(app.tasks[name], [LOCK, "end"])
+    started = Request(app.tasks[name], [LOCK, "start"], id="b")
     world.state.reserved_requests = world.state.active_requests = {request, started}
     world.tick()
     assert world.store.kept == []
-    assert world.store.kept_of_running == [[(LOCK, "a", "end", 200.0)]]
+    assert world.store.kept_of_running == [[(LOCK, "a", "end", ttl)]]
+
+
+def test_what_is_revoked_is_not_renewed(app, world):
+    """It does not run, and its key is free for another message."""
+    world.state.reserved_requests = {Request(app.tasks["edit"], [LOCK, "start"])}
+    world.state.revoked = {"a"}
+    world.tick()
+    assert world.store.kept == []
 
 
 def test_other_tasks_are_left_alone(app, world):
@@ -164,6 +165,32 @@ def test_it_stops_with_the_worker(world):
 
 
 def test_a_worker_without_unique_tasks_does_not_step(plain_app):
-    """Nor one that locks nothing."""
+    """Nor one of a task whose reservations end at a certain time."""
     worker = SimpleNamespace(app=without_strangers(plain_app))
+
+    @plain_app.task(base=SingletonTask, lock_unique_until="expiry", shared=False)
+    def once(): ...
+
+    assert once.name
+    assert not ReservationStep(worker).include_if(worker)
+
+
+def test_short_reservations_are_not_renewed_without_a_pause(app):
+    """The worker's event loop has other things to do."""
+
+    @app.task(base=SingletonTask, lock_unique_until="start", lock_unique_for=0.1, shared=False)
+    def brief(): ...
+
+    assert brief.name
+    worker = SimpleNamespace(app=app, timer=Timer())
+    step = ReservationStep(worker)
+    assert step.include_if(worker)
+    step.start(worker)
+    assert worker.timer.due[0] == EVERY_LEAST
+
+
+def test_a_worker_that_locks_nothing_does_not_step(app):
+    """It has no need of the lock server."""
+    app.conf.dislock_enabled = False
+    worker = SimpleNamespace(app=app)
     assert not ReservationStep(worker).include_if(worker)

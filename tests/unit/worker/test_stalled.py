@@ -10,9 +10,9 @@ from celery.concurrency import prefork, solo
 
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Looked
 from celery_dislock.servers.store import Execution
-from celery_dislock.tasks.task import runtime_of
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import OVERDUE, StalledKeeper, StalledStep
 from tests.unit.fakes import FakeClock, without_strangers

@@ -41,6 +41,22 @@ def warnings(app, *, enabled=True):
     return list(about_tasks(app, enabled=enabled))
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"lock_unique_until": "start"}, True),
+        ({"lock_unique_until": "end", "lock_on_duplicate": "replace"}, True),
+        ({"lock_unique_until": "end"}, False),
+        ({"lock_unique_until": "start", "lock_limit": None, "lock_key": "k"}, False),
+    ],
+)
+def test_a_message_that_may_be_missed_is_told(app, options, told):
+    """It comes while an older one runs, and is dropped."""
+    declare_with(app, "shop.index", "skip", base=SingletonTask, **options)
+    lines = [line for line in warnings(app) if "what it was sent for is missed: shop.index" in line]
+    assert len(lines) == told
+
+
 class TestVisibility:
     @pytest.mark.parametrize(
         ("options", "conf", "reason"),
@@ -81,49 +97,6 @@ class TestVisibility:
         app = without_strangers(Celery("shop", broker=broker, set_as_current=False))
         app.conf.update(conf, dislock_url="redis://")
         declare(app, "shop.export", base=SingletonTask, **options)
-        assert warnings(app) == []
-
-
-class TestWaitingAndParking:
-    def declare(self, app, **tasks):
-        for name, (key, strategy) in tasks.items():
-            declare_with(app, f"shop.{name}", base=SingletonTask, lock_key=key, strategy=strategy)
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            ("account:<a>", "account:<a>"),
-            ("account:<a>", "account:<b>"),
-            (["account:<a>", "x"], "account:<b>"),
-            (str.upper, str.upper),
-        ],
-    )
-    def test_both_on_one_key_are_named(self, app, one, other):
-        """Waiters fill the slots that the parked task whose turn it is needs."""
-        self.declare(app, waits=(one, "wait"), parks=(other, "queue"), skips=(other, "skip"))
-        (warning,) = warnings(app)
-        assert "shop.waits" in warning
-        assert "shop.parks" in warning
-        assert "shop.skips" not in warning
-        assert "same lock_on_conflict" in warning
-
-    @pytest.mark.parametrize(
-        ("waits", "parks"), [("a:<a>", "b:<a>"), (None, None), ("<a>:b", "<a>-b")]
-    )
-    def test_on_keys_of_their_own_they_are_not(self, app, waits, parks):
-        """Nor those whose key is made of their name."""
-        self.declare(app, waits=(waits, "wait"), parks=(parks, "queue"))
-        assert warnings(app) == []
-
-    def test_those_of_one_strategy_are_not(self, app):
-        """Whether they wait or are parked."""
-        self.declare(
-            app,
-            one=("a", "wait"),
-            two=("a", "wait"),
-            three=("b", "queue"),
-            four=("b", "queue"),
-        )
         assert warnings(app) == []
 
 

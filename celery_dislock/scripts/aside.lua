@@ -1,0 +1,16 @@
+-- aside.lua: read a page of what was set aside, after taking some of it out.
+--
+-- KEYS[1]   lock
+-- ARGV[1]   cursor     0 for the first page
+-- ARGV[2]   count      of tickets, more or less
+-- ARGV[3]   ticket...  what a person has dealt with, to be taken out first
+--
+-- Returns   {cursor, {ticket, record, ...}}   cursor: of the next page; 0: this was the last
+--
+-- Touches the hash of what was set aside, and nothing else.
+
+-- include: _names
+
+local key = KEYS[1] .. ASIDE
+for nth = 3, #ARGV do redis.call('HDEL', key, ARGV[nth]) end
+return redis.call('HSCAN', key, ARGV[1], 'COUNT', ARGV[2])

@@ -1,0 +1,182 @@
+"""The result that a caller gets whose message was not sent: that of the message which is there.
+
+``get()`` waits for that task as for any other, and looks now and then whether a result can still
+come.  If neither the key's reservation, nor the lock, nor the result says that the task is waiting
+or running, it raises :class:`NoResultError` instead of waiting for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from celery import states
+from celery.exceptions import TimeoutError as CeleryTimeoutError
+
+from celery_dislock.exceptions import NoResultError, StoreError
+from celery_dislock.keys.names import task_id_of_reserved
+from celery_dislock.keys.templates import key_of
+from celery_dislock.parking.park import PARKED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.servers.reservations import Reservation, Reservations, Taken
+    from celery_dislock.tasks.guard import Guard
+
+LOOK_EVERY = 2.0  # seconds between two looks at the lock server, while a caller waits
+STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its lock was released
+
+
+class First:
+    """
+    The message that is there, as a process knows it that has not sent its own.
+
+    Args:
+        guard: The guard of its task.
+        locks: Names of the task's locks in Redis.
+        wanted: The reservation that its sender would have.
+        found: The reservation that is there.
+        reservations: Returns the reservations of this process.
+
+    Attributes:
+        id: Id of the task.
+        has_result: Whether its result is stored.
+        unique_for: Seconds that its message may wait: ``lock_unique_for``.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        locks: Sequence[str],
+        wanted: Reservation,
+        found: Taken,
+        reservations: Callable[[], Reservations],
+    ) -> None:
+        self.id = task_id_of_reserved(found.id)
+        self.has_result = found.has_result
+        self._locks = locks
+        self._reserved = wanted
+        self._reservations = reservations
+        self.unique_for = guard.options.lock_unique_for
+        self._holds = guard.interval is not None  # its lock, for as long as it runs
+
+    @property
+    def key(self) -> str:
+        """The key, or all keys in one text, for messages."""
+        return " + ".join(map(key_of, self._locks))
+
+    def silent_for(self) -> float:
+        """
+        Look at the lock server; blocks for a round trip or two.
+
+        Returns:
+            Seconds since the task has ended, as far as they are known; 0 if it waits or runs;
+            infinity if nothing is known of it.
+
+        Raises:
+            StoreError: The lock server did not answer.
+        """
+        record, holders = self._reservations().look(self._reserved.lock)
+        if self._reserved.lock != self._locks[0]:
+            _, holders = self._reservations().look(self._locks[0])
+        if self.id in holders:
+            return 0.0
+        if record is None or record.id != self.id:
+            return math.inf
+        if record.state == "ended":
+            return record.since
+        # A reservation that nobody renews ends soon, but for "expiry".
+        is_dead = record.state == "running" and self._reserved.until == "expiry" and self._holds
+        return math.inf if is_dead else 0.0
+
+    def patience(self, state: str) -> float:
+        """Return for how long nothing may be known of the task until no result is expected."""
+        # With "end" the reservation is there for as long as the task is, unless it is parked.
+        is_unseen = state == PARKED or (
+            self._reserved.until != "end" and (state == states.RETRY or not self._holds)
+        )
+        return max(STORED_WITHIN, self.unique_for) if is_unseen else STORED_WITHIN
+
+
+class DuplicateResult:
+    """A part of the class of a duplicate's result, before a class of Celery's results."""
+
+    duplicate = True
+    first: First
+
+    def get(self: Any, timeout: float | None = None, *args: Any, **options: Any) -> Any:
+        """
+        Wait for the result of the task whose message is there, as ``AsyncResult.get()`` does.
+
+        Raises:
+            NoResultError: No result is expected any more; the error says why.
+        """
+        if not (self.ignored or self.first.has_result or self.ready()):
+            raise NoResultError(self.first.key, self.id, "its sender has asked for none")
+        until = time.monotonic() + timeout if timeout else math.inf
+        silent_since = math.inf
+        while True:
+            left = min(LOOK_EVERY, max(until - time.monotonic(), 0.001))
+            try:
+                return super().get(left, *args, **options)  # type: ignore[misc]
+            except CeleryTimeoutError:
+                if self.ready():  # it came just now, or the task has raised this error
+                    return super().get(LOOK_EVERY, *args, **options)  # type: ignore[misc]
+                if time.monotonic() >= until:
+                    raise
+            try:
+                silent, patience = self.first.silent_for(), self.first.patience(self.state)
+                reason = self._why_none(silent)
+            except StoreError as exc:
+                silent, patience, reason = math.inf, self.first.unique_for, str(exc)
+            silent_since = min(silent_since, time.monotonic()) if silent else math.inf
+            known = silent if math.isfinite(silent) else time.monotonic() - silent_since
+            if silent and known >= patience:
+                raise NoResultError(self.first.key, self.id, reason)
+
+    wait = get  # as in Celery
+
+    def __reduce__(self) -> Any:
+        """Pickle it as the result that it is without this part, whose class has a name."""
+        reduced: Any = super().__reduce__()
+        made_by, arguments = reduced
+        return type(self).__mro__[2] if made_by is type(self) else made_by, arguments
+
+    def __copy__(self) -> Any:
+        """Copy it with this part; Celery's copies by its own arguments alone."""
+        again: Any = super().__copy__()  # type: ignore[misc]
+        again.first = self.first
+        return again
+
+    @staticmethod
+    def _why_none(silent: float) -> str:
+        if math.isfinite(silent):
+            return f"its task has ended {silent:.0f} s ago, and its result is not stored any more"
+        return (
+            "its key is not reserved for it any more, it does not hold its lock, and its result is "
+            "not stored: its worker was killed, its message was lost or purged, its result has "
+            "expired or was not kept"
+        )
+
+
+@cache
+def _class_of(result_cls: Any) -> Any:
+    return type(result_cls.__name__, (DuplicateResult, result_cls), {})
+
+
+def duplicate_of(result_cls: Any, first: First) -> Any:
+    """
+    Return the result of the message that is there.
+
+    Args:
+        result_cls: The class of the app's results, or a callable that makes one from the id.
+        first: The message.
+    """
+    result = result_cls(first.id)
+    plain: Any = type(result)
+    result.__class__ = _class_of(plain)
+    result.first = first
+    return result

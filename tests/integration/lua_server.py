@@ -1,0 +1,435 @@
+"""A lock server inside this process: the scripts on bare Lua, under a clock that tests drive.
+
+Redis runs the scripts on Lua 5.1, and so does this server.  The commands that they call are written
+in Lua, too, and keep all keys in tables.  A call takes some 20 microseconds, so that a test can
+take hundreds of thousands of random steps.  Time passes only when the test says so, by one
+microsecond for each call beside that, and keys expire exactly as in Redis.
+
+What is missing is all that the scripts do not call, and that replies can be lost: tests send a
+command again, or do not.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+from lupa.lua51 import LuaRuntime
+
+from celery_dislock.servers.reservations import Reservations
+from celery_dislock.servers.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.scripts import Script
+
+START = 1_700_000_000  # seconds; where the clock begins
+
+COMMANDS = r"""
+local encode, pack = ...
+local keys, now, commands, called = {}, 0, {}, {}
+
+local function wrong(what) error(what, 0) end
+
+local function integer(text)
+  return string.match(text, '^-?%d+$') and tonumber(text) or wrong('ERR value is not an integer')
+end
+
+local function find(name, kind)
+  local key = keys[name]
+  if key and key.ends and math.floor(now / 1000) > key.ends then
+    keys[name], key = nil, nil
+  end
+  if key and kind and key.kind ~= kind then wrong('WRONGTYPE ' .. name) end
+  return key
+end
+
+local function make(name, kind)
+  local key = find(name, kind)
+  if not key then
+    key = {kind = kind, value = {}}
+    keys[name] = key
+  end
+  return key.value
+end
+
+local function value_of(name, kind)
+  local key = find(name, kind)
+  return key and key.value or {}
+end
+
+local function tidy(name)  -- Redis deletes what has become empty
+  if next(keys[name].value) == nil then keys[name] = nil end
+end
+
+local function count(value)
+  local found = 0
+  for _ in pairs(value) do found = found + 1 end
+  return found
+end
+
+function commands.TIME()
+  return {string.format('%.0f', math.floor(now / 1000000)), string.format('%.0f', now % 1000000)}
+end
+
+-- Keys of any kind.
+
+function commands.EXISTS(...)
+  local found = 0
+  for _, name in ipairs({...}) do if find(name) then found = found + 1 end end
+  return found
+end
+
+function commands.DEL(...)
+  local found = commands.EXISTS(...)
+  for _, name in ipairs({...}) do keys[name] = nil end
+  return found
+end
+
+function commands.PEXPIRE(name, ttl)
+  local key = find(name)
+  if not key then return 0 end
+  key.ends = math.floor(now / 1000) + integer(ttl)
+  if integer(ttl) <= 0 then keys[name] = nil end
+  return 1
+end
+
+function commands.PTTL(name)
+  local key = find(name)
+  if not key then return -2 end
+  return key.ends and key.ends - math.floor(now / 1000) or -1
+end
+
+-- Strings.
+
+function commands.GET(name)
+  local key = find(name, 'string')
+  return key and key.value or false
+end
+
+function commands.SET(name, value, px, ttl)
+  if not px then
+    keys[name] = {kind = 'string', value = value}
+    return {ok = 'OK'}
+  end
+  if px ~= 'PX' then wrong('ERR syntax error: only PX is known here') end
+  if integer(ttl) <= 0 then wrong("ERR invalid expire time in 'set' command") end
+  keys[name] = {kind = 'string', value = value, ends = math.floor(now / 1000) + integer(ttl)}
+  return {ok = 'OK'}
+end
+
+-- Hashes.
+
+function commands.HGET(name, field) return value_of(name, 'hash')[field] or false end
+function commands.HEXISTS(name, field) return value_of(name, 'hash')[field] and 1 or 0 end
+function commands.HSTRLEN(name, field) return #(value_of(name, 'hash')[field] or '') end
+function commands.HLEN(name) return count(value_of(name, 'hash')) end
+
+function commands.HSET(name, ...)
+  local hash, new, given = make(name, 'hash'), 0, {...}
+  for i = 1, #given, 2 do
+    if not hash[given[i]] then new = new + 1 end
+    hash[given[i]] = given[i + 1]
+  end
+  return new
+end
+
+function commands.HDEL(name, ...)
+  local hash, found = value_of(name, 'hash'), 0
+  for _, field in ipairs({...}) do
+    if hash[field] then hash[field], found = nil, found + 1 end
+  end
+  if found > 0 then tidy(name) end
+  return found
+end
+
+function commands.HINCRBY(name, field, by)
+  local hash = make(name, 'hash')
+  local sum = integer(hash[field] or '0') + integer(by)
+  hash[field] = string.format('%.0f', sum)
+  return sum
+end
+
+function commands.HGETALL(name)
+  local found = {}
+  for field, value in pairs(value_of(name, 'hash')) do
+    found[#found + 1], found[#found + 2] = field, value
+  end
+  return found
+end
+
+function commands.HKEYS(name)
+  local found = {}
+  for field in pairs(value_of(name, 'hash')) do found[#found + 1] = field end
+  return found
+end
+
+function commands.HRANDFIELD(name, most)  -- always the same ones
+  return {unpack(commands.HKEYS(name), 1, math.min(integer(most), commands.HLEN(name)))}
+end
+
+function commands.HSCAN(name) return {'0', commands.HGETALL(name)} end
+
+-- Lists.
+
+function commands.RPUSH(name, ...)
+  local list = make(name, 'list')
+  for _, value in ipairs({...}) do list[#list + 1] = value end
+  return #list
+end
+
+function commands.LPOP(name)
+  local first = table.remove(value_of(name, 'list'), 1)
+  if first then tidy(name) end
+  return first or false
+end
+
+-- Sorted sets.
+
+local function in_order(name)
+  local zset, members = value_of(name, 'zset'), {}
+  for member in pairs(zset) do members[#members + 1] = member end
+  table.sort(members, function(a, b)
+    if zset[a] ~= zset[b] then return zset[a] < zset[b] end
+    return a < b
+  end)
+  return members, zset
+end
+
+local function score(number) return string.format('%.17g', number) end
+
+function commands.ZCARD(name) return count(value_of(name, 'zset')) end
+
+function commands.ZSCORE(name, member)
+  local found = value_of(name, 'zset')[member]
+  return found and score(found) or false
+end
+
+function commands.ZADD(name, number, member)
+  local zset = make(name, 'zset')
+  local new = zset[member] and 0 or 1
+  zset[member] = tonumber(number) or wrong('ERR value is not a valid float')
+  return new
+end
+
+function commands.ZREM(name, member)
+  local zset = value_of(name, 'zset')
+  if not zset[member] then return 0 end
+  zset[member] = nil
+  tidy(name)
+  return 1
+end
+
+function commands.ZRANK(name, member)
+  for rank, other in ipairs((in_order(name))) do if other == member then return rank - 1 end end
+  return false
+end
+
+function commands.ZRANGE(name, first, last, scores)
+  local members, zset = in_order(name)
+  first, last = integer(first), integer(last)
+  if first < 0 then first = math.max(#members + first, 0) end
+  if last < 0 then last = #members + last end
+  local found = {}
+  for i = first + 1, math.min(last + 1, #members) do
+    found[#found + 1] = members[i]
+    if scores then found[#found + 1] = score(zset[members[i]]) end
+  end
+  return found
+end
+
+function commands.ZRANGEBYSCORE(name, least, most)
+  if least ~= '-inf' then wrong('ERR only -inf is known here') end
+  local members, zset = in_order(name)
+  local found = {}
+  for _, member in ipairs(members) do
+    if zset[member] <= tonumber(most) then found[#found + 1] = member end
+  end
+  return found
+end
+
+local function call(command, ...)
+  local given = {...}
+  called[#called + 1] = command .. ' ' .. tostring(given[1])
+  for i = 1, select('#', ...) do
+    if type(given[i]) == 'number' then given[i] = string.format('%.17g', given[i])
+    elseif type(given[i]) ~= 'string' then wrong('ERR an argument is neither text nor a number') end
+  end
+  return (commands[command] or wrong('ERR this server has no command ' .. command))(unpack(given))
+end
+
+-- Scripts see what Redis shows them, and no other global name.
+local load, set = loadstring, rawset
+redis = {call = call, pcall = function(...)
+  local done, reply = pcall(call, ...)
+  return done and reply or {err = reply}
+end}
+cjson, struct = {encode = encode}, {pack = pack}
+for _, name in ipairs({'io', 'os', 'require', 'package', 'dofile', 'loadfile', 'python'}) do
+  _G[name] = nil
+end
+setmetatable(_G, {
+  __index = function(_, name) error('no global variable ' .. tostring(name), 2) end,
+  __newindex = function(_, name) error('a new global variable ' .. tostring(name), 2) end,
+})
+
+return {
+  compile = function(text) return assert(load(text)) end,
+  run = function(script, number, ...)
+    now = now + 1
+    called = {}
+    set(_G, 'KEYS', {unpack({...}, 1, number)})
+    set(_G, 'ARGV', {select(number + 1, ...)})
+    return script()
+  end,
+  call = call,
+  pass = function(us) now = now + us end,
+  lose = function() keys = {} end,
+  called = function() return called end,
+  contents = function()
+    local found = {}
+    for name in pairs(keys) do
+      local key = find(name)
+      if key then found[name] = key.value end
+    end
+    return found
+  end,
+  ttls = function()
+    local found = {}
+    for name in pairs(keys) do
+      local ttl = commands.PTTL(name)
+      if ttl ~= -2 then found[name] = ttl end
+    end
+    return found
+  end,
+}
+"""
+
+
+def _encode(table: Any) -> bytes:
+    """Stand for ``cjson.encode``, of a flat object."""
+    fields = {
+        name.decode(): value.decode() if isinstance(value, bytes) else value
+        for name, value in table.items()
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def _pack(form: bytes, *numbers: int) -> bytes:
+    """Stand for ``struct.pack``; its I4 is our I."""
+    return struct.pack(form.decode().replace("I4", "I"), *numbers)
+
+
+def _reply(value: Any) -> Any:
+    """Convert what a script has returned, as Redis does."""
+    if isinstance(value, bytes):
+        return value
+    if value is None or value is False:
+        return None
+    if value is True:
+        return 1
+    if isinstance(value, (int, float)):
+        return int(value)
+    if value[b"ok"] is not None:
+        return value[b"ok"]
+    assert value[b"err"] is None, value[b"err"]
+    listed = []
+    while (one := value[len(listed) + 1]) is not None:
+        listed.append(_reply(one))
+    return listed
+
+
+class LuaServer:
+    """
+    A lock server that is not a process; see :class:`celery_dislock.servers.server.Server`.
+
+    Raises the error of a script as it is, and never a StoreError.  For one thread only.
+
+    Args:
+        changed: Changes the text of each script, for tests that break one.
+    """
+
+    name = "lua"
+    keeps_lines = True
+    kind = "single"
+
+    def __init__(self, changed: Callable[[str], str] = str) -> None:
+        lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        self._lua = lua.execute(COMMANDS.encode(), _encode, _pack)
+        self._run = self._lua[b"run"]
+        self._changed = changed
+        self._scripts: dict[str, Any] = {}
+        self.advance(START)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._lua[b"pass"](round(seconds * 1_000_000))
+
+    def lose(self) -> None:
+        """Lose all keys, as a failover to an empty server does."""
+        self._lua[b"lose"]()
+
+    def called(self) -> list[str]:
+        """Return what the last script has called: each command with its first argument."""
+        return [one.decode() for one in self._lua[b"called"]().values()]
+
+    def contents(self) -> dict[str, Any]:
+        """Return all keys, each with what it holds."""
+        return {
+            name.decode(): value if isinstance(value, bytes) else dict(value.items())
+            for name, value in self._lua[b"contents"]().items()
+        }
+
+    def ttls(self) -> dict[str, int]:
+        """Return all keys, each with the milliseconds until it ends; -1: it does not."""
+        return {name.decode(): ttl for name, ttl in self._lua[b"ttls"]().items()}
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        """Run a script."""
+        compiled = self._scripts.get(script.sha)
+        if compiled is None:
+            compiled = self._lua[b"compile"](self._changed(script.text).encode())
+            self._scripts[script.sha] = compiled
+        return _reply(self._run(compiled, len(keys), *map(_sent, (*keys, *arguments))))
+
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """Run a script; no reply is lost."""
+        return self.run(script, keys, *arguments), False
+
+    def run_many(
+        self,
+        script: Script,
+        calls: Sequence[tuple[str | bytes | int, ...]],
+        *,
+        within: float,
+    ) -> list[Any]:
+        """Run a script many times."""
+        return [self.run(script, [str(key)], *arguments) for key, *arguments in calls]
+
+    def send(self, *command: str | bytes | int) -> Any:
+        """Run one of the commands that scripts call."""
+        return _reply(self._lua[b"call"](*map(_sent, command)))
+
+    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
+        """Return all keys as one group."""
+        return [keys]
+
+    def pop(self, key: str, seconds: float) -> bytes | None:
+        """Take an element from a list, if there is one."""
+        popped: bytes | None = self.send("LPOP", key)
+        return popped
+
+    def store(self, **options: Any) -> Store:
+        """Return a store whose lock server this is."""
+        store = Store("redis://nowhere", **options)
+        store.lock_server = self
+        store.reservations = Reservations(self)
+        return store
+
+
+def _sent(argument: str | bytes | int) -> bytes:
+    return argument if isinstance(argument, bytes) else str(argument).encode()

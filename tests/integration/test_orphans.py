@@ -1,0 +1,44 @@
+"""What a killed test run leaves behind: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_redis_server import wait_until_gone
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import subprocess, sys, time
+from pathlib import Path
+
+def test_it_never_ends():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                             start_new_session=True)
+    Path("pid.new").write_text(str(child.pid))
+    Path("pid.new").rename("pid")
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_run_takes_its_processes_along(tmp_path, how):
+    """Those in a session of their own, too, as workers and servers are."""
+    (tmp_path / "test_run.py").write_text(RUN, "utf-8")
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.orphans", "test_run.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    ) as run:
+        while not (tmp_path / "pid").exists():
+            assert run.poll() is None
+        run.send_signal(how)
+        run.wait(30)
+    wait_until_gone(int((tmp_path / "pid").read_text()))

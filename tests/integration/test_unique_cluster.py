@@ -1,0 +1,148 @@
+"""Uniqueness in a cluster whose slot moves: nothing is made beside what the other node has."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from celery import Celery
+from redis.crc import key_slot
+
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import StoreError
+from celery_dislock.servers.replies import Granted, Replaced, text
+from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.servers.store import Store
+from tests.integration.servers import RedisCluster
+
+NODE_TIMEOUT = 5000  # milliseconds
+LONG = 60.0  # seconds
+LOCK = "dislock:{edit:1}"
+RECORD = f"{LOCK}:unique"
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_program, tmp_path_factory):
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=NODE_TIMEOUT) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def store(cluster):
+    for master in cluster.masters:
+        with master.client() as client:
+            client.flushall()
+    store = Store(cluster.url)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def nodes(cluster, store):
+    """The master that has the slot, and one that is to have it."""
+    slot = key_slot(RECORD.encode())
+
+    def has(master):
+        with master.client() as client:
+            mine = text(client.execute_command("CLUSTER", "MYID"))
+            slots = client.execute_command("CLUSTER", "SLOTS")
+        return any(start <= slot <= end and text(node[2]) == mine for start, end, node, *_ in slots)
+
+    (source,) = [master for master in cluster.masters if has(master)]
+    return source, next(master for master in cluster.masters if master is not source)
+
+
+def reserve(store, task_id, *, replaces=False):
+    wanted = Reservation(LOCK, task_id, "end", LONG)
+    found = store.reservations.reserve(wanted, f"nonce-{task_id}", replaces=replaces)
+    if isinstance(found, Reserved):
+        return wanted._replace(mark=found.mark, number=found.number)
+    return found
+
+
+def on_nodes(nodes, name=RECORD):
+    """On how many of the nodes a key is, whatever they would answer to who asks for it."""
+    found = []
+    for node in nodes:
+        with node.client() as client:
+            keys = client.execute_command("CLUSTER", "GETKEYSINSLOT", key_slot(name.encode()), 100)
+        found += [text(key) for key in keys]
+    return found.count(name)
+
+
+@pytest.mark.parametrize("moved", ["the record", "the lock"])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_sends_while_a_slot_moves(cluster, store, nodes, moved, replaces):
+    """The record is found on either node, is on one of them only, and the slot arrives."""
+    source, target = nodes
+    first = reserve(store, "a", replaces=replaces)
+    store.acquire([LOCK], "other/1", LONG, "{}")
+    with cluster.moving(LOCK, source, target, first=[RECORD if moved == "the record" else LOCK]):
+        assert store.reservations.confirm(first)
+        second = reserve(store, "b", replaces=replaces)
+        assert isinstance(second, Reservation if replaces else Taken)
+        assert on_nodes(nodes) == 1
+    assert on_nodes(nodes) == 1
+    assert store.reservations.end(second if replaces else first)
+
+
+def test_a_first_send_while_a_slot_moves(cluster, store, nodes):
+    """A record that was on neither node is made on one of them."""
+    source, target = nodes
+    store.remember(LOCK, "x", "done", LONG)
+    with cluster.moving(LOCK, source, target, first=[f"{LOCK}:mark:x"]):
+        first = reserve(store, "a")
+        assert isinstance(first, Reservation)
+        assert store.reservations.confirm(first)
+        assert isinstance(reserve(store, "b"), Taken)
+        assert on_nodes(nodes) == 1
+    assert isinstance(reserve(store, "c"), Taken)
+
+
+@pytest.mark.parametrize("moved", ["the record", "the lock"])
+@pytest.mark.parametrize("until", ["start", "end"])
+def test_a_task_that_begins_while_a_slot_moves(cluster, store, nodes, moved, until):
+    """It begins, or is told to ask again; nothing of it is made on the other node."""
+    source, target = nodes
+    older = reserve(store, "a", replaces=True)
+    newer = reserve(store, "b", replaces=True)._replace(until=until)
+    store.reservations.confirm(newer)
+    store.acquire([LOCK], "other/1", LONG, "{}", limit=2)
+    with cluster.moving(LOCK, source, target, first=[RECORD if moved == "the record" else LOCK]):
+        for reservation, owner in ((older, "a@w/1"), (newer, "b@w/1")):
+            with contextlib.suppress(StoreError, Replaced):
+                store.acquire([LOCK], owner, LONG, "{}", limit=2, reservation=reservation)
+            assert on_nodes(nodes) <= 1
+            assert on_nodes(nodes, LOCK) <= 1
+    with pytest.raises(Replaced):
+        store.acquire([LOCK], "a@w/1", LONG, "{}", limit=2, reservation=older)
+    granted = store.acquire([LOCK], "b@w/1", LONG, "{}", limit=2, reservation=newer)
+    assert isinstance(granted, Granted)
+    assert store.release([LOCK], "b@w/1", reservation=newer)
+    assert isinstance(reserve(store, "c"), Reservation)
+
+
+def test_messages_while_a_slot_moves(cluster, store, nodes, redis_url, redis_client):
+    """One message at a time, whatever was sent while the slot went to and fro."""
+    app = Celery("cluster", broker=redis_url, set_as_current=False)
+    app.conf.dislock_url = cluster.url
+
+    @app.task(
+        name="cluster.edit",
+        base=SingletonTask,
+        lock_key="edit:<doc>",
+        lock_unique_until="start",
+        shared=False,
+    )
+    def edit(doc): ...
+
+    source, target = nodes
+    with Dislock(app):
+        first = edit.delay(1)
+        for _ in range(3):
+            with cluster.moving(RECORD, source, target):
+                assert {edit.delay(1).id for _ in range(5)} == {first.id}
+            assert edit.delay(1).id == first.id
+            source, target = target, source
+    app.close()
+    assert redis_client.llen("celery") == 1

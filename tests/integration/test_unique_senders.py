@@ -1,0 +1,66 @@
+"""Uniqueness from the first send of a process, whatever was made before: nothing, or a Dislock."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_unique import messages, reserved_for
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 60  # seconds
+PROCESSES = 10
+ONE = ["delay", "apply_async", "signature", "by name", "signature of a name", "beat"]
+
+plugins = pytest.mark.parametrize("plugin", ["plugin", "plain"])
+
+
+@pytest.fixture
+def send(redis_url):
+    """Send in a fresh process; return the id of each result, and whether it is a duplicate."""
+
+    def send(plugin, way):
+        told = subprocess.run(
+            [sys.executable, "-m", "tests.integration.unique_sender", redis_url, plugin, way],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.PIPE,
+            timeout=LIMIT,
+        )
+        return json.loads(told.stdout)
+
+    return send
+
+
+@plugins
+def test_first_sends_of_many_threads(send, redis_client, plugin):
+    """Eight threads that use the task for the first time at once send one message."""
+    for _ in range(PROCESSES):
+        redis_client.flushdb()
+        results = send(plugin, "threads")
+        assert messages(redis_client) == 1
+        assert len({task_id for task_id, _ in results}) == 1
+        assert sorted(duplicate for _, duplicate in results) == [False] + [True] * 7
+
+
+@pytest.mark.parametrize("way", ONE)
+@plugins
+def test_two_sends_are_one_message(send, redis_client, plugin, way):
+    """By whatever way of Celery's a task is sent."""
+    (first, *is_first), (second, *is_second) = send(plugin, way)
+    assert messages(redis_client) == 1
+    assert first == second == reserved_for(redis_client)
+    assert (is_first, is_second) == ([False], [True])
+
+
+@pytest.mark.parametrize(("way", "number"), [("chain", 2), ("chain of one", 2), ("group", 2)])
+@plugins
+def test_what_belongs_to_more_is_sent(send, redis_client, plugin, way, number):
+    """A step of a chain, the only one, too, and a member of a group reserve nothing."""
+    send(plugin, way)
+    assert messages(redis_client) == number
+    assert not redis_client.keys("dislock*")
