@@ -102,8 +102,8 @@ class Record(NamedTuple):
         state: "being sent", "waiting" or "running"; "ended" if the key stays reserved after that.
         since: Seconds since the key was reserved, or since the task has ended.
         remaining: Seconds until the reservation ends, unless it is renewed.
-        mark: See :class:`Reservation`.
-        number: See :class:`Reservation`.
+        mark: What the lock server has given with the number; "-" if nothing.
+        number: Number among the messages of the key that replace each other.
     """
 
     id: str
