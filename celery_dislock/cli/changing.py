@@ -139,7 +139,7 @@ def _free(
         if not (holder.turn or holder.expiring):
             return RUNS
     question = f"Terminate {holder.who} and free the lock?" if ends else _risk(holder)
-    if not _agrees(question, sure=sure):
+    if not agrees(question, sure=sure):
         return LEFT
     if ends:
         opened.actions.terminate(holder, signal=signal)
@@ -173,7 +173,7 @@ def _end(opened: Session, lock: LockState, reservation: Record, *, sure: bool) -
         "running": "Its task goes on.",
         "ended": "Its task has ended.",
     }.get(reservation.state, "Its message may still wait, and runs then as well.")
-    if not _agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
+    if not agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
         return LEFT
     if opened.actions.end_reservation(lock.name, reservation):
         audit(f"ended the reservation of lock {lock.key!r} for task {reservation.id!r}")
@@ -237,7 +237,7 @@ def drop(
                 err=True,
             )
             gone = False
-            if _agrees("Drop it? It does not run.", sure=yes):
+            if agrees("Drop it? It does not run.", sure=yes):
                 gone = opened.actions.drop(name, place.ticket)
                 if gone:
                     told_of = f"ticket {place.ticket!r} from the line of lock {lock.key!r}"
@@ -298,7 +298,7 @@ def _parked(opened: Session, wanted: str, key: str | None) -> Iterator[tuple[str
             yield name, place
 
 
-def _agrees(question: str, *, sure: bool) -> bool:
+def agrees(question: str, *, sure: bool) -> bool:
     """Ask, unless the person is sure; what the answer is no to stays as it is."""
     if sure:
         return True

@@ -15,6 +15,7 @@ import click
 
 from celery_dislock.cli.changing import drop, free, put_back
 from celery_dislock.cli.doctor import doctor
+from celery_dislock.cli.draining import drain
 from celery_dislock.cli.limiting import limit, pause, resume
 from celery_dislock.cli.reading import line, ls, show
 from celery_dislock.cli.running import run
@@ -42,5 +43,5 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
 
 
 _READING = (ls, show, line, doctor, top, web)
-for _command in (*_READING, free, drop, put_back, pause, resume, limit, run):
+for _command in (*_READING, free, drop, put_back, drain, pause, resume, limit, run):
     dislock.add_command(_command)

@@ -33,6 +33,7 @@ GIVEN_UP_HEADER = "dislock_given_up"  # owners that got no reply, and may hold t
 TICKET_HEADER = "dislock_ticket"  # lock and ticket of a parked task that has its turn
 SENT_HEADER = "dislock_sent"  # when a task was sent that may be replaced in line: UNIX time in us
 UNIQUE_HEADER = "dislock_unique"  # the parts of its Reservation but id and ttl; not a note
+STORE_HEADER = "dislock_store"  # name of the store in whose line the task was parked
 LEFT_HEADER = "dislock_left"  # delivery that took it out of a line, and that it goes on with
 REPLACED_HEADER = "dislock_replaced"  # why a parked task lost its place in line
 
@@ -47,6 +48,7 @@ LOCK_MOST = 1000  # characters of a lock's name, with its prefix
 ID_MOST = 1000  # characters of a task's id in a reservation
 MESSAGES_MOST = 10**12  # of one key, that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
+STORE_NAME = re.compile("[0-9a-f]{16}")
 
 logger = logging.getLogger("celery_dislock")
 
@@ -62,6 +64,8 @@ class Notes:
         held_by: Owner whose lease this delivery takes over.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
         parked: Lock and ticket of a parked task that has its turn.
+        store: Name of the store in whose line the task was parked; None if the message does not
+            say.
         left: Delivery that has taken the task out of a line, and that this one goes on with.
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
@@ -73,6 +77,7 @@ class Notes:
     held_by: str | None = None
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
+    store: str | None = None
     left: str | None = None
     replaced: str | None = None
     since: float | None = None
@@ -100,6 +105,9 @@ class Notes:
                 ignored.append(f"{header}={reprlib.repr(given)}")
             else:
                 setattr(notes, attribute, value)
+        if notes.parked and notes.store is None and not _is_under(prefix, notes.parked[0]):
+            ignored.append(f"{TICKET_HEADER}={reprlib.repr(headers[TICKET_HEADER])}")
+            notes.parked = None
         if ignored:
             logger.warning(
                 "Task %s[%s] has headers that celery-dislock did not write for it; they are "
@@ -116,6 +124,7 @@ class Notes:
             HELD_HEADER: self.held_by,
             GIVEN_UP_HEADER: self.given_up,
             TICKET_HEADER: list(self.parked or ()),
+            STORE_HEADER: self.store,
             LEFT_HEADER: self.left,
             REPLACED_HEADER: self.replaced,
             SINCE_HEADER: self.since,
@@ -138,7 +147,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
     turn = None if given is None else _ticket(given, str(request.id), prefix)
     own = ticket_name(request.id, request.retries, request.replaced_task_nesting)
-    return turn if turn is not None and turn[1] == own else None
+    return turn if turn is not None and turn[1] == own and _is_under(prefix, turn[0]) else None
 
 
 def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:
@@ -158,7 +167,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
-    if not (isinstance(lock, str) and lock.startswith(f"{prefix}:{{") and len(lock) <= LOCK_MOST):
+    if not (isinstance(lock, str) and _is_under(prefix, lock) and len(lock) <= LOCK_MOST):
         return None
     if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
         return None
@@ -175,6 +184,10 @@ def forget_notes(request: Context) -> None:
     if request.headers:
         for header in READERS:
             request.headers.pop(header, None)
+
+
+def _is_under(prefix: str, lock: str) -> bool:
+    return lock.startswith(f"{prefix}:{{")
 
 
 def _times(given: Any, _task_id: str, _prefix: str) -> int | None:
@@ -200,16 +213,20 @@ def _owners(given: Any, task_id: str, prefix: str) -> list[str] | None:
     return None if None in owners else [one for one in owners if one]
 
 
-def _ticket(given: Any, task_id: str, prefix: str) -> tuple[str, str] | None:
+def _ticket(given: Any, task_id: str, _prefix: str) -> tuple[str, str] | None:
     if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- a pair
         return None
     lock, ticket = given
     if not isinstance(lock, str) or not isinstance(ticket, str) or len(lock) > LOCK_MOST:
         return None
-    is_lock = re.fullmatch(re.escape(prefix) + r":\{[^{}]+\}", lock)
+    is_lock = re.fullmatch(r"[^{}]+:\{[^{}]+\}", lock)
     numbers = ticket.removeprefix(task_name(task_id))
     is_own = len(numbers) < len(ticket) and re.fullmatch(r"(:[0-9]{1,10}){2}", numbers)
     return (lock, ticket) if is_lock and is_own else None
+
+
+def _store(given: Any, _task_id: str, _prefix: str) -> str | None:
+    return given if isinstance(given, str) and STORE_NAME.fullmatch(given) else None
 
 
 def _text(given: Any, _task_id: str, _prefix: str) -> str | None:
@@ -231,6 +248,7 @@ READERS: dict[str, tuple[str, Callable[[Any, str, str], Any]]] = {
     HELD_HEADER: ("held_by", _owner),
     GIVEN_UP_HEADER: ("given_up", _owners),
     TICKET_HEADER: ("parked", _ticket),
+    STORE_HEADER: ("store", _store),
     LEFT_HEADER: ("left", _text),
     REPLACED_HEADER: ("replaced", _text),
     SINCE_HEADER: ("since", _time),

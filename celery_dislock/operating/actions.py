@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 
@@ -208,15 +208,11 @@ class Actions:
                 yield one, "its message belongs to another broker"
                 continue
             try:
-                message = Message.from_bytes(kept[max(kept.find(MESSAGE), 0) :])
+                message = message_in(kept)
             except ValueError as exc:
                 yield one, f"its message is lost: {exc}"
                 continue
-            try:
-                with self._app.producer_or_acquire() as producer:
-                    message.publish(producer, {})
-            except Exception as exc:  # noqa: BLE001 -- any of the broker's client
-                raise BrokerError(reason_of(exc)) from None
+            publish(self._app, message, {})
             lines.forget_aside(name, one)
             yield one, ""
 
@@ -246,6 +242,30 @@ class Actions:
         if (limit or 0) > 1 and not server.keeps_lines:
             raise SettingsError(key_of(name), "limit", limit, ONLY_EXCLUSIVE)
         return self._process.lines.limit(name, limit, ttl=seconds or 0.0, note=one_line(note))
+
+
+def message_in(kept: bytes) -> Message:
+    """
+    Return the message that was set aside, alone or with the record of its ticket.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    return Message.from_bytes(kept[max(kept.find(MESSAGE), 0) :])
+
+
+def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:
+    """
+    Publish a message again, with these headers.
+
+    Raises:
+        BrokerError: The broker did not take it.
+    """
+    try:
+        with app.producer_or_acquire() as producer:
+            message.publish(producer, notes)
+    except Exception as exc:  # noqa: BLE001 -- any of the broker's client
+        raise BrokerError(reason_of(exc)) from None
 
 
 def one_line(note: str) -> str:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.checks import locks, server, workers
+from celery_dislock.operating.checks import locks, server, stores, workers
 from celery_dislock.operating.findings import LEVELS, NOTE, SERIOUS, Finding
 from celery_dislock.operating.overview import Overview
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from celery_dislock.operating.checks.workers import Fleet
     from celery_dislock.servers.server import Server
@@ -118,10 +118,17 @@ def _of_locks(
         *locks.lines(seen, fleet),
         *locks.stuck(seen),
         *locks.sweeps(place.server, overview, place.prefix, place.home, seen),
+        *_elsewhere(place, overview),
         *locks.aside(seen),
         *locks.reservations(seen, fleet, asking.known, empty=empty),
         *locks.limits(seen, fleet),
     ]
+
+
+def _elsewhere(place: Place, overview: Overview) -> Iterator[Finding]:
+    if place.server.keeps_lines:
+        yield from stores.strangers(place.server, place.prefix)
+        yield from stores.other_prefixes(place.server, overview, place.prefix, place.home)
 
 
 def _old(sides: Sequence[Mapping[str, Any]]) -> float:

@@ -130,6 +130,7 @@ class Place(NamedTuple):
         args: The task's arguments, as Celery describes them in the message; None: not known.
         exchange, routing_key: Where its message goes when it has its turn; None: it is not parked,
             or its message cannot be read.
+        broker: Digest of the URL of the broker that its message came from; None as above.
     """
 
     place: int
@@ -144,6 +145,7 @@ class Place(NamedTuple):
     args: str | None
     exchange: str | None = None
     routing_key: str | None = None
+    broker: str | None = None
 
 
 class LockState(NamedTuple):
@@ -492,4 +494,5 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
         args=" ".join(filter(None, given)) or None,
         exchange=bounded_text(message.get("exchange")),
         routing_key=bounded_text(message.get("routing_key")),
+        broker=bounded_text(text(parked[6])) if parked else None,
     )

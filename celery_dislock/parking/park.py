@@ -22,7 +22,12 @@ from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict, in_words
-from celery_dislock.messages.headers import LEFT_HEADER, SINCE_HEADER, readable_reason
+from celery_dislock.messages.headers import (
+    LEFT_HEADER,
+    SINCE_HEADER,
+    STORE_HEADER,
+    readable_reason,
+)
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
@@ -103,6 +108,7 @@ class Parking:
             return None
         if self._delivery.notes.since is not None:
             message.headers[SINCE_HEADER] = self._delivery.notes.since
+        message.headers[STORE_HEADER] = self._process.identity.name()
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
         clock, name = self._delivery.lock.clock, self._delivery.lock.names[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.messages.delivery import end_reservation
 from celery_dislock.messages.headers import reservation_of
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
 from celery_dislock.reporting import Order
@@ -36,6 +37,7 @@ class ParkingProcess(Process):
 
     Attributes:
         lines: The parked tasks of this broker.
+        identity: The name by which tasks that were parked elsewhere are told from these.
         log_order: Keeps the log lines about one parked task in order.
         sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
@@ -48,6 +50,7 @@ class ParkingProcess(Process):
         self._publisher = publisher if self.store.lock_server.keeps_lines else None
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
+        self.identity = StoreIdentity(self.store.lock_server, prefix)
         self.log_order = Order()
         self.sweep_name = sweep_lock(prefix, home)
         self._prefix = prefix

@@ -122,6 +122,8 @@ class Sweep:
             self._cursor, self._sweeps = FIRST, False
             return 1
         self._sweeps = True
+        if self._cursor == FIRST:
+            process.identity.confirm()
         total, self._cursor, found = process.lines.page(self._cursor, PAGE)
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):

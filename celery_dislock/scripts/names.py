@@ -44,6 +44,16 @@ def index_of_lines(prefix: str, home: str) -> str:
     return f"{prefix}:lines:{home}"
 
 
+def store_of(prefix: str) -> str:
+    """Name the hash that has the name of the store of a prefix."""
+    return f"{prefix}:store"
+
+
+def moved_to(prefix: str, lock: str) -> str:
+    """Name the lock of the same key under another prefix."""
+    return f"{prefix}:{{{lock.partition(':{')[2]}"
+
+
 def sweep_lock(prefix: str, home: str) -> str:
     """Name the lock under which one worker at a time sweeps the lines of one broker."""
     return f"{prefix}:sweep:{{{home}}}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import ForbiddenError, StoreError
 from celery_dislock.scripts import TRY, Script, commands
-from celery_dislock.scripts.names import index_of_lines, sweep_lock
+from celery_dislock.scripts.names import index_of_lines, store_of, sweep_lock
 from celery_dislock.servers.connections import is_answer
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _errors(send: Callable[..., Any], server: Server, prefix: str) -> list[tuple
     """Try the commands on one server; return name and error text of each that failed."""
     lock = f"{prefix}:{{startup-check}}"
     tried = tried_in(prefix)
-    names = (tried, lock, index_of_lines(prefix, "x"), sweep_lock(prefix, "x"))
+    names = (tried, lock, index_of_lines(prefix, "x"), store_of(prefix), sweep_lock(prefix, "x"))
     errors: list[tuple[str, str]] = []
     asked: list[Command] = [
         *(UNKNOWN.by_digest([name]) for name in names),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.replies import Replaced
     from celery_dislock.tasks.acquisition import Acquisition
 
+TO_ITS_LINE_MOST = 10.0  # seconds for which a task is put off that has its turn elsewhere
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
 
 
@@ -248,6 +249,22 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO
     delay = put_off(delivery, reason, at_most=conflict.remaining)
     raise delivery.told(Ignore(reason), f"put off for {delay:.1f} s: {reason}", level=level)
+
+
+def put_off_to_its_line(delivery: Delivery, store: str, server: str, prefix: str) -> NoReturn:
+    """
+    Put off a task that has its turn in another store; raises Ignore.
+
+    A worker that uses that store gets it then, or it is sent on when that store is drained.
+    """
+    reason = (
+        f"it has its turn for lock {delivery.lock.key!r} on another lock server, or under another "
+        f"prefix, than this worker uses ({server}, prefix {prefix}). If no worker with those "
+        f"settings is left, run `celery dislock drain`; if their data is lost, with --lost {store}"
+    )
+    delay = put_off(delivery, reason, at_most=TO_ITS_LINE_MOST)
+    what = f"put off for {delay:.1f} s: {reason}"
+    raise delivery.told(Ignore(reason), what, level=logging.WARNING)
 
 
 def come_again(delivery: Delivery, error: Exception, delay: float, reason: str) -> NoReturn:

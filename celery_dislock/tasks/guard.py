@@ -23,7 +23,7 @@ from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.locks.tracing import current_span
 from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.headers import Notes, own_turn, reservation_of
+from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
 from celery_dislock.parking.park import (
     STAYS_IN_LINE,
@@ -32,6 +32,7 @@ from celery_dislock.parking.park import (
     withdraw,
 )
 from celery_dislock.parking.store import ENDED
+from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
@@ -135,6 +136,7 @@ class Guard:
         previous = current.set(delivery.attempt)
         run = self._run if self._locks else self._run_without_lock
         try:
+            self._refuse_turn_elsewhere(delivery)
             return run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
             try:
@@ -149,6 +151,28 @@ class Guard:
             finally:
                 current.reset(previous)
                 delivery.let_go()
+
+    def _refuse_turn_elsewhere(self, delivery: Delivery) -> None:
+        """
+        Put off a task that has its turn on another lock server, or under another prefix.
+
+        It would run here, and get another turn there.  A turn in a line that was taken over is one
+        for the lock of the same key here.
+        """
+        notes, prefix = delivery.notes, self.runtime.settings.dislock_prefix
+        if notes.parked is None or notes.store is None or not self._can_park:
+            return
+        process = self.runtime.process
+        try:
+            is_ours = process.identity.is_ours(notes.store)
+        except StoreError as exc:
+            process.lock_server_failed(exc)
+            is_ours = False
+        if not is_ours:
+            conflicts.put_off_to_its_line(delivery, notes.store, process.store.server, prefix)
+        lock, ticket = notes.parked
+        notes.parked = moved_to(prefix, lock), ticket
+        delivery.request.headers[TICKET_HEADER] = list(notes.parked)
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         copies = None

@@ -18,6 +18,7 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.metrics import Metrics
 from celery_dislock.operating.overview import LockState, Overview
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
@@ -223,6 +224,7 @@ class Life:
         assert self.lines.limit(LOCK, 0) is None
         assert self.lines.limit(LOCK, None) == 0
         self.lines.forget_aside(LOCK, "v:0:0")
+        assert not StoreIdentity(self.store.lock_server, "dislock").is_ours("f" * 16)
         assert "v:0:0" not in dict(self.lines.aside(LOCK))
         (shown,) = overview.lock(LOCK).holders
         assert self.store.free(LOCK, shown.owner, shown.token)

@@ -23,6 +23,7 @@ from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.checks import server as server_checks
 from celery_dislock.operating.checks.workers import Fleet
 from celery_dislock.operating.doctor import Asking, Place, examine
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.reservations import Reservation, Reservations
@@ -534,3 +535,43 @@ def test_a_slow_round_trip_is_told(site, monkeypatch):
     monkeypatch.setattr(server_checks, "SLOW", 0.0)
     [(level, what)] = site.found("round trip")
     assert (level, "waits for two" in what) == ("warning", True)
+
+
+class TestStores:
+    """What was parked where this app does not look."""
+
+    def test_a_task_that_has_its_turn_elsewhere_is_told(self, site, admin):
+        """For some minutes after the last one came; and not any more when its store was drained."""
+        identity = StoreIdentity(site.server, "dislock")
+        assert site.found("lines") == []
+        assert admin.keys("dislock:store") == []
+        assert not identity.is_ours("f" * 16)
+        [(level, what)] = site.found("lines")
+        assert (level, "parked on another lock server, or under another prefix" in what) == (
+            "warning",
+            True,
+        )
+        record = admin.hget("dislock:store", "came")
+        admin.hset("dislock:store", "came", re.sub(rb"\d{6}$", b"000000", record[:-7] + b"0000000"))
+        assert site.found("lines") == []
+        assert not identity.is_ours("f" * 16)
+        identity.take_over("f" * 16)
+        assert site.found("lines") == []
+
+    def test_lines_under_another_prefix_that_nobody_sweeps_are_told(self, site):
+        """With the prefix for the command; not those that a worker sweeps, and not empty ones."""
+        old = Lines(site.server, "old", "here", lambda _turns: None)
+        for lock in ("old:{a}", "old:{b}"):
+            old.enlist(lock)
+        assert site.found("lines") == []
+        site.store.acquire(["old:{a}"], "holder", LONG, "{}")
+        message = Message("", "celery", {"task": "t", "id": "1"}, None, None, {}, True, b"body")
+        ticket = Ticket("1:0:0", "1@", False, message.to_bytes())
+        old.park("old:{a}", "1@w/1", LONG, "{}", ticket)
+        [(level, what)] = site.found("lines")
+        assert (level, what.startswith("1 task parked under another prefix (old)")) == (
+            "warning",
+            True,
+        )
+        site.store.acquire(["old:sweep:{here}"], "w", LONG, "{}")
+        assert site.found("lines") == []

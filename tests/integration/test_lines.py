@@ -18,6 +18,7 @@ from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.parking import store as lines_module
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers import store as store_module
@@ -1715,6 +1716,13 @@ class TestInACluster:
         assert beside == {"line", "tickets", "running", "replaced", "aside", "done"}
         assert len({key_slot(name.encode()) for name in names - {INDEX}}) == 1
         assert broker.given() == ["b", "d"]
+
+    def test_the_store_of_a_cluster_has_one_name(self, broker):
+        """Its key has a slot of its own, like the list of lines."""
+        server = broker.store.lock_server
+        name = StoreIdentity(server, "dislock").name()
+        assert StoreIdentity(server, "dislock").confirm() == name
+        assert StoreIdentity(server, "old").name() != name
 
     def test_one_sweep_looks_at_lines_of_all_nodes(self, broker, cluster, monkeypatch):
         """A page names locks of many slots; each has its turn from one call."""

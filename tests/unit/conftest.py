@@ -18,7 +18,7 @@ from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
 from tests.unit.deliveries import Broker
-from tests.unit.fakes import World
+from tests.unit.fakes import FakeIdentity, World
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def app(world, monkeypatch):
 
     process = ParkingProcess({"dislock_url": "redis://"}, AppSettings(), None)
     process.store, process.watchdog, process.pid = world.store, world.watchdog, 42
-    process.quick_store = world.store
+    process.quick_store, process.identity = world.store, FakeIdentity()
     numbers = count(1)
     process.owner_name = lambda start: f"{start}{next(numbers)}"
     monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))

@@ -348,6 +348,36 @@ class FakeStore:
         return [call[1:] for call in self.calls if call[0] == name]
 
 
+STORE = "0123456789abcdef"  # name of the store of the fakes
+
+
+class FakeIdentity:
+    """The identity of a store.
+
+    Attributes:
+        ours: Names of stores whose tasks belong here.
+        error: Raised instead of an answer.
+        asked: How often the server was asked for the name.
+    """
+
+    def __init__(self) -> None:
+        self.ours = {STORE}
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def name(self) -> str:
+        return STORE
+
+    def confirm(self) -> str:
+        self.asked += 1
+        return STORE
+
+    def is_ours(self, name: str) -> bool:
+        if self.error is not None:
+            raise self.error
+        return name in self.ours
+
+
 class FakeLines:
     """Lines of parked tasks, beside the leases of a store, which notes what was asked.
 

@@ -21,9 +21,11 @@ from celery_dislock.messages.headers import (
     REPLACED_HEADER,
     RETRY_UNTIL_HEADER,
     SINCE_HEADER,
+    STORE_HEADER,
     TICKET_HEADER,
     UNIQUE_HEADER,
     Notes,
+    own_turn,
     reservation_of,
 )
 from celery_dislock.parking.process import runtime_of
@@ -53,12 +55,12 @@ FORGED = [
     (TICKET_HEADER, [LOCK, "1:0:0\n"]),
     (TICKET_HEADER, [LOCK, "1:x:0:0"]),
     (TICKET_HEADER, [LOCK, 7]),
-    (TICKET_HEADER, ["other:{k}", "1:0:0"]),
     (TICKET_HEADER, ["dislock:lines:home", "1:0:0"]),
     (TICKET_HEADER, ["dislock:{k}:line", "1:0:0"]),
     (TICKET_HEADER, ["dislock:{k}{l}", "1:0:0"]),
     (TICKET_HEADER, [f"dislock:{{{'k' * 10_000}}}", "1:0:0"]),
     *((LEFT_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["a tag"]]),
+    *((STORE_HEADER, one) for one in ["", "x" * 16, "0123456789ABCDEF", "0" * 17, 7, ["0" * 16]]),
     *((REPLACED_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["why"]]),
     *((header, DEEP) for header in READERS),
 ]
@@ -69,6 +71,7 @@ GENUINE = {
     HELD_HEADER: "1@w:1/n.1",
     GIVEN_UP_HEADER: ["1@w:1/n.2", "1@w:1/n.3"],
     TICKET_HEADER: [LOCK, "1:0:0"],
+    STORE_HEADER: "0123456789abcdef",
     LEFT_HEADER: "a tag",
     REPLACED_HEADER: "a newer task took its place in line for lock 'k'",
     SINCE_HEADER: 1.5e9,
@@ -119,6 +122,19 @@ def test_a_task_knows_its_own_ticket_whatever_its_id(task_id, caplog):
     notes = read({TICKET_HEADER: (LOCK, f"{own}:2:1"), HELD_HEADER: f"{own}@w:1/n.1"}, task_id)
     assert (notes.parked, notes.held_by) == ((LOCK, f"{own}:2:1"), f"{own}@w:1/n.1")
     assert caplog.text == ""
+
+
+def test_a_turn_under_another_prefix_says_in_which_store_it_was_parked(caplog):
+    """Without that it is no turn of a worker that had another prefix: this package says both."""
+    other = ["other:{k}", "1:0:0"]
+    notes = read({TICKET_HEADER: other, STORE_HEADER: "0123456789abcdef"})
+    assert notes.parked == tuple(other)
+    assert caplog.text == ""
+    assert read({TICKET_HEADER: other}).parked is None
+    assert "celery-dislock did not write" in caplog.text
+    request = Context({"id": "1", "headers": {TICKET_HEADER: other}, "retries": 0})
+    assert own_turn(request, "dislock") is None
+    assert own_turn(request, "other") == tuple(other)
 
 
 def test_notes_are_forgotten_with_their_headers():

@@ -15,13 +15,18 @@ from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreErr
 from celery_dislock.config.settings import app_settings
 from celery_dislock.locks import runtime
 from celery_dislock.locks.running import StopTask
-from celery_dislock.messages.headers import LEFT_HEADER, REPLACED_HEADER, TICKET_HEADER
+from celery_dislock.messages.headers import (
+    LEFT_HEADER,
+    REPLACED_HEADER,
+    STORE_HEADER,
+    TICKET_HEADER,
+)
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.parking.store import ANYBODY, Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from tests.unit.deliveries import arrived, deliver, run
-from tests.unit.fakes import FakeLines
+from tests.unit.fakes import STORE, FakeLines
 
 LOCK = "dislock:{k}"
 HOLDER = "t[1] on w (pid 7)"
@@ -1023,3 +1028,54 @@ def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, 
         logging.ERROR,
         logging.ERROR,
     ]
+
+
+# A turn in another store
+
+
+OTHER_STORE = "f" * 16
+
+
+def test_a_parked_task_says_in_which_store_it_was_parked(app, world, lines):
+    """A worker with another lock server or prefix is not to take its turn for one of its own."""
+    world.lease(owner="other")
+    come(declare(app))
+    message = Message.from_bytes(lines.parked[LOCK, "2:0:0"])
+    assert message.headers[STORE_HEADER] == STORE
+
+
+@pytest.mark.parametrize("lock", [LOCK, "old:{k}"])
+@pytest.mark.parametrize("away", [False, True])
+def test_a_turn_in_another_store_is_put_off(app, world, lines, broker, caplog, lock, away):
+    """It has not run, and its next message brings the same turn; a forgery is not to blame."""
+    if away:  # whether it is another one cannot be known
+        runtime_of(app).process.identity.error = StoreError("redis://", "away")
+    turn = {**marked(lock), STORE_HEADER: OTHER_STORE}
+    outcome = come(declare(app), **turn)
+    assert isinstance(ended(outcome), Ignore)
+    [again] = broker.sent
+    assert {name: again["headers"][name] for name in turn} == turn
+    assert world.store.asked("park") == []
+    assert (
+        "has its turn for lock 'k' on another lock server, or under another prefix" in caplog.text
+    )
+    assert "celery dislock drain" in caplog.text
+    assert "did not write" not in caplog.text
+
+
+@pytest.mark.parametrize("lock", [LOCK, "old:{k}"])
+def test_a_turn_in_a_store_that_was_taken_over_is_one_here(app, world, lines, lock):
+    """Its lines were drained: it asks for the lock of that key here, marked as parked before."""
+    runtime_of(app).process.identity.ours.add(OTHER_STORE)
+    come(declare(app, lambda _self: None), **marked(lock), **{STORE_HEADER: OTHER_STORE})
+    [(name, ticket, _)] = world.store.asked("park")
+    assert (name, ticket.name, ticket.marked) == (LOCK, "2:0:0", True)
+
+
+def test_where_nothing_can_be_parked_no_turn_is_put_off(app, world, lines):
+    """No worker of such a fleet could ever take it: it runs under the lock that it has here."""
+    runtime_of(app).process._publisher = None
+    ran = []
+    task = declare(app, ran.append, lock_on_conflict="retry")
+    come(task, **marked(), **{STORE_HEADER: OTHER_STORE})
+    assert len(ran) == 1

@@ -11,7 +11,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.parking.sweep import FIRST, PAGE, Sweep, interval
 from celery_dislock.servers.replies import Swept
-from tests.unit.fakes import FakeLines
+from tests.unit.fakes import FakeIdentity, FakeLines
 
 NAME = "dislock:sweep:{home}"
 EVERY = 10.0
@@ -30,6 +30,7 @@ class Process:
     def __init__(self, store):
         self.store = store
         self.lines = FakeLines(store)
+        self.identity = FakeIdentity()
         self.told = []
         self.error = None
         self.answered = []

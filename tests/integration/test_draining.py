@@ -1,0 +1,283 @@
+"""``celery dislock drain``: what was parked on another lock server, or under another prefix."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock import SingletonTask
+from celery_dislock.cli import dislock as command
+from celery_dislock.exceptions import StoreError
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.draining import Drain
+from celery_dislock.parking.identity import StoreIdentity
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import Ticket
+from celery_dislock.servers.replies import Parked
+from celery_dislock.servers.store import Store
+from tests.redis_server import RedisServer
+
+LONG = 600.0  # seconds
+FOUND, USAGE, AWAY = 1, 2, 3
+
+
+@pytest.fixture(scope="module")
+def other_server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("other")) as server:
+        yield server
+
+
+@pytest.fixture
+def other(other_server):
+    with other_server.client(decode_responses=True) as client:
+        client.flushall()
+        yield client
+
+
+def make_app(redis_url, **conf):
+    app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
+    app.conf.update(conf)
+
+    @app.task(
+        base=SingletonTask,
+        name="shop.export",
+        lock_key="<key>",
+        lock_on_conflict="queue",
+        lock_watchdog_timeout=0.1,  # so that the command looks for workers for a moment only
+        shared=False,
+    )
+    def export(key): ...
+
+    return app
+
+
+@pytest.fixture
+def app(redis_url):
+    """The app as it is now."""
+    with make_app(redis_url) as app:
+        yield app
+
+
+@pytest.fixture(params=["prefix", "server"])
+def old(request, redis_url, redis_client, other_server, other):
+    """The app as it was, and how the command is told where that was."""
+    if request.param == "prefix":
+        conf, told = {"dislock_prefix": "old"}, ("--from-prefix", "old")
+    else:
+        conf, told = {"dislock_url": other_server.url}, ("--from-url", other_server.url)
+    with make_app(redis_url, **conf) as app:
+        at = redis_client if request.param == "prefix" else other
+        process = runtime_of(app).process
+        yield SimpleNamespace(app=app, conf=conf, told=told, process=process, client=at)
+
+
+@pytest.fixture
+def drain(app, old):
+    def run(*args, told=old.told, **how):
+        answer = CliRunner().invoke(
+            command, ["drain", *told, *args], obj=SimpleNamespace(app=app), **how
+        )
+        if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+            raise answer.exception
+        return answer
+
+    return run
+
+
+def lock_of(process, key):
+    return f"{process.identity._key.removesuffix(':store')}:{{{key}}}"
+
+
+def park(process, key, task_id=None, holder=None):
+    """Park a task in the line of a key, as a worker does; return its ticket."""
+    task_id = task_id or str(uuid.uuid4())
+    about = {"task": "shop.export", "id": task_id, "dislock_store": process.identity.name()}
+    message = Message("", "celery", about, "application/json", "utf-8", {}, True, b"[[],{},{}]")
+    ticket, lock = (
+        Ticket(f"{task_id}:0:0", f"{task_id}@", False, message.to_bytes()),
+        lock_of(process, key),
+    )
+    process.store.acquire([lock], "holder", LONG, json.dumps(holder or {}))
+    process.lines.enlist(lock)
+    assert isinstance(process.lines.park(lock, f"{task_id}@w/1", LONG, "{}", ticket), Parked)
+    return ticket.name
+
+
+def sent(client):
+    return [json.loads(one)["headers"] for one in reversed(client.lrange("celery", 0, -1))]
+
+
+def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_client):
+    """In the order of its line; nothing is left there, and late messages from there belong here."""
+    tickets = [park(old.process, key) for key in ("a", "a", "b")]
+    here = runtime_of(app).process
+    assert not here.identity.is_ours(old.process.identity.name())
+    answer = drain("--yes", "--json")
+    assert answer.exit_code == 0, answer.stderr
+    assert "3 parked in 2 lines" in answer.stderr
+    assert "Sent on 3." in answer.stderr
+    assert {one["problem"] for one in json.loads(answer.stdout)} == {None}
+    headers = sent(redis_client)
+    turns = {one["dislock_ticket"][1]: one["dislock_ticket"][0] for one in headers}
+    assert turns == dict(zip(tickets, ["dislock:{a}", "dislock:{a}", "dislock:{b}"], strict=True))
+    of_a = [ticket for ticket in turns if ticket in tickets[:2]]
+    assert of_a == tickets[:2]
+    assert {one["dislock_store"] for one in headers} == {here.identity.name()}
+    assert list(old.process.lines.aside(lock_of(old.process, "a"))) == []
+    assert here.identity.is_ours(old.process.identity.name())
+    assert not old.process.identity.is_ours(here.identity.name())
+    assert "0 parked in 0 lines" in drain("--yes").stderr
+
+
+def test_who_answers_no_changes_nothing(app, old, drain, redis_client):
+    """The lines are shown, with how many are in each."""
+    park(old.process, "a")
+    answer = drain(input="n\n")
+    assert answer.exit_code == FOUND
+    assert "a    1" in answer.stdout
+    assert sent(redis_client) == []
+    assert not runtime_of(app).process.identity.is_ours(old.process.identity.name())
+    assert drain("--yes").exit_code == 0
+
+
+def test_a_turn_that_is_on_its_way_is_sent_on_as_well(old, drain, redis_client):
+    """Whoever published it may have died before: it comes twice, and one of the two runs."""
+    ticket = park(old.process, "a")
+    old.process.store.release([lock_of(old.process, "a")], "holder")
+    assert drain("--yes").exit_code == 0
+    assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [ticket] * 2
+
+
+@pytest.mark.parametrize("by", ["the sweep", "a lock"])
+def test_lines_that_a_worker_still_uses_are_left_alone(by, old, drain, redis_client):
+    """It sweeps there, or it holds one of the locks: its tasks go on there."""
+    about = {"task": "t", "id": "1", "worker": "w1", "pid": 1, "timeout": LONG}
+    park(old.process, "a", holder=about if by == "a lock" else {})
+    if by == "the sweep":
+        old.process.store.acquire([old.process.sweep_name], "w1", LONG, json.dumps(about))
+    answer = drain("--yes", "--look-for", "0.1")
+    assert answer.exit_code == FOUND
+    assert "A worker still uses it: w1." in answer.stderr
+    assert sent(redis_client) == []
+
+
+def test_the_tasks_of_another_broker_are_left_alone(old, drain, redis_client, other_server):
+    """Their messages would be sent to queues that nobody consumes."""
+    conf = {"dislock_url": old.app.conf.broker_url, **old.conf}
+    with make_app(other_server.url, **conf) as elsewhere:
+        process = runtime_of(elsewhere).process
+        theirs, ours = park(process, "a"), park(old.process, "a")
+        assert drain("--yes").exit_code == 0
+        assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [ours]
+        assert process.lines.any()
+        assert theirs not in dict(process.lines.aside(lock_of(process, "a")))
+
+
+def test_a_message_that_cannot_be_read_stays_there(old, drain, redis_client, redis_url):
+    """It is a finding, and the others are sent on."""
+    broken, good = park(old.process, "a"), park(old.process, "a")
+    name = lock_of(old.process, "a")
+    record = old.client.hget(f"{name}:tickets", broken)
+    old.client.hset(f"{name}:tickets", broken, record.replace('1 {"', '1 ["', 1))
+    answer = drain("--yes")
+    assert answer.exit_code == FOUND
+    assert "its message is lost" in answer.stderr
+    assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [good]
+
+
+def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkeypatch):
+    """What was not sent is set aside there, and the command says how it is sent."""
+    ticket = park(old.process, "a")
+
+    def publish(*_args, **_kwargs):
+        raise ConnectionError("broker")
+
+    monkeypatch.setattr(Message, "publish", publish)
+    answer = drain("--yes")
+    assert answer.exit_code == AWAY
+    assert "put-back" in answer.stderr
+    assert [one for one, _ in old.process.lines.aside(lock_of(old.process, "a"))] == [ticket]
+    assert not runtime_of(app).process.identity.is_ours(old.process.identity.name())
+
+
+@pytest.mark.parametrize("args", [(), ("--from-prefix", "dislock"), ("--from-url", "redis://a,b")])
+def test_where_the_locks_are_there_is_nothing_to_drain(drain, args):
+    """Nor where nobody says where; a URL of nothing is refused like that of the settings."""
+    answer = drain("--yes", told=args)
+    assert answer.exit_code in {USAGE, AWAY}
+    assert "--from-url URL" in answer.stderr or "where the app's locks are" in answer.stderr or args
+
+
+def test_several_servers_have_no_lines(redis_url):
+    """There is nothing to be drained to them."""
+    urls = [redis_url, "redis://a", "redis://b"]
+    with make_app(redis_url, dislock_url=urls) as app:
+        answer = CliRunner().invoke(
+            command, ["drain", "--from-prefix", "old"], obj=SimpleNamespace(app=app)
+        )
+    assert answer.exit_code == USAGE
+
+
+def test_what_had_lost_its_place_there_ends(app, old):
+    """Its result says so, though no worker sweeps there any more."""
+    draining = Drain(
+        app, *([None, "old"] if old.told[0] == "--from-prefix" else [old.told[1], None])
+    )
+    ticket = park(old.process, "a", "7")
+    old.process.lines.drop(lock_of(old.process, "a"), ticket, '"dislock_replaced": "by hand"')
+    assert list(draining.run()) == []
+    assert app.AsyncResult("7").state == "REVOKED"
+    draining.close()
+
+
+class TestStoreName:
+    """What store.lua promises."""
+
+    @pytest.fixture
+    def identity(self, redis_url):
+        return StoreIdentity(Store(redis_url).lock_server, "dislock")
+
+    def test_all_processes_get_one_name_and_it_is_kept(self, identity, redis_url, redis_client):
+        """For as long as a line is: thirty days from the last time that it was asked for."""
+        name = identity.name()
+        assert StoreIdentity(Store(redis_url).lock_server, "dislock").name() == name
+        assert redis_client.hgetall("dislock:store") == {"name": name}
+        redis_client.pexpire("dislock:store", 1000)
+        identity.confirm()
+        assert redis_client.ttl("dislock:store") > 29 * 86400
+
+    def test_each_prefix_is_a_store_of_its_own(self, identity, redis_url):
+        """Though the server is the same."""
+        assert StoreIdentity(Store(redis_url).lock_server, "old").name() != identity.name()
+
+    def test_forged_names_leave_one_record(self, identity, redis_client):
+        """Anybody who can publish a message can send one with any name."""
+        for number in range(50):
+            assert not identity.is_ours(f"{number:016x}")
+        assert redis_client.hlen("dislock:store") == 2
+        assert identity.last_stranger().store == f"{49:016x}"
+
+    def test_stores_that_were_taken_over_are_not_without_number(self, identity, redis_client):
+        """An operator takes over one or two; the record does not grow for ever."""
+        with pytest.raises(StoreError, match="too many"):
+            for number in range(150):
+                identity.take_over(f"{number:016x}")
+        assert redis_client.hlen("dislock:store") == 101
+        assert identity.is_ours(f"{0:016x}")
+
+    def test_a_server_that_lost_its_data_takes_its_old_name_over(self, redis_url, redis_client):
+        """Whoever comes first: the process that knew the name, or another one."""
+        old, new = (StoreIdentity(Store(redis_url).lock_server, "dislock") for _ in range(2))
+        before = old.name()
+        redis_client.delete("dislock:store")
+        assert old.confirm() == before
+        redis_client.delete("dislock:store")
+        assert new.name() != before
+        assert not new.is_ours(before)
+        old.confirm()
+        assert new.is_ours(before)

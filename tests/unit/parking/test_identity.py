@@ -1,0 +1,108 @@
+"""Which tasks were parked in this store, by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.parking.identity import Came, StoreIdentity
+from celery_dislock.scripts import STORE
+
+KEY = "dislock:store"
+
+
+class Server:
+    """A store that has a name; notes what it was asked."""
+
+    name = "redis://here"
+
+    def __init__(self):
+        self.store = None
+        self.taken = set()
+        self.came = [b"", 0]
+        self.asked = []
+        self.error = None
+
+    def run(self, script, keys, name, other, asked):
+        assert (script, keys) == (STORE, [KEY])
+        if self.error is not None:
+            raise self.error
+        self.asked.append((other, asked))
+        if not name:
+            return [b"", 0, *self.came]
+        self.store = self.store or name
+        if asked == "taken":
+            self.taken.add(other)
+        if asked == "left":
+            self.taken.discard(other)
+        return [self.store.encode(), int(other in {self.store, *self.taken}), *self.came]
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+@pytest.fixture
+def identity(server):
+    return StoreIdentity(server, "dislock")
+
+
+def test_a_store_is_named_once_and_asked_once(server, identity):
+    """All processes agree on the name that the first gave; a turn of one's own costs nothing."""
+    name = identity.name()
+    assert len(name) == 16
+    assert StoreIdentity(server, "dislock").name() == name
+    server.asked.clear()
+    assert identity.name() == name
+    assert identity.is_ours(name)
+    assert server.asked == []
+
+
+def test_the_name_of_another_store_is_asked_for_each_time(server, identity):
+    """An operator may have drained it meanwhile."""
+    assert not identity.is_ours("f" * 16)
+    StoreIdentity(server, "dislock").take_over("f" * 16)
+    assert identity.is_ours("f" * 16)
+    identity.leave("f" * 16)
+    assert not identity.is_ours("f" * 16)
+
+
+@pytest.mark.parametrize("asks", ["confirm", "is_ours"])
+def test_a_store_that_has_lost_its_data_is_still_the_same(server, identity, caplog, asks):
+    """Another process has named it anew: tasks on their way under the old name belong here."""
+    before = identity.name()
+    server.store = "e" * 16
+    if asks == "confirm":
+        assert identity.confirm() == "e" * 16
+    else:
+        assert identity.is_ours("e" * 16)
+    assert server.taken == {before}
+    assert identity.is_ours(before)
+    assert "has lost its data" in caplog.text
+
+
+def test_who_comes_first_gives_it_its_name_back(server, identity):
+    """The server was emptied, and no other process has asked."""
+    before = identity.name()
+    server.store = None
+    assert identity.confirm() == before
+    assert server.taken == set()
+
+
+def test_a_server_that_does_not_answer_names_nobody(server, identity):
+    """Whether a task belongs here is not known then."""
+    server.error = StoreError("redis://here", "away")
+    for ask in (identity.name, identity.confirm, lambda: identity.is_ours("f" * 16)):
+        with pytest.raises(StoreError):
+            ask()
+
+
+@pytest.mark.parametrize(
+    ("came", "expected"), [([b"", 0], None), ([b"f" * 16, 1500], Came("f" * 16, 1.5))]
+)
+def test_the_last_task_from_elsewhere_is_told(server, identity, came, expected):
+    """Who looks names nothing."""
+    server.came = came
+    assert identity.last_stranger() == expected
+    assert server.store is None
