@@ -71,6 +71,11 @@ class Parking:
         delivery.settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.after_result.append(self.result_stored)
 
+    @property
+    def was_parked(self) -> bool:
+        """Whether the message says that the task was parked, and has its turn."""
+        return bool(self._came_from())
+
     def ask(self) -> Lease | Conflict:
         """
         Take the lock, or claim this task's turn; does not park the task.
@@ -142,8 +147,9 @@ class Parking:
         came_from = self._came_from()
         if self._is_done_in(came_from):
             acknowledge_unrun(delivery)
-        marked, goes_on = bool(came_from), goes_on_with(delivery)
-        ticket = Ticket(delivery.ticket, owners_start(delivery.id), marked, message, goes_on)
+        marked, goes_on = self.was_parked, goes_on_with(delivery)
+        owners, task = owners_start(delivery.id), delivery.task.name
+        ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task)
         with self._process.log_order.parking(ticket.name):
             asked_at = lock.clock()
             attempt.asks(asked_at)
@@ -190,7 +196,10 @@ class Parking:
         elsewhere = lock and lock != self._delivery.lock.names[0]
         return bool(
             elsewhere
-            and self._lines.move_out(lock, self._delivery.ticket, goes_on_with(self._delivery))
+            and self._lines.move_out(
+                *(lock, self._delivery.ticket, goes_on_with(self._delivery)),
+                task=self._delivery.task.name,
+            )
         )
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
@@ -249,7 +258,7 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> b
     """
     notes = delivery.notes
     notes.left = delivery_of(delivery.request.headers, delivery.request.properties)
-    if not lines.withdraw(*turn, notes.left):
+    if not lines.withdraw(*turn, notes.left, delivery.task.name):
         if not is_redelivered(delivery):
             return False
         notes.left = ANYBODY
@@ -267,7 +276,7 @@ def delivery_of(headers: Mapping[str, Any], properties: Mapping[str, Any] | None
     return next(filter(None, map(readable_reason, names)), None) or uuid4().hex
 
 
-def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> None:
+def withdraw(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
     """
     Set aside a parked task that cannot claim its turn, and give the turn to the next in line.
 
@@ -277,12 +286,13 @@ def withdraw(lines: Lines, turn: tuple[str, str], task: str, why: object) -> Non
     Args:
         lines: The lines of the broker that the task came from.
         turn: Lock and ticket.
-        task: Name of the task for the log.
+        what: Name of the task for the log.
         why: Why the task cannot claim its turn, for the log.
+        task: The task's name; empty: not known.
     """
     lock, ticket = turn
     try:
-        if lines.withdraw(lock, ticket):
-            logger.error(SET_ASIDE, task, key_of(lock), aside_of(lock), why)
+        if lines.withdraw(lock, ticket, task=task):
+            logger.error(SET_ASIDE, what, key_of(lock), aside_of(lock), why)
     except StoreError as exc:
-        logger.error(STAYS_IN_LINE, task, key_of(lock), exc, why)  # noqa: TRY400
+        logger.error(STAYS_IN_LINE, what, key_of(lock), exc, why)  # noqa: TRY400

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kombu.utils.json import dumps
+
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.scripts import (
     ASIDE,
@@ -73,6 +75,7 @@ class Ticket(NamedTuple):
     marked: bool  # the message says that it was parked
     message: bytes = b""  # stored if the task is parked; empty: do not park
     goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
+    task: str = ""  # the task's name; empty: not known
 
 
 class Bounds(NamedTuple):
@@ -162,6 +165,7 @@ class Lines:
             *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
             *bounds,
             ticket.goes_on,
+            _written(ticket.task),
             *(() if reservation is None else reservation.begins),
         )
         self._publish(given)
@@ -182,13 +186,14 @@ class Lines:
             return Full(waiting, refused(*lease))
         return Done()
 
-    def leave(self, lock: str, ticket: str) -> bool:
+    def leave(self, lock: str, ticket: str, task: str = "") -> bool:
         """
         Take a parked task that has ended out of line, and give its turn to the next.
 
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
+            task: The task's name: another task of the same id is left in line.  Empty: not known.
 
         Returns:
             Whether the ticket was there: in line, running or replaced.
@@ -196,11 +201,11 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1, "")
+        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1, "", _written(task))
         self._publish(given)
         return bool(left)
 
-    def move_out(self, lock: str, ticket: str, goes_on: str = "") -> bool:
+    def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
         """
         Take a parked task out of the line of a lock that the task no longer uses.
 
@@ -208,6 +213,7 @@ class Lines:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
             goes_on: See :class:`Ticket`.
+            task: See :meth:`leave`.
 
         Returns:
             True if the task's work was done under that lock; False if the task must run under its
@@ -216,11 +222,12 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 0, goes_on)
+        call = (ticket, b"", 0, goes_on, _written(task))
+        left, given = self._server.run(LEAVE, [lock], self._home, *call)
         self._publish(given)
         return bool(left == RAN_HERE)
 
-    def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
+    def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
         """
         Take a parked task that cannot claim its turn out of line, and give its turn to the next.
 
@@ -229,6 +236,7 @@ class Lines:
             ticket: The task's ticket.
             delivery: Name of the delivery that goes on with the task, under other locks or without
                 one; empty to set the task aside; ENDED if it has ended itself.
+            task: See :meth:`leave`.
 
         Returns:
             True if the task was in line or had its turn.  With *delivery*, also True if the server
@@ -239,7 +247,9 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        withdrawn, given = self._server.run(WITHDRAW, [lock], self._home, ticket, delivery)
+        withdrawn, given = self._server.run(
+            WITHDRAW, [lock], self._home, ticket, delivery, _written(task)
+        )
         self._publish(given)
         return bool(withdrawn)
 
@@ -322,7 +332,7 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have been set aside.
         """
-        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0, ANYBODY)
+        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0, ANYBODY, "")
         return turns(given)
 
     def enlist(self, lock: str) -> None:
@@ -451,3 +461,8 @@ class Lines:
     def _publish(self, given: Sequence[bytes]) -> None:
         if given:
             self._hand_over(turns(given))
+
+
+def _written(task: str) -> str:
+    """Write a task's name as it stands among the headers of a stored message."""
+    return f'"task":{dumps(task)}' if task else ""

@@ -122,9 +122,10 @@ class Sweep:
             self._cursor, self._sweeps = FIRST, False
             return 1
         self._sweeps = True
-        if self._cursor == FIRST:
-            process.identity.confirm()
+        is_first = self._cursor == FIRST
         total, self._cursor, found = process.lines.page(self._cursor, PAGE)
+        if is_first and total:
+            process.identity.confirm()
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)

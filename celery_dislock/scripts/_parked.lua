@@ -80,6 +80,16 @@ local function parse_ticket(record)
   }
 end
 
+local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers
+
+-- Whether a record is that of a task of this name, as park.lua is given it; empty: of any.  Who knows
+-- the id of another's task may send one of his own under it.
+local function is_of(record, task)
+  local head = string.match(record, '^[^\n]*')
+  local has_name = string.find(head, string.sub(task, 1, MEMBER_SHORT), 1, true)
+  return task == '' or not has_name or string.find(head, task, 1, true) ~= nil
+end
+
 local function read_ticket(lock, ticket)
   return parse_ticket(redis.call('HGET', lock.tickets, ticket))
 end

@@ -6,6 +6,7 @@
 -- ARGV[3]   aside     a message that cannot be read, to be kept for people to see; empty: nothing
 -- ARGV[4]   over      1: no copy of it must run any more   0: it runs elsewhere, unless it was done here
 -- ARGV[5]   goes_on   as for park.lua
+-- ARGV[6]   task      as for park.lua: another task of its id is left where it is
 --
 -- Touches   all keys of the lock
 --
@@ -24,12 +25,15 @@
 -- include: _done
 -- include: _states
 
-local ticket, aside, over, goes_on = ARGV[2], ARGV[3], ARGV[4] == '1', ARGV[5]
+local ticket, aside, over, goes_on, task = ARGV[2], ARGV[3], ARGV[4] == '1', ARGV[5], ARGV[6]
 home = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
 look_at_all(lock)
 limit_set(lock)
+local record = redis.call('HGET', lock.tickets, ticket)
+  or redis.call('HGET', lock.name .. REPLACED, ticket)
+if record and not is_of(record, task) then return {NOT_THERE, turns} end
 if not over and is_done(lock, ticket, goes_on) then return {RAN_HERE, turns} end
 
 local was_there = forget(lock, ticket)

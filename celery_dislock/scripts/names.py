@@ -45,8 +45,8 @@ def index_of_lines(prefix: str, home: str) -> str:
 
 
 def store_of(prefix: str) -> str:
-    """Name the hash that has the name of the store of a prefix."""
-    return f"{prefix}:store"
+    """Name the hash with the name of a store, beside the lists of lines; no home is called so."""
+    return f"{prefix}:lines:@store"
 
 
 def moved_to(prefix: str, lock: str) -> str:

@@ -10,8 +10,8 @@
 -- ARGV[7]   ticket
 -- ARGV[8]   owners of the same task begin with this
 -- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
---                      nothing is known, as after a failover, runs or is parked again, in a full line,
---                      too, and has a mark when it is done
+--                      nothing is known, as after a failover, runs or is parked again, and has a mark
+--                      when it is done
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
@@ -19,6 +19,7 @@
 --                      that is the one that comes, if it was sent before the first in line
 -- ARGV[14]  goes_on    the delivery that has taken the task out of this line before, and that this one
 --                      goes on with; *: whichever it was   empty: none
+-- ARGV[15]  task       its name: "task":"...", as its message writes it; empty: not known
 --
 -- Touches   all keys of the lock
 --
@@ -42,7 +43,7 @@
 -- include: _states
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local ticket, marked, goes_on = ARGV[7], ARGV[9] == '1', ARGV[14]
+local ticket, marked, goes_on, task = ARGV[7], ARGV[9] == '1', ARGV[14], ARGV[15]
 
 local name = KEYS[1]
 local has_nobody = not marked
@@ -223,7 +224,7 @@ local function new()
     return granted(grant(lock, owner, ttl, mode, holder), 0)
   end
   if message == '' then return refused() end
-  local room = marked and ROOM or make_room(#message + 80)  -- with what is written before it
+  local room = make_room(#message + 80)  -- with what is written before it
   if room == NO_ROOM then
     local remaining, other, its_holder, held = in_the_way(lock)
     return {FULL, turns, waiting(), remaining, other, its_holder, held}
@@ -251,6 +252,9 @@ if not (parked or ran) then
   if marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {DONE_BEFORE, turns}
   end
+end
+if parked and not is_of(parked, task) then  -- another task of this id: that one has the place
+  return {REFUSED, turns, ttl, '', as_holder(ticket), NO_PLACE, NOT_KNOWN}
 end
 local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
 if other then

@@ -7,6 +7,7 @@
 --                       copy of its turn may
 --                       empty: nobody runs it; it is set aside with its record
 --                       -: it has ended itself; no mark is left, as it may have sent itself again
+-- ARGV[4]   task        as for leave.lua
 --
 -- Touches   all keys of the lock but those that were replaced
 --
@@ -28,7 +29,7 @@
 
 local ENDED = '-'  -- a delivery
 
-local ticket, delivery = ARGV[2], ARGV[3]
+local ticket, delivery, task = ARGV[2], ARGV[3], ARGV[4]
 home = ARGV[1]
 local lock = with_parked(open(KEYS[1]))
 line_exists(lock)  -- or an error, before anything is done
@@ -47,6 +48,7 @@ if not record then
   mark_done(lock, ticket, delivery)  -- it may have been lost: nothing says that it is done
   return {1, turns}
 end
+if not is_of(record, task) then return {0, turns} end
 if delivery == '' then
   set_aside(lock, ticket, record)
 else

@@ -187,6 +187,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
+        if asking.parking.was_parked:  # its record was lost, and others have its place
+            come_again(delivery, conflict.error(), put_off(delivery, reason), reason)
         end_unrun(delivery, reason)
     if isinstance(answer, Conflict):
         _count(delivery, conflict, "copy")

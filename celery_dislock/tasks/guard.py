@@ -294,7 +294,7 @@ class Guard:
         """Give the turn of a parked task that must not run to the next in line."""
         if delivery.notes.parked is not None:
             try:
-                self.runtime.process.lines.leave(*delivery.notes.parked)
+                self.runtime.process.lines.leave(*delivery.notes.parked, delivery.task.name)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
 
@@ -396,10 +396,10 @@ class Guard:
         lines = self.runtime.process.lines
         what = f"{request.task}[{turn[1]}]"
         if state == states.FAILURE:
-            withdraw(lines, turn, what, retval)
+            withdraw(lines, turn, what, retval, request.task)
             return
         try:
-            lines.withdraw(*turn, ENDED)
+            lines.withdraw(*turn, ENDED, request.task)
         except StoreError as exc:
             logger.error(  # noqa: TRY400 -- the reason is enough
                 STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
@@ -422,7 +422,7 @@ class Guard:
         # Notes.of() warns of forged notes, and own_turn() does not.
         noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked
         if noted is not None and noted == self._turn_of(request):
-            self.runtime.process.lines.leave(*noted)
+            self.runtime.process.lines.leave(*noted, request.task)
 
     def keys(self, args: Any, kwargs: Any) -> Sequence[str]:
         """

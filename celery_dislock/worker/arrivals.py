@@ -112,7 +112,7 @@ class Arrivals:
         except DislockError as exc:
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
             return
-        withdraw(lines, turn, f"{request.task}[{turn[1]}]", error)
+        withdraw(lines, turn, f"{request.task}[{turn[1]}]", error, request.task or "")
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self._runtime.settings.dislock_prefix)
@@ -170,7 +170,7 @@ class Arrivals:
         try:
             process = self._runtime.process
             if not process.can_park or process.lines.withdraw(
-                lock, ticket, delivery_of(request.headers, message.properties)
+                lock, ticket, delivery_of(request.headers, message.properties), name
             ):
                 logger.info(
                     "Task %s[%s] runs without a lock: it was parked for lock %s, and takes none in "

@@ -544,15 +544,17 @@ class TestStores:
         """For some minutes after the last one came; and not any more when its store was drained."""
         identity = StoreIdentity(site.server, "dislock")
         assert site.found("lines") == []
-        assert admin.keys("dislock:store") == []
+        assert admin.keys("dislock:lines:@store") == []
         assert not identity.is_ours("f" * 16)
         [(level, what)] = site.found("lines")
         assert (level, "parked on another lock server, or under another prefix" in what) == (
             "warning",
             True,
         )
-        record = admin.hget("dislock:store", "came")
-        admin.hset("dislock:store", "came", re.sub(rb"\d{6}$", b"000000", record[:-7] + b"0000000"))
+        record = admin.hget("dislock:lines:@store", "came")
+        admin.hset(
+            "dislock:lines:@store", "came", re.sub(rb"\d{6}$", b"000000", record[:-7] + b"0000000")
+        )
         assert site.found("lines") == []
         assert not identity.is_ours("f" * 16)
         identity.take_over("f" * 16)

@@ -90,7 +90,7 @@ def drain(app, old):
 
 
 def lock_of(process, key):
-    return f"{process.identity._key.removesuffix(':store')}:{{{key}}}"
+    return f"{process.identity._key.removesuffix(':lines:@store')}:{{{key}}}"
 
 
 def park(process, key, task_id=None, holder=None):
@@ -246,10 +246,10 @@ class TestStoreName:
         """For as long as a line is: thirty days from the last time that it was asked for."""
         name = identity.name()
         assert StoreIdentity(Store(redis_url).lock_server, "dislock").name() == name
-        assert redis_client.hgetall("dislock:store") == {"name": name}
-        redis_client.pexpire("dislock:store", 1000)
+        assert redis_client.hgetall("dislock:lines:@store") == {"name": name}
+        redis_client.pexpire("dislock:lines:@store", 1000)
         identity.confirm()
-        assert redis_client.ttl("dislock:store") > 29 * 86400
+        assert redis_client.ttl("dislock:lines:@store") > 29 * 86400
 
     def test_each_prefix_is_a_store_of_its_own(self, identity, redis_url):
         """Though the server is the same."""
@@ -259,7 +259,7 @@ class TestStoreName:
         """Anybody who can publish a message can send one with any name."""
         for number in range(50):
             assert not identity.is_ours(f"{number:016x}")
-        assert redis_client.hlen("dislock:store") == 2
+        assert redis_client.hlen("dislock:lines:@store") == 2
         assert identity.last_stranger().store == f"{49:016x}"
 
     def test_stores_that_were_taken_over_are_not_without_number(self, identity, redis_client):
@@ -267,16 +267,16 @@ class TestStoreName:
         with pytest.raises(StoreError, match="too many"):
             for number in range(150):
                 identity.take_over(f"{number:016x}")
-        assert redis_client.hlen("dislock:store") == 101
+        assert redis_client.hlen("dislock:lines:@store") == 101
         assert identity.is_ours(f"{0:016x}")
 
     def test_a_server_that_lost_its_data_takes_its_old_name_over(self, redis_url, redis_client):
         """Whoever comes first: the process that knew the name, or another one."""
         old, new = (StoreIdentity(Store(redis_url).lock_server, "dislock") for _ in range(2))
         before = old.name()
-        redis_client.delete("dislock:store")
+        redis_client.delete("dislock:lines:@store")
         assert old.confirm() == before
-        redis_client.delete("dislock:store")
+        redis_client.delete("dislock:lines:@store")
         assert new.name() != before
         assert not new.is_ours(before)
         old.confirm()

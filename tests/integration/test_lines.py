@@ -17,9 +17,10 @@ from redis.crc import key_slot
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
 from celery_dislock.locks.attempt import in_words
+from celery_dislock.messages.message import Message
 from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.identity import StoreIdentity
-from celery_dislock.parking.store import Bounds, Lines, Ticket
+from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
@@ -102,6 +103,12 @@ def owner_of(task, copy=1):
 
 def message_of(task):
     return f"message of {task}".encode()
+
+
+def stored(task, name):
+    """Make the bytes of a message whose headers name a task."""
+    headers = {"id": task, "argsrepr": '{"task":"shop.spy"}'} | ({"task": name} if name else {})
+    return Message("", "celery", headers, None, None, {}, True, b"body").to_bytes()
 
 
 def turn_of(task):
@@ -837,6 +844,51 @@ class TestSweep:
         assert found == {LOCK: Swept(0, {})}
 
 
+class TestAnotherTaskOfTheSameId:
+    """Who may write to one queue sends a task of his own under the id of another's."""
+
+    @pytest.fixture
+    def shown(self, broker, held):
+        """The task is in line; give what a ticket of the other one would be."""
+        broker.park("a", message=stored("a", "shop.pay"))
+        return Ticket("a:0:0", "a@", marked=True, message=b"", task="shop.spy")
+
+    def ask(self, broker, shown):
+        mine = broker.lines.park(LOCK, "a@w2/1", LONG, "{}", shown)
+        assert isinstance(mine, Refused)
+        assert mine.holder == {"id": "a", "parked": True}
+
+    def take_out(self, broker, shown):
+        assert not broker.lines.leave(LOCK, "a:0:0", shown.task)
+        assert not broker.lines.move_out(LOCK, "a:0:0", "", shown.task)
+        for delivery in ("", "delivery", ENDED):
+            assert not broker.lines.withdraw(LOCK, "a:0:0", delivery, shown.task)
+
+    def test_it_neither_takes_it_out_of_line_nor_runs_in_its_place(
+        self, broker, held, redis_url, shown
+    ):
+        """In line, at its turn, and when it has lost its place: the other one goes on."""
+        before = snapshot(redis_url)
+        self.ask(broker, shown)
+        self.take_out(broker, shown)
+        assert snapshot(redis_url) == before
+        broker.end("first")
+        assert broker.given() == ["a"]
+        self.ask(broker, shown)
+        self.take_out(broker, shown)
+        claimed = broker.lines.park(LOCK, "a@w1/2", LONG, "{}", shown._replace(task="shop.pay"))
+        assert isinstance(claimed, Granted)
+        assert claimed.claimed
+
+    @pytest.mark.parametrize("name", ["shop.pay", 'with "quotes"', "Ünï", "\\", ""])
+    def test_its_own_message_is_its_own_whatever_its_name_is(self, broker, held, name):
+        """Names are compared as the message writes them; one that is not known is any."""
+        broker.park("b", message=stored("b", name))
+        assert broker.lines.leave(LOCK, "b:0:0", name)
+        broker.park("c", message=stored("c", None))  # message protocol 1 has no such header
+        assert broker.lines.leave(LOCK, "c:0:0", name)
+
+
 class TestBounds:
     def test_a_full_line_refuses_the_newcomer(self, broker, held, redis_url):
         """It is told how many wait and who holds the lock; nothing changes."""
@@ -853,15 +905,18 @@ class TestBounds:
         for _ in range(2):
             assert broker.park("a", bounds=Bounds(1)).place == 1
 
-    @pytest.mark.parametrize("overflow", ["skip", "replace"])
     @pytest.mark.parametrize("room", [{"most": 1}, {"most_bytes": 300}])
-    def test_who_was_parked_before_needs_no_room(self, broker, held, redis_client, overflow, room):
-        """Its record was lost in a failover; it was told that it is parked, and is not dropped."""
-        bounds = Bounds(**room, overflow=overflow)
-        broker.park("a", message=b"m" * 200, bounds=bounds)
-        lost = broker.park("b", message=b"m" * 200, marked=True, bounds=bounds)
-        assert (type(lost), lost.replaced) == (Parked, {})
-        assert line(redis_client) == ["a", "b"]
+    def test_a_message_that_says_it_was_parked_needs_room_too(
+        self, broker, held, redis_client, room
+    ):
+        """Its record may have been lost, or it is forged: it is told to come again."""
+        broker.park("a", message=b"m" * 200, bounds=Bounds(**room))
+        full = broker.park("b", message=b"m" * 200, marked=True, bounds=Bounds(**room))
+        assert isinstance(full, Full)
+        replacing = Bounds(**room, overflow="replace")
+        parked = broker.park("b", message=b"m" * 200, marked=True, bounds=replacing)
+        assert parked.replaced == {"a:0:0": b"m" * 200}
+        assert line(redis_client) == ["b"]
 
     def test_who_has_its_turn_does_not_count(self, broker, held):
         """The bound is of those that wait."""

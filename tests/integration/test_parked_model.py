@@ -204,7 +204,7 @@ class Model:
             return self.grant(owner)
         if ask:
             return "refused"
-        while not marked and bounds.most and len(self.line) >= bounds.most:
+        while bounds.most and len(self.line) >= bounds.most:
             if bounds.overflow == "skip":
                 return "full"
             oldest = self.line[0].task
@@ -428,7 +428,9 @@ class ParkedMachine(RuleBasedStateMachine):
         elif told == "granted":
             execution.at = "body"
         else:
-            if told == "full":
+            if told == "full" and execution.marked:  # its record was lost: it comes again
+                self.copies.append((execution.task, True))
+            elif told == "full":
                 self.skipped.add(execution.task)
             if told == "parked" and not ask:
                 assert set(answer.replaced) == {f"{other}:0:0" for other in self.model.replaced}

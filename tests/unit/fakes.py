@@ -390,6 +390,7 @@ class FakeLines:
         next_turns: Whose turn it is after each that was set aside.
         has_lines: Whether there are any.
         ran_without: The deliveries that ran without a lock, by lock and ticket; empty: set aside.
+        tasks: Whose tickets they were, as those who took them out of line said.
     """
 
     def __init__(self, store: FakeStore) -> None:
@@ -402,6 +403,7 @@ class FakeLines:
         self.next_turns: list[list[Turn]] = []
         self.has_lines = True
         self.ran_without: dict[tuple[str, str], str] = {}
+        self.tasks: list[str] = []
 
     def park(
         self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket, **terms: Any
@@ -422,16 +424,19 @@ class FakeLines:
         self.parked[lock, ticket.name] = ticket.message
         return Parked(place, answer)
 
-    def leave(self, lock: str, ticket: str) -> bool:
+    def leave(self, lock: str, ticket: str, task: str = "") -> bool:
+        self.tasks.append(task)
         self.store._round_trip("leave", lock, ticket)
         return self.parked.pop((lock, ticket), None) is not None
 
-    def move_out(self, lock: str, ticket: str, goes_on: str = "") -> bool:
+    def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
+        self.tasks.append(task)
         self.store._round_trip("move_out", lock, ticket, *([goes_on] if goes_on else []))
         self.parked.pop((lock, ticket), None)
         return (lock, ticket) in self.done
 
-    def withdraw(self, lock: str, ticket: str, delivery: str = "") -> bool:
+    def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
+        self.tasks.append(task)
         self.store._round_trip("withdraw", lock, ticket, delivery)
         if self.parked.pop((lock, ticket), None) is None:
             # One of which nothing is known runs.

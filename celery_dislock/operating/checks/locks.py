@@ -24,7 +24,7 @@ from celery_dislock.operating.findings import (
 )
 from celery_dislock.operating.overview import REPEAT, differing
 from celery_dislock.scripts import LINES
-from celery_dislock.scripts.names import index_of_lines, sweep_lock
+from celery_dislock.scripts.names import index_of_lines, store_of, sweep_lock
 from celery_dislock.servers.server import scan
 from celery_dislock.words import for_people
 
@@ -294,6 +294,7 @@ def sweeps(
         for send in server.senders():
             for names in scan(send, f"{pattern}*"):
                 homes.update(name.removeprefix(pattern) for name in names)
+    homes.discard(store_of("").removeprefix(index_of_lines("", "")))
     unswept = []
     for one in sorted(homes):
         with suppress(StoreError):

@@ -8,7 +8,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.identity import Came, StoreIdentity
 from celery_dislock.scripts import STORE
 
-KEY = "dislock:store"
+KEY = "dislock:lines:@store"
 
 
 class Server:

@@ -124,8 +124,8 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
     message = Message.from_bytes(written)
     assert (message.headers["tenant"], message.body) == ("seven", b"[[7], {}, {}]")
     assert asked(world) == [
-        Ticket("2:0:0", "2@", marked=False),
-        Ticket("2:0:0", "2@", marked=False, message=written),
+        Ticket("2:0:0", "2@", marked=False, task="shop.export"),
+        Ticket("2:0:0", "2@", marked=False, message=written, task="shop.export"),
     ]
     assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
     assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
@@ -308,7 +308,7 @@ def test_a_message_with_its_own_ticket_is_marked(app, world, lines, kind):
     """It claims its turn, and the body sees no note of it."""
     headers = {TICKET_HEADER: kind([LOCK, "2:0:0"])}
     assert come(declare(app, lambda self: self.request.headers), **headers).retval in ({}, None)
-    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=True, task="shop.export")]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_message_with_its_own_ticket_is_marked(app, world, lines, kind):
 def test_the_ticket_of_another_delivery_of_work_is_no_mark(app, world, lines, came, ticket):
     """A retry and a replacement copy headers, and are new work that has not been done."""
     come(declare(app, lambda _: None), **came, **marked())
-    assert asked(world) == [Ticket(ticket, "2@", marked=False)]
+    assert asked(world) == [Ticket(ticket, "2@", marked=False, task="shop.export")]
     assert world.store.asked("move_out") == []
 
 
@@ -325,7 +325,7 @@ def test_the_ticket_of_another_delivery_of_work_is_no_mark(app, world, lines, ca
 def test_what_is_no_ticket_is_no_mark(app, world, lines, note):
     """A header that somebody else has written does not break a task."""
     come(declare(app, lambda _: None), **{TICKET_HEADER: note})
-    assert asked(world) == [Ticket("2:0:0", "2@", marked=False)]
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=False, task="shop.export")]
 
 
 def test_a_task_parked_under_another_key_leaves_that_line_and_asks_here(app, world, lines):
@@ -812,7 +812,7 @@ def test_a_turn_is_claimed_whatever_the_strategy_is_now(app, world, lines):
     lines.answers = [Granted((1,), claimed=True)]
     task = declare(app, lambda _self: "ran", lock_on_conflict="skip")
     assert come(task, **marked()).retval == "ran"
-    assert asked(world) == [Ticket("2:0:0", "2@", marked=True)]
+    assert asked(world) == [Ticket("2:0:0", "2@", marked=True, task="shop.export")]
     assert world.store.done == ["2:0:0"]
 
 
@@ -1028,6 +1028,27 @@ def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, 
         logging.ERROR,
         logging.ERROR,
     ]
+
+
+# A forged ticket
+
+
+def test_who_says_that_it_was_parked_does_not_pass_a_full_line(app, lines, broker, caplog):
+    """Its record may have been lost, so it is not dropped: it is put off until there is room."""
+    caplog.set_level(logging.INFO)
+    lines.answers = [OTHERS, Full(2, OTHERS)]
+    outcome = come(declare(app), **marked())
+    assert outcome.info.state == "RETRY"
+    assert "the line for lock 'k' is full: 2 tasks wait in it" in caplog.text
+    assert broker.sent[0]["headers"][TICKET_HEADER] == [LOCK, "2:0:0"]
+
+
+def test_who_leaves_a_line_says_which_task_it_is(app, world, lines):
+    """Another task's id in a message of one's own takes nobody out of line."""
+    task = declare(app, lock_on_conflict="retry", lock_key=["a", "b"])
+    come(task, **marked())
+    revoke(task, **marked())
+    assert set(lines.tasks) == {"shop.export"}
 
 
 # A turn in another store

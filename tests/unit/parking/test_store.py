@@ -10,7 +10,8 @@ from celery_dislock.scripts import DELIST, DROP, ENLIST, LEAVE, LINES, PARK, SWE
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
-TICKET = Ticket("1:0:0", "1@", marked=True, message=b"m")
+TICKET = Ticket("1:0:0", "1@", marked=True, message=b"m", task="a.b")
+NAMED = '"task":"a.b"'  # a task, as its message has it
 GIVEN = [b"dislock:{k}", b"2:0:0", b"message\n\x00", b"dislock:{j}", b"3:1:0", b""]
 TURNS = [Turn(LOCK, "2:0:0", b"message\n\x00"), Turn("dislock:{j}", "3:1:0", b"")]
 LEASE = [1500, b"~other", b'{"id": "7"}']  # one whose owner is done with it
@@ -87,45 +88,45 @@ def test_the_script_is_told_all_it_needs(lines, server):
     park(lines, mode="shared", limit=2, bounds=Bounds(10, 2000, "replace"))
     first = ("owner", 30001, "{}", "s", 2, "home")
     ticket = ("1:0:0", "1@", 1, b"m")
-    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace", ""))]
+    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace", "", NAMED))]
 
 
 def test_without_bounds_any_number_may_wait(lines, server):
     """But not messages without end; and who only asks shows none."""
     server.reply = [3, []]
     lines.park(LOCK, "owner", 1, "{}", Ticket("1:0:0", "1@", marked=False))
-    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip", "")
+    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip", "", "")
 
 
 def test_who_leaves_gives_its_turn_on(lines, server, published):
     """What comes next is published, and the caller is told whether the task was there."""
     server.reply = [1, GIVEN]
-    assert lines.leave(LOCK, "1:0:0") is True
+    assert lines.leave(LOCK, "1:0:0", "a.b") is True
     assert published == [TURNS]
     server.reply = [0, []]
     assert lines.leave(LOCK, "1:0:0") is False
     assert len(published) == 1
-    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1, ""))
+    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1, "", NAMED))
 
 
 @pytest.mark.parametrize(("told", "done"), [(0, False), (1, False), (2, True)])
 def test_who_moves_out_is_told_whether_its_work_was_done(lines, server, published, told, done):
     """What left, or is not known, is to run elsewhere; its turn is given on."""
     server.reply = [told, GIVEN]
-    assert lines.move_out(LOCK, "1:0:0", "a delivery") is done
+    assert lines.move_out(LOCK, "1:0:0", "a delivery", "a.b") is done
     assert published == [TURNS]
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0, "a delivery"))]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0, "a delivery", NAMED))]
 
 
 @pytest.mark.parametrize("delivery", ["", "a delivery"])
 def test_who_cannot_claim_gives_its_turn_on(lines, server, published, delivery):
     """What comes next is published, and the caller is told whether the task was there."""
     server.reply = [1, GIVEN]
-    assert lines.withdraw(LOCK, "1:0:0", delivery) is True
+    assert lines.withdraw(LOCK, "1:0:0", delivery, "a.b") is True
     assert published == [TURNS]
     server.reply = [0, []]
-    assert lines.withdraw(LOCK, "1:0:0", delivery) is False
-    assert server.asked == [(WITHDRAW, [LOCK], ("home", "1:0:0", delivery))] * 2
+    assert lines.withdraw(LOCK, "1:0:0", delivery, "a.b") is False
+    assert server.asked == [(WITHDRAW, [LOCK], ("home", "1:0:0", delivery, NAMED))] * 2
 
 
 def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
@@ -133,7 +134,7 @@ def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
     server.reply = [1, GIVEN]
     assert lines.set_aside(LOCK, "1:0:0", b"rubbish") == TURNS
     assert published == []
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0, "*"))]
+    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0, "*", ""))]
 
 
 def test_the_lines_of_each_broker_are_noted_apart(lines, server):

@@ -135,6 +135,16 @@ def test_the_pages_are_spread_over_the_interval(process, sweep, total, steps):
     assert process.store.asked("page") == [(FIRST, PAGE)]
 
 
+def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
+    """While there are lines; where nothing was ever parked, it needs none."""
+    process.lines.pages = [(0, FIRST, {}), (PAGE * 2, b"17", {}), (PAGE * 2, FIRST, {})]
+    asked = []
+    for _ in range(3):
+        sweep.step()
+        asked.append(process.identity.asked)
+    assert asked == [0, 1, 1]
+
+
 def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
     """A server that is slow does not put the round off."""
     process.lines.pages = [(PAGE * 5, b"17", {})] * 2

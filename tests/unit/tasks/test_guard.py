@@ -970,7 +970,7 @@ def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
     monkeypatch.setattr(process.lines, "leave", leave)
     monkeypatch.setattr(task.backend, "mark_as_failure", mark)
     deliver(task, headers={**reserved(world), **turn})
-    assert left == [(("dislock:{k}", "1:0:0"), "REVOKED")] * stores
+    assert left == [(("dislock:{k}", "1:0:0", task.name), "REVOKED")] * stores
 
 
 # Where locks are off
