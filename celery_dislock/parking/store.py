@@ -201,7 +201,8 @@ class Lines:
         Raises:
             StoreError: The server did not answer.  The task may have left the line.
         """
-        left, given = self._server.run(LEAVE, [lock], self._home, ticket, b"", 1, "", _written(task))
+        call = (ticket, b"", 1, "", _written(task))
+        left, given = self._server.run(LEAVE, [lock], self._home, *call)
         self._publish(given)
         return bool(left)
 
