@@ -41,7 +41,6 @@ local function leases_of(lock, start)
 end
 
 -- What an operator has set: the limit, and a note; nothing if the code's limit holds.  See limit.lua.
--- While the slot moves, a limit that cannot be seen is not heeded: the lock alone answers then.
 local function limit_set(lock)
   if lock.set == nil then
     local seen, found = pcall(redis.call, 'GET', lock.name .. LIMIT)
@@ -54,11 +53,30 @@ local function limit_set(lock)
   return tonumber(limit), note
 end
 
+-- Whether a limit may be on the other node, as the slot of the lock moves.  Asks as line_exists() does.
+local function limit_is_hidden(lock)
+  if lock.hidden == nil then
+    lock.hidden = not lock.set and not pcall(redis.call, 'EXISTS', lock.name .. LIMIT, lock.name .. NEVER)
+  end
+  return lock.hidden
+end
+
+-- Nobody is admitted while a limit may be hidden: the lock may be paused.
 local function admits(lock, mode, limit)
   count_leases(lock)
   limit = limit_set(lock) or limit
-  if mode == 's' then return lock.x == 0 and limit > 0 end
-  return lock.s == 0 and lock.x < limit
+  local has_room
+  if mode == 's' then
+    has_room = lock.x == 0 and limit > 0
+  else
+    has_room = lock.s == 0 and lock.x < limit
+  end
+  return has_room and not limit_is_hidden(lock)
+end
+
+-- Raise the error of a slot that moves, for an asker whom a hidden limit keeps out: its client asks again.
+local function ask_again_if_hidden(lock)
+  if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
 end
 
 -- Raise an error if a lease, or one of these other keys, cannot be read, before anything is changed: what a

@@ -27,8 +27,8 @@
 -- Safe to send twice: an owner that has a lock already gets the same token again, and its
 -- expiry is reset; one that waits already keeps its place.
 --
--- While a slot moves, an asker that does not wait is answered by the lock alone, and passes a line that
--- cannot be seen; one that waits gets an error.
+-- While a slot moves, an asker that does not wait is refused as long as the lock is held, and passes a line
+-- that cannot be seen; where a limit cannot be seen, it gets an error.  One that waits gets an error.
 
 -- include: _record
 -- include: _free
@@ -122,9 +122,14 @@ for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) 
 
 local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do
-  locks[nth] = open(key)
-  look(locks[nth], {LINE, HANDED}, {PLACES})
-  limit_set(locks[nth])
+  local lock = open(key)
+  locks[nth] = lock
+  look(lock, {LINE, HANDED}, {PLACES})
+  limit_set(lock)
+  if not lease_of(lock, owner) then
+    admits(lock, mode, limits[nth] or limits[1])
+    ask_again_if_hidden(lock)
+  end
 end
 
 local granted, new = {GRANTED}, {}

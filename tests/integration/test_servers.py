@@ -20,6 +20,7 @@ from celery_dislock.exceptions import SettingsError, StoreError, UnreachableErro
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
@@ -853,21 +854,45 @@ class TestCluster:
         assert store.release([lock], "a/1") is True
         store.close()
 
-    def test_a_lock_of_a_slot_that_moves_is_refused_and_taken(self, cluster):
-        """Nobody who asks for the lock alone has to wait until the slot has arrived."""
+    def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, cluster):
+        """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
         store = Store(cluster.url)
         source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, "alone")
-        take(store, "a/1", lock=lock)
+        token = take(store, "a/1", lock=lock)
         with cluster.moving(lock, source, target, first=[f"{lock}:of-another"]):
             assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"  # on the old node
+            assert take(store, "a/1", lock=lock) == token
             assert store.renew([([lock], "a/1", LONG)], within=WITHIN) == [True]
             assert [holding.owner for holding in store.holders(lock)] == ["a/1"]
             with source.client() as client:
                 client.delete(lock)
-            token = take(store, "b/1", lock=lock)  # on the new one
-            assert take(store, "b/1", lock=lock) == token
-            assert store.acquire([lock], "c/1", LONG, HOLDER).owner == "b/1"
+            with pytest.raises(StoreError, match="its slot is being moved"):
+                store.acquire([lock], "b/1", LONG, HOLDER)
+        take(store, "b/1", lock=lock)
+        assert store.release([lock], "b/1") is True
+        store.close()
+
+    @pytest.mark.parametrize("moved", ["limit", "a mark"])
+    def test_a_pause_is_heeded_while_its_slot_moves(self, cluster, moved, monkeypatch):
+        """On whichever node it is: the lock is refused, or cannot be had for the moment."""
+        monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 2)
+        store = Store(cluster.url)
+        lines = Lines(store.lock_server, "dislock", "home", lambda _turns: None)
+        lock = name_on(cluster.masters, 0, f"paused-{moved}")
+        lines.limit(lock, 0)
+        store.remember(lock, "1", "what moves first", LONG)
+        first = [f"{lock}:limit" if moved == "limit" else f"{lock}:mark:1"]
+        with cluster.moving(lock, cluster.masters[0], cluster.masters[1], first=first):
+            with contextlib.suppress(StoreError):
+                assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
+            ticket = Ticket("1:0:0", "1@", marked=False)
+            with contextlib.suppress(StoreError):
+                assert isinstance(lines.park(lock, "1@w/1", LONG, HOLDER, ticket), Refused)
+            assert list(store.holders(lock)) == []
+        assert isinstance(store.acquire([lock], "b/1", LONG, HOLDER), Refused)
+        lines.limit(lock, None)
+        take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
         store.close()
 
