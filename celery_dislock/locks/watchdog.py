@@ -199,8 +199,9 @@ class Watchdog:
         """
         Release soon the leases and places in line of an owner that is done; does not block.
 
-        The release is retried until the server answers or :meth:`cleared` is called, for *timeout*
-        or ``CLEAR_FOR`` seconds at most.  An owner that is done must not ask for a lock again.
+        The release is retried until the server answers or :meth:`cleared` is called.  Leases and
+        places end by themselves, so it is retried for *timeout* or ``CLEAR_FOR`` seconds at most; a
+        ticket does not.  An owner that is done must not ask for a lock again.
 
         Args:
             ending: The release.
@@ -209,7 +210,8 @@ class Watchdog:
         now = self._clock()
         if not self._over:
             self._clear_at = now + RETRY_MOST
-        self._over[ending.owner] = Over(ending, now + max(CLEAR_FOR, timeout))
+        until = FOREVER if ending.ticket else now + max(CLEAR_FOR, timeout)
+        self._over[ending.owner] = Over(ending, until)
         self._bell.ring()
         self._ensure_running()
 

@@ -203,8 +203,9 @@ class StalledKeeper:
             watched.told = True
             logger.warning(
                 "Process %d has not renewed the lock of %s[%s] for %.1f s: it was stopped, its "
-                "body holds the GIL, or it cannot reach the lock server. The main process renews "
-                "the lock, up to its cap.",
+                "body holds the GIL, it cannot reach the lock server, or its body has ended and "
+                "the release does not get through. The main process renews the lock, up to its "
+                "cap.",
                 *(request.worker_pid, request.name, request.id, now - watched.silent_since),
             )
 

@@ -336,6 +336,18 @@ def test_what_cannot_be_released_is_not_tried_for_ever(world):
     assert len(world.store.calls) == calls
 
 
+def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(world):
+    """Nothing else ends it for days, and a copy of the task would run."""
+    world.store.away = True
+    world.watchdog.clear(Ending(["dislock:{k}"], "gone", ticket="1:0:0"))
+    world.run(10 * CLEAR_FOR)
+    world.store.away = False
+    world.store.calls.clear()
+    world.run(2)
+    assert world.store.asked("clear") == [(["gone"],)]
+    assert world.store.done == ["1:0:0"]
+
+
 def test_what_the_server_refuses_to_release_is_tried_again(world):
     """An error of one node, or of a full server, is no answer; the others are done with."""
     for owner in ("refused", "gone"):

@@ -139,8 +139,8 @@ def test_a_stalled_process_is_said_once(clock, caplog):
     [said] = caplog.messages
     assert said == (
         f"Process {CHILD} has not renewed the lock of t[1] for 25.5 s: it was stopped, its body "
-        "holds the GIL, or it cannot reach the lock server. The main process renews the lock, up "
-        "to its cap."
+        "holds the GIL, it cannot reach the lock server, or its body has ended and the release "
+        "does not get through. The main process renews the lock, up to its cap."
     )
     assert len(store.asked) >= 7
 
