@@ -12,7 +12,6 @@ turns them on.  So the main process writes it into a byte that it shares with it
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ from celery_dislock.redaction import reason_of
 from celery_dislock.words import finite
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Mapping
 
     from celery import Celery
@@ -72,6 +72,8 @@ class Events:
     def share(self) -> None:
         """Prepare to tell pool processes whether events are wanted; call it before they start."""
         if self._wanted is None:
+            import mmap  # noqa: PLC0415 -- the main process of a worker alone needs it
+
             self._wanted = mmap.mmap(-1, 1)
 
     def follow(self, dispatcher: EventDispatcher | None) -> None:

@@ -14,10 +14,9 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
-from celery_dislock.scripts.files import read_lua
+from celery_dislock.scripts.files import FOLDER, read_lua
 
 CALL = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
 
@@ -95,5 +94,5 @@ NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 @cache
 def commands() -> tuple[str, ...]:
     """Return the Redis commands that the scripts call."""
-    files = [file for file in resources.files(__name__).iterdir() if file.name.endswith(".lua")]
-    return tuple(sorted({name for file in files for name in CALL.findall(file.read_text("utf-8"))}))
+    texts = [file.read_text("utf-8") for file in FOLDER.glob("*.lua")]
+    return tuple(sorted({name for text in texts for name in CALL.findall(text)}))
