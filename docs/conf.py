@@ -8,6 +8,7 @@ They are fetched anew with ``curl -Lo docs/inventories/celery.inv <address below
 from __future__ import annotations
 
 import os
+import re
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,6 +96,13 @@ mermaid_init_config = {
 def setup(app: Sphinx) -> None:
     """Change what the theme made of each page."""
     app.connect("html-page-context", _give_captions_a_level, priority=900)  # after the theme
+    app.connect("source-read", _index)
+
+
+def _index(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Make index entries of comments such as ``<!-- index: 409 -->``: the search knows no numbers."""
+    entry = r"```{index} single: \1\n```"
+    source[0] = re.sub(r"^<!-- index: (.+) -->$", entry, source[0], flags=re.MULTILINE)
 
 
 def _give_captions_a_level(

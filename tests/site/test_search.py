@@ -12,6 +12,9 @@ EXPECTED = {
     "export twice": {"faq"},
     "visibility timeout": {"how-to/long-tasks"},
     "stale lock": {"faq"},
+    "stuck": {"faq"},
+    "409": {"how-to/django"},
+    "fakeredis": {"how-to/test-your-tasks"},
 }
 
 
