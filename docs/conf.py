@@ -100,7 +100,7 @@ def setup(app: Sphinx) -> None:
 
 
 def _index(_app: Sphinx, _page: str, source: list[str]) -> None:
-    """Make index entries of comments such as ``<!-- index: 409 -->``: the search knows no numbers."""
+    """Make an index entry of a comment ``<!-- index: 409 -->``: the search knows no numbers."""
     entry = r"```{index} single: \1\n```"
     source[0] = re.sub(r"^<!-- index: (.+) -->$", entry, source[0], flags=re.MULTILINE)
 
