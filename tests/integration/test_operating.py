@@ -17,7 +17,7 @@ from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.actions import Actions
-from celery_dislock.operating.overview import Overview, find_parked
+from celery_dislock.operating.overview import Overview, Place, find_parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Store
@@ -118,6 +118,34 @@ def other(redis_url) -> Iterator[Worker]:
     worker = Worker(redis_url, home="there")
     yield worker
     worker.store.close()
+
+
+class TestLooking:
+    def test_a_turn_says_whose_it_is_and_since_when(self, worker):
+        """Its place in line is over; what its message says is told as before."""
+        worker.token("a")
+        worker.park("b", mode="shared")
+        worker.store.release([LOCK], "a")
+        assert worker.given() == ["b"]
+        state = worker.state()
+        assert (state.waiting, state.line) == (0, [])
+        [turn] = state.turns
+        assert 0 <= turn.waiting < LONG
+        assert turn == Place(
+            place=0,
+            waiting=turn.waiting,
+            mode="shared",
+            parked=True,
+            ticket="b:0:0",
+            turns=1,
+            who="shop.export[b]",
+            task="shop.export",
+            id="b",
+            args="(7,) {}",
+            exchange="",
+            routing_key="celery",
+            broker="here",
+        )
 
 
 class TestFreeing:

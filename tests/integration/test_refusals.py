@@ -95,6 +95,20 @@ def test_a_copy_is_told_of_its_own_task(lines, redis_client):
     assert tells_both(lines.park(LOCK, "2@w/8", LONG, "{}", TICKET))
 
 
+@pytest.mark.parametrize("by", ["acquire", "park"])
+def test_a_copy_is_told_for_how_long_its_task_has_held_the_lock(store, lines, redis_client, by):
+    """An operator admits two, and the task's other delivery is in the way nevertheless."""
+    hold(redis_client, owner="2@w/1", id="2")
+    hold(redis_client, owner="b/1", held_for=0)
+    lines.limit(LOCK, 3)
+    if by == "acquire":
+        refused = store.acquire([LOCK], "2@w/2", LONG, "{}")
+    else:
+        refused = lines.park(LOCK, "2@w/2", LONG, "{}", TICKET._replace(message=b"m"))
+    assert refused.owner == "2@w/1"
+    assert tells_both(refused)
+
+
 def test_a_lock_that_waits_for_a_parked_task_has_no_holder(store, lines, redis_client):
     """Nobody knows since when: nothing is said."""
     hold(redis_client, owner="a/1")

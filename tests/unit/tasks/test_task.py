@@ -366,3 +366,24 @@ def test_a_callable_that_nobody_awaits_is_refused(app, option):
         def task(): ...
 
         app.finalize()
+
+
+def test_the_method_lock_for_is_no_option_but_a_value_of_that_name_is_refused(app):
+    """Somebody means lock_at_least_for, and would lose the method; a method of one's own stays."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_for=5)
+    def export(): ...
+
+    with pytest.raises(SettingsError, match="lock_for=5: no such option"):
+        export.name  # noqa: B018 -- it is made now
+
+    class Own(SingletonTask):
+        abstract = True
+
+        def lock_for(self, *args, **kwargs):
+            return "mine"
+
+    @app.task(base=Own, lock_key="k")
+    def other(): ...
+
+    assert other.lock_for() == "mine"
