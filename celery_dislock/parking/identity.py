@@ -85,14 +85,15 @@ class StoreIdentity:
         """
         self._ask(name, "taken")
 
-    def leave(self, name: str) -> None:
+    def rename(self) -> None:
         """
-        Tasks that were parked in the store of this name do not belong here any more.
+        Give the store another name; tasks that were parked before still belong here.
 
         Raises:
             StoreError: The server did not answer.
         """
-        self._ask(name, "left")
+        new = token_hex(NAME_BYTES)
+        self._ask(new, "renamed")
 
     def last_stranger(self) -> Came | None:
         """
@@ -109,7 +110,9 @@ class StoreIdentity:
         wanted = known or token_hex(NAME_BYTES)
         name, is_ours, *_ = self._server.run(STORE, [self._key], wanted, other, asked)
         self._name = text(name)
-        if known and known != self._name:  # its data was lost, and another process came first
+        if (
+            known and known != self._name and asked != "renamed"
+        ):  # its data was lost, and another process came first
             logger.warning(
                 "The lock server %s has lost its data: parked tasks whose messages were not on "
                 "their way are gone.",

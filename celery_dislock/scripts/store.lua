@@ -8,7 +8,7 @@
 -- ARGV[2]   other     the name of a store; empty: none
 -- ARGV[3]   asked     came: a task that was parked there has come here
 --                     taken: those that were parked there belong here from now on
---                     left: they do not any more
+--                     renamed: *other* is the name from now on; tasks that were parked before belong here
 --
 -- Returns   {name, is_ours, came, ms}   is_ours: 1 a task that was parked in *other* belongs here
 --                                       came: the store of the last one that does not; empty: none
@@ -40,9 +40,9 @@ if wanted ~= '' and other ~= '' and other ~= name then
     redis.call('HSET', key, other, TAKEN)
     if last() == other then redis.call('HDEL', key, CAME) end
     is_known = true
-  elseif asked == 'left' then
-    redis.call('HDEL', key, other)
-    is_known = false
+  elseif asked == 'renamed' then
+    redis.call('HSET', key, name, TAKEN, NAME, other)
+    name, is_known = other, true
   elseif not is_known then
     redis.call('HSET', key, CAME, string.format('%s %.0f', other, now))
   end

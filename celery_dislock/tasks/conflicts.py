@@ -25,7 +25,7 @@ from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
 from celery_dislock.locks.attempt import Conflict, in_words, is_turn
 from celery_dislock.locks.counting import CONFLICT, MESSAGE
 from celery_dislock.messages.message import TaskParked, TaskSkipped
-from celery_dislock.messages.resend import PUT_OFF_FIRST, put_off
+from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.replies import Full
 from celery_dislock.words import plain, shortened, so_far
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.acquisition import Acquisition
 
 TO_ITS_LINE_MOST = 10.0  # seconds for which a task is put off that has its turn elsewhere
+TO_ITS_LINE_TIMES = 100  # after these it may be forged, and comes less often
 CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() waits forever
 
 
@@ -264,7 +265,8 @@ def put_off_to_its_line(delivery: Delivery, store: str, server: str, prefix: str
         f"prefix, than this worker uses ({server}, prefix {prefix}). If no worker with those "
         f"settings is left, run `celery dislock drain`; if their data is lost, with --lost {store}"
     )
-    delay = put_off(delivery, reason, at_most=TO_ITS_LINE_MOST)
+    is_new = delivery.notes.put_off < TO_ITS_LINE_TIMES
+    delay = put_off(delivery, reason, at_most=TO_ITS_LINE_MOST if is_new else PUT_OFF_MOST)
     what = f"put off for {delay:.1f} s: {reason}"
     raise delivery.told(Ignore(reason), what, level=logging.WARNING)
 

@@ -131,6 +131,10 @@ def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_
     assert list(old.process.lines.aside(lock_of(old.process, "a"))) == []
     assert here.identity.is_ours(old.process.identity.name())
     assert not old.process.identity.is_ours(here.identity.name())
+    park(old.process, "c")  # by a worker that was started with the old settings, by mistake
+    assert not here.identity.is_ours(old.process.identity.name())
+    assert drain("--yes").exit_code == 0
+    assert here.identity.is_ours(sent(redis_client)[0]["dislock_store"])
     assert "0 parked in 0 lines" in drain("--yes").stderr
 
 
@@ -269,6 +273,13 @@ class TestStoreName:
                 identity.take_over(f"{number:016x}")
         assert redis_client.hlen("dislock:lines:@store") == 101
         assert identity.is_ours(f"{0:016x}")
+
+    def test_a_name_that_is_given_twice_is_given_once(self, identity, redis_client):
+        """The command may be sent again."""
+        before = identity.name()
+        for _ in range(2):
+            identity._ask("f" * 16, "renamed")
+        assert redis_client.hgetall("dislock:lines:@store") == {"name": "f" * 16, before: "taken"}
 
     def test_a_server_that_lost_its_data_takes_its_old_name_over(self, redis_url, redis_client):
         """Whoever comes first: the process that knew the name, or another one."""

@@ -33,8 +33,9 @@ class Server:
         self.store = self.store or name
         if asked == "taken":
             self.taken.add(other)
-        if asked == "left":
-            self.taken.discard(other)
+        if asked == "renamed":
+            self.taken.add(self.store)
+            self.store = other
         return [self.store.encode(), int(other in {self.store, *self.taken}), *self.came]
 
 
@@ -64,8 +65,6 @@ def test_the_name_of_another_store_is_asked_for_each_time(server, identity):
     assert not identity.is_ours("f" * 16)
     StoreIdentity(server, "dislock").take_over("f" * 16)
     assert identity.is_ours("f" * 16)
-    identity.leave("f" * 16)
-    assert not identity.is_ours("f" * 16)
 
 
 @pytest.mark.parametrize("asks", ["confirm", "is_ours"])
@@ -80,6 +79,15 @@ def test_a_store_that_has_lost_its_data_is_still_the_same(server, identity, capl
     assert server.taken == {before}
     assert identity.is_ours(before)
     assert "has lost its data" in caplog.text
+
+
+def test_a_store_that_is_renamed_keeps_its_tasks(server, identity, caplog):
+    """What was parked before is still here; other stores know it by the former name only."""
+    before = identity.name()
+    identity.rename()
+    assert identity.name() != before
+    assert identity.is_ours(before)
+    assert caplog.text == ""
 
 
 def test_who_comes_first_gives_it_its_name_back(server, identity):

@@ -17,6 +17,7 @@ from celery_dislock.locks import runtime
 from celery_dislock.locks.running import StopTask
 from celery_dislock.messages.headers import (
     LEFT_HEADER,
+    PUT_OFF_HEADER,
     REPLACED_HEADER,
     STORE_HEADER,
     TICKET_HEADER,
@@ -1082,6 +1083,15 @@ def test_a_turn_in_another_store_is_put_off(app, world, lines, broker, caplog, l
     )
     assert "celery dislock drain" in caplog.text
     assert "did not write" not in caplog.text
+
+
+def test_a_turn_in_another_store_comes_less_often_after_some_time(app, lines, broker):
+    """It may be forged: no worker will ever take it."""
+    task = declare(app)
+    for times, most in ((90, 12.5), (100, 75.0)):
+        come(task, **marked(), **{STORE_HEADER: OTHER_STORE, PUT_OFF_HEADER: times})
+        countdown = broker.sent[-1]["countdown"]
+        assert 0.6 * most * 0.75 <= countdown <= most
 
 
 @pytest.mark.parametrize("lock", [LOCK, "old:{k}"])
