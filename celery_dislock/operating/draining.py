@@ -167,7 +167,7 @@ class Drain:
                     yield from self._sent(name, place.ticket)
             self._tell_replaced(name)
         self._here.identity.take_over(self._there.identity.name())
-        self._there.identity.rename()  # a worker that is started there by mistake parks under another
+        self._there.identity.rename()  # for a worker that is started there by mistake
 
     def close(self) -> None:
         """Close the connections to the other server."""
