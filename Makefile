@@ -38,7 +38,8 @@ check: $(STAMP)  ## lint, formatting, types, layers, spelling
 
 docs: $(SITE)  ## build the documentation into docs/_build; warnings are errors
 	@test ! -e $(MERMAID)/mermaid.esm.min.mjs || export DOCS_MERMAID="$(CURDIR)/$(MERMAID)"; \
-		$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs docs/_build
+		$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env \
+			--builder html docs docs/_build  # not fresh, Sphinx forgets the index entries in its search
 	@echo "Built docs/_build/index.html"
 
 site: docs  ## look at the built documentation with a browser: phone, dark mode, links, search
