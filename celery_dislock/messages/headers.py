@@ -66,6 +66,7 @@ class Notes:
         parked: Lock and ticket of a parked task that has its turn.
         store: Name of the store in whose line the task was parked; None if the message does not
             say.
+        drained: Whether that store was drained to this one; not in a header.
         left: Delivery that has taken the task out of a line, and that this one goes on with.
         replaced: Why the task lost its place in line.
         since: UNIX time at which the task first asked for its lock in vain; None if nobody
@@ -78,6 +79,7 @@ class Notes:
     given_up: list[str] = field(default_factory=list)
     parked: tuple[str, str] | None = None
     store: str | None = None
+    drained: bool = False
     left: str | None = None
     replaced: str | None = None
     since: float | None = None

@@ -21,7 +21,8 @@ from celery_dislock.operating.overview import SEARCHED, Overview
 from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.sweep import interval
-from celery_dislock.scripts.names import moved_to
+from celery_dislock.scripts.names import claimed_in, moved_to
+from celery_dislock.servers.server import keys_pattern, scan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -166,7 +167,10 @@ class Drain:
                 for place in places:
                     yield from self._sent(name, place.ticket)
             self._tell_replaced(name)
-        self._here.identity.take_over(self._there.identity.name())
+        for name in self._claimed():
+            tickets = self._there.lines.claims(name)
+            self._here.lines.claims(moved_to(self._prefix, name), tickets)
+        self._here.identity.take_over(self._there.identity.name(), drained=True)
         self._there.identity.rename()  # for a worker that is started there by mistake
 
     def close(self) -> None:
@@ -196,6 +200,14 @@ class Drain:
             raise
         lines.forget_aside(name, ticket)
         yield Sent(name, ticket)
+
+    def _claimed(self) -> set[str]:
+        """Find the locks there with claims: a copy of such a task may come, and must run."""
+        names: set[str] = set()
+        for send in self._there.store.lock_server.senders():
+            for found in scan(send, keys_pattern(self._old_prefix, "*")):
+                names.update(filter(None, map(claimed_in, found)))
+        return names
 
     def _tell_replaced(self, name: str) -> None:
         """End the tasks that had lost their place in line there, if nobody has done so yet."""

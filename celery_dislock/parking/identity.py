@@ -27,6 +27,9 @@ NAME_BYTES = 8  # of a store's name, which is written in hexadecimal digits
 logger = logging.getLogger("celery_dislock")
 
 
+ANOTHERS, OURS, DRAINED = range(3)  # whose a parked task is; see store.lua
+
+
 class Came(NamedTuple):
     """The last task that came here, and was parked in a store that is not known here."""
 
@@ -67,27 +70,34 @@ class StoreIdentity:
         self._ask()
         return self._name
 
-    def is_ours(self, name: str) -> bool:
+    def whose(self, name: str) -> int:
         """
-        Tell whether a task that was parked in the store of this name belongs here.
+        Tell to which store a task belongs that was parked in the store of this name.
+
+        Returns:
+            ANOTHERS; OURS; or DRAINED: to this one, to which all was sent that was left there.
 
         Raises:
             StoreError: The server did not answer.
         """
-        return name == self.name() or self._ask(name)
+        return OURS if name == self.name() else self._ask(name)
 
-    def take_over(self, name: str) -> None:
+    def take_over(self, name: str, *, drained: bool = False) -> None:
         """
         From now on, tasks that were parked in the store of this name belong here.
 
+        Args:
+            name: The name of the other store.
+            drained: Whether all was sent to here that was not done there; else its data was lost.
+
         Raises:
             StoreError: The server did not answer.
         """
-        self._ask(name, "taken")
+        self._ask(name, "drained" if drained else "taken")
 
     def rename(self) -> None:
         """
-        Give the store another name; tasks that were parked before still belong here.
+        Give the store another name after it was drained: what is parked from now on was not.
 
         Raises:
             StoreError: The server did not answer.
@@ -105,10 +115,10 @@ class StoreIdentity:
         _, _, store, ago_ms = self._server.run(STORE, [self._key], "", "", "")
         return Came(text(store), ago_ms / 1000) if store else None
 
-    def _ask(self, other: str = "", asked: str = "came") -> bool:
+    def _ask(self, other: str = "", asked: str = "came") -> int:
         known = self._name
         wanted = known or token_hex(NAME_BYTES)
-        name, is_ours, *_ = self._server.run(STORE, [self._key], wanted, other, asked)
+        name, whose, *_ = self._server.run(STORE, [self._key], wanted, other, asked)
         self._name = text(name)
         if (
             known and known != self._name and asked != "renamed"
@@ -119,4 +129,4 @@ class StoreIdentity:
                 self._server.name,
             )
             self.take_over(known)
-        return bool(is_ours) or other == known != ""
+        return OURS if other == known != "" else int(whose)

@@ -149,7 +149,8 @@ class Parking:
             acknowledge_unrun(delivery)
         marked, goes_on = self.was_parked, goes_on_with(delivery)
         owners, task = owners_start(delivery.id), delivery.task.name
-        ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task)
+        drained = marked and delivery.notes.drained
+        ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task, drained)
         with self._process.log_order.parking(ticket.name):
             asked_at = lock.clock()
             attempt.asks(asked_at)

@@ -17,6 +17,7 @@ from kombu.utils.json import dumps
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.scripts import (
     ASIDE,
+    CLAIMS,
     DELIST,
     DROP,
     ENLIST,
@@ -76,6 +77,7 @@ class Ticket(NamedTuple):
     message: bytes = b""  # stored if the task is parked; empty: do not park
     goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
     task: str = ""  # the task's name; empty: not known
+    drained: bool = False  # and it was parked in a store that was drained to this one
 
 
 class Bounds(NamedTuple):
@@ -162,7 +164,7 @@ class Lines:
             PARK if reservation is None else PARK_UNIQUE,
             [lock],
             *(owner, milliseconds(ttl), holder, MODES[mode], limit, self._home),
-            *(ticket.name, ticket.owners, int(ticket.marked), ticket.message),
+            *(ticket.name, ticket.owners, ticket.marked + ticket.drained, ticket.message),
             *bounds,
             ticket.goes_on,
             _written(ticket.task),
@@ -317,6 +319,20 @@ class Lines:
             StoreError: The server did not answer.  It may be forgotten.
         """
         self._server.run(ASIDE, [lock], b"0", 1, ticket)
+
+    def claims(self, lock: str, tickets: Sequence[str] = ()) -> list[str]:
+        """
+        Return the tickets that were claimed, and whose work is not done.
+
+        Args:
+            lock: Name of the lock in Redis.
+            tickets: More that were claimed, in another store; those of which something is known
+                here are left as they are.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        return [text(one) for one in self._server.run(CLAIMS, [lock], *tickets)]
 
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """

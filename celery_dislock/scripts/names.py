@@ -80,6 +80,12 @@ _OF_A_LOCK = re.compile(
 )
 
 
+def claimed_in(redis_key: str) -> str | None:
+    """Return the name of the lock whose claims a Redis key has; None if it has others."""
+    name = redis_key.removesuffix(_ENDS["RUNNING"])
+    return name if name != redis_key else None
+
+
 def lock_in(redis_key: str) -> str | None:
     """Return the name of the lock that a Redis key belongs to; None for keys of other things.
 

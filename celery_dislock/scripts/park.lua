@@ -11,7 +11,8 @@
 -- ARGV[8]   owners of the same task begin with this
 -- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
 --                      nothing is known, as after a failover, runs or is parked again, and has a mark
---                      when it is done
+--                      when it is done   2: it was parked on a server that was drained since; one of
+--                      which nothing is known is done
 -- ARGV[10]  message    empty: only ask
 -- ARGV[11]  most       tasks that may wait in line; 0: any number
 -- ARGV[12]  most_bytes of their records together
@@ -43,7 +44,8 @@
 -- include: _states
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local ticket, marked, goes_on, task = ARGV[7], ARGV[9] == '1', ARGV[14], ARGV[15]
+local ticket, marked, goes_on, task = ARGV[7], ARGV[9] ~= '0', ARGV[14], ARGV[15]
+local was_drained = ARGV[9] == '2'
 
 local name = KEYS[1]
 local has_nobody = not marked
@@ -264,4 +266,5 @@ end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end
+if was_drained then return {DONE_BEFORE, turns} end
 return new()

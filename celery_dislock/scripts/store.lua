@@ -1,26 +1,29 @@
 -- store.lua: tell the name of this store: of the locks of one prefix on one lock server.
 --
 -- KEYS[1]   store     hash: name -> the name
---                           <another name> -> taken: tasks that were parked there belong here now
+--                           <another name> -> taken, or drained: see below
 --                           came -> a name that is neither, and the Redis TIME in ms of the last task
 --                           that came from there
 -- ARGV[1]   name      to be given if it has none   empty: only look, and change nothing
 -- ARGV[2]   other     the name of a store; empty: none
 -- ARGV[3]   asked     came: a task that was parked there has come here
 --                     taken: those that were parked there belong here from now on
---                     renamed: *other* is the name from now on; tasks that were parked before belong here
+--                     drained: the same, and all of which nothing is known here are done
+--                     renamed: this store was drained itself, and *other* is its name from now on
 --
--- Returns   {name, is_ours, came, ms}   is_ours: 1 a task that was parked in *other* belongs here
---                                       came: the store of the last one that does not; empty: none
---                                       ms: for how long that was so
+-- Returns   {name, whose, came, ms}   whose: of a task that was parked in *other*: 0 of another store
+--                                     1 of this one   2 of this one, to which that one was drained
+--                                     came: the store of the last one of another; empty: none
+--                                     ms: for how long that was so
 --
 -- Touches that hash alone.  Safe to send twice.
 
 -- include: _kept
 
 local key, wanted, other, asked = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
-local NAME, CAME, TAKEN = 'name', 'came', 'taken'
+local NAME, CAME, TAKEN, DRAINED = 'name', 'came', 'taken', 'drained'
 local TAKEN_MOST = 100  -- names: an operator takes over one, and so does who finds the data lost
+local ANOTHERS, OURS, DRAINED_TO_HERE = 0, 1, 2
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -30,23 +33,31 @@ local function last()
   return store or '', now - (tonumber(at) or now)
 end
 
-local name = redis.call('HGET', key, NAME) or wanted
-if wanted ~= '' and name == wanted then redis.call('HSET', key, NAME, name) end
-local is_known = other == name or redis.call('HEXISTS', key, other) == 1
+local function whose(name)
+  if other == name then return OURS end
+  local known = redis.call('HGET', key, other)
+  return known == DRAINED and DRAINED_TO_HERE or known and OURS or ANOTHERS
+end
 
-if wanted ~= '' and other ~= '' and other ~= name then
-  if asked == 'taken' then
+local function change(name)
+  if asked == TAKEN or asked == DRAINED then
     if redis.call('HLEN', key) > TAKEN_MOST then error('dislock: too many stores were taken over', 0) end
-    redis.call('HSET', key, other, TAKEN)
+    redis.call('HSET', key, other, asked)
     if last() == other then redis.call('HDEL', key, CAME) end
-    is_known = true
   elseif asked == 'renamed' then
-    redis.call('HSET', key, name, TAKEN, NAME, other)
-    name, is_known = other, true
-  elseif not is_known then
+    redis.call('HSET', key, name, DRAINED, NAME, other)
+    return other
+  elseif whose(name) == ANOTHERS then
     redis.call('HSET', key, CAME, string.format('%s %.0f', other, now))
   end
+  return name
 end
-if wanted ~= '' then redis.call('PEXPIRE', key, KEPT_MS) end
+
+local name = redis.call('HGET', key, NAME) or wanted
+if wanted ~= '' then
+  if name == wanted then redis.call('HSET', key, NAME, name) end
+  if other ~= '' and other ~= name then name = change(name) end
+  redis.call('PEXPIRE', key, KEPT_MS)
+end
 local store, ms = last()
-return {name, is_known and 1 or 0, store, ms}
+return {name, whose(name), store, ms}

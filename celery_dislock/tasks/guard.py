@@ -25,6 +25,7 @@ from celery_dislock.locks.tracing import current_span
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
+from celery_dislock.parking.identity import ANOTHERS, DRAINED
 from celery_dislock.parking.park import (
     STAYS_IN_LINE,
     acknowledge_unrun,
@@ -164,14 +165,14 @@ class Guard:
             return
         process = self.runtime.process
         try:
-            is_ours = process.identity.is_ours(notes.store)
+            whose = process.identity.whose(notes.store)
         except StoreError as exc:
             process.lock_server_failed(exc)
-            is_ours = False
-        if not is_ours:
+            whose = ANOTHERS
+        if whose == ANOTHERS:
             conflicts.put_off_to_its_line(delivery, notes.store, process.store.server, prefix)
         lock, ticket = notes.parked
-        notes.parked = moved_to(prefix, lock), ticket
+        notes.parked, notes.drained = (moved_to(prefix, lock), ticket), whose == DRAINED
         delivery.request.headers[TICKET_HEADER] = list(notes.parked)
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:

@@ -224,7 +224,8 @@ class Life:
         assert self.lines.limit(LOCK, 0) is None
         assert self.lines.limit(LOCK, None) == 0
         self.lines.forget_aside(LOCK, "v:0:0")
-        assert not StoreIdentity(self.store.lock_server, "dislock").is_ours("f" * 16)
+        assert not StoreIdentity(self.store.lock_server, "dislock").whose("f" * 16)
+        assert self.lines.claims(LOCK) == []
         assert "v:0:0" not in dict(self.lines.aside(LOCK))
         (shown,) = overview.lock(LOCK).holders
         assert self.store.free(LOCK, shown.owner, shown.token)

@@ -545,7 +545,7 @@ class TestStores:
         identity = StoreIdentity(site.server, "dislock")
         assert site.found("lines") == []
         assert admin.keys("dislock:lines:@store") == []
-        assert not identity.is_ours("f" * 16)
+        assert not identity.whose("f" * 16)
         [(level, what)] = site.found("lines")
         assert (level, "parked on another lock server, or under another prefix" in what) == (
             "warning",
@@ -556,7 +556,7 @@ class TestStores:
             "dislock:lines:@store", "came", re.sub(rb"\d{6}$", b"000000", record[:-7] + b"0000000")
         )
         assert site.found("lines") == []
-        assert not identity.is_ours("f" * 16)
+        assert not identity.whose("f" * 16)
         identity.take_over("f" * 16)
         assert site.found("lines") == []
 

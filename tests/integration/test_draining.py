@@ -18,7 +18,7 @@ from celery_dislock.operating.draining import Drain
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
-from celery_dislock.servers.replies import Parked
+from celery_dislock.servers.replies import Done, Granted, Parked
 from celery_dislock.servers.store import Store
 from tests.redis_server import RedisServer
 
@@ -116,7 +116,7 @@ def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_
     """In the order of its line; nothing is left there, and late messages from there belong here."""
     tickets = [park(old.process, key) for key in ("a", "a", "b")]
     here = runtime_of(app).process
-    assert not here.identity.is_ours(old.process.identity.name())
+    assert not here.identity.whose(old.process.identity.name())
     answer = drain("--yes", "--json")
     assert answer.exit_code == 0, answer.stderr
     assert "3 parked in 2 lines" in answer.stderr
@@ -129,13 +129,38 @@ def test_what_is_parked_there_is_sent_with_its_turn_here(app, old, drain, redis_
     assert of_a == tickets[:2]
     assert {one["dislock_store"] for one in headers} == {here.identity.name()}
     assert list(old.process.lines.aside(lock_of(old.process, "a"))) == []
-    assert here.identity.is_ours(old.process.identity.name())
-    assert not old.process.identity.is_ours(here.identity.name())
+    assert here.identity.whose(old.process.identity.name())
+    assert not old.process.identity.whose(here.identity.name())
     park(old.process, "c")  # by a worker that was started with the old settings, by mistake
-    assert not here.identity.is_ours(old.process.identity.name())
+    assert not here.identity.whose(old.process.identity.name())
     assert drain("--yes").exit_code == 0
-    assert here.identity.is_ours(sent(redis_client)[0]["dislock_store"])
+    assert here.identity.whose(sent(redis_client)[0]["dislock_store"])
     assert "0 parked in 0 lines" in drain("--yes").stderr
+
+
+def test_a_late_copy_of_what_was_done_there_does_not_run(app, old, drain):
+    """Its marks are there; the drain has sent all that was not done, so nothing else is to run."""
+    here = runtime_of(app).process
+    done, parked, claimed = (park(old.process, "a") for _ in range(3))
+    there, lock = lock_of(old.process, "a"), lock_of(here, "a")
+    old.process.lines._hand_over = lambda _turns: None
+    old.process.store.release([there], "holder")
+    for ticket, ends in ((done, True), (claimed, False)):
+        if not ends:
+            old.process.lines.withdraw(there, parked)
+        task = ticket.partition(":")[0]
+        shown = Ticket(ticket, f"{task}@", marked=True)
+        claim = old.process.lines.park(there, f"{task}@w/2", 0.2, "{}", shown)
+        assert isinstance(claim, Granted)
+        if ends:
+            old.process.store.release([there], f"{task}@w/2", ticket=ticket)
+    assert old.process.lines.claims(there) == [claimed]
+    assert drain("--yes", "--look-for", "1").exit_code == 0
+    for ticket, answer in ((done, Done), (parked, Done), (claimed, Granted)):
+        task = ticket.partition(":")[0]
+        late = Ticket(ticket, f"{task}@", marked=True, drained=True)
+        assert isinstance(here.lines.park(lock, f"{task}@w/3", LONG, "{}", late), answer), ticket
+    assert here.lines.claims(lock) == [claimed]
 
 
 def test_who_answers_no_changes_nothing(app, old, drain, redis_client):
@@ -145,7 +170,7 @@ def test_who_answers_no_changes_nothing(app, old, drain, redis_client):
     assert answer.exit_code == FOUND
     assert "a    1" in answer.stdout
     assert sent(redis_client) == []
-    assert not runtime_of(app).process.identity.is_ours(old.process.identity.name())
+    assert not runtime_of(app).process.identity.whose(old.process.identity.name())
     assert drain("--yes").exit_code == 0
 
 
@@ -206,7 +231,7 @@ def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkey
     assert answer.exit_code == AWAY
     assert "put-back" in answer.stderr
     assert [one for one, _ in old.process.lines.aside(lock_of(old.process, "a"))] == [ticket]
-    assert not runtime_of(app).process.identity.is_ours(old.process.identity.name())
+    assert not runtime_of(app).process.identity.whose(old.process.identity.name())
 
 
 @pytest.mark.parametrize("args", [(), ("--from-prefix", "dislock"), ("--from-url", "redis://a,b")])
@@ -262,7 +287,7 @@ class TestStoreName:
     def test_forged_names_leave_one_record(self, identity, redis_client):
         """Anybody who can publish a message can send one with any name."""
         for number in range(50):
-            assert not identity.is_ours(f"{number:016x}")
+            assert not identity.whose(f"{number:016x}")
         assert redis_client.hlen("dislock:lines:@store") == 2
         assert identity.last_stranger().store == f"{49:016x}"
 
@@ -272,14 +297,14 @@ class TestStoreName:
             for number in range(150):
                 identity.take_over(f"{number:016x}")
         assert redis_client.hlen("dislock:lines:@store") == 101
-        assert identity.is_ours(f"{0:016x}")
+        assert identity.whose(f"{0:016x}")
 
     def test_a_name_that_is_given_twice_is_given_once(self, identity, redis_client):
         """The command may be sent again."""
         before = identity.name()
         for _ in range(2):
             identity._ask("f" * 16, "renamed")
-        assert redis_client.hgetall("dislock:lines:@store") == {"name": "f" * 16, before: "taken"}
+        assert redis_client.hgetall("dislock:lines:@store") == {"name": "f" * 16, before: "drained"}
 
     def test_a_server_that_lost_its_data_takes_its_old_name_over(self, redis_url, redis_client):
         """Whoever comes first: the process that knew the name, or another one."""
@@ -289,6 +314,6 @@ class TestStoreName:
         assert old.confirm() == before
         redis_client.delete("dislock:lines:@store")
         assert new.name() != before
-        assert not new.is_ours(before)
+        assert not new.whose(before)
         old.confirm()
-        assert new.is_ours(before)
+        assert new.whose(before)

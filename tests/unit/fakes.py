@@ -12,6 +12,7 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.parking.identity import ANOTHERS, DRAINED, OURS
 from celery_dislock.servers.replies import (
     Granted,
     Handed,
@@ -356,12 +357,14 @@ class FakeIdentity:
 
     Attributes:
         ours: Names of stores whose tasks belong here.
+        drained: Of these, those that were drained to this one.
         error: Raised instead of an answer.
         asked: How often the server was asked for the name.
     """
 
     def __init__(self) -> None:
         self.ours = {STORE}
+        self.drained: set[str] = set()
         self.error: Exception | None = None
         self.asked = 0
 
@@ -372,10 +375,10 @@ class FakeIdentity:
         self.asked += 1
         return STORE
 
-    def is_ours(self, name: str) -> bool:
+    def whose(self, name: str) -> int:
         if self.error is not None:
             raise self.error
-        return name in self.ours
+        return DRAINED if name in self.drained else OURS if name in self.ours else ANOTHERS
 
 
 class FakeLines:

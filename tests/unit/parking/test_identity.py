@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.identity import Came, StoreIdentity
+from celery_dislock.parking.identity import ANOTHERS, DRAINED, OURS, Came, StoreIdentity
 from celery_dislock.scripts import STORE
 
 KEY = "dislock:lines:@store"
@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self):
         self.store = None
-        self.taken = set()
+        self.known = {}
         self.came = [b"", 0]
         self.asked = []
         self.error = None
@@ -31,12 +31,16 @@ class Server:
         if not name:
             return [b"", 0, *self.came]
         self.store = self.store or name
-        if asked == "taken":
-            self.taken.add(other)
+        if asked in {"taken", "drained"}:
+            self.known[other] = {"taken": OURS, "drained": DRAINED}[asked]
         if asked == "renamed":
-            self.taken.add(self.store)
+            self.known[self.store] = DRAINED
             self.store = other
-        return [self.store.encode(), int(other in {self.store, *self.taken}), *self.came]
+        return [
+            self.store.encode(),
+            {self.store: OURS, **self.known}.get(other, ANOTHERS),
+            *self.came,
+        ]
 
 
 @pytest.fixture
@@ -56,18 +60,20 @@ def test_a_store_is_named_once_and_asked_once(server, identity):
     assert StoreIdentity(server, "dislock").name() == name
     server.asked.clear()
     assert identity.name() == name
-    assert identity.is_ours(name)
+    assert identity.whose(name)
     assert server.asked == []
 
 
 def test_the_name_of_another_store_is_asked_for_each_time(server, identity):
     """An operator may have drained it meanwhile."""
-    assert not identity.is_ours("f" * 16)
-    StoreIdentity(server, "dislock").take_over("f" * 16)
-    assert identity.is_ours("f" * 16)
+    assert identity.whose("f" * 16) == ANOTHERS
+    StoreIdentity(server, "dislock").take_over("f" * 16, drained=True)
+    assert identity.whose("f" * 16) == DRAINED
+    StoreIdentity(server, "dislock").take_over("e" * 16)
+    assert identity.whose("e" * 16) == OURS
 
 
-@pytest.mark.parametrize("asks", ["confirm", "is_ours"])
+@pytest.mark.parametrize("asks", ["confirm", "whose"])
 def test_a_store_that_has_lost_its_data_is_still_the_same(server, identity, caplog, asks):
     """Another process has named it anew: tasks on their way under the old name belong here."""
     before = identity.name()
@@ -75,18 +81,18 @@ def test_a_store_that_has_lost_its_data_is_still_the_same(server, identity, capl
     if asks == "confirm":
         assert identity.confirm() == "e" * 16
     else:
-        assert identity.is_ours("e" * 16)
-    assert server.taken == {before}
-    assert identity.is_ours(before)
+        assert identity.whose("e" * 16)
+    assert server.known == {before: OURS}
+    assert identity.whose(before)
     assert "has lost its data" in caplog.text
 
 
-def test_a_store_that_is_renamed_keeps_its_tasks(server, identity, caplog):
-    """What was parked before is still here; other stores know it by the former name only."""
+def test_a_store_that_was_drained_gets_another_name(server, identity, caplog):
+    """What was parked before is elsewhere; other stores know it by the former name only."""
     before = identity.name()
     identity.rename()
     assert identity.name() != before
-    assert identity.is_ours(before)
+    assert identity.whose(before) == DRAINED
     assert caplog.text == ""
 
 
@@ -95,13 +101,13 @@ def test_who_comes_first_gives_it_its_name_back(server, identity):
     before = identity.name()
     server.store = None
     assert identity.confirm() == before
-    assert server.taken == set()
+    assert server.known == {}
 
 
 def test_a_server_that_does_not_answer_names_nobody(server, identity):
     """Whether a task belongs here is not known then."""
     server.error = StoreError("redis://here", "away")
-    for ask in (identity.name, identity.confirm, lambda: identity.is_ours("f" * 16)):
+    for ask in (identity.name, identity.confirm, lambda: identity.whose("f" * 16)):
         with pytest.raises(StoreError):
             ask()
 

@@ -1095,12 +1095,14 @@ def test_a_turn_in_another_store_comes_less_often_after_some_time(app, lines, br
 
 
 @pytest.mark.parametrize("lock", [LOCK, "old:{k}"])
-def test_a_turn_in_a_store_that_was_taken_over_is_one_here(app, world, lines, lock):
-    """Its lines were drained: it asks for the lock of that key here, marked as parked before."""
-    runtime_of(app).process.identity.ours.add(OTHER_STORE)
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_turn_in_a_store_that_was_taken_over_is_one_here(app, world, lines, lock, drained):
+    """It asks for the lock of that key here, marked, and as drained if its lines were."""
+    identity = runtime_of(app).process.identity
+    (identity.drained if drained else identity.ours).add(OTHER_STORE)
     come(declare(app, lambda _self: None), **marked(lock), **{STORE_HEADER: OTHER_STORE})
     [(name, ticket, _)] = world.store.asked("park")
-    assert (name, ticket.name, ticket.marked) == (LOCK, "2:0:0", True)
+    assert (name, ticket.name, ticket.marked, ticket.drained) == (LOCK, "2:0:0", True, drained)
 
 
 def test_where_nothing_can_be_parked_no_turn_is_put_off(app, world, lines):

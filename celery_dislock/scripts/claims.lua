@@ -1,0 +1,30 @@
+-- claims.lua: tell which parked tasks of a lock were claimed, or note that these were.
+--
+-- KEYS[1]   lock
+-- ARGV      tickets   to be noted, unless something is known of one; none: only tell
+--
+-- Touches   the lock's tickets, claims, marks and places in line
+--
+-- Returns   {ticket, ...}   that were claimed, and whose work is not done
+--
+-- For tasks that were claimed on another lock server, and whose process may have died: a copy that comes
+-- runs.  Safe to send twice.
+
+-- include: _record
+-- include: _lease
+-- include: _grant
+-- include: _line
+-- include: _marks
+-- include: _parked
+-- include: _done
+
+local lock = with_parked(open(KEYS[1]))
+line_exists(lock)  -- or an error, before anything is done
+look_at_all(lock)
+for _, ticket in ipairs(ARGV) do
+  if redis.call('HEXISTS', lock.tickets, ticket) == 0 and redis.call('HEXISTS', lock.running, ticket) == 0
+    and not is_done(lock, ticket) then
+    write_claim(lock, ticket, now_us, now, IN_BODY)
+  end
+end
+return redis.call('HKEYS', lock.running)
