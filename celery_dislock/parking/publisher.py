@@ -20,7 +20,7 @@ from kombu.exceptions import OperationalError
 from kombu.utils.url import url_to_parts
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import task_id_of, task_name
+from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
 from celery_dislock.messages.message import Message
@@ -93,10 +93,7 @@ class Publisher:
             except ValueError as exc:
                 pending += _set_aside(lines, turn, exc)
                 continue
-            if _is_named_for(turn.ticket, message):
-                readable.append((turn, message))
-            else:
-                pending += self._send_anew(lines, turn, message)
+            readable.append((turn, message))
         for nth, (turn, message) in enumerate(readable):
             try:
                 self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
@@ -107,25 +104,6 @@ class Publisher:
             except Exception as exc:  # noqa: BLE001 -- any of the broker's client
                 # The error may concern this message alone: go on with the others.
                 _not_sent([(turn, message)], exc, "when their turn has run out")
-
-    def _send_anew(self, lines: Lines, turn: Turn, message: Message) -> list[Turn]:
-        """Send a task without its ticket, as new work; return the turns that are given instead.
-
-        An earlier version wrote the task's id into the ticket unencoded.  No delivery can claim
-        such a ticket.
-        """
-        try:
-            self._publish(message, {})
-            next_turns = lines.set_aside(turn.lock, turn.ticket, b"")
-        except Exception as exc:  # noqa: BLE001 -- the broker's or the store's
-            _not_sent([(turn, message)], exc, "when their turn has run out")
-            return []
-        logger.info(
-            "Parked task %s was put in line for lock %r by an earlier version, and is sent as a "
-            "new one: it goes to the end of the line.",
-            *(message, key_of(turn.lock)),
-        )
-        return next_turns
 
     def tell_replaced(
         self,
@@ -218,12 +196,6 @@ class Publisher:
             call_errbacks=False,
             state=states.REVOKED,
         )
-
-
-def _is_named_for(ticket: str, message: Message) -> bool:
-    """Tell whether a delivery of the message can claim the ticket."""
-    task_id = message.headers.get("id")  # message protocol 1 has the id in the body
-    return not task_id or ticket.startswith(f"{task_name(task_id)}:")
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

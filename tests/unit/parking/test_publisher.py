@@ -65,33 +65,6 @@ def test_each_is_published_with_its_ticket(postman, producer, lines):
     assert lines.store.calls == []
 
 
-@pytest.mark.parametrize("task_id", ["a@b", "50%", "~a"])
-def test_who_could_not_show_its_ticket_is_sent_as_new_work(
-    postman, producer, lines, caplog, task_id
-):
-    """An earlier version named it otherwise: it leaves its place, and the next has its turn."""
-    caplog.set_level("INFO", "celery_dislock")
-    lines.next_turns = [[turn("2")]]
-    postman.hand_over(lines, [turn(task_id)])
-    assert [options["headers"] for _, options in producer.sent] == [
-        {"id": task_id, "task": "t"},
-        {"id": "2", "task": "t", TICKET_HEADER: [LOCK, "2:0:0"]},
-    ]
-    assert lines.store.calls == [("set_aside", LOCK, f"{task_id}:0:0", b"")]
-    [record] = caplog.records
-    assert f"Parked task t[{task_id}] was put in line for lock 'k' by an earlier" in record.message
-
-
-def test_who_could_not_show_its_ticket_stays_in_line_while_its_broker_is_away(
-    postman, producer, lines, caplog
-):
-    """It has its turn again."""
-    producer.away = OperationalError("refused")
-    postman.hand_over(lines, [turn("a@b")])
-    assert lines.store.calls == []
-    assert "sent again when their turn has run out: t[a@b] for lock 'k': refused" in caplog.text
-
-
 def test_a_message_of_celerys_first_protocol_keeps_its_ticket(postman, producer, lines):
     """Its body has the id: the headers do not say whose it is."""
     message = replace(Message.from_bytes(parked("a@b")), headers={}).to_bytes()
