@@ -90,16 +90,19 @@ class Holder(NamedTuple):
         return bool(self.id and self.worker) and not (self.turn or self.expiring)
 
     @property
-    def may_live(self) -> bool:
+    def is_renewed(self) -> bool:
         """
-        Whether its process may still run, for all that the lease tells.
+        Whether somebody renews it.
 
         A lease is renewed after each third of its timeout.  One that was not renewed for half of it
-        has nobody who renews it.  A fixed expiry tells nothing.
+        has nobody who renews it.
         """
-        if self.expiring or self.turn:
-            return False
-        return self.renewed is None or self.renewed < self.remaining
+        return self.timeout is not None and (self.renewed or 0.0) < self.remaining
+
+    @property
+    def may_live(self) -> bool:
+        """Whether its process may still run, as far as the lease tells: a fixed expiry does not."""
+        return self.is_renewed or (self.renewed is None and not (self.expiring or self.turn))
 
     @property
     def timeout(self) -> float | None:

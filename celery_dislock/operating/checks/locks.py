@@ -132,8 +132,8 @@ def leases(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
     """Find leases whose worker does not answer."""
     if fleet.error or not seen.dead:
         return
-    renewed = [(key, holder) for key, holder in seen.dead if _is_renewed(holder)]
-    stale = [(key, holder) for key, holder in seen.dead if not _is_renewed(holder)]
+    renewed = [(key, holder) for key, holder in seen.dead if holder.is_renewed]
+    stale = [(key, holder) for key, holder in seen.dead if not holder.is_renewed]
     if stale:
         workers = {str(holder.worker) for _, holder in stale}
         longest = max(holder.remaining for _, holder in stale)
@@ -187,11 +187,6 @@ def held_long(seen: Seen) -> Iterator[Finding]:
     )
 
 
-def _is_renewed(holder: Holder) -> bool:
-    """Tell whether a lease was renewed in the last half of its timeout, as each third of it is."""
-    return not holder.expiring and holder.renewed is not None and holder.renewed < holder.remaining
-
-
 def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
     """Find parked tasks whose messages no worker would consume, and turns nobody claims."""
     unserved: dict[str, list[str]] = {}
@@ -208,7 +203,7 @@ def lines(seen: Seen, fleet: Fleet) -> Iterator[Finding]:
                 tickets.append(place.ticket)
     if unserved and not fleet.error:
         keys = [key for of_queue in unserved.values() for key in of_queue]
-        mute = any(_is_renewed(holder) for _, holder in seen.dead)  # it may consume them
+        mute = any(holder.is_renewed for _, holder in seen.dead)  # it may consume them
         yield Finding(
             "lines",
             WARNING if mute else SERIOUS,
