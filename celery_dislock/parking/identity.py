@@ -27,7 +27,7 @@ NAME_BYTES = 8  # of a store's name, which is written in hexadecimal digits
 logger = logging.getLogger("celery_dislock")
 
 
-ANOTHERS, OURS, DRAINED = range(3)  # whose a parked task is; see store.lua
+ELSEWHERE, OURS, DRAINED = range(3)  # whose a parked task is; see store.lua
 
 
 class Came(NamedTuple):
@@ -75,7 +75,7 @@ class StoreIdentity:
         Tell to which store a task belongs that was parked in the store of this name.
 
         Returns:
-            ANOTHERS; OURS; or DRAINED: to this one, to which all was sent that was left there.
+            ELSEWHERE; OURS; or DRAINED: to this one, to which all was sent that was left there.
 
         Raises:
             StoreError: The server did not answer.

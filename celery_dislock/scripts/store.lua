@@ -23,7 +23,7 @@
 local key, wanted, other, asked = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local NAME, CAME, TAKEN, DRAINED = 'name', 'came', 'taken', 'drained'
 local TAKEN_MOST = 100  -- names: an operator takes over one, and so does who finds the data lost
-local ANOTHERS, OURS, DRAINED_TO_HERE = 0, 1, 2
+local ELSEWHERE, OURS, DRAINED_TO_HERE = 0, 1, 2
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -36,7 +36,7 @@ end
 local function whose(name)
   if other == name then return OURS end
   local known = redis.call('HGET', key, other)
-  return known == DRAINED and DRAINED_TO_HERE or known and OURS or ANOTHERS
+  return known == DRAINED and DRAINED_TO_HERE or known and OURS or ELSEWHERE
 end
 
 local function change(name)
@@ -47,7 +47,7 @@ local function change(name)
   elseif asked == 'renamed' then
     redis.call('HSET', key, name, DRAINED, NAME, other)
     return other
-  elseif whose(name) == ANOTHERS then
+  elseif whose(name) == ELSEWHERE then
     redis.call('HSET', key, CAME, string.format('%s %.0f', other, now))
   end
   return name

@@ -25,7 +25,7 @@ from celery_dislock.locks.tracing import current_span
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
-from celery_dislock.parking.identity import ANOTHERS, DRAINED
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import (
     STAYS_IN_LINE,
     acknowledge_unrun,
@@ -168,8 +168,8 @@ class Guard:
             whose = process.identity.whose(notes.store)
         except StoreError as exc:
             process.lock_server_failed(exc)
-            whose = ANOTHERS
-        if whose == ANOTHERS:
+            whose = ELSEWHERE
+        if whose == ELSEWHERE:
             conflicts.put_off_to_its_line(delivery, notes.store, process.store.server, prefix)
         lock, ticket = notes.parked
         notes.parked, notes.drained = (moved_to(prefix, lock), ticket), whose == DRAINED

@@ -12,7 +12,7 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.parking.identity import ANOTHERS, DRAINED, OURS
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS
 from celery_dislock.servers.replies import (
     Granted,
     Handed,
@@ -378,7 +378,7 @@ class FakeIdentity:
     def whose(self, name: str) -> int:
         if self.error is not None:
             raise self.error
-        return DRAINED if name in self.drained else OURS if name in self.ours else ANOTHERS
+        return DRAINED if name in self.drained else OURS if name in self.ours else ELSEWHERE
 
 
 class FakeLines:

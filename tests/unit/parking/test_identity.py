@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.identity import ANOTHERS, DRAINED, OURS, Came, StoreIdentity
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS, Came, StoreIdentity
 from celery_dislock.scripts import STORE
 
 KEY = "dislock:lines:@store"
@@ -38,7 +38,7 @@ class Server:
             self.store = other
         return [
             self.store.encode(),
-            {self.store: OURS, **self.known}.get(other, ANOTHERS),
+            {self.store: OURS, **self.known}.get(other, ELSEWHERE),
             *self.came,
         ]
 
@@ -66,7 +66,7 @@ def test_a_store_is_named_once_and_asked_once(server, identity):
 
 def test_the_name_of_another_store_is_asked_for_each_time(server, identity):
     """An operator may have drained it meanwhile."""
-    assert identity.whose("f" * 16) == ANOTHERS
+    assert identity.whose("f" * 16) == ELSEWHERE
     StoreIdentity(server, "dislock").take_over("f" * 16, drained=True)
     assert identity.whose("f" * 16) == DRAINED
     StoreIdentity(server, "dislock").take_over("e" * 16)
