@@ -110,7 +110,8 @@ def _drained(draining: Drain, seconds: float, *, sure: bool, in_json: bool) -> b
     for one in draining.run():
         told.append({"key": key_of(one.lock), "ticket": one.ticket, "problem": one.problem or None})
         if one.problem:
-            click.echo(f"{plain(one.ticket)} is set aside there: {plain(one.problem)}", err=True)
+            what = f"{one.ticket} is set aside there" if one.ticket else "Left there"
+            click.echo(f"{plain(what)}: {plain(one.problem)}", err=True)
     sent = sum(one["problem"] is None for one in told)
     audit(f"sent on {sent} parked tasks from {draining.there!r} to {draining.here!r}")
     if in_json:

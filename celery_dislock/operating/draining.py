@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import app_settings
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.messages.headers import STORE_HEADER, TICKET_HEADER
 from celery_dislock.operating.actions import BrokerError, message_in, publish
@@ -43,7 +44,7 @@ class Sent(NamedTuple):
 
     Attributes:
         lock: Name of the lock in Redis, there.
-        ticket: Its ticket.
+        ticket: Its ticket; empty: the lock is damaged, and its tasks were left there.
         problem: Why it was left there; empty: it was sent on.
     """
 
@@ -132,25 +133,27 @@ class Drain:
             StoreError: The server did not answer.
         """
         until = self._clock() + seconds
-        while True:
-            found = [*self._overview.lock(self._there.sweep_name, most=0).holders]
-            for lock in self.lines():
-                found += [one for one in lock.holders if one.worker and one.may_live]
-            if found or self._clock() >= until:
-                return found
+        found = [one for lock in self.lines() for one in lock.holders if one.worker]
+        found = [one for one in found if one.may_live]
+        while not found:
+            found += self._overview.lock(self._there.sweep_name, most=0).holders
+            if self._clock() >= until:
+                break
             self._pause(LOOK_EVERY)
+        return found
 
     def lines(self) -> Iterator[LockState]:
         """
-        Yield the locks that have parked tasks there, with the first of them.
+        Yield the locks that have parked tasks there, with the first of them, but damaged ones.
 
         Raises:
             StoreError: The server did not answer.
         """
         for name in self._there.lines.names():
-            lock = self._overview.lock(name, most=SEARCHED)
-            if self._parked(lock):
-                yield lock
+            with suppress(DamagedLockError):  # run() tells it
+                lock = self._overview.lock(name, most=SEARCHED)
+                if self._parked(lock):
+                    yield lock
 
     def run(self) -> Iterator[Sent]:
         """
@@ -163,13 +166,19 @@ class Drain:
             StoreError: A server did not answer.
         """
         for name in list(self._there.lines.names()):
-            while places := self._parked(self._overview.lock(name, most=SEARCHED)):
-                for place in places:
-                    yield from self._sent(name, place.ticket)
-            self._tell_replaced(name)
+            try:
+                while places := self._parked(self._overview.lock(name, most=SEARCHED)):
+                    for place in places:
+                        yield from self._sent(name, place.ticket)
+                self._tell_replaced(name)
+            except DamagedLockError as exc:
+                yield Sent(name, "", str(exc))
         for name in self._claimed():
-            tickets = self._there.lines.claims(name)
-            self._here.lines.claims(moved_to(self._prefix, name), tickets)
+            try:
+                tickets = self._there.lines.claims(name)
+                self._here.lines.claims(moved_to(self._prefix, name), tickets)
+            except DamagedLockError as exc:
+                yield Sent(name, "", str(exc))
         self._here.identity.take_over(self._there.identity.name(), drained=True)
         self._there.identity.rename()  # for a worker that is started there by mistake
 

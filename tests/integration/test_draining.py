@@ -219,6 +219,17 @@ def test_a_message_that_cannot_be_read_stays_there(old, drain, redis_client, red
     assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [good]
 
 
+def test_a_damaged_lock_keeps_no_other_there(old, drain, redis_client):
+    """It is a finding; the tasks of the others are sent on."""
+    park(old.process, "a")
+    good = park(old.process, "b")
+    old.client.hset(lock_of(old.process, "a"), "holder", "rubbish")
+    answer = drain("--yes")
+    assert answer.exit_code == FOUND
+    assert "Left there: lock" in answer.stderr
+    assert [one["dislock_ticket"][1] for one in sent(redis_client)] == [good]
+
+
 def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkeypatch):
     """What was not sent is set aside there, and the command says how it is sent."""
     ticket = park(old.process, "a")
