@@ -101,7 +101,7 @@ class Holder(NamedTuple):
 
     @property
     def may_live(self) -> bool:
-        """Whether its process may still run, as far as the lease tells: a fixed expiry does not."""
+        """Whether its process may still run, as far as the lease tells; a fixed expiry does not."""
         return self.is_renewed or (self.renewed is None and not (self.expiring or self.turn))
 
     @property
