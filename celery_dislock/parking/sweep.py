@@ -124,8 +124,6 @@ class Sweep:
         self._sweeps = True
         is_first = self._cursor == FIRST
         total, self._cursor, found = process.lines.page(self._cursor, PAGE)
-        if is_first and total:
-            process.identity.confirm()
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
@@ -136,6 +134,8 @@ class Sweep:
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
+        if is_first and total:  # last: a full server refuses it, where the store has no name yet
+            process.identity.confirm()
         return 1 if total < PAGE else 2 + total // PAGE  # one more, as page sizes vary
 
     def end(self) -> None:

@@ -53,11 +53,12 @@ local function change(name)
   return name
 end
 
-local name = redis.call('HGET', key, NAME) or wanted
+local name = redis.call('HGET', key, NAME)
 if wanted ~= '' then
-  if name == wanted then redis.call('HSET', key, NAME, name) end
+  if not name then redis.call('HSET', key, NAME, wanted) end  -- else a full server would refuse it
+  name = name or wanted
   if other ~= '' and other ~= name then name = change(name) end
   redis.call('PEXPIRE', key, KEPT_MS)
 end
 local store, ms = last()
-return {name, whose(name), store, ms}
+return {name or '', whose(name), store, ms}

@@ -6,6 +6,7 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.parking.identity import OURS, StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.reservations import Reservation
@@ -161,6 +162,17 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     store.release([LOCK], "p@w/2", ticket="p:0:0", settles=LONG)  # resent: nothing is left to end
     store.release([LOCK], "p@w/2", ticket="p:0:0")
     assert not client.exists(LOCK, f"{LOCK}:running")
+
+
+def test_the_name_of_its_store_is_kept(store, client, fill):
+    """The sweep asks for it in each round, and hands on what stands still."""
+    known, new = (StoreIdentity(store.lock_server, "dislock") for _ in range(2))
+    name = known.name()
+    client.pexpire("dislock:lines:@store", 1000)
+    fill()
+    for identity in (known, new):
+        assert (identity.confirm(), identity.whose(name)) == (name, OURS)
+    assert client.ttl("dislock:lines:@store") > LONG
 
 
 @pytest.mark.parametrize("how", ["drop", "withdraw", "leave"])
