@@ -143,6 +143,11 @@ class Delivery:
         return self.request.id
 
     @property
+    def sent_to(self) -> str:
+        """The task's name as its message has it; an app may know a task by two names."""
+        return str(self.request.task or self.task.name)
+
+    @property
     def is_eager(self) -> bool:
         """Whether the task runs eagerly: in the calling process, without a message."""
         return bool(self.request.is_eager)

@@ -148,7 +148,7 @@ class Parking:
         if self._is_done_in(came_from):
             acknowledge_unrun(delivery)
         marked, goes_on = self.was_parked, goes_on_with(delivery)
-        owners, task = owners_start(delivery.id), delivery.task.name
+        owners, task = owners_start(delivery.id), delivery.sent_to
         drained = marked and delivery.notes.drained
         ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task, drained)
         with self._process.log_order.parking(ticket.name):
@@ -199,7 +199,7 @@ class Parking:
             elsewhere
             and self._lines.move_out(
                 *(lock, self._delivery.ticket, goes_on_with(self._delivery)),
-                task=self._delivery.task.name,
+                task=self._delivery.sent_to,
             )
         )
 
@@ -259,7 +259,7 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> b
     """
     notes = delivery.notes
     notes.left = delivery_of(delivery.request.headers, delivery.request.properties)
-    if not lines.withdraw(*turn, notes.left, delivery.task.name):
+    if not lines.withdraw(*turn, notes.left, delivery.sent_to):
         if not is_redelivered(delivery):
             return False
         notes.left = ANYBODY

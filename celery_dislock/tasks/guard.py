@@ -295,7 +295,7 @@ class Guard:
         """Give the turn of a parked task that must not run to the next in line."""
         if delivery.notes.parked is not None:
             try:
-                self.runtime.process.lines.leave(*delivery.notes.parked, delivery.task.name)
+                self.runtime.process.lines.leave(*delivery.notes.parked, delivery.sent_to)
             except StoreError as exc:
                 self.runtime.process.lock_server_failed(exc)
 

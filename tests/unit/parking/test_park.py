@@ -1052,6 +1052,15 @@ def test_who_leaves_a_line_says_which_task_it_is(app, world, lines):
     assert set(lines.tasks) == {"shop.export"}
 
 
+def test_a_task_that_is_known_by_two_names_is_the_one_of_its_message(app, world, lines):
+    """The record in line has that name."""
+    task = declare(app, lambda _self: None)
+    request = arrived(task, "2", **marked())
+    request._request_dict["task"] = "shop.alias"
+    run(task, request)
+    assert [ticket.task for ticket in asked(world)] == ["shop.alias"]
+
+
 # A turn in another store
 
 
