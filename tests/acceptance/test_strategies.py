@@ -128,7 +128,7 @@ def test_those_who_wait_come_in_their_order(fleet, scene):
     fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     waiting = []
-    for number in range(1, 4):
+    for number in (1, 2):  # one worker may get all messages, and has three slots
         waiting.append(fleet.send(scenarios.hold_or_wait, scene.key))
         wait_in_line(scene, number)
     scene.open_gate()
@@ -147,7 +147,7 @@ def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
     parked = fleet.send(scenarios.hold_or_queue, scene.key)
     wait_in_line(scene)
     slots = len(fleet.workers) * CONCURRENCY["prefork"]
-    waiting = [fleet.send(scenarios.hold_or_wait, scene.key) for _ in range(slots)]
+    waiting = [fleet.send(scenarios.hold_or_wait, scene.key) for _ in range(2 * slots)]
     wait_in_line(scene, 1 + slots - 1)  # one slot has the holder
     scene.open_gate()
     for result in (holder, parked, *waiting):
