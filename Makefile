@@ -14,7 +14,7 @@ STUCK  := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs site screenshots bench faults test-all clean
+.PHONY: help demo test unit check docs site screenshots bench faults test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,9 +24,11 @@ help:  ## show this list
 demo: $(STAMP)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
-test: $(STAMP)  ## run all tests but the slow ones
-	@$(PYTEST) tests/unit tests/docs tests/integration tests/acceptance tests/smoke tests/faults \
-		-m "not slow" --numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
+test: $(STAMP)  ## run all tests but the slow ones; ARGS=tests/unit/locks runs some
+	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
+
+unit: $(STAMP)  ## run the unit tests: no server, no worker
+	@$(PYTEST) tests/unit --numprocesses $(JOBS) $(ARGS)
 
 check: $(STAMP)  ## lint, formatting, types, layers, spelling
 	@$(BIN)/ruff check .
