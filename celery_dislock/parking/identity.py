@@ -5,8 +5,9 @@ URL can be spelled in many ways, and each failover changes an address.  The mess
 carries the name.  A worker with another store has another name.  If that worker ran the task, the
 line would give it another turn, and it would run twice.
 
-A store that has lost its data gets another name.  A process that knows the old one notes that this
-was the same store, as an operator does after the lines of another store were drained.
+A store that has lost its data gets another name.  A process that knows the old one notes that both
+are the same store, so that tasks on their way run.  A store that was drained has sent on all that
+was not done there, so that a task of which nothing is known is a copy.
 """
 
 from __future__ import annotations

@@ -134,9 +134,16 @@ class Sweep:
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-        if is_first and total:  # last: a full server refuses it, where the store has no name yet
-            process.identity.confirm()
+        if is_first and total:
+            self._confirm_name()
         return 1 if total < PAGE else 2 + total // PAGE  # one more, as page sizes vary
+
+    def _confirm_name(self) -> None:
+        """Keep the store's name, which ends by itself; the lines do not wait for that."""
+        try:
+            self._process.identity.confirm()
+        except StoreError as exc:  # damaged, or it has no name yet and the server is full
+            self._process.lock_server_failed(exc)
 
     def end(self) -> None:
         """Release the lease, so that another worker can sweep."""

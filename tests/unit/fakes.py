@@ -373,6 +373,8 @@ class FakeIdentity:
 
     def confirm(self) -> str:
         self.asked += 1
+        if self.error is not None:
+            raise self.error
         return STORE
 
     def whose(self, name: str) -> int:

@@ -145,6 +145,16 @@ def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
     assert asked == [0, 1, 1]
 
 
+def test_a_name_that_cannot_be_had_keeps_no_line_waiting(process, sweep):
+    """The server may be full, or the name damaged: the next page is swept all the same."""
+    process.identity.error = DamagedLockError("redis://fake", "damaged", "the name")
+    process.lines.pages = [(PAGE * 2, b"17", {}), (PAGE * 2, FIRST, {})]
+    for _ in range(2):
+        sweep.step()
+    assert cursors(process) == [FIRST, b"17"]
+    assert False in process.answered
+
+
 def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
     """A server that is slow does not put the round off."""
     process.lines.pages = [(PAGE * 5, b"17", {})] * 2
