@@ -27,7 +27,7 @@ from celery import Celery
 from click.testing import CliRunner
 
 from benchmarks.report import Row, ratios, take_turns
-from celery_dislock.cli import dislock
+from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.overview import TOGETHER
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Granted, Parked

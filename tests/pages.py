@@ -11,9 +11,9 @@ from waitress import wasyncore
 from waitress.server import create_server
 
 from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.operating.web import Page
+from celery_dislock.operating.web.backend import Backend
 from celery_dislock.servers.reservations import Record
-from celery_dislock.web import Page
-from celery_dislock.web.backend import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

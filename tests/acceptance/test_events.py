@@ -17,7 +17,7 @@ from celery import states
 from celery.events.state import State
 from click.testing import CliRunner
 
-from celery_dislock.cli import dislock as command
+from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import camera, scenarios
 from tests.acceptance.fleet import LIMIT, ROOT, STOP_LIMIT, wait_for
 from tests.integration.servers import free_port

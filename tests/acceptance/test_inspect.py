@@ -12,8 +12,8 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock.cli import dislock
-from celery_dislock.cli.doctor import Workers
+from celery_dislock.operating.cli import dislock
+from celery_dislock.operating.cli.doctor import Workers
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 

@@ -12,7 +12,7 @@ from celery import chain
 from celery.exceptions import TaskRevokedError
 from click.testing import CliRunner
 
-from celery_dislock.cli import dislock as command
+from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 

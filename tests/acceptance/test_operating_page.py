@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from celery_dislock.web import Page
+from celery_dislock.operating.web import Page
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 from tests.pages import is_ann
-from tests.unit.web.visitor import Visitor
+from tests.unit.operating.web.visitor import Visitor
 
 pytestmark = [
     pytest.mark.acceptance,

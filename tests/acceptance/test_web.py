@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from celery_dislock import Dislock
-from celery_dislock.web.login import line_of
+from celery_dislock.operating.web.login import line_of
 from tests.pages import PASSWORD
 
 pytestmark = pytest.mark.acceptance
@@ -33,7 +33,7 @@ import signal, sys
 # A shell's background job ignores Ctrl-C, and so does all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from celery.bin.celery import celery, main
-from celery_dislock.cli import dislock
+from celery_dislock.operating.cli import dislock
 celery.add_command(dislock)
 sys.argv[0] = "celery"
 main()

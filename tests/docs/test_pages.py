@@ -12,9 +12,9 @@ from celery import Celery
 from click.testing import CliRunner
 
 import celery_dislock
-from celery_dislock.cli import dislock as command
 from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.cli import dislock as command
 from tests.docs.page import DOCS, PAGES, README, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"

@@ -19,8 +19,8 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.cli import dislock as command
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.cli import dislock as command
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
@@ -572,7 +572,7 @@ def start(redis_url, *args):
     """Start a command in a process of its own."""
     code = (
         "import sys; from types import SimpleNamespace; from celery import Celery; "
-        "from celery_dislock.cli import dislock; app = Celery(broker=sys.argv.pop(1)); "
+        "from celery_dislock.operating.cli import dislock; app = Celery(broker=sys.argv.pop(1)); "
         "dislock(sys.argv[1:], obj=SimpleNamespace(app=app))"
     )
     return subprocess.Popen(
@@ -733,7 +733,7 @@ class TestRun:
                 assert goes_on()
                 return 4
 
-        monkeypatch.setattr("celery_dislock.cli.running.Child", Child)
+        monkeypatch.setattr("celery_dislock.operating.cli.running.Child", Child)
         options = ["--task", "shop.export", "--args", "[7]"]
         assert dislock("run", *options, "--", "make", "it").exit_code == 4
         assert ran[0][:2] == (("make", "it"), "export:7")
@@ -867,7 +867,7 @@ class TestStrangers:
     def test_it_is_found_by_celery_itself(self):
         """The entry point is there, whatever the app has imported."""
         project = (ROOT / "pyproject.toml").read_text("utf-8")
-        assert 'dislock = "celery_dislock.cli:dislock"' in project
+        assert 'dislock = "celery_dislock.operating.cli:dislock"' in project
 
 
 def test_a_waiting_thread_is_in_line(redis_url, holding, dislock):

@@ -15,13 +15,13 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock import SingletonTask
-from celery_dislock.cli import dislock
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.about import about
 from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.checks import server as server_checks
 from celery_dislock.operating.checks.workers import Fleet
+from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.doctor import Asking, Place, examine
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of

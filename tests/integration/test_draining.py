@@ -11,9 +11,9 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock import SingletonTask
-from celery_dislock.cli import dislock as command
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.draining import Drain
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of

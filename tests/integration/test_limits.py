@@ -11,10 +11,10 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock.cli import dislock
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.locks.attempt import in_words
 from celery_dislock.operating.actions import NOTE_MOST, Actions
+from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.overview import Overview
 from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Lines, Ticket

@@ -16,12 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.locks.counting import ACQUIRED, Counters
 from celery_dislock.operating import metrics
+from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, COUNTS
 from celery_dislock.servers.server import server_for
 from celery_dislock.servers.store import Store
-from celery_dislock.web.metrics import make_wsgi_app
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.integration.strange import STRANGE, damage

@@ -17,8 +17,8 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock.cli import dislock
 from celery_dislock.messages.message import Message
+from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
@@ -35,7 +35,7 @@ import sys
 from contextlib import ExitStack
 from types import SimpleNamespace
 from celery import Celery
-from celery_dislock.cli import dislock
+from celery_dislock.operating.cli import dislock
 app = Celery("shop", broker={url!r})
 dislock(["top", "--interval", "0.1"], obj=SimpleNamespace(app=app))
 """

@@ -12,14 +12,14 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
+from celery_dislock.operating.web import Page
+from celery_dislock.operating.web.shared import FRESH
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.web import Page
-from celery_dislock.web.shared import FRESH
 from tests.holding import name_of
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.pages import PASSWORD, is_ann, serving
 from tests.redis_server import RedisServer
-from tests.unit.web.visitor import HOST, ORIGIN, Visitor
+from tests.unit.operating.web.visitor import HOST, ORIGIN, Visitor
 
 MOUNT = "/ops/locks"
 MANY = 10_000

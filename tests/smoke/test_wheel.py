@@ -120,7 +120,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     assert "celery_dislock/py.typed" in packed
     assert "celery_dislock/scripts/acquire.lua" in packed
     for name in ("index.html", "page.css", "page.js", "icon.svg"):
-        assert f"celery_dislock/web/static/{name}" in packed
+        assert f"celery_dislock/operating/web/static/{name}" in packed
 
 
 def test_the_links_of_the_readme_work_on_a_package_index(wheel):

@@ -14,7 +14,7 @@ from celery_dislock.operating.actions import Actions, BrokerError, one_line
 from celery_dislock.parking.store import Dropped
 from celery_dislock.servers.reservations import Reservation
 from tests.leaks import SECRET
-from tests.unit.cli.conftest import holder, lock, reserved
+from tests.unit.operating.cli.conftest import holder, lock, reserved
 
 LOCK = "dislock:{k}"
 TICKET = "t:0:0"

@@ -10,8 +10,8 @@ from celery import Celery
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.draining import LOOK_EVERY, Drain
-from tests.unit.cli.conftest import FakeOverview, holder, lock
 from tests.unit.fakes import FakeClock
+from tests.unit.operating.cli.conftest import FakeOverview, holder, lock
 
 SWEEP = "old:sweep:{home}"
 

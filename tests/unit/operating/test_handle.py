@@ -9,7 +9,14 @@ import pytest
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating import handle as module
 from celery_dislock.operating.handle import LockHandle
-from tests.unit.cli.conftest import FakeActions, FakeOverview, holder, lock, place, reserved
+from tests.unit.operating.cli.conftest import (
+    FakeActions,
+    FakeOverview,
+    holder,
+    lock,
+    place,
+    reserved,
+)
 
 FREED = ("free", "dislock:{k}", holder().owner, 5)
 

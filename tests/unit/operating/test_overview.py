@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from celery_dislock.cli.reading import as_dict
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import reserved_lock
+from celery_dislock.operating.cli.reading import as_dict
 from celery_dislock.operating.overview import Overview, find_parked, look_at_all, seen
 from celery_dislock.words import for_people
-from tests.unit.cli.conftest import FakeOverview, holder, lock, place, reserved
+from tests.unit.operating.cli.conftest import FakeOverview, holder, lock, place, reserved
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"

@@ -1,3 +1,0 @@
-"""``celery dislock ...``: see and operate the locks of an app, from a terminal."""
-
-from celery_dislock.cli.group import dislock as dislock

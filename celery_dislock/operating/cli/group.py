@@ -1,0 +1,47 @@
+"""The command ``celery dislock``, to which the commands of this package belong.
+
+All read the lock server, and need no worker.  The app that ``-A`` names tells where the lock server
+is; it need not have made a ``Dislock``.
+
+Exit codes: 0 done; 1 a finding, or nothing to do it to; 2 wrong usage; 3 the lock server, or the
+broker that was needed, did not answer.  ``run`` has more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from celery_dislock.operating.cli.changing import drop, free, put_back
+from celery_dislock.operating.cli.doctor import doctor
+from celery_dislock.operating.cli.draining import drain
+from celery_dislock.operating.cli.limiting import limit, pause, resume
+from celery_dislock.operating.cli.reading import line, ls, show
+from celery_dislock.operating.cli.running import run
+from celery_dislock.operating.cli.top import top
+from celery_dislock.operating.cli.web import web
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+
+@click.group(name="dislock", no_args_is_help=True)
+@click.option(
+    "--dislock-url",
+    multiple=True,
+    metavar="URL",
+    help="The lock server, in place of the app's setting dislock_url.",
+)
+@click.pass_context
+def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
+    """See and operate the locks of an app."""
+    app: Celery = context.obj.app
+    if dislock_url:
+        given: Any = dislock_url[0] if len(dislock_url) == 1 else list(dislock_url)
+        app.conf.dislock_url = given
+
+
+_READING = (ls, show, line, doctor, top, web)
+for _command in (*_READING, free, drop, put_back, drain, pause, resume, limit, run):
+    dislock.add_command(_command)

@@ -1,0 +1,115 @@
+"""``celery dislock pause``, ``resume`` and ``limit``: how many a lock admits, until taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from celery_dislock.keys.templates import key_of
+from celery_dislock.operating.cli.keys import Asked, by_key
+from celery_dislock.operating.cli.session import as_json, audit, duration, session, user, write_json
+from celery_dislock.words import for_people, plain
+
+WILDCARDS = frozenset("*?[")  # of the patterns of `ls`
+
+for_ = click.option(
+    "--for",
+    "seconds",
+    type=duration,
+    metavar="TIME",
+    help="Take it back after this time: 90, 10m, 2h. Default: it lasts until `resume`.",
+)
+note = click.option("--note", default="", help="Why: shown to people and to tasks it refuses.")
+
+
+@click.command()
+@by_key
+@for_
+@note
+@as_json
+@click.pass_context
+def pause(context: click.Context, /, asked: Asked, **given: Any) -> None:
+    """Let nobody take the lock of KEY.
+
+    Who has the lock keeps it. Tasks that wait or are parked stay in line.
+    """
+    _set(context, asked, 0, **given)
+
+
+@click.command()
+@by_key
+@as_json
+@click.pass_context
+def resume(context: click.Context, /, asked: Asked, *, json_: bool) -> None:
+    """Take back the pause or the limit of KEY: the limit of the code holds again."""
+    _set(context, asked, None, json_=json_)
+
+
+@click.command()
+@click.argument("key")
+@click.argument("number", type=click.IntRange(min=0))
+@for_
+@note
+@as_json
+@click.pass_context
+def limit(context: click.Context, /, key: str, number: int, **given: Any) -> None:
+    """Admit NUMBER exclusive leases of KEY at a time, whatever the code says.
+
+    0 is the same as `pause`. `resume` takes it back. Shared leases are not counted.
+    """
+    _set(context, Asked(key, None, (), {}), number, **given)
+
+
+def _set(
+    context: click.Context,
+    asked: Asked,
+    number: int | None,
+    *,
+    json_: bool,
+    seconds: float | None = None,
+    note: str = "",
+) -> None:
+    signed = "" if number is None else f"by {user()}{': ' if note else ''}{note}"
+    before = {}
+    with session(context) as opened:
+        names = asked.names(opened)
+        if not asked.is_known(opened):
+            if set(str(asked.key)) & WILDCARDS:
+                told = (
+                    f"{plain(asked.key)} looks like a pattern, and no lock has it as its key. "
+                    "Give one key; `celery dislock ls PATTERN` lists them."
+                )
+                raise click.UsageError(told)
+            if number is not None:
+                told = f"Warning: nobody holds, awaits or reserves lock {plain(asked.key)} now. "
+                click.echo(f"{told}If its key is another: celery dislock ls", err=True)
+        for name in names:
+            key = key_of(name)
+            before[key] = opened.actions.limit(name, number, seconds=seconds, note=signed)
+            audit(_done(key, number, seconds, signed))
+    if json_:
+        write_json(
+            [
+                {"key": key, "limit": number, "before": was, "seconds": seconds}
+                for key, was in before.items()
+            ]
+        )
+        return
+    for key, was in before.items():
+        lasts = f"for {for_people(seconds)}" if seconds else f"until: celery dislock resume {key}"
+        told = {
+            None: "has the limit of the code again",
+            0: f"is paused {lasts}. Who has the lock keeps it",
+        }.get(number, f"admits {number} at a time, {lasts}")
+        none = " Nobody had set another." if number is None else ""
+        past = {None: none, 0: " It was paused."}.get(was, f" It admitted {was}.")
+        click.echo(f"Lock {plain(key)} {plain(told)}.{past}")
+
+
+def _done(key: str, number: int | None, seconds: float | None, note: str) -> str:
+    if number is None:
+        return f"took back the limit of lock {key!r}"
+    does = f"limited lock {key!r} to {number} leases" if number else f"paused lock {key!r}"
+    lasts = f" for {for_people(seconds)}" if seconds else ""
+    return f"{does}{lasts}, with the note {note!r}"

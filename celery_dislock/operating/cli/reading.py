@@ -1,0 +1,358 @@
+"""``celery dislock ls``, ``show`` and ``line``: who holds what, since when, and who waits."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.cli.keys import by_key
+from celery_dislock.operating.cli.session import (
+    FOUND,
+    as_json,
+    duration,
+    session,
+    write_json,
+    write_json_rows,
+    write_table,
+)
+from celery_dislock.operating.overview import PLACES, REPEAT, TROUBLES, differing, look_at_all
+from celery_dislock.scripts.names import aside_of
+from celery_dislock.words import for_people, plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from celery_dislock.operating.cli.keys import Asked
+    from celery_dislock.operating.cli.session import Session
+    from celery_dislock.operating.overview import Holder, LockState, Place
+    from celery_dislock.servers.reservations import Record
+
+LISTED = ("KEY", "TROUBLE", "HELD FOR", "RENEWED", "LEFT", "WAITING", "RESERVED", "LIMIT", "HOLDER")
+LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
+IN_LINE = ("PLACE", "WAITING", "TURNS", "TICKET", "WHO", "QUEUE", "ARGUMENTS")
+IN_LINE_SPARE, IN_LINE_CUT = ("ARGUMENTS", "TURNS"), ("WHO", "QUEUE")
+NOTHING = "-"
+SHOWN = 60  # characters of a task's arguments
+
+
+@click.command()
+@click.argument("pattern", default="*")
+@click.option(
+    "--held-for", type=duration, metavar="TIME", help="Only locks held for this time: 90, 10m, 1h."
+)
+@click.option("--task", metavar="NAME", help='Only locks that such tasks hold, as in "shop.*".')
+@click.option("--worker", metavar="NAME", help='Only locks held there, as in "celery@w1".')
+@as_json
+@click.pass_context
+def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> None:
+    """List the locks, those in trouble first.
+
+    PATTERN chooses keys: "export:*". Also locks that nobody holds: those that somebody waits for,
+    and those that are reserved, paused or limited. A lock whose data cannot be read is listed with
+    the reason.
+    """
+    with session(context) as opened:
+        listed = sorted(_found(opened, pattern, _wanted(**only)), key=_order)
+        if json_:
+            write_json_rows(map(_told, listed))
+        elif listed:
+            rows = [row for one in listed for row in _rows(one)]
+            write_table(LISTED, rows, spare=LISTED_SPARE, cut=LISTED_CUT)
+        else:
+            click.echo("No lock matches.", err=True)
+
+
+@click.command()
+@by_key
+@as_json
+@click.pass_context
+def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FBT001 -- click's flag
+    """Show who holds the lock of KEY, its line and its limit.
+
+    Exit code 1 if nothing is known of the lock: nobody holds it, nobody waits, and the key is not
+    reserved.
+    """
+    with session(context) as opened:
+        locks = look_at_all(opened.overview, asked.names(opened))
+        if json_:
+            write_json(as_dict(locks[0]) if len(locks) == 1 else [as_dict(one) for one in locks])
+        else:
+            for lock in locks:
+                _write(lock)
+        if not any(lock.exists for lock in locks):
+            context.exit(FOUND)
+
+
+@click.command()
+@by_key
+@click.option("--first", type=click.IntRange(min=1), default=1, help="Place to begin with.")
+@click.option(
+    "--most", type=click.IntRange(1, 1000), default=PLACES, help="Number of places to show."
+)
+@as_json
+@click.pass_context
+def line(
+    context: click.Context,
+    asked: Asked,
+    first: int,
+    most: int,
+    json_: bool,  # noqa: FBT001 -- click's flag
+) -> None:
+    """Show who waits for the lock of KEY, in order.
+
+    Place 0 has its turn: its message is on its way. Exit code 1 if nobody waits.
+    """
+    with session(context) as opened:
+        locks = [opened.overview.lock(name, first - 1, most) for name in asked.names(opened)]
+        if json_:
+            told = [
+                {
+                    "key": lock.key,
+                    "waiting": lock.waiting,
+                    "turns": [place._asdict() for place in lock.turns],
+                    "line": [place._asdict() for place in lock.line],
+                }
+                for lock in locks
+            ]
+            write_json(told[0] if len(told) == 1 else told)
+        else:
+            for lock in locks:
+                _write_line(lock, several=len(locks) > 1)
+        if not any(lock.waiting or lock.turns for lock in locks):
+            context.exit(FOUND)
+
+
+def as_dict(lock: LockState) -> dict[str, Any]:
+    """Return a lock as JSON has it."""
+    return {
+        **lock._asdict(),
+        "troubles": lock.troubles,
+        "holders": [holder._asdict() for holder in lock.holders],
+        "line": [place._asdict() for place in lock.line],
+        "turns": [place._asdict() for place in lock.turns],
+        "reservation": lock.reservation._asdict() if lock.reservation else None,
+    }
+
+
+def write_holder(holder: Holder) -> None:
+    """Write all that is known of a lease, in words."""
+    since = _as_date(holder.acquired_at)
+    lines = {
+        "task": holder.task,
+        "id": holder.id,
+        "thread": holder.thread,
+        "worker": holder.worker,
+        "process": f"{holder.pid} on {holder.host or '?'}" if holder.pid else None,
+        "held for": f"{for_people(holder.held)}, since {since}",
+        "mode": holder.mode if holder.mode != "exclusive" else None,
+        "lease": _lease_in_words(holder),
+        "token": holder.token,
+        "owner": holder.owner,
+    }
+    click.echo(f"  held by {plain(holder.who)}")
+    for name, told in lines.items():
+        if told is not None:
+            click.echo(f"    {name:<9} {plain(told)}")
+
+
+def _lease_in_words(holder: Holder) -> str:
+    left = for_people(holder.remaining)
+    if holder.expiring:
+        return f"its owner is done; ends in {left}"
+    if holder.turn:
+        return f"a turn that is not claimed yet; ends in {left}"
+    if holder.renewed is None:
+        return f"ends in {left}"
+    return f"renewed {for_people(holder.renewed)} ago, ends in {left} unless renewed again"
+
+
+def _wanted(
+    held_for: float | None, task: str | None, worker: str | None
+) -> Callable[[Holder], bool] | None:
+    """Return what chooses holders; None: also locks without a holder are wanted."""
+    if held_for is None and task is None and worker is None:
+        return None
+
+    def wanted(holder: Holder) -> bool:
+        return (
+            holder.held >= (held_for or -math.inf)
+            and (task is None or fnmatch.fnmatchcase(str(holder.task or ""), task))
+            and (worker is None or fnmatch.fnmatchcase(str(holder.worker or ""), worker))
+        )
+
+    return wanted
+
+
+class Damaged(NamedTuple):
+    """
+    A lock that cannot be read.
+
+    Attributes:
+        key: The key.
+        name: The lock's name in Redis.
+        error: Why.
+    """
+
+    key: str
+    name: str
+    error: StoreError
+
+
+def _found(
+    opened: Session, pattern: str, wanted: Callable[[Holder], bool] | None
+) -> Iterator[LockState | Damaged]:
+    """Yield the locks that are wanted, with the holders that are wanted."""
+    for names in opened.overview.names(pattern):
+        for name, lock in zip(names, opened.overview.look(names), strict=True):
+            if isinstance(lock, StoreError):
+                if wanted is None:
+                    yield Damaged(name.partition("{")[2].rpartition("}")[0], name, lock)
+            elif wanted is None:
+                if lock.exists:
+                    yield lock
+            elif holders := list(filter(wanted, lock.holders)):
+                yield lock._replace(holders=holders)
+
+
+def _order(lock: LockState | Damaged) -> tuple[int, str]:
+    """Sort what is wrong to the top, the worst first."""
+    troubles = ["damaged"] if isinstance(lock, Damaged) else lock.troubles
+    return (TROUBLES.index(troubles[0]) if troubles else len(TROUBLES), lock.key)
+
+
+def _told(lock: LockState | Damaged) -> dict[str, Any]:
+    if isinstance(lock, Damaged):
+        return {"key": lock.key, "name": lock.name, "error": str(lock.error)}
+    return as_dict(lock)
+
+
+def _rows(lock: LockState | Damaged) -> list[tuple[object, ...]]:
+    if isinstance(lock, Damaged):
+        nothing = (NOTHING,) * (len(LISTED) - 3)
+        return [(lock.key, "damaged", *nothing, f"cannot be read: {lock.error.reason}")]
+    reserved = (
+        f"{lock.reservation.state}, {for_people(lock.reservation.since)}"
+        if (lock.reservation)
+        else NOTHING
+    )
+    trouble = ", ".join(_since(lock, what) for what in lock.troubles) or NOTHING
+    waits = (lock.waiting or NOTHING, reserved, _limit(lock))
+    if not lock.holders:
+        return [(lock.key, trouble, *(NOTHING,) * 3, *waits, NOTHING)]
+    return [
+        (
+            lock.key,
+            trouble,
+            for_people(holder.held),
+            NOTHING if holder.renewed is None else f"{for_people(holder.renewed)} ago",
+            for_people(holder.remaining),
+            *waits,
+            holder.who,
+        )
+        for holder in lock.holders
+    ]
+
+
+def _since(lock: LockState, trouble: str) -> str:
+    """Return a trouble, and since when it is there where that is known."""
+    if trouble == "paused":
+        return f"paused {for_people(lock.limit_age)}"
+    if trouble == "overdue":
+        return f"overdue {for_people(max(one.renewed or 0.0 for one in lock.holders))}"
+    return trouble
+
+
+def _limit(lock: LockState) -> str:
+    limit = NOTHING if lock.limit is None else "paused" if lock.limit == 0 else str(lock.limit)
+    return f"{limit}, differs" if lock.limit_differs else limit
+
+
+def _write(lock: LockState) -> None:
+    click.echo(f"lock {plain(lock.key)}")
+    for holder in lock.holders:
+        write_holder(holder)
+    if not lock.holders:
+        click.echo("  held by nobody")
+    _write_limit(lock)
+    if lock.reservation is not None:
+        write_reservation(lock.reservation)
+    _write_waiting(lock)
+    if lock.aside:
+        kept = plain(aside_of(lock.name))
+        click.echo(f"  {lock.aside} set aside, because nobody could read or run them: {kept}")
+        click.echo(f"    ... celery dislock put-back {plain(lock.key)}")
+
+
+def _write_limit(lock: LockState) -> None:
+    if lock.limit_differs:
+        click.echo(f"  {differing(lock)}. {REPEAT}: celery dislock resume {plain(lock.key)}")
+    if lock.limit is None:
+        return
+    does = "paused" if lock.limit == 0 else f"limited to {lock.limit} at a time"
+    lasts = "until it is resumed"
+    if lock.limit_remaining is not None:
+        lasts = f"for {for_people(lock.limit_remaining)} more"
+    note = f", {lock.limit_note}" if lock.limit_note else ""
+    since = "" if lock.limit_since is None else f", since {_as_date(lock.limit_since)}"
+    click.echo(f"  {does} {lasts}{plain(note)}{since}")
+
+
+def _as_date(unix_time: float) -> str:
+    try:
+        return datetime.fromtimestamp(unix_time).astimezone().isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # of a damaged record
+        return "?"
+
+
+def write_reservation(reserved: Record) -> None:
+    """Write all that is known of a reservation, in words."""
+    since, left = for_people(reserved.since), for_people(reserved.remaining)
+    told = f"reserved {since} ago for task {plain(reserved.id)}, which is {reserved.state}"
+    if reserved.state == "ended":
+        told = f"stays reserved for task {plain(reserved.id)}, which ended {since} ago"
+    click.echo(f"  {told}; ends in {left}{'' if reserved.state == 'ended' else ' unless renewed'}")
+
+
+def _write_waiting(lock: LockState) -> None:
+    for place in lock.turns:
+        given = f"turn {place.turns}, its message is on its way"
+        click.echo(f"  has its turn: {plain(place.who)} ({given})")
+    if lock.waiting:
+        click.echo(f"  {lock.waiting} in line")
+    for place in lock.line:
+        parked = f", parked as {place.ticket}" if place.parked else ""
+        waiting = for_people(place.waiting)
+        click.echo(f"    {place.place}. {plain(place.who)}, for {waiting}{plain(parked)}")
+    if lock.waiting > len(lock.line):
+        click.echo(f"    ... celery dislock line {plain(lock.key)} --first {len(lock.line) + 1}")
+
+
+def _write_line(lock: LockState, *, several: bool) -> None:
+    if several:
+        click.echo(f"lock {plain(lock.key)}")
+    if not (lock.waiting or lock.turns):
+        click.echo(f"Nobody waits for lock {plain(lock.key)}.", err=True)
+        return
+    rows = [_in_line(place) for place in (*lock.turns, *lock.line)]
+    write_table(IN_LINE, rows, spare=IN_LINE_SPARE, cut=IN_LINE_CUT)
+    last = lock.line[-1].place if lock.line else 0
+    if last < lock.waiting:
+        click.echo(f"{lock.waiting} in line; go on with --first {last + 1}", err=True)
+
+
+def _in_line(place: Place) -> Sequence[object]:
+    args = place.args or NOTHING
+    return (
+        place.place,
+        for_people(place.waiting),
+        place.turns if place.parked else NOTHING,
+        place.ticket or NOTHING,
+        place.who,
+        place.routing_key or NOTHING,
+        args if len(args) <= SHOWN else f"{args[:SHOWN]}...",
+    )

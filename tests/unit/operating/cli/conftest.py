@@ -1,0 +1,180 @@
+"""Commands without a lock server: what they ask of it is answered here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.cli import dislock as command
+from celery_dislock.operating.cli.session import Session
+from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.servers.reservations import Record
+
+HELD = 750.0  # seconds
+TASK_ID = "9b1d"
+
+
+def holder(**changed):
+    """Make a lease as the lock server tells it."""
+    told = {
+        "owner": f"{TASK_ID}@celery@w1:7/1",
+        "token": 5,
+        "mode": "exclusive",
+        "held": HELD,
+        "acquired_at": 1_700_000_000.0,
+        "remaining": 27.0,
+        "renewed": 3.0,
+        "expiring": False,
+        "turn": False,
+        "who": f"shop.export[{TASK_ID}] on celery@w1 (pid 7)",
+        "task": "shop.export",
+        "id": TASK_ID,
+        "worker": "celery@w1",
+        "pid": 7,
+        "host": "h",
+        "thread": None,
+    }
+    return Holder(**{**told, **changed})
+
+
+def place(number=1, **changed):
+    """Make a parked task in line."""
+    told = {
+        "place": number,
+        "waiting": 5.0,
+        "mode": "exclusive",
+        "parked": True,
+        "ticket": f"t{number}:0:0",
+        "turns": 0,
+        "who": f"shop.export[t{number}]",
+        "task": "shop.export",
+        "id": f"t{number}",
+        "args": "(7,) {}",
+    }
+    return Place(**{**told, **changed})
+
+
+def reserved(state="waiting", **changed):
+    """Make a reservation of a key."""
+    return Record("id-1", state, 3.0, 60.0, "5eed", 7)._replace(**changed)
+
+
+def lock(key="k", **changed):
+    """Make a lock that nobody knows anything of."""
+    told = {
+        "key": key,
+        "name": f"dislock:{{{key}}}",
+        "holders": [],
+        "waiting": 0,
+        "line": [],
+        "turns": [],
+        "aside": 0,
+        "reservation": None,
+        "limit": None,
+        "limit_remaining": None,
+        "limit_since": None,
+        "limit_note": "",
+    }
+    return LockState(**{**told, **changed})
+
+
+class FakeOverview:
+    """Answers with the locks that a test has put there, by name."""
+
+    def __init__(self):
+        self.there = {}
+        self.asked = []
+        self.away = False
+
+    def put(self, *locks):
+        self.there.update((one.name, one) for one in locks)
+
+    def lock(self, name, first=0, most=20):
+        self.asked.append((name, first, most))
+        if self.away:
+            raise StoreError("redis://fake", "away")
+        found = self.there.get(name) or lock(name[len("dislock:{") : -1])
+        if isinstance(found, StoreError):
+            raise found
+        return found
+
+    def names(self, pattern):
+        if self.away:
+            raise StoreError("redis://fake", "away")
+        self.asked.append(pattern)
+        yield list(self.there)
+
+    def look(self, names):
+        return [self.there[name] for name in names]
+
+
+class FakeActions:
+    """Notes what is done; *gone* and *left* are its answers."""
+
+    def __init__(self):
+        self.done = []
+        self.gone = True
+        self.left = None
+        self.aside = []
+        self.error = None
+
+    def free(self, *what):
+        self.done.append(("free", *what))
+        return self.gone
+
+    def end_reservation(self, *what):
+        self.done.append(("unreserve", *what))
+        return self.gone
+
+    def drop(self, *what):
+        self.done.append(("drop", *what))
+        return self.gone
+
+    def put_back(self, name, ticket=""):
+        self.done.append(("put back", name, ticket))
+        yield from self.aside
+
+    def terminate(self, holder, *, signal="TERM"):
+        if self.error:
+            raise self.error
+        self.done.append(("terminate", holder.id, signal))
+
+    def wait_until_ended(self, name, _holder, seconds):
+        self.done.append(("wait", name, seconds))
+        return self.left
+
+
+@pytest.fixture
+def overview(monkeypatch):
+    """What the lock server knows."""
+    fake = FakeOverview()
+    monkeypatch.setattr(Session, "overview", fake)
+    return fake
+
+
+@pytest.fixture
+def actions(monkeypatch):
+    """What a person can do."""
+    fake = FakeActions()
+    monkeypatch.setattr(Session, "actions", fake)
+    return fake
+
+
+@pytest.fixture
+def dislock(overview, actions):
+    """Run a command."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.dislock_url = "redis://nobody/0"
+
+    def run(*args, **how):
+        answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app), **how)
+        if answer.exception is not None and not isinstance(answer.exception, SystemExit):
+            raise answer.exception
+        return answer
+
+    run.app = app
+    return run

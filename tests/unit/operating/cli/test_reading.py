@@ -1,0 +1,225 @@
+"""Who holds what, in words and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from celery_dislock import SingletonTask
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.keys.names import reserved_lock
+from celery_dislock.operating.cli import session
+from tests.unit.operating.cli.conftest import HELD, holder, lock, place, reserved
+
+FOUND = 1
+
+
+def nothing(): ...
+
+
+def rows(answer):
+    """Return the keys of a table, in order."""
+    return [row.split()[0] for row in answer.stdout.splitlines()[1:]]
+
+
+def test_all_that_is_known_has_a_row(dislock, overview):
+    """What is in trouble on top, then by key; a row for each holder, none for an unknown lock."""
+    overview.put(
+        lock("e"),
+        lock("d", limit=0, limit_age=7200.0),
+        lock("c", reservation=reserved()),
+        lock("b", holders=[holder(), holder(owner="other")]),
+        lock("a", waiting=2),
+    )
+    answer = dislock("ls", "x*")
+    assert overview.asked == ["x*"]
+    assert rows(answer) == ["a", "d", "b", "b", "c"]
+    assert answer.stdout.splitlines()[3] == (
+        "b    -                  12 min    3.0 s ago  27 s  -        -               -       "
+        "shop.export[9b1d] on celery@w1 (pid 7)"
+    )
+    assert [one["key"] for one in json.loads(dislock("ls", "--json").stdout)] == list("adbc")
+
+
+def test_what_is_in_trouble_says_so(dislock, overview):
+    """The worst first, with since when: damaged, overdue, stuck, set aside, paused."""
+    overview.put(
+        lock("a", holders=[holder()]),
+        lock("b", limit=0, limit_age=7200.0, waiting=2),
+        lock("c", aside=1),
+        lock("d", waiting=2),
+        lock("e", holders=[holder(), holder(renewed=25.0, remaining=5.0)], aside=1),
+    )
+    overview.there["dislock:{f}"] = DamagedLockError("redis://f", "wrong type", "dislock:{f}")
+    answer = dislock("ls")
+    assert rows(answer) == list("feedcba")
+    for row, trouble in zip(
+        [line for nth, line in enumerate(answer.stdout.splitlines()) if nth not in (0, 3)],
+        ("damaged", "overdue 25 s, set aside", "stuck", "set aside", "paused 2 h 00 min", "-"),
+        strict=True,
+    ):
+        assert f"  {trouble}  " in row
+    told = json.loads(dislock("ls", "--json").stdout)
+    assert [one.get("troubles") for one in told[1:3]] == [["overdue", "set aside"], ["stuck"]]
+
+
+LONG = "export:" + "7" * 70
+WHO = "shop.export[1b4e28ba-2fa1-11d2-883f-0016d3cca427] on celery@web-7.example.com (pid 7)"
+TICKET = "1b4e28ba-2fa1-11d2-883f-0016d3cca427:0:0"
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    """Have the commands write to a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(session, "is_terminal", lambda: True)
+
+
+def test_a_list_fits_a_terminal(dislock, overview, columns):
+    """What matters least is left out, and long names are cut; the trouble stays."""
+    overview.put(
+        lock(LONG, holders=[holder(who=WHO, renewed=25.0, remaining=5.0)], waiting=12),
+        lock("k", limit=0, limit_age=10.0, reservation=reserved()),
+    )
+    head, *told = dislock("ls").stdout.splitlines()
+    assert max(map(len, [head, *told])) <= 80
+    assert head.split("  ")[0].startswith("KEY")
+    assert "overdue 25 s" in told[0]
+    assert "…" in told[0]
+    assert "shop.export" in told[0]
+
+
+def test_a_line_fits_a_terminal(dislock, overview, columns):
+    """The ticket is whole, so that it can be copied; the queue is named."""
+    parked = place(1, who=WHO, ticket=TICKET, routing_key="exports", args="x" * 99)
+    overview.put(lock(waiting=1, line=[parked]))
+    head, row = dislock("line", "k").stdout.splitlines()
+    assert max(len(head), len(row)) <= 80
+    assert TICKET in row
+    assert "exports" in row
+    assert "QUEUE" in head
+
+
+def test_what_is_piped_is_whole(dislock, overview):
+    """A program may read it."""
+    overview.put(lock(LONG, holders=[holder(who=WHO)]))
+    (row,) = dislock("ls").stdout.splitlines()[1:]
+    assert row.startswith(LONG)
+    assert row.endswith(WHO)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ([], ["a", "b"]),
+        (["--held-for", f"{HELD:g}"], ["a"]),
+        (["--held-for", "1h"], []),
+        (["--task", "shop.mail"], ["b"]),
+        (["--task", "shop.*"], ["a", "b"]),
+        (["--worker", "celery@w2"], ["b"]),
+    ],
+)
+def test_holders_are_chosen(dislock, overview, options, keys):
+    """By how long, which task, and where; the limits belong to it."""
+    overview.put(
+        lock("a", holders=[holder()]),
+        lock("b", holders=[holder(held=HELD - 1, task="shop.mail", worker="celery@w2")]),
+    )
+    answer = dislock("ls", *options)
+    assert rows(answer) == keys
+    assert answer.stderr == ("" if keys else "No lock matches.\n")
+
+
+def test_a_damaged_lock_is_named(dislock, overview):
+    """With what is wrong, beside the others; not if holders are chosen: it may have none."""
+    overview.put(lock("a", holders=[holder()]))
+    overview.there["dislock:{b}"] = DamagedLockError("redis://f", "wrong type", "dislock:{b}")
+    answer = dislock("ls")
+    assert rows(answer) == ["b", "a"]
+    assert answer.stdout.splitlines()[1].endswith("cannot be read: wrong type")
+    assert "cannot be used" in json.loads(dislock("ls", "--json").stdout)[0]["error"]
+    assert rows(dislock("ls", "--task", "*")) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, "renewed 3.0 s ago, ends in 27 s unless renewed again"),
+        ({"renewed": None}, "lease     ends in 27 s\n"),
+        ({"expiring": True}, "its owner is done; ends in 27 s"),
+        ({"turn": True}, "a turn that is not claimed yet; ends in 27 s"),
+        ({"mode": "shared"}, "mode      shared"),
+        ({"thread": "MainThread", "task": None, "id": None}, "thread    MainThread"),
+    ],
+)
+def test_a_lease_in_words(dislock, overview, changed, words):
+    """What the times of a lease mean depends on its kind."""
+    overview.put(lock(holders=[holder(**changed)]))
+    assert words in dislock("show", "k").stdout
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"waiting": 3, "line": [place()]}, "... celery dislock line k --first 2"),
+        ({"turns": [place(0, turns=2)]}, "has its turn: shop.export[t0] (turn 2,"),
+        ({"aside": 2}, "2 set aside, because nobody could read or run them: dislock:{k}:aside"),
+        (
+            {"limit": 0, "limit_remaining": 60.0, "limit_since": 86400.0, "limit_note": "by me"},
+            "paused for 60 s more, by me, since 1970-01-0",
+        ),
+        ({"limit": 3}, "limited to 3 at a time until it is resumed"),
+        (
+            {"limit_differs": 1},
+            "while all of them answer, or take it back: celery dislock resume k\n",
+        ),
+        (
+            {"reservation": reserved()},
+            "reserved 3.0 s ago for task id-1, which is waiting; ends in 60 s unless renewed\n",
+        ),
+        (
+            {"reservation": reserved("ended")},
+            "stays reserved for task id-1, which ended 3.0 s ago; ends in 60 s\n",
+        ),
+    ],
+)
+def test_what_belongs_to_a_lock(dislock, overview, changed, words):
+    """All that is known is shown, also if nobody holds it."""
+    overview.put(lock(**changed))
+    answer = dislock("show", "k")
+    assert answer.exit_code == 0
+    assert "held by nobody" in answer.stdout
+    assert words in answer.stdout
+
+
+def test_keys_that_are_reserved_together(dislock, overview):
+    """A task with several keys reserves all of them under one name, which is shown, too."""
+    about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}
+    dislock.app.task(base=SingletonTask, **about)(nothing)
+    names = ["dislock:{a}", "dislock:{b}"]
+    assert dislock("show", "--task", "shop.move").exit_code == FOUND
+    together = lock("a and others", name=reserved_lock(names), reservation=reserved())
+    overview.put(together)
+    answer = dislock("show", "--task", "shop.move")
+    assert answer.exit_code == 0
+    assert "lock a and others\n  held by nobody\n  reserved 3.0 s ago" in answer.stdout
+    told = json.loads(dislock("show", "--task", "shop.move", "--json").stdout)
+    assert [one["key"] for one in told] == ["a", "b", "a and others"]
+
+
+def test_a_page_of_a_line(dislock, overview):
+    """Places are counted from 1 on the command line, and long arguments are cut."""
+    overview.put(lock(waiting=9, line=[place(3, args="x" * 99), place(4, parked=False, ticket="")]))
+    answer = dislock("line", "k", "--first", "3", "--most", "2")
+    assert overview.asked == [("dislock:{k}", 2, 2)]
+    assert rows(answer) == ["3", "4"]
+    assert "x" * 60 + "..." in answer.stdout
+    assert answer.stderr == "9 in line; go on with --first 5\n"
+
+
+def test_nobody_in_line_is_a_finding(dislock):
+    """Also for JSON."""
+    assert dislock("line", "k").exit_code == FOUND
+    answer = dislock("line", "k", "--json")
+    assert json.loads(answer.stdout) == {"key": "k", "waiting": 0, "turns": [], "line": []}
