@@ -242,10 +242,6 @@ class Process:
             self._away = False
             logger.info("The lock server %s answers again.", self.store.server)
 
-    def is_own(self, owner: str) -> bool:
-        """Return whether an owner is of this process, not of an earlier one with the same id."""
-        return owner.rpartition("/")[2].startswith(f"{self._nonce}.")
-
     def owner_name(self, start: str) -> str:
         """Make a unique name for a new owner: *start*, this process's nonce, and a counter."""
         return f"{start}{self._nonce}.{next(self._counter)}"

@@ -16,7 +16,6 @@ from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.tasks.task import SingletonTask, guard_tasks
 from celery_dislock.worker import startup
-from celery_dislock.worker.predecessor import release_left_behind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,8 +63,6 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
                 f"Cannot start with locks: {exc}\nFix that, name another lock server "
                 "(--dislock-url or dislock_url), or run without locks (--no-dislock)."
             ) from exc
-        if self.locking:
-            release_left_behind(worker, runtime_of(worker.app))
 
     def register_with_event_loop(self, worker: WorkController, hub: Any) -> None:
         """Check for dead pool processes more often than Celery does, to release their locks.

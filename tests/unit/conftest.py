@@ -103,4 +103,3 @@ def reachable(monkeypatch):
     """A lock server that a worker's start-up check finds well."""
     monkeypatch.setattr(steps, "check_rights", lambda *_: None)
     monkeypatch.setattr(Store, "ping", lambda _: {})
-    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))

@@ -25,7 +25,7 @@ from celery_dislock.servers.replies import (
 from celery_dislock.servers.reservations import Record, Reservations, Reserved, Taken
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from celery import Celery
 
@@ -309,13 +309,6 @@ class FakeStore:
             Holding(owner.removeprefix("~"), expires - self.clock(), 1, "exclusive", holder)
             for owner, expires, holder in [self.leases[lock], *self.others]
         ]
-
-    def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
-        self._round_trip("all_holders", prefix)
-        for lock, (owner, expires, holder) in list(self.leases.items()):
-            left = expires - self.clock()
-            known = owner.removeprefix("~"), left, 1, "exclusive", holder, owner.startswith("~")
-            yield {lock: [Holding(*known)]}
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         self._round_trip("take_over", *locks, left_by, owner)

@@ -113,8 +113,8 @@ def answers(fleet: Fleet) -> Iterator[Finding]:
         yield Finding(
             "workers",
             WARNING,
-            f"Several workers share a name: {some(fleet.twice)}. If one of them starts, it may "
-            "take the others for dead and release their locks.",
+            f"Several workers share a name: {some(fleet.twice)}. Their answers and their leases "
+            "cannot be told apart.",
             "Give each worker its own name (-n).",
             listed(fleet.twice),
         )

@@ -195,7 +195,6 @@ class TestServer:
 def test_a_worker_says_them_once_it_has_started(app, monkeypatch, caplog):
     """The warnings are in the worker's log, not on a terminal that nobody reads."""
     monkeypatch.setattr(Store, "ping", lambda _: {"role": "slave"})
-    monkeypatch.setattr(Store, "all_holders", lambda *_: iter(()))
     declare(app, "shop.export", lock_key="k", acks_late=True, time_limit=9999)
     step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
     with caplog.at_level(logging.WARNING, "celery_dislock"):
