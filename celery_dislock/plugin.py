@@ -24,9 +24,10 @@ from celery_dislock import hooks
 from celery_dislock.config.settings import app_settings, check_settings, refuse_unknown
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.locks.counting import finish_all
 from celery_dislock.locks.making import keys_of, make_lock
-from celery_dislock.locks.runtime import Runtime
+from celery_dislock.locks.runtime import Process, Runtime
+from celery_dislock.operating.counting import finish_all
+from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.task import SingletonTask, guard_new, guard_tasks
 
@@ -371,6 +372,8 @@ class _Guards:
 
         return made
 
+
+Process.observer_type = Telemetry
 
 # A spawned (not forked) pool process makes its own app, which has the main process's configuration
 # but not its signal handlers.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.locks.tracing import Span
     from celery_dislock.servers.reservations import Reservation
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
@@ -77,7 +76,7 @@ class Attempt:
         how: How the lock was got, for metrics: "at_once", "waited", "parked" or "put_off".
         asked_at: Time of the first request, on this process's clock; None before it.
         waited: Seconds waited before that: in line, or put off.
-        span: The span of OpenTelemetry that is told of the lease; None: nobody traces.
+        trace: What the observer keeps with the attempt and its lease.
     """
 
     __slots__ = (
@@ -91,7 +90,7 @@ class Attempt:
         "owner",
         "reservation",
         "sender",
-        "span",
+        "trace",
         "waited",
     )
 
@@ -114,7 +113,7 @@ class Attempt:
         self.how = AT_ONCE
         self.asked_at: float | None = None
         self.waited = 0.0
-        self.span: Span | None = None
+        self.trace: Any = None
 
     def asks(self, now: float) -> None:
         """Note the time of a request; the first one counts."""

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import in_words
-from celery_dislock.locks.counting import CAPPED, HELD, LOST
 from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
@@ -100,8 +99,8 @@ class Lease:
         "reservation",
         "sender",
         "since",
-        "span",
         "tokens",
+        "trace",
         "trusted_until",
         "watch_number",
     )
@@ -114,7 +113,7 @@ class Lease:
         self.owner = attempt.owner
         self.holder = attempt.holder
         self.sender = attempt.sender
-        self.span = attempt.span
+        self.trace = attempt.trace
         self.caller: ref[Caller] | None = attempt.caller  # renewals stop when it ends
         self.tokens = dict(zip(lock.keys, tokens, strict=True))
         self.renewals = 0
@@ -286,8 +285,8 @@ class Lease:
             if self.on_end is not None:
                 self.on_end(self, action)
         finally:
-            self._count(LOST, "gone" if self._ended.endswith(GONE) else "expired")
-            self._tell_end("lost", reason=self._ended)
+            self.lock.observer.lost(self, action, gone=self._ended.endswith(GONE))
+            self._tell_end("lost")
             signals.lock_lost.send(sender=self.sender, lease=self, reason=self._ended)
 
     def report_capped(self) -> None:
@@ -306,9 +305,7 @@ class Lease:
             if self.on_end is not None:
                 self.on_end(self, action)
         finally:
-            self._count(CAPPED)
-            if self.span is not None:
-                self.span.event("capped", key=self.key, renewals=self.renewals)
+            self.lock.observer.capped(self, action)
             signals.lock_capped.send(sender=self.sender, lease=self)
 
     def report_abandoned(self) -> None:
@@ -351,7 +348,7 @@ class Lease:
                 self.lose(f"it was gone when it was released: {GONE}")
                 self.report_lost()
         self.finished = True
-        self._tell_end("released", expiring=False)
+        self._tell_end("released")
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
 
@@ -373,24 +370,16 @@ class Lease:
             expiry = renewed + self.lock.timeout
             self._finish(max(at_least, expiry - self.since), ticket, settles)
         self.finished = True
-        self._tell_end("released", expiring=True)
+        self._tell_end("expiring")
         if not self.lost:
             signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
 
-    def _count(self, what: str, outcome: str = "", value: float = 1) -> None:
-        counters = self.lock.keeper.counters
-        if counters is not None:
-            counters.add(what, self.holder, outcome, value)
-
-    def _tell_end(self, end: str, **about: str | bool) -> None:
-        """Count for how long the lease was held, and tell its span how it has ended; once."""
-        if self._told_end or (self.lock.keeper.counters is None and self.span is None):
-            return
-        self._told_end = True
-        held = self.lock.clock() - self.since
-        self._count(HELD, value=held)
-        if self.span is not None:
-            self.span.event("lost" if self.lost else end, key=self.key, held=held, **about)
+    def _tell_end(self, end: str) -> None:
+        """Tell the observer how the lease has ended; once."""
+        if not self._told_end:
+            self._told_end = True
+            held = self.lock.clock() - self.since
+            self.lock.observer.ended(self, "lost" if self.lost else end, held)
 
     def _stop(self, end: str) -> None:
         self.lock.keeper.unwatch(self)

@@ -11,7 +11,6 @@ from celery_dislock import signals
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import WAITED, Attempt, Conflict, in_words, is_turn
 from celery_dislock.locks.callers import current_caller
-from celery_dislock.locks.counting import ACQUIRED, WAIT
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
 from celery_dislock.servers.store import Ending
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
     from celery_dislock.servers.store import Store
@@ -97,6 +97,11 @@ class Lock:
     def key(self) -> str:
         """The key, or all keys in one text, for messages."""
         return " + ".join(self.keys)
+
+    @property
+    def observer(self) -> Observer:
+        """What is told of this lock's leases."""
+        return self.keeper.observer
 
     def try_acquire(self, attempt: Attempt, *, fair: bool = True) -> Lease | Conflict:
         """
@@ -275,24 +280,10 @@ class Lock:
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
         lease = attempt.lease = Lease(self, attempt, tokens, since, ttl)
         self.keeper.watch(lease)
-        if self.keeper.counters is not None or attempt.span is not None:
-            self._tell_of(attempt, lease)
+        asked_at = lease.since if attempt.asked_at is None else attempt.asked_at
+        self.observer.acquired(lease, attempt.how, attempt.waited + self.clock() - asked_at)
         signals.lock_acquired.send(sender=attempt.sender, lease=lease)
         return lease
-
-    def _tell_of(self, attempt: Attempt, lease: Lease) -> None:
-        """Count the acquisition, and tell its span."""
-        since = lease.since if attempt.asked_at is None else attempt.asked_at
-        waited = attempt.waited + self.clock() - since
-        counters = self.keeper.counters
-        if counters is not None:
-            counters.add(ACQUIRED, attempt.holder, attempt.how)
-            counters.add(WAIT, attempt.holder, value=waited)
-        if attempt.span is not None:
-            attempt.span.note(
-                key=self.key, outcome=attempt.how, wait=waited, token=lease.token, owner=lease.owner
-            )
-            attempt.span.event("acquired", key=self.key, wait=waited, token=lease.token)
 
     def interrupted(self, attempt: Attempt) -> None:
         """

@@ -27,7 +27,6 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks.attempt import Attempt, Conflict, in_words, to_json
 from celery_dislock.locks.callers import Held, check_terms, current_caller
-from celery_dislock.locks.counting import CONFLICT
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 
@@ -309,8 +308,8 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(attempt, fair=self._fair)
             if isinstance(answer, Conflict):
-                if lock.keeper.counters is not None:
-                    lock.keeper.counters.add(CONFLICT, attempt.holder, "refused")
+                holder = in_words(answer.holder)
+                lock.observer.conflict(attempt, answer.key, "refused", holder)
                 return answer
             held = Held(lock, attempt, answer, runtime=self._runtime)
             held.entries[entry] = None

@@ -12,14 +12,14 @@ import socket
 from functools import cached_property, partial
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 from celery_dislock.config.server import lock_server
 from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.locks.counting import Counters
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.connections import is_answer
@@ -131,8 +131,13 @@ class Process:
         hand_over: See :class:`celery_dislock.servers.store.Store`.
 
     Attributes:
-        counters: What this process counts; None without ``dislock_metrics``.
+        settings: The argument of that name.
+        loop_store: The store that the watchdog's loop alone uses beside greenlets, else *store*.
+        observer: What is told of the locks of this process.
+        observer_type: Its class; the plugin sets it.
     """
+
+    observer_type: ClassVar[type[Observer]] = Observer
 
     def __init__(
         self,
@@ -155,23 +160,20 @@ class Process:
         self._options = options
         self.store = Store(url, options, home=home, hand_over=hand_over)
         self._nonce = token_hex(4)  # process ids and thread ids are reused
-        self.counters: Counters | None = None
-        if settings.dislock_metrics:
-            name = f"{self.host}:{self.pid}/{self._nonce}"
-            self.counters = Counters(
-                settings.dislock_prefix, name, lambda: self.quick_store.lock_server
-            )
-        self.watchdog = Watchdog(
-            Store(url, options) if self._patched else self.store,
-            beside_greenlets=bool(self._patched),
-            asks=settings.dislock_renew_for_stalled and is_pool_process(),
-            counters=self.counters,
-        )
+        self.settings = settings
+        self.loop_store = Store(url, options) if self._patched else self.store
         self._warned = False
         self._away = False
         self._refuses = False  # while it is away: it answers, with an error
         self._damaged: set[str] = set()
         self._counter = count(1)
+        self.observer = self.observer_type(self)
+        self.watchdog = Watchdog(
+            self.loop_store,
+            beside_greenlets=bool(self._patched),
+            asks=settings.dislock_renew_for_stalled and is_pool_process(),
+            observer=self.observer,
+        )
 
     @cached_property
     def quick_store(self) -> Store:
@@ -188,8 +190,8 @@ class Process:
         """Stop the watchdog, and close the connections that are not in use."""
         watched = len(self.watchdog)
         self.watchdog.stop()
-        if self.counters is not None:
-            self.counters.close()
+        self.observer.wake = nothing  # a lock that is released later must not start it again
+        self.observer.finish()
         quick = self.__dict__.pop("quick_store", None)
         if quick is not None:
             quick.close()

@@ -25,8 +25,7 @@ then renews its leases.  So if the trust in a lease has ended while this process
 loop asks the server before it calls the lease lost.  A renewal succeeds only if the lease has never
 expired, and then nobody else was let in.
 
-If the process counts for metrics, the loop also sends the counts, some seconds after the first; see
-:mod:`celery_dislock.locks.counting`.
+The loop also runs the observer when it is due; see :mod:`celery_dislock.locks.observer`.
 
 Beside greenlets the loop runs in a thread of the operating system, with a store of its own, and
 what it has to report is reported in the thread of the hub; see :mod:`celery_dislock.locks.native`.
@@ -49,16 +48,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock import signals
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.locks.counting import EVERY, RENEWED
 from celery_dislock.locks.figures import Counts, written
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
-from celery_dislock.scripts import COUNT
+from celery_dislock.locks.observer import FOREVER, Observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
-    from celery_dislock.locks.counting import Counters
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.store import Ending, Store
@@ -74,7 +71,6 @@ STALL_LEAST = 0.25  # seconds by which the loop is late if its process was stall
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
 SHOW_EVERY = 1.0  # seconds between two showings of the figures, at least
-FOREVER = float("inf")
 DEAD_ENTRIES = 1000  # number of stale heap entries above which a clean-up is worth its cost
 
 logger = logging.getLogger("celery_dislock")
@@ -107,7 +103,7 @@ class Watchdog:
         beside_greenlets: The store belongs to the loop alone, and reports are made in a greenlet.
         asks: Ask the server about a lease in which the trust has ended while this process was
             stalled, because another process may have renewed it.
-        counters: What this process counts, which the loop sends to the server; None: nothing.
+        observer: What is told of the leases, and run by the loop; None: nobody.
 
     Attributes:
         errors: Unexpected exceptions that the loop has survived.
@@ -115,7 +111,7 @@ class Watchdog:
         show: Called by the loop with the figures when they have changed; it must not block for
             long.  None: nobody wants them.
         asks: The argument of that name.
-        counters: The argument of that name.
+        observer: The argument of that name; never None.
     """
 
     def __init__(
@@ -126,15 +122,13 @@ class Watchdog:
         threaded: bool = True,
         beside_greenlets: bool = False,
         asks: bool = False,
-        counters: Counters | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.errors = 0
         self.counts = Counts()
         self.show: Callable[[Mapping[str, Any]], None] | None = None
         self.asks = asks
-        self.counters = counters
-        self._flush_at = FOREVER
-        self._unsent = False  # and that was reported
+        self.observer = observer or Observer()
         self._store = store
         self._clock = clock
         self._threaded = threaded
@@ -156,8 +150,7 @@ class Watchdog:
         self._over: dict[str, Over] = {}  # by owner
         self._clear_at = 0.0
         self._failures = 0  # in a row
-        if counters is not None:
-            counters.wake = self._expect_counts
+        self.observer.wake = self._expect_observer
         self._shown: object = None  # the state that the shown figures describe
         self._shown_at = 0.0
 
@@ -219,10 +212,9 @@ class Watchdog:
         """Forget an owner that no longer holds or waits for a lock."""
         self._over.pop(owner, None)
 
-    def _expect_counts(self) -> None:
-        """Send what was counted soon; does not block."""
-        self._flush_at = when = min(self._flush_at, self._clock() + EVERY)
-        if when < self._wakes_at:
+    def _expect_observer(self) -> None:
+        """Run the observer when it is due; does not block."""
+        if self.observer.due_at() < self._wakes_at:
             self._bell.ring()
         self._ensure_running()
 
@@ -304,8 +296,8 @@ class Watchdog:
                 self._renew(batch)
         if self._over and self._clear_at <= self._clock():
             self._clear()
-        if self._flush_at <= self._clock():
-            self._flush()
+        if self._observer_due_at() <= self._clock():
+            self._run_observer()
         with self._mutex:
             return self._idle_for()
 
@@ -348,7 +340,7 @@ class Watchdog:
         until = self._timers[0].when if self._timers else FOREVER
         if self._over:
             until = min(until, self._clear_at)
-        until = min(until, self._flush_at)
+        until = min(until, self._observer_due_at())
         self._wakes_at = until
         if self.show is not None:
             shows_at = self._shows_at()
@@ -391,35 +383,20 @@ class Watchdog:
                 self._over.pop(owner, None)
                 self._over[owner] = one
 
-    def _flush(self) -> None:
-        """Send what was counted, unless leases have to be renewed first."""
-        self._flush_at = FOREVER  # before: what is counted from now on may set it
-        if self.counters is None:
-            return
-        if self._failures:  # the server is away, and the time is needed for renewals
-            self._flush_at = self._clock() + EVERY
-            return
-        within = WITHIN_MOST / 2
-        server = self._store.lock_server
+    def _observer_due_at(self) -> float:
+        """Return when the observer is due: not while the time is needed for renewals."""
+        return FOREVER if self._failures else self.observer.due_at()
+
+    def _run_observer(self) -> None:
         began = self._ran_until = self._clock()
-        again: float | None = EVERY
         try:
-            again = self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=within))
+            self.observer.run()
         except SURVIVED as exc:
-            self._survive("sending counts", exc)
+            self._survive("running the observer", exc)
         now = self._clock()
-        if now > began + WAITS * within + STALL_LEAST:
+        if now > began + WAITS * WITHIN_MOST / 2 + STALL_LEAST:
             with self._mutex:
                 self._notice_stall(now)
-        self._report_unsent(self.counters.error)
-        if again is not None:
-            self._flush_at = min(self._flush_at, now + again)
-
-    def _report_unsent(self, error: StoreError | None) -> None:
-        if error is not None and not self._unsent:
-            told = "Counts for metrics cannot be sent, and are kept until they can: %s"
-            self._report(logger.warning, told, error)
-        self._unsent = error is not None
 
     def _renew(self, batch: list[Entry]) -> None:
         sent_at = self._ran_until = self._clock()
@@ -478,12 +455,15 @@ class Watchdog:
             self._report(lease.report_lost)
 
     def _tell_renewed(self, renewed: list[Lease]) -> None:
-        if self.counters is not None:
-            for lease in renewed:
-                self.counters.add(RENEWED, lease.holder, tells=self._tell is at_once)
+        if renewed:
+            self._report(self._observe_renewed, renewed)
         if signals.lock_renewed.receivers:
             for lease in renewed:
                 self._report(signals.lock_renewed.send, sender=lease.sender, lease=lease)
+
+    def _observe_renewed(self, renewed: list[Lease]) -> None:
+        for lease in renewed:
+            self.observer.renewed(lease)
 
     def _keep(self, reservations: list[Reservation], until: float) -> None:
         """Keep the reservations of tasks that run; one that is missed costs no more than itself."""

@@ -1,8 +1,8 @@
 """Read the metrics of all workers from the lock server.
 
 Counters and histograms are what the processes have added up there; see
-:mod:`celery_dislock.locks.counting`.  Gauges are read from the locks themselves when somebody asks,
-so they are right whatever has become of the processes.
+:mod:`celery_dislock.operating.counting`.  Gauges are read from the locks themselves when somebody
+asks, so they are right whatever has become of the processes.
 
 A counter must not go down, or a monitoring system takes the whole of it for new.  After a failover
 the server may have lost the last additions, and of several servers one that was away has missed
@@ -20,7 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.counting import (
+from celery_dislock.operating.counting import (
     ACQUIRED,
     BUCKETS,
     CAPPED,

@@ -13,7 +13,6 @@ from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
-from celery_dislock.locks.counting import UNAVAILABLE
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.resend import put_off
@@ -128,14 +127,10 @@ class Acquisition:
         delivery, key = self.delivery, self.delivery.lock.key
         self._process.lock_server_failed(error)
         choice = self._runtime.settings.dislock_on_unavailable
-        counters, attempt = delivery.lock.keeper.counters, delivery.attempt
-        if counters is not None:
-            counters.add(UNAVAILABLE, attempt.holder, choice)
-            if delivery.notes.since is None:
-                delivery.notes.since = time.time()
-        if attempt.span is not None:
-            attempt.span.note(key=key, outcome="unavailable")
-            attempt.span.event("unavailable", key=key, reason=str(error))
+        attempt = delivery.attempt
+        delivery.lock.observer.unavailable(attempt, key, choice, str(error))
+        if delivery.notes.since is None:
+            delivery.notes.since = time.time()
         if choice == "run" and may_run:
             logger.warning("Task %s runs without its lock %r: %s", delivery, key, error)
             return

@@ -23,7 +23,6 @@ from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
 from celery_dislock.locks.attempt import Conflict, in_words, is_turn
-from celery_dislock.locks.counting import CONFLICT, MESSAGE
 from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
 from celery_dislock.parking.store import Bounds
@@ -76,7 +75,7 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
     chosen = delivery.options.lock_on_conflict
     if not isinstance(chosen, str):
         chosen = _ask(chosen, delivery.task, conflict)
-    if delivery.lock.keeper.counters is not None and delivery.notes.since is None:
+    if delivery.notes.since is None:
         delivery.notes.since = time.time()
     if chosen != "queue":  # what becomes of that is not known yet
         _count(delivery, conflict, chosen)
@@ -84,14 +83,9 @@ def resolve(asking: Acquisition, conflict: Conflict) -> Lease | None:
 
 
 def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
-    """Count a conflict by what becomes of the task, and tell the task's span."""
-    attempt, counters = delivery.attempt, delivery.lock.keeper.counters
-    if counters is not None:
-        counters.add(CONFLICT, attempt.holder, outcome)
-    if attempt.span is not None:
-        holder = in_words(conflict.holder)
-        attempt.span.note(key=conflict.key, outcome=outcome)
-        attempt.span.event("conflict", key=conflict.key, outcome=outcome, holder=holder)
+    """Tell the observer of a conflict, and what becomes of the task."""
+    holder = in_words(conflict.holder)
+    delivery.lock.observer.conflict(delivery.attempt, conflict.key, outcome, holder)
 
 
 def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
@@ -110,9 +104,8 @@ def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
 
 def end_replaced(delivery: Delivery, replaced: Replaced) -> NoReturn:
     """End a task whose message was replaced by a newer one of its key."""
-    counters = delivery.lock.keeper.counters
-    if counters is not None:
-        counters.add(MESSAGE, delivery.attempt.holder, "replaced")
+    worker = delivery.attempt.holder["worker"] or ""
+    delivery.lock.observer.message(delivery.task.name, "replaced", worker)
     newer = task_id_of_reserved(replaced.by)
     reason = f"a newer message of key {delivery.lock.key!r} replaces it: task {plain(newer)}"
     if newer == str(delivery.id):  # the result of this id is that of the newer message

@@ -21,7 +21,6 @@ from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
-from celery_dislock.locks.tracing import current_span
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
@@ -352,13 +351,13 @@ class Guard:
         start = execution_start(request.id, request.hostname, process.pid)
         attempt = Attempt(process.owner_name(start), holder, sender=task)
         notes = Notes.of(request, self.runtime.settings.dislock_prefix)
-        attempt.span = current_span()
         if notes.put_off:
             attempt.how = PUT_OFF
         if notes.since is not None:
             waited = time.time() - notes.since
             attempt.waited = waited if 0 < waited < WAIT_MOST else 0.0
         lock = self.runtime.lock(keys, self.options)
+        attempt.trace = lock.observer.begin()
         delivery: Delivery = Delivery(task, request, lock, attempt, notes)
         if request.headers:
             delivery.reservation = self.reservation_of(request)

@@ -37,7 +37,6 @@ from celery_dislock.exceptions import (
     StoreError,
 )
 from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
-from celery_dislock.locks.counting import MESSAGE
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
 from celery_dislock.messages.outbox import delay_of, seconds_until
@@ -382,14 +381,9 @@ def outbox_of(task: Task) -> Any:
 
 
 def count(guard: Guard, outcome: str) -> None:
-    """Count what became of a message that was to be sent, for metrics."""
-    try:
-        process = guard.runtime.process
-    except SettingsError:  # it has no lock server
-        return
-    if process.counters is not None:
-        sender = {"task": guard.name, "worker": f"sender@{process.host}"}
-        process.counters.add(MESSAGE, sender, outcome)
+    """Tell the observer what became of a message that was to be sent."""
+    with contextlib.suppress(SettingsError):  # it has no lock server
+        guard.runtime.process.observer.message(guard.name, outcome)
 
 
 def is_sent_again(options: Mapping[str, Any]) -> bool:

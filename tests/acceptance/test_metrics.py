@@ -14,7 +14,7 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 from prometheus_client.parser import text_string_to_metric_families
 
-from celery_dislock.locks.counting import EVERY
+from celery_dislock.operating.counting import EVERY
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from tests.acceptance.fleet import CONCURRENCY, LIMIT, Worker, wait_for
 

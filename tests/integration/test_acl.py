@@ -13,9 +13,9 @@ from celery import Celery
 
 from celery_dislock import Dislock, scripts
 from celery_dislock.exceptions import ForbiddenError, StoreError
-from celery_dislock.locks.counting import ACQUIRED, Counters
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
+from celery_dislock.operating.counting import ACQUIRED, Counters
 from celery_dislock.operating.metrics import Metrics
 from celery_dislock.operating.overview import LockState, Overview
 from celery_dislock.parking.identity import StoreIdentity

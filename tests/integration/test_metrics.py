@@ -14,8 +14,8 @@ from celery import Celery
 from prometheus_client.parser import text_string_to_metric_families
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.locks.counting import ACQUIRED, Counters
 from celery_dislock.operating import metrics
+from celery_dislock.operating.counting import ACQUIRED, Counters
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
@@ -59,9 +59,9 @@ def count(app: Celery, times: int, worker: str = "celery@w1", task: str = "shop.
     """Count as a process of its own does that ends at once."""
     process = runtime_of(app).new_process()
     for _ in range(times):
-        process.counters.add(ACQUIRED, {"task": task, "worker": worker}, "at_once")
+        process.observer._counters.add(ACQUIRED, {"task": task, "worker": worker}, "at_once")
     process.close()
-    assert not process.counters._unsent
+    assert not process.observer._counters._unsent
 
 
 def scrape(page: Any) -> dict[Any, float]:
@@ -190,13 +190,13 @@ def test_batches_of_many_processes_add_up(redis_url, redis_client):
 
 def test_threads_that_count_lose_nothing(redis_url, redis_client, monkeypatch):
     """While the watchdog sends, others count on."""
-    monkeypatch.setattr("celery_dislock.locks.watchdog.EVERY", 0.01)
+    monkeypatch.setattr("celery_dislock.operating.counting.EVERY", 0.01)
     app = app_of(redis_url)
     process = runtime_of(app).process
 
     def work() -> None:
         for _ in range(5000):
-            process.counters.add(ACQUIRED, HOLDER, "at_once")
+            process.observer._counters.add(ACQUIRED, HOLDER, "at_once")
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -269,7 +269,7 @@ def test_without_the_setting_nothing_is_kept(redis_url, redis_client):
     app = app_of(redis_url)
     app.conf.dislock_metrics = False
     with Dislock(app).lock("1"):
-        assert runtime_of(app).process.counters is None
+        assert runtime_of(app).process.observer._counters is None
     runtime_of(app).close()
     assert redis_client.keys("*metrics*") == []
 

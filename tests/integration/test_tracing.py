@@ -10,7 +10,7 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
-from celery_dislock.locks import tracing
+from celery_dislock.operating import tracing
 from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_dislock.locks.counting import BUCKETS
+from celery_dislock.operating.counting import BUCKETS
 from celery_dislock.operating.metrics import METRICS, Metrics, Reading
 from celery_dislock.operating.web.shared import Outage, Shared
 from celery_dislock.parking.process import runtime_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,7 @@ from celery_dislock import signals
 from celery_dislock.exceptions import DamagedLockError, LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller
-from celery_dislock.locks.counting import EVERY, RENEWED, Counters
+from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, Watchdog, _valid
 from celery_dislock.servers.store import Ending
 
@@ -644,102 +643,84 @@ def test_reports_can_be_made_elsewhere(world, heard):
     assert sorted(names(heard)) == ["lock_capped", "lock_lost", *["lock_renewed"] * 3]
 
 
-class FakeCounters(Counters):
-    """Notes when it was flushed; says when it wants to be flushed again."""
+class Due(Observer):
+    """Wants to be run some seconds after a lease was taken, and notes when it was."""
+
+    AFTER = 5.0
 
     def __init__(self, world):
-        super().__init__("dislock", "host:7/abcd", lambda: None)
+        super().__init__()
         self.world = world
-        self.flushed = []
-        self.again = None
+        self.when = FOREVER
+        self.again = FOREVER
+        self.ran = []
+        self.renewals = []
 
-    def flush(self, send):
-        self.flushed.append(self.world.clock.now)
-        self._events.clear()
-        self._expected = False
-        send([])
-        return self.again
+    def acquired(self, lease, how, waited):
+        self.when = min(self.when, self.world.clock.now + self.AFTER)
+        self.wake()
+
+    def renewed(self, lease):
+        self.renewals.append(lease)
+
+    def due_at(self):
+        return self.when
+
+    def run(self):
+        self.ran.append(self.world.clock.now)
+        self.when = self.again
 
 
 @pytest.fixture
-def counting(world):
-    """The counters of a watchdog that ticks when told to."""
-    counters = FakeCounters(world)
-    world.store.lock_server = SimpleNamespace(run_many=lambda *_, **__: [])
-    world.watchdog = Watchdog(world.store, clock=world.clock, threaded=False, counters=counters)
-    return counters
+def observer(world):
+    """The observer of a watchdog that ticks when told to."""
+    observer = Due(world)
+    world.watchdog = Watchdog(world.store, clock=world.clock, threaded=False, observer=observer)
+    return observer
 
 
-def test_counts_are_sent_a_few_seconds_after_the_first(world, counting):
-    """The loop sleeps until then, and sends what many leases have counted at once."""
+def test_the_observer_is_run_when_it_is_due(world, observer):
+    """The loop sleeps until then; where nothing happens, it sleeps for good."""
+    world.run(600)
     assert world.watchdog.tick() is None
     began = world.clock.now
     for number in range(10):
         lease = world.lease(f"k{number}", f"o{number}")
         lease.release()
     world.run(60)
-    assert counting.flushed == [began + EVERY]
+    assert observer.ran == [began + Due.AFTER]
 
 
-def test_an_idle_process_sends_no_counts(world, counting):
-    """Where nothing happens, the loop sleeps for good."""
-    world.run(600)
-    assert counting.flushed == []
-    assert world.watchdog.tick() is None
-
-
-def test_counts_that_could_not_be_sent_are_sent_again(world, counting):
-    """As often as it takes, a few seconds apart."""
-    counting.again = EVERY
-    began = world.clock.now
-    world.lease().release()
-    world.run(3 * EVERY + 1)
-    assert counting.flushed == [began + EVERY, began + 2 * EVERY, began + 3 * EVERY]
-
-
-def test_renewals_go_before_counts(world, counting):
+def test_renewals_go_before_the_observer(world, observer):
     """While the server does not answer, the time is needed for leases that are still trusted."""
     world.lease(lock_watchdog_timeout=9)
     world.store.away = True
     world.run(8)
-    assert counting.flushed == []
+    assert observer.ran == []
     world.store.away = False
-    world.run(EVERY + 1)
-    assert len(counting.flushed) == 1
+    world.run(Due.AFTER + 1)
+    assert len(observer.ran) == 1
 
 
-def test_each_renewal_is_counted(world, counting):
+def test_the_observer_is_told_of_each_renewal(world, observer):
     """As many as the server has granted."""
     lease = world.lease(lock_watchdog_timeout=3)
-    seen = []
-    counting.add = lambda what, *_args, **_kwargs: seen.append(what)
     world.run(10)
-    assert seen == [RENEWED] * lease.renewals
+    assert observer.renewals == [lease] * lease.renewals
     assert lease.renewals > 5
 
 
-def test_counts_that_cannot_be_sent_are_reported_once(world, counting, caplog):
-    """An operator who sees flat curves finds the reason in the log, and once per outage."""
-    counting.again = EVERY
-    counting.error = StoreError("redis://fake", "OOM command not allowed")
-    world.lease().release()
-    with caplog.at_level(logging.WARNING):
-        world.run(3 * EVERY + 1)
-        counting.error = None
-        world.run(EVERY)
-        counting.error = StoreError("redis://fake", "away")
-        world.run(EVERY)
-    told = [line for line in caplog.messages if line.startswith("Counts for metrics cannot be")]
-    assert len(told) == 2
-    assert "OOM" in told[0]
-
-
-def test_an_error_while_counts_are_sent_ends_no_loop(world, counting, caplog):
+def test_an_error_of_the_observer_ends_no_loop(world, observer, caplog):
     """Leases are renewed all the same."""
-    counting.flush = lambda _send: 1 / 0
+    observer.again, observer.ran = 0.0, None  # it raises each time
     lease = world.lease(lock_watchdog_timeout=30)
     with caplog.at_level(logging.ERROR):
+        world.watchdog.tick()
+        world.clock.advance(Due.AFTER)
+        for _ in range(3):
+            world.watchdog.tick()
+        observer.when = FOREVER
         world.run(100)
     assert lease.held
-    assert world.watchdog.errors > 1
-    assert "sending counts" in caplog.text
+    assert world.watchdog.errors == 3
+    assert "running the observer" in caplog.text

@@ -9,8 +9,8 @@ import pytest
 
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks.counting import BUCKETS, LIMITS
 from celery_dislock.operating import metrics
+from celery_dislock.operating.counting import BUCKETS, LIMITS
 from celery_dislock.operating.metrics import METRICS, Metrics, _Names, _task_of
 from celery_dislock.scripts import COUNTS, LOOK, TALLY
 

@@ -15,6 +15,7 @@ from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreErr
 from celery_dislock.config import options
 from celery_dislock.keys.names import task_name, told_id
 from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.locks.observer import Observer
 from celery_dislock.messages.headers import (
     HELD_HEADER,
     PUT_OFF_HEADER,
@@ -217,7 +218,8 @@ def test_a_retry_leaves_the_brokers_own_headers_behind(app, world, broker):
     """RabbitMQ takes a message with its x-death header for one that goes round in circles."""
     world.lease("k", "other")
     deliver(declare(app, "retry"), "2", **{"x-death": [{"queue": "q"}], "tenant": "seven"})
-    assert broker.sent[0]["headers"].keys() == {"tenant", PUT_OFF_HEADER, RETRY_UNTIL_HEADER}
+    ours = {PUT_OFF_HEADER, RETRY_UNTIL_HEADER, SINCE_HEADER}
+    assert broker.sent[0]["headers"].keys() == {"tenant", *ours}
 
 
 # wait
@@ -450,15 +452,23 @@ def test_each_strategy_that_can_be_named_is_there():
 
 @pytest.fixture
 def counted(world, monkeypatch):
-    """What is counted: name and outcome, and of a histogram the seconds."""
+    """What the observer is told: what has happened, its outcome, and the seconds waited."""
     events = []
 
-    class Recorder:
-        def add(self, what, holder, outcome="", value=1, **_):
-            assert {"task", "worker"} <= holder.keys()
-            events.append((what, outcome or value))
+    class Recorder(Observer):
+        def acquired(self, lease, how, waited):
+            events.append(("acquired", how, waited))
 
-    world.watchdog.counters = Recorder()
+        def conflict(self, attempt, key, outcome, holder):
+            events.append(("conflict", outcome))
+
+        def unavailable(self, attempt, key, outcome, reason):
+            events.append(("unavailable", outcome))
+
+        def message(self, task, outcome, worker=""):
+            events.append(("message", outcome))
+
+    world.watchdog.observer = Recorder()
     return events
 
 
@@ -556,8 +566,7 @@ def test_the_wait_of_a_task_that_was_put_off_counts_from_its_first_conflict(
     counted.clear()
     now[0] += 5
     deliver(export, "2", headers=broker.sent[-1]["headers"])
-    assert ("acquired", "put_off") in counted
-    assert ("wait", 12) in counted
+    assert ("acquired", "put_off", 12) in counted
 
 
 @pytest.mark.parametrize("since", [1.0, 9e9])
@@ -568,18 +577,7 @@ def test_a_wait_that_cannot_be_is_not_counted(app, world, counted, since):
     def export(): ...
 
     deliver(export, "2", headers={SINCE_HEADER: since})
-    assert ("wait", 0.0) in counted
-
-
-def test_without_metrics_no_message_says_since_when_it_waits(app, world, broker):
-    """Nobody measures it, so the header is left out."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="retry")
-    def export(): ...
-
-    world.lease()
-    deliver(export, "2")
-    assert SINCE_HEADER not in broker.sent[0]["headers"]
+    assert ("acquired", "at_once", 0.0) in counted
 
 
 def test_a_lock_server_that_is_away_is_counted_by_what_becomes_of_the_task(

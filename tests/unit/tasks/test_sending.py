@@ -10,7 +10,6 @@ from celery.result import EagerResult
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
-from celery_dislock.locks.counting import MESSAGE
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
@@ -49,7 +48,7 @@ class Sending:
         self.fails = None
         self.counted = []
         self.settings = SimpleNamespace(dislock_on_unavailable="retry", dislock_prefix="dislock")
-        process = SimpleNamespace(host="h", counters=SimpleNamespace(add=self.count))
+        process = SimpleNamespace(observer=SimpleNamespace(message=self.count))
         self.guard = SimpleNamespace(
             name="edit",
             interval=10.0,
@@ -69,8 +68,8 @@ class Sending:
             raise ValueError("no document")
         return (f"dislock:{{edit:{args[0]}}}",)
 
-    def count(self, what, holder, outcome):
-        assert (what, holder) == (MESSAGE, {"task": "edit", "worker": "sender@h"})
+    def count(self, task, outcome):
+        assert task == "edit"
         self.counted.append(outcome)
 
     def publish(self, **options):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from bisect import bisect_left
 from collections import deque
 from contextlib import suppress
@@ -30,7 +31,8 @@ from weakref import WeakSet
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import mutex
-from celery_dislock.locks.tracing import instruments
+from celery_dislock.locks.observer import FOREVER, nothing
+from celery_dislock.operating.tracing import instruments
 from celery_dislock.scripts import COUNT
 from celery_dislock.scripts.names import counted_by, counts_of, index_of_counts
 from celery_dislock.servers.replies import milliseconds
@@ -38,7 +40,7 @@ from celery_dislock.servers.replies import milliseconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from celery_dislock.locks.tracing import Instruments
+    from celery_dislock.operating.tracing import Instruments
     from celery_dislock.servers.server import Server
 
     Field = tuple[str, str, str]  # what, outcome or bucket, task
@@ -124,14 +126,24 @@ class Counters:
         prefix: Prefix of the names in Redis.
         process: Name of this process; no two processes share it.
         server: Returns the lock server that is asked at the end of the process.
+        clock: Returns monotonic seconds.
 
     Attributes:
         wake: Called when something is to be flushed within EVERY seconds; set by the watchdog.
+        due_at: Time of the next flush.
         error: Why the last flush could not send everything; None: it has.
     """
 
-    def __init__(self, prefix: str, process: str, server: Callable[[], Server]) -> None:
-        self.wake: Callable[[], None] = _nobody
+    def __init__(
+        self,
+        prefix: str,
+        process: str,
+        server: Callable[[], Server],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.due_at = FOREVER
+        self._clock = clock
+        self.wake: Callable[[], None] = nothing
         self.error: StoreError | None = None
         self._prefix = prefix
         self._process = process
@@ -151,8 +163,6 @@ class Counters:
         holder: Mapping[str, Any],
         outcome: str = "",
         value: float = 1,
-        *,
-        tells: bool = True,
     ) -> None:
         """
         Count something.
@@ -162,16 +172,16 @@ class Counters:
             holder: Who holds or wants the lock; its task and worker are counted by.
             outcome: How it went; a word.
             value: The number of times; of a histogram, seconds.
-            tells: False: OpenTelemetry is not told, because the caller is no thread of the app's.
         """
         event = Event(what, outcome, holder.get("task") or "", holder.get("worker") or "", value)
         self._events.append(event)
         # Now and then also if a flush is expected: a signal handler may have come in between here.
         if not self._expected or len(self._events) % WAKE_AGAIN == 0:
+            self.due_at = min(self.due_at, self._clock() + EVERY)
             self.wake()
             self._expected = True
             self._instruments = instruments()
-        if self._instruments is not None and tells:
+        if self._instruments is not None:
             self._instruments.record(event)
 
     def flush(
@@ -189,6 +199,7 @@ class Counters:
         if not self._mutex.acquire(blocking=False):
             return EVERY
         try:
+            self.due_at = FOREVER
             self._expected = False  # before the queue is read: what comes later asks for a flush
             self._add_up()
             sent = [(worker, sums) for worker, sums in self._sums.items() if sums.next_batch()]
@@ -206,6 +217,8 @@ class Counters:
                     sums.batch = None
                     left = left or bool(sums.counts)
             self._expected = self._expected or left
+            if left:
+                self.due_at = min(self.due_at, self._clock() + EVERY)
             return EVERY if left else None
         finally:
             self._mutex.release()
@@ -226,14 +239,6 @@ class Counters:
         self.flush(send)
         if not any(sums.batch for sums in self._sums.values()):  # that server answers
             self.flush(send)  # what came after a batch that had failed before
-
-    def close(self) -> None:
-        """Send what is left, as :meth:`finish` does; what is counted later waits for its next call.
-
-        A lock that is still held may be released after that, and must not start the watchdog again.
-        """
-        self.finish()
-        self.wake = _nobody
 
     @property
     def _unsent(self) -> bool:
@@ -287,10 +292,6 @@ def _fields(batch: Mapping[Field, int]) -> Iterator[str | int]:
         if amount:
             yield f"{what} {word or '-'} {task}"
             yield amount
-
-
-def _nobody() -> None:
-    """Do nothing: no watchdog is there yet."""
 
 
 _living: WeakSet[Counters] = WeakSet()

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.locks import counting
-from celery_dislock.locks.counting import (
+from celery_dislock.operating import counting
+from celery_dislock.operating.counting import (
     ACQUIRED,
     CONFLICT,
     EVERY,
@@ -219,8 +219,7 @@ def test_a_server_that_is_away_holds_up_no_end(counters, server):
 def test_what_is_counted_after_the_end_starts_no_watchdog_again(counters, server):
     """A lock that outlives its runtime is released then; its counts go with the process."""
     woken = []
-    counters.wake = lambda: woken.append(1)
-    counters.close()
+    counters.finish()
     counters.add(HELD, HOLDER, value=1.0)
     assert woken == []
     counting.finish_all()

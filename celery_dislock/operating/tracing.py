@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.locks.counting import Event
+    from celery_dislock.operating.counting import Event
 
 PREFIX = "celery_dislock."
 UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none

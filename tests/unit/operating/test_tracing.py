@@ -11,9 +11,11 @@ import pytest
 
 import celery_dislock
 from celery_dislock import SingletonTask
-from celery_dislock.locks import counting, tracing
-from celery_dislock.locks.counting import Event
-from celery_dislock.locks.tracing import COUNTED, SECONDS, current_span, instruments
+from celery_dislock.config.settings import AppSettings
+from celery_dislock.operating import counting, tracing
+from celery_dislock.operating.counting import Event
+from celery_dislock.operating.telemetry import Telemetry
+from celery_dislock.operating.tracing import COUNTED, SECONDS, current_span, instruments
 
 
 class FakeSpan:
@@ -46,8 +48,10 @@ class FakeMeter:
 
 
 @pytest.fixture
-def span(monkeypatch):
+def span(monkeypatch, world):
     """The span that is current."""
+    settings = AppSettings(dislock_metrics=False)
+    world.watchdog.observer = Telemetry(SimpleNamespace(settings=settings))
     span = FakeSpan()
     module = SimpleNamespace(get_current_span=lambda: span)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)

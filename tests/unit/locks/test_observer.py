@@ -1,0 +1,59 @@
+"""What every observer is told, and what the one that is always there makes of it."""
+
+from __future__ import annotations
+
+import math
+
+from celery_dislock.locks.observer import Observer
+
+
+def test_without_telemetry_a_lock_is_told_of_to_nobody(world):
+    """The core needs no test of whether somebody listens."""
+    lease = world.lease(lock_watchdog_timeout=3, max_renew_times=2)
+    world.run(10)
+    lease.release()
+    assert lease.capped
+    assert lease.lost
+    assert world.watchdog.observer.due_at() == math.inf
+
+
+def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):
+    """Each moment once, and in this order."""
+    told = []
+
+    class Notes(Observer):
+        def acquired(self, lease, how, waited):
+            told.append(("acquired", how, waited))
+
+        def renewed(self, lease):
+            told.append(("renewed", lease.renewals))
+
+        def capped(self, lease, action):
+            told.append(("capped", action))
+
+        def lost(self, lease, action, *, gone):
+            told.append(("lost", action, gone))
+
+        def ended(self, lease, end, held):
+            told.append((end, round(held)))
+
+    world.watchdog.observer = Notes()
+    world.lease(lock_watchdog_timeout=3, max_renew_times=1).release()
+    world.lease(lock_watchdog_timeout=3).leave()
+    world.lease(lock_watchdog_timeout=3, max_renew_times=1)
+    world.run(3)
+    world.lease("b", "other", lock_watchdog_timeout=3)
+    world.store.answers["other"] = False
+    world.run(3)
+    assert told == [
+        ("acquired", "at_once", 0.0),
+        ("released", 0),
+        ("acquired", "at_once", 0.0),
+        ("expiring", 0),
+        ("acquired", "at_once", 0.0),
+        ("renewed", 1),
+        ("capped", "expire"),
+        ("acquired", "at_once", 0.0),
+        ("lost", "warn", True),
+        ("lost", 1),
+    ]
