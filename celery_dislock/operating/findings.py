@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class Finding(NamedTuple):
     One finding.
 
     Attributes:
-        check: What was looked at.
+        check: Name of the check.
         level: One of :data:`LEVELS`.
         what: What was found.
         remedy: What to do about it; empty: nothing.
@@ -36,16 +37,18 @@ class Finding(NamedTuple):
     about: Sequence[str] = ()
 
 
+def _finding(level: str, what: str, remedy: str = "", about: Iterable[str] = ()) -> Finding:
+    return Finding("", level, what, remedy, sorted(set(about))[:LISTED])
+
+
+serious, warning, note, ok = (partial(_finding, level) for level in LEVELS)
+
+
 def some(names: Iterable[str]) -> str:
     """Name some of many: the first five in order, and how many others there are."""
     known = sorted(set(names))
     more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
     return ", ".join(known[:NAMED]) + more
-
-
-def listed(names: Iterable[str]) -> list[str]:
-    """Return the names that a finding carries."""
-    return sorted(set(names))[:LISTED]
 
 
 def number(many: int, what: str) -> str:

@@ -5,12 +5,10 @@ Each warning says what is set, what follows from it, and what to set instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import OF_OTHERS
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
-from celery_dislock.operating.checks.server import eviction, role
-from celery_dislock.operating.findings import SERIOUS
 from celery_dislock.tasks.task import declared_options
 
 if TYPE_CHECKING:
@@ -122,16 +120,38 @@ def _cap(options: TaskOptions) -> tuple[float | None, str]:
     return options.max_renew_times * interval, "max_renew_times: a cap"
 
 
-def about_server(info: Mapping[str, Any]) -> Iterator[str]:
+def about_server(info: Mapping[str, str]) -> Iterator[str]:
     """
     Warn of a lock server that may evict locks, or that is a replica and accepts none.
 
     Args:
         info: The fields of the server's ``INFO`` reply.
     """
-    for found in (*eviction(info), *role(info)):
-        if found.level == SERIOUS:
-            yield f"{found.what} {found.remedy}"
+    for found in (evicts(info), is_replica(info)):
+        if found:
+            yield " ".join(found)
+
+
+def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, if a server evicts keys when its memory is full."""
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction" or not int(info.get("maxmemory", 0)):
+        return None
+    when = f"when its memory is full (maxmemory-policy {policy})"
+    return (
+        f"The lock server may evict locks that are held {when}.",
+        "Set it to noeviction, or keep the locks on a server of their own (dislock_url).",
+    )
+
+
+def is_replica(info: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what is wrong, and what to do, if a server is a replica."""
+    if info.get("role") != "slave":
+        return None
+    return (
+        "The lock server is a replica, which takes no locks: every task is put off.",
+        "Give the master's URL, or sentinel:// to follow it (dislock_url).",
+    )
 
 
 def _names(names: Iterable[str]) -> str:

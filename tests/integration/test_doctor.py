@@ -20,9 +20,9 @@ from celery_dislock.messages.message import Message
 from celery_dislock.operating.about import about
 from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.checks import server as server_checks
-from celery_dislock.operating.checks.workers import Fleet
+from celery_dislock.operating.checks.facts import Facts, Fleet
 from celery_dislock.operating.cli import dislock
-from celery_dislock.operating.doctor import Asking, Place, examine
+from celery_dislock.operating.doctor import examine
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
@@ -73,10 +73,10 @@ class Site:
         runtime = Runtime(lambda: {"dislock_url": self.url})
         ours = about(runtime, self.tasks) | {"version": "1", "server": self.store.server}
         fleet = Fleet({} if self.error else self.told, self.queues, self.error)
-        place = Place(self.server, "dislock", "here", self.settings.get("min_replicas", 0))
-        asking = Asking(fleet, lambda ids: self.ids & set(ids), lambda: self.empty)
+        asks = SimpleNamespace(known=lambda ids: self.ids & set(ids), empty=lambda: self.empty)
+        wanted = self.settings.get("min_replicas", 0)
         try:
-            return examine(place, ours, asking)
+            return examine(Facts(self.server, "dislock", "here", wanted, ours, fleet, asks))
         finally:
             runtime.close()
 
@@ -431,11 +431,9 @@ class TestLocks:
         actions = Actions(None, process)
         actions.limit(name_of("a"), 0, note="by ana: reindex")
         actions.limit(name_of("b"), 3)
-        (_, paused), (_, limited) = site.found("limits")
-        assert re.fullmatch(r"Paused by somebody: a \(by ana: reindex; for .* so far\)\.", paused)
-        assert re.fullmatch(r"Limited by somebody: b \(to 3; for .* so far\)\.", limited)
-        site.told["w2@here"] = None
-        assert any("does not heed that: w2@here" in what for _, what in site.found("limits"))
+        [(level, what)] = site.found("limits")
+        assert level == "note"
+        assert re.search(r": a \(paused; by ana: reindex; for .* so far\), b \(to 3 at ", what)
 
     def test_damaged_locks(self, site, admin):
         """Their tasks fail, and others' do not."""

@@ -1,1 +1,1 @@
-"""What ``celery dislock doctor`` looks at: the lock server, the workers, and the locks."""
+"""What doctor examines, and how: the facts that it gathers, and the checks that judge them."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from celery_dislock.operating.about import about
-from celery_dislock.operating.checks.workers import Fleet, understood
+from celery_dislock.operating.checks.facts import Facts, Fleet, understood
 from celery_dislock.operating.cli.session import (
     AWAY,
     FOUND,
@@ -19,7 +19,7 @@ from celery_dislock.operating.cli.session import (
     session,
     write_json,
 )
-from celery_dislock.operating.doctor import Asking, Place, examine
+from celery_dislock.operating.doctor import examine
 from celery_dislock.operating.findings import LEVELS
 from celery_dislock.redaction import reason_of
 from celery_dislock.words import plain
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_dislock.operating.cli.session import Session
-    from celery_dislock.operating.doctor import Examined
+    from celery_dislock.operating.doctor import Report
 
 WIDTH = 100  # columns of the text, if a terminal has them
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
@@ -56,22 +56,24 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
     """
     with session(context) as opened:
         process, settings = opened.process, opened.runtime.settings
-        place = Place(
+        workers = Workers(opened.app, timeout)
+        facts = Facts(
             process.store.lock_server,
             settings.dislock_prefix,
             process.store.home,
             settings.dislock_min_replicas,
+            ours=_ours(opened),
+            fleet=workers.fleet(),
+            workers=workers,
         )
-        workers = Workers(opened.app, timeout)
-        asking = Asking(workers.fleet(), workers.known, workers.empty)
-        examined = examine(place, _ours(opened), asking)
+        report = examine(facts)
         if json_:
-            write_json(as_dict(examined))
+            write_json(as_dict(report))
         else:
-            _write(examined)
-        if examined.away:
+            _write(report)
+        if report.away:
             context.exit(AWAY)
-        if examined.serious:
+        if report.serious:
             context.exit(FOUND)
 
 
@@ -165,27 +167,27 @@ class Workers:
             return None
 
 
-def as_dict(examined: Examined) -> dict[str, Any]:
+def as_dict(report: Report) -> dict[str, Any]:
     """Return an examination as JSON has it."""
-    findings = [one._asdict() for one in examined.findings]
+    findings = [one._asdict() for one in report.findings]
     counts = {level: sum(one["level"] == level for one in findings) for level in LEVELS}
     return {
-        "away": examined.away,
-        "serious": examined.serious,
+        "away": report.away,
+        "serious": report.serious,
         "counts": counts,
         "findings": findings,
     }
 
 
-def _write(examined: Examined) -> None:
+def _write(report: Report) -> None:
     indent = " " * 9
-    for one in examined.findings:
+    for one in report.findings:
         level = click.style(one.level.ljust(7), fg=COLORS[one.level], bold=one.level != "ok")
         what = _wrapped(f"{one.check}: {one.what}", indent)
         click.echo(f"{level}  {what}")
         if one.remedy:
             click.echo(f"{indent}-> {_wrapped(one.remedy, indent + '   ')}")
-    counts = [(level, sum(f.level == level for f in examined.findings)) for level in LEVELS]
+    counts = [(level, sum(f.level == level for f in report.findings)) for level in LEVELS]
     click.echo(", ".join(f"{many} {level}" for level, many in counts if many))
 
 

@@ -2,63 +2,48 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating import doctor
-from celery_dislock.operating.checks.workers import Fleet
-from celery_dislock.operating.doctor import Asking, Examined, Place, examine
+from celery_dislock.operating.checks import locks, server, workers
+from celery_dislock.operating.checks.facts import Fleet
+from celery_dislock.operating.doctor import Report, examine
 from celery_dislock.operating.findings import Finding
+from tests.unit.operating.checks.examples import described, facts
 
-OURS = {"version": "1", "server": "redis://h", "prefix": "p", "no_server": None, "tasks": {}}
 
-
-@pytest.fixture
-def away():
-    """A lock server that does not answer."""
+def test_without_the_lock_server_the_workers_are_judged():
+    """No lock is looked at, and no right is tried."""
 
     def send(*_command):
         raise StoreError("redis://h", "no answer in time")
 
-    return SimpleNamespace(
+    away = SimpleNamespace(
         name="redis://h",
         kind="single",
         keeps_lines=True,
         members=lambda: [("redis://h", send)],
-        senders=lambda: [send],
     )
+    fleet, ours = Fleet({}, {}, "Connection refused"), described(tasks={})
+    report = examine(facts(server=away, ours=ours, fleet=fleet))
+    assert report.away
+    assert [one.check for one in report.findings] == ["server", "workers", "tasks"]
 
 
-def test_without_the_lock_server_the_workers_are_judged(away):
-    """No lock is looked at, and no right is tried."""
-
-    def empty():
-        raise AssertionError("nobody is asked")
-
-    asking = Asking(Fleet({}, {}, "Connection refused"), lambda _ids: set(), empty)
-    examined = examine(Place(away, "p", "", 0), OURS, asking)
-    assert examined.away
-    assert [one.check for one in examined.findings] == ["server", "workers", "tasks"]
-
-
-def test_the_most_serious_come_first():
+def test_a_report_is_serious_if_one_finding_is():
     """What somebody reads at 3 a.m. is on top."""
     found = [Finding("a", "ok", ""), Finding("b", "serious", "")]
-    assert not Examined(found[:1], away=False).serious
-    assert Examined(found, away=False).serious
+    assert not Report(found[:1], away=False).serious
+    assert Report(found, away=False).serious
 
 
-@pytest.mark.parametrize(
-    ("tasks", "old"),
-    [
-        ({}, 1800.0),
-        ({"t": {"lock_unique_for": 20.0}}, 1800.0),  # it reserves nothing
-        ({"t": {"lock_unique_until": "start"}}, 1800.0),
-        ({"t": {"lock_unique_until": "end", "lock_unique_for": 20.0}}, 10.0),
-    ],
-)
-def test_when_a_reservation_is_old(tasks, old):
-    """After half of the shortest lock_unique_for that is known."""
-    assert doctor._old([{"tasks": tasks}]) == old
+def test_the_page_has_a_row_for_each_check():
+    """And no row for a check that is gone."""
+    page = (Path(__file__).parents[3] / "docs/reference/doctor.md").read_text("utf-8")
+    section = page.partition("### What it looks at")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    checks = {check.name for module in (workers, locks, server) for check in module.TABLE}
+    assert named == checks

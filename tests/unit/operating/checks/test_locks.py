@@ -1,80 +1,30 @@
-"""What is judged of locks, from what was seen of them."""
+"""What is judged of locks, from what was seen of them; the rest is tested on a real server."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks
-from celery_dislock.operating.checks.locks import Seen
-from celery_dislock.operating.checks.workers import Fleet
-from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.operating.checks.facts import Fleet, Locks
 from celery_dislock.servers.reservations import Record
+from tests.unit.operating.checks.examples import (
+    FLEET,
+    QUEUE,
+    facts,
+    found,
+    holder,
+    levels,
+    lock,
+    place,
+)
 
 
-def holder(worker="w9@gone", **given):
-    known = dict.fromkeys(Holder._fields)
-    about = {"owner": "o", "token": 1, "held": 5.0, "remaining": 20.0, "expiring": False}
-    return Holder(**{**known, **about, "worker": worker, "turn": False, "who": "t[1]", **given})
-
-
-def place(**given):
-    known = dict.fromkeys(Place._fields)
-    about = {"parked": True, "ticket": "t:0:0", "turns": 0, "exchange": "", "routing_key": "celery"}
-    return Place(**{**known, **about, **given})
-
-
-def lock(**given):
-    known = dict.fromkeys(LockState._fields)
-    empty = {
-        "holders": [],
-        "line": [],
-        "turns": [],
-        "waiting": 0,
-        "aside": 0,
-        "limit_note": "",
-        "limit_differs": 0,
-    }
-    return LockState(**{**known, **empty, "key": "k", "name": "dislock:{k}", **given})
-
-
-class Overview:
-    """Tells the locks of the test."""
-
-    def __init__(self, *states):
-        self.states = states
-
-    def locks(self, failed):
-        failed.append(StoreError("redis://b", "no answer in time"))
-        yield from self.states
-
-    def lock(self, name, most):
-        return next(one for one in self.states if one.name == name)
-
-
-QUEUE = {"name": "celery", "exchange": {"name": "celery", "type": "direct"}}
-FLEET = Fleet({"w1@here": {}}, {"w1@here": [{**QUEUE, "routing_key": "celery"}]})
-
-
-def test_only_what_may_be_wrong_is_remembered():
-    """Ten thousand healthy locks cost no memory."""
-    old = Record("id-1", "waiting", 100.0, 10.0, "m", 0)
-    overview = Overview(
-        lock(holders=[holder("w1@here")]),
-        lock(holders=[holder("laptop")]),  # plain Python on that host
-        lock(holders=[holder()]),
-        lock(reservation=old),
-        lock(reservation=old._replace(state="running")),
-        lock(reservation=old._replace(state="ended")),  # as "expiry" says
-        lock(reservation=old._replace(since=1.0)),
-        lock(),  # of which only numbers are kept
-        StoreError("redis://a", "x"),
-    )
-    seen = locks.look(overview, FLEET, 50.0)
-    assert (seen.locks, seen.leases) == (7, 3)
-    assert [one.worker for _, one in seen.dead] == ["w9@gone"]
-    assert len(seen.reserved) == 1
-    assert (len(seen.damaged), len(seen.failed)) == (1, 1)
+def lines(*line, **given):
+    """One line, and nothing else."""
+    return Locks(lines=[lock(waiting=len(line), line=line, **given)])
 
 
 @pytest.mark.parametrize(
@@ -88,8 +38,8 @@ def test_only_what_may_be_wrong_is_remembered():
 )
 def test_leases_of_workers_that_do_not_answer(given, level):
     """One that is renewed belongs to a worker that lives."""
-    seen = Seen(dead=[("k", holder(**given))])
-    assert [one.level for one in locks.leases(seen, FLEET)] == [level]
+    seen = Locks(suspects=[lock(holders=[holder(**given)])])
+    assert levels(locks.of_mute_workers, locks=seen) == [level]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +49,8 @@ def test_leases_of_workers_that_do_not_answer(given, level):
         ({"exchange": "", "routing_key": "other"}, False),
         ({"exchange": "celery", "routing_key": "celery"}, True),
         ({"exchange": "celery", "routing_key": "other"}, False),
+        ({"exchange": "bound", "routing_key": "b"}, True),  # one of several bindings
+        ({"exchange": "events", "routing_key": "a.b"}, True),  # a topic's patterns are the broker's
         ({"exchange": "elsewhere", "routing_key": "celery"}, False),
         ({"exchange": None, "routing_key": None}, True),  # not known
         ({"parked": False}, True),
@@ -106,121 +58,96 @@ def test_leases_of_workers_that_do_not_answer(given, level):
 )
 def test_queues_that_nobody_consumes(given, consumed):
     """The message goes to the exchange and routing key that it came from."""
-    seen = Seen(lines=[lock(line=[place(**given)])])
-    assert [one.level for one in locks.lines(seen, FLEET)] == ([] if consumed else ["serious"])
+    bindings = [{"routing_key": "a"}, {"routing_key": "b"}]
+    direct, topic = {"name": "bound", "type": "direct"}, {"name": "events", "type": "topic"}
+    queues = [
+        QUEUE,
+        {"name": "q", "exchange": direct, "routing_key": "", "bindings": bindings},
+        {"name": "r", "exchange": topic, "routing_key": "a.*"},
+    ]
+    about = {"locks": lines(place(**given)), "fleet": Fleet({}, {"w1": queues})}
+    assert levels(locks.unserved, **about) == ([] if consumed else ["serious"])
 
 
-def test_a_topic_exchange_is_the_brokers_business():
-    """Its patterns are not judged here."""
-    topic = {"name": "q", "exchange": {"name": "events", "type": "topic"}, "routing_key": "a.*"}
-    seen = Seen(lines=[lock(line=[place(exchange="events", routing_key="a.b")])])
-    assert list(locks.lines(seen, Fleet({}, {"w1": [topic]}))) == []
+def test_a_parked_task_that_stays_is_named_by_its_ticket():
+    """That is what `drop` takes: nobody consumes its queue, or it does not claim its turns."""
+    parked = place(routing_key="other", turns=locks.TURNS_MANY, ticket="t1:0:0")
+    for check in (locks.unserved, locks.unclaimed):
+        [one] = check(facts(locks=lines(parked)))
+        assert "celery dislock drop TICKET. Tickets: t1:0:0." in one.remedy
 
 
-def test_bindings_of_a_queue_count():
-    """It may have several routing keys."""
-    bound = {**QUEUE, "routing_key": "", "bindings": [{"routing_key": "a"}, {"routing_key": "b"}]}
-    seen = Seen(lines=[lock(line=[place(exchange="celery", routing_key="b")])])
-    assert list(locks.lines(seen, Fleet({}, {"w1": [bound]}))) == []
-
-
-def test_turns_that_nobody_claims():
-    """Its message was published again and again."""
-    seen = Seen(lines=[lock(turns=[place(turns=locks.TURNS_MANY)])])
-    [one] = locks.lines(seen, FLEET)
-    assert (one.level, "did not claim" in one.what) == ("warning", True)
-
-
-def test_a_lock_that_is_held_long_while_others_wait_is_told():
+@pytest.mark.parametrize(("held", "level"), [(601.0, ["warning"]), (599.0, [])])
+def test_a_lock_that_is_held_long_while_others_wait(held, level):
     """An endless loop renews its lease for ever; one that nobody waits for bothers nobody."""
-    long = {"renewed": 3.0, "remaining": 27.0, "worker": "w1@here"}
-    told = locks.look(
-        Overview(
-            lock(key="a", name="a", holders=[holder(held=601.0, **long)], waiting=7),
-            lock(key="b", name="b", holders=[holder(held=599.0, **long)], waiting=7),
-            lock(key="c", name="c", holders=[holder(held=601.0, **long)]),
-        ),
-        FLEET,
-        50.0,
-    )
-    (found,) = locks.held_long(told)
-    assert found.level == "warning"
-    assert found.about == ["a"]
-    assert "a, held for 10 min by t[1], with 7 waiting" in found.what
-    assert list(locks.held_long(Seen())) == []
+    one = holder("w1@here", renewed=3.0, remaining=27.0, held=held)
+    findings = found(locks.held_long, locks=lines(place(), holders=[one]))
+    assert [is_ for is_, _ in findings] == level
+    assert all("k, held for 10 min by t[1], with 1 waiting" in what for _, what in findings)
 
 
-@pytest.mark.parametrize(("waiting", "told"), [(9.0, ["warning"]), (1.0, [])])
-def test_a_line_of_a_lock_that_nobody_holds_is_told(waiting, told):
+@pytest.mark.parametrize(("waiting", "level"), [(9.0, ["warning"]), (1.0, [])])
+def test_a_line_of_a_lock_that_nobody_holds(waiting, level):
     """Unless its first has only just come."""
-    seen = locks.look(Overview(lock(waiting=2, line=[place(waiting=waiting)])), FLEET, 50.0)
-    assert [one.level for one in locks.stuck(seen)] == told
+    assert levels(locks.stuck, locks=lines(place(waiting=waiting))) == level
 
 
-def test_the_remedy_names_the_tickets():
-    """They are what `drop` takes."""
-    parked = place(exchange="", routing_key="other", turns=3, ticket="t1:0:0")
-    found = list(locks.lines(Seen(lines=[lock(line=[parked])]), FLEET))
-    assert len(found) == 2
-    assert all("celery dislock drop TICKET. Tickets: t1:0:0." in one.remedy for one in found)
-
-
-def test_a_limit_is_told_with_its_age_its_author_and_its_line():
+def test_a_limit_is_shown_with_its_age_its_author_and_its_line():
     """So that one that was forgotten is seen."""
     note = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
-    seen = Seen(limits=[lock(limit=0, waiting=4, **note), lock(key="b", limit=3, **note)])
-    paused, limited = locks.limits(seen, FLEET)
-    assert paused.what == (
-        "Paused by somebody: k (by ana: reindex; for 2 h 00 min so far; 4 waiting)."
-    )
-    assert limited.what == "Limited by somebody: b (to 3; by ana: reindex; for 2 h 00 min so far)."
+    seen = Locks(suspects=[lock(limit=0, waiting=4, **note), lock(key="l", limit=3, **note)])
+    [(level, what)] = found(locks.limits, locks=seen)
+    assert level == "note"
+    assert "k (paused; by ana: reindex; for 2 h 00 min so far; 4 waiting)" in what
+    assert "l (to 3 at a time; by ana: reindex; for 2 h 00 min so far)" in what
 
 
-class TestReservations:
-    seen = Seen(reserved=[("k", Record("id-1", "waiting", 4000.0, 10.0, "m", 0))])
+def test_servers_that_disagree_about_a_pause_are_a_warning():
+    """With the remedy; when one more is away, those that have it decide."""
+    seen = Locks(suspects=[lock(limit_differs=1)])
+    [finding] = locks.limits(facts(locks=seen))
+    assert finding.level == "warning"
+    assert "k (most servers have no limit, 1 server has another state)" in finding.what
+    assert finding.remedy.endswith("celery dislock resume KEY")
 
-    def levels(self, fleet=FLEET, known=(), empty=True, seen=None):
-        found = list(
-            locks.reservations(seen or self.seen, fleet, lambda _ids: set(known), empty=empty)
-        )
-        assert all("celery dislock free KEY" in one.remedy for one in found)
-        return [one.level for one in found]
 
-    def test_none_is_old(self):
-        """Nothing is asked."""
-        assert self.levels(seen=Seen()) == []
+@pytest.mark.parametrize(
+    ("known", "empty", "fleet", "level"),
+    [
+        ([], True, FLEET, ["warning"]),
+        (["id-1"], True, FLEET, []),
+        ([], None, FLEET, ["note"]),
+        ([], False, FLEET, ["note"]),
+        ([], True, Fleet({}, {}, "Connection refused"), ["note"]),
+        ([], True, Fleet({"w1@here": {"tasks": {}}, "w2@here": None}, {}), ["note"]),
+    ],
+)
+def test_old_reservations(known, empty, fleet, level):
+    """A message is gone if all queues are empty, and all workers say that they do not have it."""
+    seen = Locks(suspects=[lock(reservation=Record("id-1", "waiting", 4000.0, 10.0, "m", 0))])
+    asks = SimpleNamespace(known=lambda _ids: set(known), empty=lambda: empty)
+    found = list(locks.reservations(facts(locks=seen, fleet=fleet, workers=asks)))
+    assert [one.level for one in found] == level
+    assert all("celery dislock free KEY" in one.remedy for one in found)
 
-    def test_it_can_be_told_that_a_message_is_gone(self):
-        """All queues are empty, and all workers have said that they do not have it."""
-        assert self.levels() == ["warning"]
-        assert self.levels(known=["id-1"]) == []
 
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {"empty": None},
-            {"empty": False},
-            {"fleet": Fleet({}, {}, "Connection refused")},
-            {"fleet": Fleet({"w1@here": {}, "w2@here": None}, {})},
-        ],
-    )
-    def test_otherwise_it_is_old(self, given):
-        """Its message may be somewhere."""
-        assert self.levels(**given) == ["note"]
+def test_nobody_is_asked_if_no_reservation_is_old():
+    """The workers would have to be waited for."""
+    assert list(locks.reservations(facts())) == []
 
 
 def test_locks_that_could_not_be_read():
     """A server is away, or answered nothing of use."""
     error = StoreError("redis://b", "no answer in time")
-    found = list(locks.counted(Seen(failed=[error], damaged=[error], locks=3)))
-    assert [one.level for one in found] == ["note", "note", "ok"]
+    assert levels(locks.counted, locks=Locks(away=[error], unread=[error])) == ["note", "note"]
 
 
-def test_servers_that_disagree_about_a_pause_are_a_warning():
-    """With the remedy; when one more is away, those that have it decide."""
-    paused = lock(limit_differs=1)
-    seen = locks.look(Overview(paused), FLEET, old=60.0)
-    [finding] = locks.limits(seen, FLEET)
-    assert finding.level == locks.WARNING
-    assert "k (most servers have no limit, 1 server has another state)" in finding.what
-    assert finding.remedy.endswith("celery dislock resume KEY")
+@pytest.mark.parametrize(
+    ("answer", "many"), [([b"", 0], 0), ([b"f" * 16, 12_000], 1), ([b"f" * 16, 601_000], 0)]
+)
+def test_only_a_stranger_that_came_lately_is_a_finding(answer, many):
+    """One that still has its turn elsewhere comes again within seconds."""
+    site = SimpleNamespace(keeps_lines=True, run=lambda *_: [b"", 0, *answer])
+    findings = list(locks.strangers(facts(server=site)))
+    assert len(findings) == many
+    assert all("came 12 s ago" in one.what and "drain" in one.remedy for one in findings)

@@ -10,7 +10,7 @@ from celery import Celery
 from celery_dislock.operating.cli import doctor
 from celery_dislock.operating.cli.doctor import ANSWERS_WITHIN, Workers, as_dict
 from celery_dislock.operating.cli.session import Session
-from celery_dislock.operating.doctor import Examined
+from celery_dislock.operating.doctor import Report
 from celery_dislock.operating.findings import Finding
 
 
@@ -46,8 +46,8 @@ def test_who_answers_the_ping_is_asked_by_name(app, monkeypatch):
         active_queues=[{"w1": [{"name": "celery"}]}, {"w2": None}],
     )
     fleet = workers.fleet()
-    assert fleet.told["w1"]["version"] == "1"
-    assert fleet.told["w2"] is None
+    assert fleet.answers["w1"]["version"] == "1"
+    assert fleet.answers["w2"] is None
     assert fleet.queues == {"w1": [{"name": "celery"}]}
     assert fleet.error == ""
     (_, ping), (_, told), _ = app.control.asked
@@ -123,7 +123,7 @@ def test_a_redis_broker_is_not_waited_for_for_ever():
 
 def test_json_has_the_findings_and_their_numbers():
     """In the order in which people read them."""
-    examined = Examined([Finding("a", "serious", "x", "y", ["k"]), Finding("b", "ok", "z")], False)
+    examined = Report([Finding("a", "serious", "x", "y", ["k"]), Finding("b", "ok", "z")], False)
     told = as_dict(examined)
     assert told["counts"] == {"serious": 1, "warning": 0, "note": 0, "ok": 1}
     assert told["findings"][0] == {
@@ -139,7 +139,7 @@ def test_long_findings_are_wrapped(capsys, monkeypatch):
     """Each line is readable in a terminal, and a key is never a command to it."""
     monkeypatch.setattr(doctor, "WIDTH", 40)
     what = "Some words that take more than one line, about \x1b[31mred"
-    doctor._write(Examined([Finding("a", "warning", what, "Do something about it now.")], False))
+    doctor._write(Report([Finding("a", "warning", what, "Do something about it now.")], False))
     assert capsys.readouterr().out.splitlines() == [
         "warning  a: Some words that take more",
         "         than one line, about",

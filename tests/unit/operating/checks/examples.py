@@ -1,0 +1,78 @@
+"""Facts as the tests of the checks need them: a healthy site, of which each test changes a part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from celery_dislock.operating.checks.facts import Facts, Fleet, Locks, Member
+from celery_dislock.operating.overview import Holder, LockState, Place
+
+
+def holder(worker="w9@gone", **given):
+    known = dict.fromkeys(Holder._fields)
+    about = {"owner": "o", "token": 1, "held": 5.0, "remaining": 20.0, "expiring": False}
+    return Holder(**{**known, **about, "worker": worker, "turn": False, "who": "t[1]", **given})
+
+
+def place(**given):
+    known = dict.fromkeys(Place._fields)
+    about = {"parked": True, "ticket": "t:0:0", "turns": 0, "exchange": "", "routing_key": "celery"}
+    return Place(**{**known, **about, **given})
+
+
+def lock(**given):
+    known = dict.fromkeys(LockState._fields)
+    empty = {"holders": [], "line": [], "turns": [], "limit_note": ""}
+    numbers = {"waiting": 0, "aside": 0, "limit_differs": 0}
+    return LockState(**{**known, **empty, **numbers, "key": "k", "name": "dislock:{k}", **given})
+
+
+def described(**given):
+    """How a worker describes its locks."""
+    process = {"pid": 7, "unchanged_for": 0.0, "held": 1, "errors": 0, "worst_late": 0.0}
+    return {
+        "version": "1",
+        "enabled": True,
+        "locks": True,
+        "server": "redis://h/0",
+        "prefix": "dislock",
+        "no_server": None,
+        "tasks": {"export": {"lock_key": "export:<n>"}},
+        "warnings": [],
+        "processes": [{**process, "outages": 0, **given.pop("process", {})}],
+        **given,
+    }
+
+
+QUEUE = {
+    "name": "celery",
+    "exchange": {"name": "celery", "type": "direct"},
+    "routing_key": "celery",
+}
+FLEET = Fleet({"w1@here": described()}, {"w1@here": [QUEUE]})
+
+
+def facts(kind="single", **given):
+    """The facts of a site; *locks* are what was seen, *members* are the processes."""
+    server = SimpleNamespace(name="redis://h", kind=kind, keeps_lines=kind != "quorum")
+    about = {
+        "server": given.pop("server", server),
+        "prefix": "dislock",
+        "home": "here",
+        "min_replicas": 0,
+        "ours": described(),
+        "fleet": FLEET,
+        "workers": None,
+        "members": [Member("redis://h")],
+        "locks": Locks(),
+    }
+    return Facts(**{**about, **given})
+
+
+def found(check, *given, **about):
+    """Level and text of what a check finds and is not ok."""
+    return [(one.level, one.what) for one in check(*given, facts(**about)) if one.level != "ok"]
+
+
+def levels(check, *given, **about):
+    return [level for level, _ in found(check, *given, **about)]
