@@ -29,7 +29,7 @@ def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, 
         of each task the options that differ from the defaults.  It has no "error": Celery's
         command line takes an answer with one for the refusal of the command.
     """
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "version": _version(),
         "enabled": runtime.enabled,
         "locks": not runtime.off,
@@ -39,11 +39,11 @@ def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, 
         "tasks": {name: differing(options) for name, options in sorted(tasks.items())},
     }
     try:
-        told["server"] = runtime.process.store.server
-        told["prefix"] = runtime.settings.dislock_prefix
+        description["server"] = runtime.process.store.server
+        description["prefix"] = runtime.settings.dislock_prefix
     except DislockError as exc:
-        told["no_server"] = reason_of(exc)
-    return told
+        description["no_server"] = reason_of(exc)
+    return description
 
 
 def differing(options: TaskOptions) -> dict[str, Any]:

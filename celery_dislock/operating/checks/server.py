@@ -123,10 +123,10 @@ def sentinels(facts: Facts) -> Iterator[Finding]:
 @TABLE.check_each("version")
 def version(one: Member, _: Facts) -> Iterator[Finding]:
     """Find a server that is too old."""
-    told = one.info.get("redis_version", "")
-    numbers = tuple(int(part) for part in told.split(".")[:2] if part.isdigit())
+    known = one.info.get("redis_version", "")
+    numbers = tuple(int(part) for part in known.split(".")[:2] if part.isdigit())
     if numbers and numbers < OLDEST:
-        what = f"Redis {told} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that is tested."
+        what = f"Redis {known} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that is tested."
         yield warning(what, "Update it.")
 
 

@@ -116,13 +116,13 @@ class Workers:
                 connection.default_channel  # noqa: B018 -- Redis connects here
             pinged = self._replies("ping", {"timeout": self._timeout})
             self._names = sorted({name for name, _ in pinged})
-            told = self._ask("dislock")
+            answers = self._ask("dislock")
             queues = self._ask("active_queues")
         except Exception as exc:  # noqa: BLE001 -- of any broker
             return Fleet({}, {}, reason_of(exc))
         many = Counter(name for name, _ in pinged)
         return Fleet(
-            {name: understood(told.get(name)) for name in self._names},
+            {name: understood(answers.get(name)) for name in self._names},
             {name: one for name, one in queues.items() if isinstance(one, list)},
             twice=[name for name, times in many.items() if times > 1],
         )
@@ -140,7 +140,7 @@ class Workers:
         replies: Iterable[Mapping[str, Any]] | None = self._app.control.broadcast(
             command, arguments=arguments, reply=True, **limits
         )
-        return [(name, told) for reply in replies or () for name, told in reply.items()]
+        return [one for reply in replies or () for one in reply.items()]
 
     def known(self, ids: Sequence[str]) -> set[str]:
         """Return those of the task ids that a worker has: received, with an ETA, or running."""
@@ -148,7 +148,7 @@ class Workers:
             replies = self._ask("query_task", ids=list(ids))
         except Exception:  # noqa: BLE001 -- of any broker
             return set(ids)  # perhaps: nothing is said of them
-        return {one for told in replies.values() if isinstance(told, dict) for one in told}
+        return {one for ids in replies.values() if isinstance(ids, dict) for one in ids}
 
     def empty(self) -> bool | None:
         """Return whether the queues that are known are empty; None if the broker does not say."""
