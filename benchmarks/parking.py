@@ -44,7 +44,7 @@ from benchmarks.recorded import ran, worker
 from benchmarks.recorded_tasks import QUEUE, make_app
 from benchmarks.report import Row, ratios
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def marks(client: redis.Redis, url: str, per_line: int) -> Row:
     def end(task: str, lock: str) -> None:
         ticket = Ticket(f"{task}:0:0", f"{task}@", marked=True)
         lines.park(lock, f"{task}@w:1/1", RUN_LIMIT, "{}", ticket)
-        store.release([lock], f"{task}@w:1/1", ticket=ticket.name)
+        store.release([lock], f"{task}@w:1/1", Ending(ticket=ticket.name))
 
     def grown(before: int) -> float:
         return (client.info("memory")["used_memory"] - before) / MARKS

@@ -7,6 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import PAUSED, LockHeldError
+from celery_dislock.servers.store import RELEASED
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.store import Ending
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
@@ -120,26 +122,10 @@ class Attempt:
         if self.asked_at is None:
             self.asked_at = now
 
-    def end(
-        self,
-        *,
-        leaves: bool = False,
-        at_least: float | None = None,
-        ticket: str = "",
-        settles: float = 0.0,
-    ) -> None:
-        """
-        End the lease, if there is one; a second call does nothing.
-
-        Args:
-            leaves: True: leave the lease to expire instead of releasing it.
-            at_least: See :meth:`celery_dislock.locks.lease.Lease.release`.
-            ticket: See :meth:`celery_dislock.locks.lease.Lease.release`.
-            settles: See :meth:`celery_dislock.locks.lease.Lease.release`.
-        """
+    def end(self, ending: Ending = RELEASED) -> None:
+        """End the lease, if there is one; a second call does nothing."""
         if self.lease is not None:
-            end = self.lease.leave if leaves else self.lease.release
-            end(at_least=at_least, ticket=ticket, settles=settles)
+            self.lease.release(ending)
 
 
 class Conflict(NamedTuple):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import in_words
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.store import RELEASED, LateRelease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lock import Lock
     from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.store import Ending
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
@@ -75,7 +76,7 @@ class Lease:
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
         lost: True once this process can no longer trust the lease and has not released it.
-        reservation: The reservation of its key, which is renewed and ends with it; None: none.
+        reservation: The reservation of its key, which is renewed with it; None: none.
     """
 
     __slots__ = (
@@ -320,59 +321,47 @@ class Lease:
             max(0.0, self.trusted_until - self.lock.clock()),
         )
 
-    def release(
-        self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
-    ) -> None:
+    def release(self, ending: Ending = RELEASED) -> None:
         """
-        Release the lease; one round trip, or none if that was done before.
+        End the lease; one round trip, or none if that was done before.
+
+        It lasts for ``lock_at_least_for`` seconds from its acquisition, or for as long as the
+        ending says.  If it is left to expire, it is not renewed any more.
 
         If the server no longer has the lease, the lease is reported as lost.  If the server does
         not answer, no error is raised: the watchdog releases the lease when the server answers
         again, or the lease ends with its expiry.  The log says when.
-
-        Args:
-            at_least: Minimum seconds from the acquisition for which the lease lasts.  If they are
-                not over, the lease is left to expire at their end.  None: ``lock_at_least_for``.
-            ticket: Ticket of a parked task that has ended; see
-                :meth:`celery_dislock.servers.store.Store.release`.
-            settles: See :meth:`celery_dislock.servers.store.Store.release`.
         """
         if self.finished or self._pid != os.getpid():
             return
-        self._stop("released")
-        held = self._finish(self._at_least(at_least), ticket, settles)
+        self.lock.keeper.unwatch(self)
+        self._ended = self._ended or ("left to expire" if ending.expires else "released")
+        at_least = max(ending.at_least, self.lock.options.lock_at_least_for)
+        if not ending.expires:
+            self._release(ending._replace(at_least=at_least))
+        elif self._reserved:
+            self._send(ending._replace(at_least=max(at_least, self.lock.timeout)))
+        elif at_least or ending.ticket or ending.reservation or self.lock.keeper.asks:
+            # If the keeper asks, this keeps others from renewing the lease.
+            renewed = self.trusted_until - self.lock.trust
+            if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
+                renewed = self.lock.clock()  # at the latest, by the main process
+            expiry = renewed + self.lock.timeout
+            self._send(ending._replace(at_least=max(at_least, expiry - self.since)))
+        self.finished = True
+        self._tell_end("expiring" if ending.expires else "released")
+        if not self.lost:
+            signals.lock_released.send(sender=self.sender, lease=self, expiring=ending.expires)
+
+    def _release(self, ending: Ending) -> None:
+        """Send the release, and report the lease as lost if it was gone before."""
+        held = self._send(ending)
         if not held and not self.lost:
             if self.capped:  # the cap was reported before
                 self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
             else:
                 self.lose(f"it was gone when it was released: {GONE}")
                 self.report_lost()
-        self.finished = True
-        self._tell_end("released")
-        if not self.lost:
-            signals.lock_released.send(sender=self.sender, lease=self, expiring=False)
-
-    def leave(
-        self, *, at_least: float | None = None, ticket: str = "", settles: float = 0.0
-    ) -> None:
-        """Stop renewing the lease and leave it to expire; takes the arguments of `release`."""
-        if self.finished or self._pid != os.getpid():
-            return
-        self._stop("left to expire")
-        at_least = self._at_least(at_least)
-        if self._reserved:
-            self._finish(max(at_least, self.lock.timeout), ticket, settles)
-        elif at_least or ticket or self.reservation or self.lock.keeper.asks:
-            # If the keeper asks, this keeps others from renewing the lease.
-            renewed = self.trusted_until - self.lock.trust
-            if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
-                renewed = self.lock.clock()  # at the latest, by the main process
-            expiry = renewed + self.lock.timeout
-            self._finish(max(at_least, expiry - self.since), ticket, settles)
-        self.finished = True
-        self._tell_end("expiring")
-        if not self.lost:
-            signals.lock_released.send(sender=self.sender, lease=self, expiring=True)
 
     def _tell_end(self, end: str) -> None:
         """Tell the observer how the lease has ended; once."""
@@ -381,14 +370,7 @@ class Lease:
             held = self.lock.clock() - self.since
             self.lock.observer.ended(self, "lost" if self.lost else end, held)
 
-    def _stop(self, end: str) -> None:
-        self.lock.keeper.unwatch(self)
-        self._ended = self._ended or end
-
-    def _at_least(self, given: float | None) -> float:
-        return self.lock.options.lock_at_least_for if given is None else given
-
-    def _finish(self, at_least: float, ticket: str, settles: float) -> bool:
+    def _send(self, ending: Ending) -> bool:
         """
         Send the release; return False if the lease was gone when it should have been held.
 
@@ -400,20 +382,10 @@ class Lease:
         # An earlier call may have been interrupted by an exception after it had sent the release.
         sent_before, self._released = self._released, True
         try:
-            if self.reservation is None:
-                ended = lock.store.release(lock.names, self.owner, at_least, ticket, settles)
-            else:
-                ended = lock.store.release(
-                    lock.names,
-                    self.owner,
-                    at_least,
-                    ticket,
-                    settles,
-                    reservation=self.reservation,
-                )
+            ended = lock.store.release(lock.names, self.owner, ending)
         except StoreError as exc:
-            ending = Ending(lock.names, self.owner, at_least, ticket, settles, self.reservation)
-            lock.keeper.clear(ending, timeout=lock.timeout)
+            late = LateRelease(lock.names, self.owner, ending)
+            lock.keeper.clear(late, timeout=lock.timeout)
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
                 "lock server answers again: %s",

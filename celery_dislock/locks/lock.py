@@ -13,7 +13,7 @@ from celery_dislock.locks.attempt import WAITED, Attempt, Conflict, in_words, is
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.store import LateRelease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -302,7 +302,7 @@ class Lock:
 
         The attempt may have been granted the lock all the same, and must not ask again.
         """
-        self.keeper.clear(Ending(self.names, attempt.owner), timeout=self.timeout)
+        self.keeper.clear(LateRelease(self.names, attempt.owner), timeout=self.timeout)
 
     def abandon(self, attempt: Attempt) -> bool:
         """

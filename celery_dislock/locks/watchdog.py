@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
-    from celery_dislock.servers.store import Ending, Store
+    from celery_dislock.servers.store import LateRelease, Store
 
 BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
 EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
@@ -87,7 +87,7 @@ class Entry(NamedTuple):
 class Over(NamedTuple):
     """An owner that is done, and may still hold or wait for locks."""
 
-    ending: Ending
+    release: LateRelease
     until: float  # monotonic time after which the release is not retried
 
 
@@ -188,7 +188,7 @@ class Watchdog:
         if self._latest == latest:  # else a signal handler has added an entry: clean up next time
             self._timers = kept
 
-    def clear(self, ending: Ending, *, timeout: float = 0.0) -> None:
+    def clear(self, release: LateRelease, *, timeout: float = 0.0) -> None:
         """
         Release soon the leases and places in line of an owner that is done; does not block.
 
@@ -197,14 +197,14 @@ class Watchdog:
         ticket does not.  An owner that is done must not ask for a lock again.
 
         Args:
-            ending: The release.
+            release: The release.
             timeout: Seconds after which its leases have ended by themselves.
         """
         now = self._clock()
         if not self._over:
             self._clear_at = now + RETRY_MOST
-        until = FOREVER if ending.ticket else now + max(CLEAR_FOR, timeout)
-        self._over[ending.owner] = Over(ending, until)
+        until = FOREVER if release.ending.ticket else now + max(CLEAR_FOR, timeout)
+        self._over[release.owner] = Over(release, until)
         self._bell.ring()
         self._ensure_running()
 
@@ -370,7 +370,7 @@ class Watchdog:
         batch = list(islice(self._over.copy().items(), BATCH))
         errors: Sequence[Exception | SystemExit | None]
         try:
-            errors = self._store.clear([one.ending for _, one in batch], within=WITHIN_MOST / 2)
+            errors = self._store.clear([one.release for _, one in batch], within=WITHIN_MOST / 2)
         except SURVIVED as exc:
             errors = [exc] * len(batch)
             if not isinstance(exc, StoreError):

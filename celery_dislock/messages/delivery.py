@@ -15,6 +15,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import Notes, forget_notes
 from celery_dislock.messages.resend import result_is_ignored
 from celery_dislock.reporting import told
+from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,8 +66,7 @@ class Delivery:
         began: Whether the body was entered.
         completed: Whether the work is done, so that this delivery is not expected again.
         leaves: Whether the lease is left to expire instead of being released.
-        at_least: Seconds after the acquisition for which the lease is kept; None for the value
-            from the options.
+        at_least: Seconds after the acquisition for which the lease is kept at least.
         after_result: Functions called with the task's state, after the result is stored and the
             callbacks are sent.
     """
@@ -109,7 +109,7 @@ class Delivery:
         self.began = False
         self.completed = False
         self.leaves = False
-        self.at_least: float | None = None
+        self.at_least = 0.0
         self.after_result: list[Callable[[str], None]] = []
 
     @staticmethod
@@ -179,13 +179,13 @@ class Delivery:
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""
-        done = self.completed
-        self.attempt.end(
-            leaves=self.leaves,
-            at_least=self.at_least,
-            ticket=self.ticket if done else "",
-            settles=self.settles if done else 0.0,
-        )
+        lease = self.lease
+        if lease is None:
+            return
+        ending = Ending(self.leaves, self.at_least, reservation=lease.reservation)
+        if self.completed:
+            ending = ending._replace(ticket=self.ticket, settles=self.settles)
+        self.attempt.end(ending)
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.id}]"

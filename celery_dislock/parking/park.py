@@ -33,6 +33,7 @@ from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,7 +138,7 @@ class Parking:
             return
         try:
             self._process.store.release(
-                delivery.lock.names, delivery.attempt.owner, ticket=delivery.ticket
+                delivery.lock.names, delivery.attempt.owner, Ending(ticket=delivery.ticket)
             )
         except StoreError as exc:
             logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)

@@ -72,23 +72,54 @@ class Execution(NamedTuple):
 
 class Ending(NamedTuple):
     """
-    A release that is sent later, and what :meth:`Store.release` is told with it.
+    How an owner's leases end, and what of its task ends with them.
+
+    The guard makes it, and the lease hands it to the script.
 
     Attributes:
-        locks: Names of the locks in Redis.
-        owner: Owner of the leases, or of the places in line.
-        at_least: See :meth:`Store.release`.
-        ticket: See :meth:`Store.release`.
-        settles: See :meth:`Store.release`.
-        reservation: See :meth:`Store.release`.
+        expires: Whether the leases are left to expire instead of being released.  The lease then
+            sets *at_least* to the time of their expiry.
+        at_least: Seconds since the acquisition.  A lease that is younger is left to expire at that
+            age.  0: end it now.
+        ticket: Ticket of a task that has ended, and may have been parked; empty: none.
+        settles: Seconds in which the task's result may still be on its way.  A copy that comes
+            later may run.  0: the task is done, and no copy may run.
+        reservation: A reservation that ends, too, if it has the name of the one lock; None: none.
     """
 
-    locks: Sequence[str]
-    owner: str
+    expires: bool = False
     at_least: float = 0.0
     ticket: str = ""
     settles: float = 0.0
     reservation: Reservation | None = None
+
+    @property
+    def script(self) -> Script:
+        """The script that ends the leases."""
+        return RELEASE if self.reservation is None else RELEASE_UNIQUE
+
+    def terms(self, home: str) -> tuple[str | int, ...]:
+        """Return the arguments of that script after the owner; *home* as for the store."""
+        ends = () if self.reservation is None else self.reservation.ends
+        return (milliseconds(self.at_least), home, self.ticket, milliseconds(self.settles), *ends)
+
+
+RELEASED = Ending()
+
+
+class LateRelease(NamedTuple):
+    """
+    A release that is sent later.
+
+    Attributes:
+        locks: Names of the locks in Redis.
+        owner: Owner of the leases, or of the places in line.
+        ending: How they end.
+    """
+
+    locks: Sequence[str]
+    owner: str
+    ending: Ending = RELEASED
 
 
 class Store:
@@ -290,27 +321,14 @@ class Store:
         """
         return all(self.lock_server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
 
-    def release(
-        self,
-        locks: Sequence[str],
-        owner: str,
-        at_least: float = 0.0,
-        ticket: str = "",
-        settles: float = 0.0,
-        reservation: Reservation | None = None,
-    ) -> bool:
+    def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
         """
         End the owner's leases or its places in line, and hand the locks to the next in line.
 
         Args:
             locks: Names of the locks in Redis.
             owner: Owner of the leases.
-            at_least: Seconds since the acquisition.  A lease that is younger is left to run out at
-                that age.  0: end it now.
-            ticket: Ticket of a task that has ended, and may have been parked; empty: none.
-            settles: Seconds in which the task's result may still be on its way.  A copy that comes
-                later may run.  0: the task is done, and no copy may run.
-            reservation: A reservation that ends, too, if it has the name of the one lock.
+            ending: How they end.
 
         Returns:
             True if the owner held all of the locks until now.  Also True if a reply was lost: the
@@ -320,9 +338,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(RELEASE, locks, owner, at_least, ticket, settles, reservation) == len(
-            locks
-        )
+        return self._end(ending.script, locks, owner, *ending.terms(self.home)) == len(locks)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
@@ -333,7 +349,7 @@ class Store:
         Args:
             locks: Names of the locks in Redis.
             owner_start: Start of the owners' names: all but the counter of the acquisition.
-            at_least: As for :meth:`release`.  None: leave the leases to expire, and give up only
+            at_least: As in an :class:`Ending`.  None: leave the leases to expire, and give up only
                 the places in line.
 
         Returns:
@@ -342,39 +358,22 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(RELEASE_DEAD, locks, owner_start, at_least)
-
-    def _end(
-        self,
-        script: Script,
-        locks: Sequence[str],
-        owner: str,
-        at_least: float | None,
-        ticket: str = "",
-        settles: float = 0.0,
-        reservation: Reservation | None = None,
-    ) -> int:
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        publisher: tuple[str | int, ...] = ()
-        if self.home or reservation is not None:
-            publisher = (self.home, ticket, milliseconds(settles))
-        sent = script
-        if reservation is not None:
-            sent, publisher = RELEASE_UNIQUE, (*publisher, *reservation.ends)
+        return self._end(RELEASE_DEAD, locks, owner_start, at_least_ms, self.home)
+
+    def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
         given: list[Turn] = []
         for together in self.lock_server.together(locks):
             try:
-                reply, resent = self.lock_server.exchange(
-                    sent, together, owner, at_least_ms, *publisher
-                )
+                reply, resent = self.lock_server.exchange(script, together, owner, *terms)
             except StoreError as exc:  # of one node; go on with the others
                 error = exc
                 continue
             if isinstance(reply, list):
                 reply, told = reply
                 given += turns(told)
-            ended += len(together) if resent and script is RELEASE else reply
+            ended += len(together) if resent and script is not RELEASE_DEAD else reply
         if given and self._hand_over is not None:
             self._hand_over(given)
         if error is not None:
@@ -465,7 +464,7 @@ class Store:
         replies = iter(self.lock_server.run_many(RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
-    def clear(self, endings: Sequence[Ending], *, within: float) -> list[StoreError | None]:
+    def clear(self, releases: Sequence[LateRelease], *, within: float) -> list[StoreError | None]:
         """
         End the leases and places in line of many owners, in a pipelined round trip or two.
 
@@ -473,7 +472,7 @@ class Store:
         turn at the next sweep.
 
         Args:
-            endings: What is ended, and how.
+            releases: What is ended, and how.
             within: Seconds to connect if there is no connection yet, and for the first reply.
 
         Returns:
@@ -484,16 +483,13 @@ class Store:
             StoreError: The server did not answer; each lease and place may have been ended or not.
         """
         nobody = ""  # no broker: the caller cannot publish
-        errors: list[StoreError | None] = [None] * len(endings)
-        for script, is_unique in ((RELEASE, False), (RELEASE_UNIQUE, True)):
+        errors: list[StoreError | None] = [None] * len(releases)
+        for script in (RELEASE, RELEASE_UNIQUE):
             numbers, calls = [], []
-            for number, one in enumerate(endings):
-                if (one.reservation is not None) is is_unique:
-                    terms: tuple[str | int, ...] = (milliseconds(one.at_least), nobody)
-                    terms += (one.ticket, milliseconds(one.settles))
-                    terms += one.reservation.ends if one.reservation is not None else ()
-                    numbers += [number] * len(one.locks)
-                    calls += [(lock, one.owner, *terms) for lock in one.locks]
+            for number, (locks, owner, ending) in enumerate(releases):
+                if ending.script is script:
+                    numbers += [number] * len(locks)
+                    calls += [(lock, owner, *ending.terms(nobody)) for lock in locks]
             replies = self.lock_server.run_many(script, calls, within=within) if calls else []
             for number, reply in zip(numbers, replies, strict=True):
                 errors[number] = reply if isinstance(reply, StoreError) else errors[number]
@@ -520,7 +516,7 @@ class Store:
 
         Args:
             locks: Names of the locks in Redis.
-            left_by: The owner that has left the leases, by a release with *at_least*.
+            left_by: The owner that has left the leases, by an ending with *at_least*.
             owner: The new owner.  The expiry stays the same until the new owner acquires or renews.
             holder: JSON object that others are shown from now on.
 

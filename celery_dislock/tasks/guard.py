@@ -331,8 +331,7 @@ class Guard:
         except StoreError:
             return
         held_for = delivery.lock.clock() - lease.since
-        until = held_for + delay + self.timeout
-        delivery.at_least = max(until, self.options.lock_at_least_for)
+        delivery.at_least = held_for + delay + self.timeout
         delivery.leaves = True
         outbox.held_by = delivery.attempt.owner
 

@@ -24,7 +24,7 @@ from celery_dislock.scripts import Script
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Execution, Store
+from celery_dislock.servers.store import Ending, Execution, Store
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
@@ -143,7 +143,7 @@ class Life:
         assert self.store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
         execution = Execution([LOCK], "a/", LONG, 0.0, 0.0)
         assert self.store.renew_stalled([execution], within=WITHIN)[0].unrenewed >= 0
-        assert self.store.release([LOCK], "a/1", at_least=LONG)
+        assert self.store.release([LOCK], "a/1", Ending(at_least=LONG))
         assert self.store.take_over([LOCK], "a/1", "b/1", HOLDER) == 1
         assert self.store.release_dead([LOCK], "b/") == 1
         self.store.remember(LOCK, "id-1", "done", LONG)
@@ -182,13 +182,13 @@ class Life:
         self.lines.give_back(LOCK, "p:0:0")
         assert self.lines.sweep([LOCK])[LOCK].parked == 2
         assert isinstance(self.park("p", marked=True), Granted)
-        assert self.store.release([LOCK], "p@w/1", ticket="p:0:0", settles=LONG)
-        self.store.release([LOCK], "p@w/1", ticket="p:0:0")
+        assert self.store.release([LOCK], "p@w/1", Ending(ticket="p:0:0", settles=LONG))
+        self.store.release([LOCK], "p@w/1", Ending(ticket="p:0:0"))
         assert isinstance(self.park("p", marked=True), Done)
         assert isinstance(self.park("s"), Parked)
         assert self.lines.set_aside(LOCK, "q:0:0", b"{}")
         assert isinstance(self.park("s", marked=True), Granted)
-        assert self.store.release([LOCK], "s@w/1", ticket="s:0:0")
+        assert self.store.release([LOCK], "s@w/1", Ending(ticket="s:0:0"))
         _, _, found = self.lines.page(b"0", 100)
         self.lines.delist(LOCK, found[LOCK])
 
@@ -205,7 +205,7 @@ class Life:
             self.acquire("m@w/1", reservation=older)
         assert isinstance(self.acquire("n@w/1", reservation=reserved), Granted)
         reservations.keep([reserved], runs=True, within=WITHIN)
-        assert self.store.release([LOCK], "n@w/1", reservation=reserved)
+        assert self.store.release([LOCK], "n@w/1", Ending(reservation=reserved))
         ticket = Ticket("u:0:0", "u@", marked=False)
         parked = self.lines.park(LOCK, "u@w/1", LONG, HOLDER, ticket, reservation=reserved)
         assert isinstance(parked, Granted)

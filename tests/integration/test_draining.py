@@ -19,7 +19,7 @@ from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.redis_server import RedisServer
 
 LONG = 600.0  # seconds
@@ -153,7 +153,7 @@ def test_a_late_copy_of_what_was_done_there_does_not_run(app, old, drain):
         claim = old.process.lines.park(there, f"{task}@w/2", 0.2, "{}", shown)
         assert isinstance(claim, Granted)
         if ends:
-            old.process.store.release([there], f"{task}@w/2", ticket=ticket)
+            old.process.store.release([there], f"{task}@w/2", Ending(ticket=ticket))
     assert old.process.lines.claims(there) == [claimed]
     assert drain("--yes", "--look-for", "1").exit_code == 0
     for ticket, answer in ((done, Done), (parked, Done), (claimed, Granted)):

@@ -10,7 +10,7 @@ from celery_dislock.parking.identity import OURS, StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending, Execution, Store
+from celery_dislock.servers.store import Ending, Execution, LateRelease, Store
 
 LOCK, OTHER = "dislock:{k}", "dislock:{other}"
 LONG = 60.0
@@ -95,7 +95,7 @@ def test_a_lock_is_released(store, client, fill, at_least):
     """At once, or left to run out after its minimum."""
     take(store)
     fill()
-    assert store.release([LOCK], "t@w/1", at_least)
+    assert store.release([LOCK], "t@w/1", Ending(at_least=at_least))
     assert list(client.hgetall(LOCK)) == (["~t@w/1"] if at_least else [])
 
 
@@ -112,7 +112,8 @@ def test_a_release_in_place_of_another_is_carried_out(store, client, fill):
     """The watchdog's, for an owner that is done."""
     take(store)
     fill()
-    assert store.clear([Ending([LOCK], "t@w/1", at_least=LONG)], within=WITHIN) == [None]
+    late = LateRelease([LOCK], "t@w/1", Ending(at_least=LONG))
+    assert store.clear([late], within=WITHIN) == [None]
     assert list(client.hgetall(LOCK)) == ["~t@w/1"]
 
 
@@ -128,7 +129,7 @@ def test_a_lock_is_freed_by_hand(store, client, fill):
 def test_a_retry_takes_its_lock_over(store, client, fill):
     """It is not taken anew."""
     take(store)
-    store.release([LOCK], "t@w/1", LONG)
+    store.release([LOCK], "t@w/1", Ending(at_least=LONG))
     fill()
     assert store.take_over([LOCK], "t@w/1", "t@w/2", HOLDER) == 1
     assert list(client.hgetall(LOCK)) == ["t@w/2"]
@@ -158,9 +159,9 @@ def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     assert [turn.ticket for turn in given] == ["p:0:0"]
     claimed = lines.park(LOCK, "p@w/2", LONG, HOLDER, Ticket("p:0:0", "p@", True, b""))
     assert isinstance(claimed, Granted)
-    assert store.release([LOCK], "p@w/2", ticket="p:0:0", settles=LONG)
-    store.release([LOCK], "p@w/2", ticket="p:0:0", settles=LONG)  # resent: nothing is left to end
-    store.release([LOCK], "p@w/2", ticket="p:0:0")
+    assert store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))
+    store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))  # resent
+    store.release([LOCK], "p@w/2", Ending(ticket="p:0:0"))
     assert not client.exists(LOCK, f"{LOCK}:running")
 
 

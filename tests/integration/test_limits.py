@@ -51,8 +51,8 @@ class Worker:
         ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
         return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket, **terms)
 
-    def release(self, owner, **how):
-        return self.store.release([LOCK], owner, **how)
+    def release(self, owner):
+        return self.store.release([LOCK], owner)
 
     def given(self):
         """Tell, once, which parked tasks have their turn."""

@@ -24,7 +24,7 @@ from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
@@ -76,7 +76,7 @@ class Broker:
     def end(self, task, copy=1, *, done=True):
         """Release: the task is done, or its message comes again."""
         ticket = f"{task}:0:0" if done else ""
-        return self.store.release([LOCK], owner_of(task, copy), ticket=ticket)
+        return self.store.release([LOCK], owner_of(task, copy), Ending(ticket=ticket))
 
     def sweep(self):
         return self.lines.sweep([LOCK])[LOCK]
@@ -1132,7 +1132,9 @@ class TestSettling:
     def settle(self, broker, task, copy=2, seconds=TURN, **terms):
         """The body ends, and its result is on its way."""
         ticket = f"{task}:0:0"
-        broker.store.release([LOCK], owner_of(task, copy), ticket=ticket, settles=seconds, **terms)
+        broker.store.release(
+            [LOCK], owner_of(task, copy), Ending(ticket=ticket, settles=seconds, **terms)
+        )
 
     @pytest.mark.parametrize("marked", [True, False])
     def test_a_copy_does_not_run_while_the_result_is_on_its_way(self, broker, held, driven, marked):
@@ -1233,7 +1235,7 @@ class TestAwkwardIds:
         assert (turn.ticket, turn.message) == (name, b"m")
         assert isinstance(granted, Granted)
         assert broker.store.holders(LOCK)[0].holder == {"id": told_id(task_id)}
-        assert broker.store.release([LOCK], owner, ticket=name)
+        assert broker.store.release([LOCK], owner, Ending(ticket=name))
         assert isinstance(self.ask(broker, task_id, 3, marked=True)[0], Done)
         assert left(redis_client) == set()
 
@@ -1621,7 +1623,7 @@ class TestManyMarks:
             shown = Ticket(ticket, "other@", True)
             answer = lines.park(LOCK, "other@w:1/1", LONG, "{}", shown)
             assert isinstance(answer, Granted), ticket
-            assert broker.store.release([LOCK], "other@w:1/1", ticket=ticket)
+            assert broker.store.release([LOCK], "other@w:1/1", Ending(ticket=ticket))
             assert lines.park(LOCK, "other@w:1/2", LONG, "{}", shown) == Done()
         self.assert_done(broker, done)
 

@@ -10,6 +10,7 @@ from celery_dislock import signals
 from celery_dislock.exceptions import LockHeldError, LockLostError, StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
+from celery_dislock.servers.store import Ending
 from tests.holding import Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -119,7 +120,7 @@ class TestReleasing:
             lease.release()
         other = others.take(KEY)
         lease.release()
-        lease.leave()
+        lease.release(Ending(expires=True))
         assert isinstance(holding.try_take(KEY), Conflict)
         assert other.held
         assert len(holding.named("lock_released", lease)) == 1
@@ -127,7 +128,7 @@ class TestReleasing:
     def test_a_lease_that_is_left_runs_out(self, holding, others, redis_client):
         """leave() keeps the lock taken until its expiry, renews it no more, then it is free."""
         lease = holding.take(KEY, 1.0)
-        lease.leave()
+        lease.release(Ending(expires=True))
         assert not lease.held
         assert isinstance(others.try_take(KEY), Conflict)
         wait_for(lambda: not redis_client.keys("*"), "expiry of the lease that was left")
@@ -157,13 +158,13 @@ class TestReleasing:
     def test_a_lease_that_is_left_can_be_kept_longer_only(self, holding, redis_client):
         """leave() with a shorter lock_at_least_for does not shorten the lease."""
         lease = holding.take(KEY, LONG, lock_at_least_for=0.01)
-        lease.leave()
+        lease.release(Ending(expires=True))
         assert redis_client.pttl(name_of(KEY)) > LONG * 500
 
     def test_a_lease_that_is_left_is_kept_for_at_least(self, holding, redis_client):
         """leave() with a longer lock_at_least_for holds the lock for that."""
         lease = holding.take(KEY, 1.0, lock_at_least_for=LONG)
-        lease.leave()
+        lease.release(Ending(expires=True))
         assert redis_client.pttl(name_of(KEY)) > LONG * 500
 
     def test_a_server_that_is_away_does_not_raise(self, own_redis_server, caplog):
@@ -278,7 +279,7 @@ class TestLosing:
         redis_client.delete(name_of(KEY))
         holding.wait_lost(lease)
         lease.release()
-        lease.leave()
+        lease.release(Ending(expires=True))
         assert len(holding.named("lock_lost")) == 1
         assert holding.named("lock_released") == []
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
@@ -343,9 +343,8 @@ class LockMachine(RuleBasedStateMachine):
 
     def end(self, slot, at_least, *, twice):
         owner = self.names[slot]
-        answer = self.send(
-            twice, self.store.release, [LOCK], owner, at_least * UNIT, second_answer=False
-        )
+        ending = Ending(at_least=at_least * UNIT)
+        answer = self.send(twice, self.store.release, [LOCK], owner, ending, second_answer=False)
         known = owner in self.model.leases or owner in self.model.line
         assert answer == self.model.release(owner, at_least)
         if not known and self.waiting() != list(self.model.line):

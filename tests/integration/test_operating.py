@@ -20,7 +20,7 @@ from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.overview import Overview, Place, find_parked
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.holding import Holding, name_of, wait_for
 from tests.redis_server import RedisServer
 
@@ -241,7 +241,7 @@ class TestFreeing:
     def test_a_lease_that_only_runs_out_is_freed(self, worker, redis_client):
         """``lock_at_least_for`` holds a lock for longer than its task runs."""
         worker.take("a")
-        worker.store.release([LOCK], "a", at_least=LONG)
+        worker.store.release([LOCK], "a", Ending(at_least=LONG))
         assert worker.state().holders[0].expiring
         assert worker.free() is True
         assert redis_client.keys("*") == []
@@ -258,7 +258,7 @@ class TestFreeing:
         assert [place.ticket for place in worker.state().line] == ["p:0:0"]
         assert isinstance(worker.claim("p"), Parked)  # its message came after all
         assert isinstance(worker.claim("q"), Granted)
-        worker.store.release([LOCK], "q@w/2", ticket="q:0:0")
+        worker.store.release([LOCK], "q@w/2", Ending(ticket="q:0:0"))
         assert worker.given() == ["p"]
 
     def test_the_turn_of_the_only_parked_task_is_given_again(self, worker):
@@ -278,7 +278,7 @@ class TestFreeing:
         worker.store.release([LOCK], "a")
         worker.claim("p")
         assert worker.free() is True
-        assert worker.store.release([LOCK], "p@w/2", ticket="p:0:0") is False
+        assert worker.store.release([LOCK], "p@w/2", Ending(ticket="p:0:0")) is False
         assert isinstance(worker.claim("p", copy=3), Done)
         assert not redis_client.exists(f"{LOCK}:running", f"{LOCK}:tickets")
 

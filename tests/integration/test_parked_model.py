@@ -61,7 +61,7 @@ from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
@@ -496,7 +496,7 @@ class ParkedMachine(RuleBasedStateMachine):
             ticket = f"{task}:0:0" if task else ""
             assert (
                 self.stores[home].release(
-                    [LOCK], execution.owner, ticket=ticket, settles=settles * UNIT
+                    [LOCK], execution.owner, Ending(ticket=ticket, settles=settles * UNIT)
                 )
                 is live
             )

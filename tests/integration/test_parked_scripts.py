@@ -12,6 +12,7 @@ from lupa.lua51 import LuaError
 
 from celery_dislock.parking.store import ANYBODY, ENDED, Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
+from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 
@@ -40,7 +41,7 @@ class Broker:
         return self.ask(task, copy, **{"message": task.encode(), "ttl": TURN, **terms})
 
     def end(self, task, copy=1):
-        return self.store.release([LOCK], f"{task}@w:1/{copy}", ticket=f"{task}:0:0")
+        return self.store.release([LOCK], f"{task}@w:1/{copy}", Ending(ticket=f"{task}:0:0"))
 
     def given(self):
         """Tell, once, which tasks were given to be published."""
@@ -268,7 +269,7 @@ def test_claims_and_releases_do_not_read_all_claims(broker, server):
     assert f"HGETALL {LOCK}:running" not in server.called()
     broker.ask("t1", copy=3, marked=True, limit=1000)
     assert f"HGETALL {LOCK}:running" not in server.called()
-    broker.store.release([LOCK], "t2@w:1/2", ticket="t2:0:0", settles=5)
+    broker.store.release([LOCK], "t2@w:1/2", Ending(ticket="t2:0:0", settles=5))
     assert f"HGETALL {LOCK}:running" not in server.called()
 
 

@@ -15,7 +15,7 @@ from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Execution, Store
+from celery_dislock.servers.store import Ending, Execution, Store
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import Holding, name_of, wait_for
@@ -396,7 +396,7 @@ class TestHeld:
     def test_at_least_for_holds_on_all_servers(self, store):
         """A lease that is to run out by itself does so, and cannot be taken before."""
         take(store, "a/1")
-        assert store.release([LOCK], "a/1", LONG) is True
+        assert store.release([LOCK], "a/1", Ending(at_least=LONG)) is True
         assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
         assert store.release([LOCK], "a/1") is False
 

@@ -410,12 +410,12 @@ class TestWaiting:
         give_up = own.release
         handed = []
 
-        def release(names, owner, at_least=0.0):
+        def release(names, owner, *ending):
             if not handed:
                 wait_in_line(redis_client, 2)
                 assert store.release([NAME], "other")
                 handed.append(redis_client.hkeys(NAME) == [owner])
-            return give_up(names, owner, at_least)
+            return give_up(names, owner, *ending)
 
         monkeypatch.setattr(own, "release", release)
         impatient = threads.submit(lock.acquire, timeout=0.2)

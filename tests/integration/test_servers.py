@@ -23,7 +23,7 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from celery_dislock.tasks.task import SingletonTask
 from tests.holding import PATIENCE, Holding, wait_for
 from tests.integration.acl import RULES
@@ -1015,7 +1015,7 @@ class TestParkedInAClusterThatMoves:
         return self.show(task, b"")
 
     def end(self, task):
-        return self.store.release([self.lock], f"{task}@w/1", ticket=f"{task}:0:0")
+        return self.store.release([self.lock], f"{task}@w/1", Ending(ticket=f"{task}:0:0"))
 
     def names(self, server):
         with server.client() as client:

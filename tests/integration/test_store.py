@@ -15,7 +15,7 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.replies import Granted, Holding, Refused
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending, Execution, Store
+from celery_dislock.servers.store import Ending, Execution, LateRelease, Store
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
@@ -281,7 +281,7 @@ class TestRelease:
     def test_at_least_keeps_the_lock_until_then(self, store, redis_client):
         """With at_least the lock stays taken, until so long after the acquisition and no longer."""
         take(store, "a/1")
-        assert store.release([LOCK], "a/1", at_least=2 * LONG) is True
+        assert store.release([LOCK], "a/1", Ending(at_least=2 * LONG)) is True
         refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
         assert isinstance(refused, Refused)
         assert refused.owner == "a/1"
@@ -292,7 +292,7 @@ class TestRelease:
     def test_at_least_can_end_before_the_lease_would(self, store, redis_client):
         """A lock that is kept for at_least is free right then, not at the old expiry."""
         take(store, "a/1", ttl=LONG)
-        store.release([LOCK], "a/1", at_least=0.3)
+        store.release([LOCK], "a/1", Ending(at_least=0.3))
         assert redis_client.pttl(LOCK) <= 300
         wait_until_gone(redis_client)
         take(store, "b/1")
@@ -301,13 +301,13 @@ class TestRelease:
         """When the lock was held so long already, at_least changes nothing."""
         take(store, "a/1")
         time.sleep(0.02)
-        assert store.release([LOCK], "a/1", at_least=0.01) is True
+        assert store.release([LOCK], "a/1", Ending(at_least=0.01)) is True
         assert state(redis_client) == {}
 
     def test_a_lease_kept_by_at_least_belongs_to_nobody(self, store, redis_client):
         """Its owner can neither renew, nor release, nor take again what it has given up."""
         take(store, "a/1")
-        store.release([LOCK], "a/1", at_least=LONG)
+        store.release([LOCK], "a/1", Ending(at_least=LONG))
         before = state(redis_client)
         assert renew(store, "a/1", 10 * LONG) is False
         assert store.release([LOCK], "a/1") is False
@@ -413,7 +413,7 @@ class TestRenewStalled:
     def test_what_has_ended_is_not_revived(self, store, redis_client):
         """Neither a lease that has expired beside another, nor one that is gone."""
         take(store, "other/1")
-        store.release([LOCK], "other/1", at_least=LONG)
+        store.release([LOCK], "other/1", Ending(at_least=LONG))
         store.acquire([LOCK], "id-1@w:7/123", SHORT, HOLDER, limit=2)
         time.sleep(2 * SHORT)
         before = redis_client.hgetall(LOCK)
@@ -436,7 +436,7 @@ class TestRenewStalled:
     def test_a_lease_that_was_left_is_not_renewed(self, store, redis_client):
         """Its owner is done with it."""
         take(store, "id-1@w:7/123")
-        store.release([LOCK], "id-1@w:7/123", at_least=LONG)
+        store.release([LOCK], "id-1@w:7/123", Ending(at_least=LONG))
         before = state(redis_client)
         assert self.renew_stalled(store, overdue=0.0) == (0, 0)
         assert state(redis_client) == before
@@ -492,7 +492,7 @@ class TestAllHolders:
         for lock, owner in owners.items():
             take(store, owner, lock=lock)
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)  # a line, places and so on
-        store.release([LOCK], "a/7", at_least=2 * LONG)
+        store.release([LOCK], "a/7", Ending(at_least=2 * LONG))
         take(store, "c/1", lock="other:{export:7}")
         for name in ("dislock:{text}", "dislock:{foreign}", "dislock"):
             redis_client.set(name, "no lock", ex=60)
@@ -623,7 +623,7 @@ class TestPacking:
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
         store.wait(LOCK, "b/1", 0.01)
         store.renew([([LOCK], "a/1", LONG)], within=5)
-        store.clear([Ending([LOCK], "b/1")], within=5)
+        store.clear([LateRelease([LOCK], "b/1")], within=5)
         lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
         lines.sweep([LOCK])
         list(store.all_holders("dislock"))
@@ -647,9 +647,9 @@ class TestClear:
             assert isinstance(store.acquire([lock], "t@w/1", LONG, HOLDER, **terms), Granted)
         assert redis_client.exists(f"{locks[1]}:unique")
         endings = [
-            Ending([locks[0]], "t@w/1"),
-            Ending([locks[1]], "t@w/1", ticket="t:0:0", reservation=reservation),
-            Ending([locks[2]], "t@w/1", at_least=LONG),
+            LateRelease([locks[0]], "t@w/1"),
+            LateRelease([locks[1]], "t@w/1", Ending(ticket="t:0:0", reservation=reservation)),
+            LateRelease([locks[2]], "t@w/1", Ending(at_least=LONG)),
         ]
         assert store.clear(endings, within=WITHIN) == [None] * 3
         assert redis_client.keys("dislock:*") == [locks[2]]
@@ -660,7 +660,7 @@ class TestClear:
         take(store, "a/1")
         redis_client.set("dislock:{text}", "no lock")
         done, refused = store.clear(
-            [Ending([LOCK], "a/1"), Ending(["dislock:{text}"], "b/1")], within=WITHIN
+            [LateRelease([LOCK], "a/1"), LateRelease(["dislock:{text}"], "b/1")], within=WITHIN
         )
         assert done is None
         assert isinstance(refused, DamagedLockError)
@@ -693,9 +693,9 @@ class TestSentTwice:
     def test_release(self, store, redis_client, at_least):
         """Release twice: the second changes nothing, in particular no expiry."""
         take(store, "a/1")
-        assert store.release([LOCK], "a/1", at_least) is True
+        assert store.release([LOCK], "a/1", Ending(at_least=at_least)) is True
         before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert store.release([LOCK], "a/1", at_least) is False
+        assert store.release([LOCK], "a/1", Ending(at_least=at_least)) is False
         assert state(redis_client) == before
         assert redis_client.pttl(LOCK) <= pttl
 

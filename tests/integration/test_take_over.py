@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def leave(store: Store, locks: list[str], owner: str = "first", at_least: float 
     """Acquire, and leave the leases to run out."""
     granted = store.acquire(locks, owner, TTL, OLD)
     assert isinstance(granted, Granted)
-    assert store.release(locks, owner, at_least)
+    assert store.release(locks, owner, Ending(at_least=at_least))
     return granted
 
 
@@ -76,7 +76,7 @@ def test_only_what_is_left_is_taken_over(store, redis_client, how):
     if how == "released":
         store.release([LOCK], "first")
     elif how == "run out":
-        store.release([LOCK], "first", 300.0)
+        store.release([LOCK], "first", Ending(at_least=300.0))
         seconds = redis_client.time()[0] - 1
         redis_client.hset(LOCK, "~first", f"1 {seconds}000 5 {seconds}000 x {OLD}")
     assert store.take_over([LOCK], "first", "second", NEW) == 0

@@ -12,7 +12,7 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.replies import Granted, Replaced, text
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.integration.servers import RedisCluster
 
 NODE_TIMEOUT = 5000  # milliseconds
@@ -118,7 +118,7 @@ def test_a_task_that_begins_while_a_slot_moves(cluster, store, nodes, moved, unt
         store.acquire([LOCK], "a@w/1", LONG, "{}", limit=2, reservation=older)
     granted = store.acquire([LOCK], "b@w/1", LONG, "{}", limit=2, reservation=newer)
     assert isinstance(granted, Granted)
-    assert store.release([LOCK], "b@w/1", reservation=newer)
+    assert store.release([LOCK], "b@w/1", Ending(reservation=newer))
     assert isinstance(reserve(store, "c"), Reservation)
 
 

@@ -18,7 +18,7 @@ from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reserved
-from celery_dislock.servers.store import Store
+from celery_dislock.servers.store import Ending, Store
 from tests.integration import driven_clock
 from tests.integration.driven_clock import STRETCH, clocked
 from tests.integration.lua_server import LuaServer
@@ -128,7 +128,7 @@ def test_thousands_of_editions():
             told.add(replaced.by)
             continue
         ran.append(message)
-        store.release([LOCK], f"{message.id}@w:1/{nth}", reservation=message)
+        store.release([LOCK], f"{message.id}@w:1/{nth}", Ending(reservation=message))
         assert set(world.ttls()) == {RECORD}
         assert len(world.record()) < RECORD_MOST
     assert (ran, told) == ([newest, newest], {newest.id})
@@ -145,7 +145,7 @@ def test_the_last_moment_of_another_reservation(left):
     store.reservations.reserve(Reservation(LOCK, "b", "end", 1.0), "n2", replaces=True)
     world.advance(1.0 - left)
     assert store.acquire([LOCK], "a@w:1/1", 30.0, "{}", reservation=mine).tokens
-    assert store.release([LOCK], "a@w:1/1", reservation=mine)
+    assert store.release([LOCK], "a@w:1/1", Ending(reservation=mine))
     assert all(ttl > 0 for ttl in world.ttls().values())
 
 

@@ -23,6 +23,7 @@ from celery_dislock.servers.replies import (
     Swept,
 )
 from celery_dislock.servers.reservations import Record, Reservations, Reserved, Taken
+from celery_dislock.servers.store import RELEASED, Ending, LateRelease
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from celery_dislock.parking.store import Bounds, Ticket
     from celery_dislock.servers.replies import Turn
     from celery_dislock.servers.reservations import Reservation
-    from celery_dislock.servers.store import Ending
 
 
 class FakeClock:
@@ -234,21 +234,17 @@ class FakeStore:
             self.leases[lock] = (owner, self.clock() + ttl, json.loads(holder))
         return Granted((self.tokens,) * len(locks))
 
-    def release(
-        self,
-        locks: Sequence[str],
-        owner: str,
-        at_least: float = 0.0,
-        ticket: str = "",
-        settles: float = 0.0,
-        reservation: Reservation | None = None,
-    ) -> bool:
-        self._round_trip("release", *locks, owner, at_least)
-        if reservation is not None:
-            self.reservations.end(reservation)
-        self.done.append(ticket)
-        self.settling.append(settles)
-        held = [self._release(lock, owner, at_least) for lock in locks]
+    def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
+        self._round_trip("release", *locks, owner, ending.at_least)
+        return self._end(LateRelease(locks, owner, ending))
+
+    def _end(self, release: LateRelease) -> bool:
+        locks, owner, ending = release
+        if ending.reservation is not None:
+            self.reservations.end(ending.reservation)
+        self.done.append(ending.ticket)
+        self.settling.append(ending.settles)
+        held = [self._release(lock, owner, ending.at_least) for lock in locks]
         return all(held)
 
     def _release(self, lock: str, owner: str, at_least: float) -> bool:
@@ -283,17 +279,12 @@ class FakeStore:
         self._round_trip("extend", *locks, owner)
         return all(self._renew(lock, owner, ttl) for lock in locks)
 
-    def clear(self, endings: Sequence[Ending], *, within: float) -> list[StoreError | None]:
+    def clear(self, releases: Sequence[LateRelease], *, within: float) -> list[StoreError | None]:
         assert within > 0
-        self._round_trip("clear", [one.owner for one in endings])
-        for one in endings:
-            self.done.append(one.ticket)
-            self.settling.append(one.settles)
-            if one.reservation is not None:
-                self.reservations.end(one.reservation)
-            for lock in one.locks:
-                self._release(lock, one.owner, one.at_least)
-        return [self.answers.get(one.owner) for one in endings]
+        self._round_trip("clear", [one.owner for one in releases])
+        for one in releases:
+            self._end(one)
+        return [self.answers.get(one.owner) for one in releases]
 
     def wait(self, lock: str, owner: str, seconds: float) -> Handed | None:
         """Let the time pass: nobody is woken here, who waits asks again."""

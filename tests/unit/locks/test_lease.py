@@ -9,6 +9,7 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks import lease as lease_module
 from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.store import Ending
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -105,9 +106,8 @@ def test_a_release_that_failed_is_sent_again_as_it_was(world, heard):
     """By the watchdog: whoever held the lock may hang since, in a result backend that is away."""
     lease = world.lease(lock_watchdog_timeout=30)
     reservation = Reservation("dislock:{k}", "1", mark="m", number=1)
-    lease.reservation = reservation
     world.store.away = True
-    lease.release(at_least=0, ticket="1:0:0", settles=7.0)
+    lease.release(Ending(ticket="1:0:0", settles=7.0, reservation=reservation))
     world.store.away = False
     world.run(2)
     assert "dislock:{k}" not in world.store.leases
@@ -132,7 +132,7 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(world):
 def test_leave_stops_the_renewals_and_sends_nothing(world, heard):
     """A lease left to expire is neither renewed nor released."""
     lease = world.lease()
-    lease.leave()
+    lease.release(Ending(expires=True))
     world.run(100)
     assert [call[0] for call in world.store.calls] == ["acquire"]
     assert heard[-1][0] == "lock_released"
@@ -168,7 +168,7 @@ def test_at_least_for_prolongs_a_lease_that_is_left(world):
     """A lease left to expire ends no earlier than it would have, nor than it promised."""
     lease = world.lease(lock_at_least_for=10, lock_watchdog_timeout=30)
     world.clock.advance(5)
-    lease.leave()
+    lease.release(Ending(expires=True))
     assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
 
 

@@ -13,6 +13,7 @@ from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
 from celery_dislock.servers.replies import RESERVED, First, Handed
+from celery_dislock.servers.store import Ending
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_its_first_renewal_gives_it_its_full_length(world, handing):
 def test_one_that_is_left_to_expire_lasts_as_long_as_any(world, handing):
     """release_on_success=False holds on for the timeout, though only seconds were reserved."""
     handing(after=3.0)
-    acquire(world).leave()
+    acquire(world).release(Ending(expires=True))
     assert world.store.asked("release")[-1][-1] == 30.0
 
 

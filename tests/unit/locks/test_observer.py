@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from celery_dislock.locks.observer import Observer
+from celery_dislock.servers.store import Ending
 
 
 def test_without_telemetry_a_lock_is_told_of_to_nobody(world):
@@ -39,7 +40,7 @@ def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):
 
     world.watchdog.observer = Notes()
     world.lease(lock_watchdog_timeout=3, max_renew_times=1).release()
-    world.lease(lock_watchdog_timeout=3).leave()
+    world.lease(lock_watchdog_timeout=3).release(Ending(expires=True))
     world.lease(lock_watchdog_timeout=3, max_renew_times=1)
     world.run(3)
     world.lease("b", "other", lock_watchdog_timeout=3)

@@ -14,7 +14,7 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller
 from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.watchdog import BATCH, CLEAR_FOR, DEAD_ENTRIES, Watchdog, _valid
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.store import Ending, LateRelease
 
 
 def names(events):
@@ -306,7 +306,7 @@ def test_an_owner_that_was_cut_short_is_released(world):
     """What an owner holds or waits for that asks no more is ended, once the server answers."""
     world.store.leases["dislock:{k}"] = ("gone", world.clock.now + 1000, {})
     world.store.away = True
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone"))
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone"))
     world.run(5)
     assert "dislock:{k}" in world.store.leases
     world.store.away = False
@@ -319,7 +319,7 @@ def test_an_owner_that_was_cut_short_is_released(world):
 
 def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
     """The watchdog does only what its caller could not do."""
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone"))
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone"))
     world.watchdog.cleared("gone")
     world.run(100)
     assert world.store.calls == []
@@ -328,7 +328,7 @@ def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
 def test_what_cannot_be_released_is_not_tried_for_ever(world):
     """After the time of a place in line all of it has run out by itself."""
     world.store.away = True
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone"))
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone"))
     world.run(CLEAR_FOR + 5)
     calls = len(world.store.calls)
     world.run(100)
@@ -338,7 +338,7 @@ def test_what_cannot_be_released_is_not_tried_for_ever(world):
 def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(world):
     """Nothing else ends it for days, and a copy of the task would run."""
     world.store.away = True
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone", ticket="1:0:0"))
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone", Ending(ticket="1:0:0")))
     world.run(10 * CLEAR_FOR)
     world.store.away = False
     world.store.calls.clear()
@@ -350,7 +350,7 @@ def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(world):
 def test_what_the_server_refuses_to_release_is_tried_again(world):
     """An error of one node, or of a full server, is no answer; the others are done with."""
     for owner in ("refused", "gone"):
-        world.watchdog.clear(Ending([f"dislock:{{{owner}}}"], owner))
+        world.watchdog.clear(LateRelease([f"dislock:{{{owner}}}"], owner))
     world.store.answers["refused"] = StoreError("redis://fake", "OOM")
     world.run(3)
     del world.store.answers["refused"]
@@ -365,7 +365,7 @@ def test_what_the_server_refuses_to_release_is_tried_again(world):
 
 def test_a_lock_that_is_damaged_is_not_released_for_ever(world):
     """It stays damaged; its own tasks say so."""
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone"))
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone"))
     world.store.answers["gone"] = DamagedLockError("redis://fake", "damaged", "dislock:{k}")
     world.run(100)
     assert world.store.asked("clear") == [(["gone"],)]
@@ -374,7 +374,7 @@ def test_a_lock_that_is_damaged_is_not_released_for_ever(world):
 def test_a_long_lease_is_tried_to_be_released_until_it_has_ended(world):
     """The main process of a worker may renew it until then."""
     world.store.away = True
-    world.watchdog.clear(Ending(["dislock:{k}"], "gone"), timeout=3 * CLEAR_FOR)
+    world.watchdog.clear(LateRelease(["dislock:{k}"], "gone"), timeout=3 * CLEAR_FOR)
     world.run(2 * CLEAR_FOR)
     world.store.away = False
     world.store.calls.clear()
@@ -612,7 +612,7 @@ class TestStalls:
         """So that the main process does not renew it while callbacks run."""
         lease = world.lease(lock_watchdog_timeout=30)
         world.run(5)
-        lease.leave()
+        lease.release(Ending(expires=True))
         owner, expires, _ = world.store.leases["dislock:{k}"]
         assert owner == "~me"
         assert expires == pytest.approx(world.clock() + 30 - 5, abs=6)
@@ -621,7 +621,7 @@ class TestStalls:
         """Nobody here knows when it was renewed last: perhaps just now."""
         lease = world.lease(lock_watchdog_timeout=30)
         self.stall(world, lease, 100)
-        lease.leave()
+        lease.release(Ending(expires=True))
         [(_, *_, at_least)] = world.store.asked("release")
         assert lease.acquired_at + at_least == pytest.approx(world.clock() + 30)
 

@@ -136,7 +136,7 @@ def test_the_dead_are_released_whether_or_not_they_hold_on():
     made = store(server)
     assert made.release_dead([A], "w1/", 2.0) == 1
     assert made.release_dead([A], "w1/", None) == 0
-    assert [call[2:] for call in server.asked] == [("w1/", 2000), ("w1/", -1)]
+    assert [call[2:] for call in server.asked] == [("w1/", 2000, ""), ("w1/", -1, "")]
     assert {script for script, *_ in server.asked} == {RELEASE_DEAD}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from celery_dislock import SingletonTask, StoreError
 from celery_dislock.locks.attempt import Attempt
+from celery_dislock.servers.store import Ending
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -183,7 +184,7 @@ def test_a_copy_meets_a_lease_that_is_left_to_expire(app, world, ran, broker):
 
     attempt = Attempt("other", {"task": task.name, "id": "1"})
     world.lock("k").try_acquire(attempt)
-    attempt.end(leaves=True)
+    attempt.end(Ending(expires=True))
     deliver(task, "1")
     assert ran == []
     assert len(broker.sent) == 1
