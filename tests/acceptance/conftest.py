@@ -155,7 +155,10 @@ def pool(request: pytest.FixtureRequest) -> str:
 def start_fleet(
     server: RedisServer, workers: dict[Worker, int], tmp_path: Path
 ) -> Iterator[Callable[..., Fleet]]:
-    """Start a worker of this test alone, with its own queue: ``start_fleet(pool, *options)``."""
+    """Start a worker of this test alone, with its own queue: ``start_fleet(pool, *options)``.
+
+    It is killed at the end of the test, when no lock is left.
+    """
     started: list[Worker] = []
 
     def start(
@@ -189,7 +192,9 @@ def start_fleet(
 
 
 @pytest.fixture
-def scene(redis_client: redis.Redis, request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(
+    redis_client: redis.Redis, _nothing_is_left: None, request: pytest.FixtureRequest
+) -> Iterator[Scene]:
     """A key of this test alone; at its end, the gate of that key is opened."""
     name = getattr(request.node, "originalname", request.node.name)
     scene = Scene(f"{name}-{uuid.uuid4().hex[:8]}", redis_client)
@@ -199,9 +204,15 @@ def scene(redis_client: redis.Redis, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(
-    redis_client: redis.Redis, elsewhere: redis.Redis, workers: dict[Worker, int]
+    redis_client: redis.Redis,
+    elsewhere: redis.Redis,
+    workers: dict[Worker, int],
+    start_fleet: Callable[..., Fleet],
 ) -> Iterator[None]:
-    """Check after each test that no lock is left behind, in either database."""
+    """Check after each test that no lock is left behind, in either database.
+
+    By then the gate of the test's key is open, and its own workers are still there.
+    """
     for worker in workers:
         workers[worker] = len(worker.log)
     yield
@@ -258,11 +269,5 @@ def _env(server: RedisServer, broker_url: str | None) -> dict[str, str]:
 
 def _stop(some: list[Worker], workers: dict[Worker, int]) -> None:
     for worker in some:
-        if worker.running:
-            worker.terminate()  # all at once: each takes a moment
-    try:
-        for worker in some:
-            worker.stop()
-    finally:
-        for worker in some:
-            workers.pop(worker, None)
+        worker.kill()
+        workers.pop(worker, None)

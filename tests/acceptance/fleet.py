@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +17,7 @@ from kombu.transport import redis as redis_transport
 
 from celery_dislock.servers.reservations import parse_record
 from tests.acceptance import scenarios
+from tests.forked import start_celery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds until a condition must hold; half the expiry of the scenarios' locks
-STOP_LIMIT = 15.0  # seconds after SIGTERM until a worker is killed
 POLL = 0.02  # seconds between two looks
 CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo": 1}
 # Where kombu has no such option, it looks for messages to redeliver every 100 s, on Redis.
@@ -70,20 +68,12 @@ class Worker:
     ) -> None:
         self.name = name
         self.log_file = folder / f"{name}.log"
-        command = [sys.executable, "-m", "celery", "-A", app, "worker", "-n", f"{name}@here"]
-        command += ["--loglevel", "INFO", "--without-gossip", "--without-mingle"]
-        command += [*(() if heartbeat else ("--without-heartbeat",)), *options]
-        paths = [str(ROOT), str(folder)]
-        with self.log_file.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        arguments = ["-A", app, "worker", "-n", f"{name}@here"]
+        arguments += ["--loglevel", "INFO", "--without-gossip", "--without-mingle"]
+        arguments += [*(() if heartbeat else ("--without-heartbeat",)), *options]
+        paths = os.pathsep.join([str(ROOT), str(folder)])
+        env = {**os.environ, "PYTHONPATH": paths, **(env or {})}
+        self.process = start_celery(arguments, folder, env, self.log_file)
 
     @property
     def log(self) -> str:
@@ -112,21 +102,10 @@ class Worker:
 
     def kill(self) -> None:
         """End the worker and its pool with SIGKILL, as a power cut does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        # The group outlives its leader if pool processes are left behind.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-    def stop(self) -> None:
-        """End the worker and its pool, whatever it is doing."""
-        try:
-            if self.running:
-                self.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(STOP_LIMIT)
-        finally:
-            # The group outlives its leader where pool processes were left behind.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class Fleet:

@@ -60,12 +60,10 @@ def canvas(server, workers, tmp_path_factory):
             pair.append(worker)
             workers[worker] = 0
             stack.callback(workers.pop, worker)
-            stack.callback(worker.stop)
+            stack.callback(worker.kill)
         for worker in pair:
             worker.wait_until_ready()
         yield canvas_app.app
-        for worker in pair:
-            worker.terminate()  # all at once: each takes a moment
     gc.collect()  # Celery 5.5 asks the backend when a result is collected: not after its end
     canvas_app.app.close()
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from types import SimpleNamespace
@@ -19,7 +16,8 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import camera, scenarios
-from tests.acceptance.fleet import LIMIT, ROOT, STOP_LIMIT, wait_for
+from tests.acceptance.fleet import LIMIT, ROOT, wait_for
+from tests.forked import start_celery
 from tests.integration.servers import free_port
 
 pytestmark = [
@@ -34,22 +32,14 @@ POOLS = ["prefork", "threads", "gevent", "eventlet"]  # solo cannot hold and be 
 def program(folder, server, *arguments, **env):
     """Run one of Celery's commands beside the workers; stop it at the end."""
     log = folder / f"{arguments[0]}.log"
-    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.scenarios", *arguments]
+    command = ["-A", "tests.acceptance.scenarios", *arguments]
     env = {**os.environ, "SCENARIOS_URL": server.url, "PYTHONPATH": str(ROOT), **env}
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True
-        )
+    process = start_celery(command, folder, env, log)
     try:
         yield log
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(STOP_LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.terminate()
+        process.wait(LIMIT)
 
 
 class Watcher:

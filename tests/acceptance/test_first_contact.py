@@ -11,6 +11,7 @@ import pytest
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT
+from tests.forked import run_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,12 +74,16 @@ def write_app(tmp_path: Path, server):
 @pytest.fixture
 def celery(tmp_path: Path):
     """Run a celery command to its end; return its exit status and all that it says."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
 
-    def run(*command: str, program: tuple[str, ...] = ("-m", "celery")) -> tuple[int, str]:
+    def run(*command: str, program: tuple[str, ...] = ()) -> tuple[int, str]:
+        if not program:
+            done = run_python("celery", *command, folder=tmp_path, env=env)
+            return done.returncode, done.stdout + done.stderr
         done = subprocess.run(
             [sys.executable, *program, *command],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
+            env=env,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -70,10 +70,7 @@ class Site:
 
     def close(self) -> None:
         for worker in self.started:
-            if worker.running:
-                worker.terminate()
-        for worker in self.started:
-            worker.stop()
+            worker.kill()
             self._all.pop(worker, None)
         for key in self.redis.scan_iter(f"{self.prefix}*"):
             self.redis.delete(key)

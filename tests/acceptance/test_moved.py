@@ -6,15 +6,14 @@ Parked tasks have their turns where they were parked.  They run once, there or h
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, Scene, wait_for
+from tests.acceptance.fleet import Scene, wait_for
+from tests.forked import run_python
 from tests.redis_server import RedisServer
 
 pytestmark = [
@@ -51,15 +50,8 @@ def drain(old, conf, *args):
         "PYTHONPATH": str(ROOT),
         "PATH": "/usr/bin:/bin",
     }
-    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.scenarios", "dislock"]
-    return subprocess.run(
-        [*command, "drain", *args],
-        env=env,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    command = ["celery", "-A", "tests.acceptance.scenarios", "dislock", "drain", *args]
+    return run_python(*command, folder=ROOT, env=env)
 
 
 @pytest.mark.parametrize("change", ["prefix", "server"])
@@ -99,4 +91,4 @@ def test_parked_tasks_run_once_while_workers_are_moved(start_fleet, servers, cha
     assert sorted(began) == sorted([holder.id, *(result.id for result in parked)])
     later = after.send(QUEUE, scene.key)
     scene.wait_for_report("end", id=later.id)
-    after.workers[0].stop()  # while there is a broker
+    after.workers[0].kill()  # while there is a broker

@@ -16,7 +16,7 @@ from celery.result import AsyncResult
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
-from tests.acceptance.rabbitmq import RabbitServer
+from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
 
@@ -428,7 +428,7 @@ def test_a_line_survives_a_restart_of_redis_and_its_workers(start_fleet, tmp_pat
 
 def test_a_line_survives_a_restart_of_rabbitmq_and_its_workers(start_fleet, scene, tmp_path):
     """Tasks that were parked before all workers died and the broker was restarted run in order."""
-    with RabbitServer(tmp_path / "rabbitmq") as server:
+    with own_rabbitmq(tmp_path / "rabbitmq") as server:
 
         def restart():
             server._control("stop_app")
@@ -450,7 +450,7 @@ def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
     second = start_fleet("prefork", queue=fleet.queue, **options)
     scene.wait_for_report("end", times=3, error=None)
     assert order(scene) == [holder.id, *(result.id for result in results)]
-    second.workers[0].stop()  # while there is a broker
+    second.workers[0].kill()  # while there is a broker
 
 
 @PREFORK

@@ -227,7 +227,7 @@ def test_a_line_is_looked_after_by_workers_whose_tasks_do_not_park(start_fleet, 
     new = start_fleet("prefork", queue=old.queue, app=APP, env=env, **options)
     scene.wait_for_report("end", id=first.id)
     wait_for("it has ended", lambda: state_of(scene, first) == "SUCCESS")
-    new.workers[0].stop()  # while there is a broker
+    new.workers[0].kill()  # while there is a broker
 
 
 def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
@@ -247,7 +247,7 @@ def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
     assert ours.says("ERROR", first.id, "is set aside", "its result is FAILURE")
     assert state_of(scene, first) == "FAILURE"
     for fleet in (ours, others):
-        fleet.workers[0].stop()  # while there is a broker
+        fleet.workers[0].kill()  # while there is a broker
 
 
 def park_for(others, ours, scene):

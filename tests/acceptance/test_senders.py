@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import uuid
 
 import pytest
@@ -17,6 +15,7 @@ from kombu import Connection
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, ROOT, wait_for
+from tests.forked import start_celery
 
 pytestmark = [pytest.mark.acceptance, PREFORK]
 
@@ -82,20 +81,11 @@ def test_of_what_beat_sends_one_runs_at_a_time(fleet, scene, tmp_path):
     (tmp_path / "scheduled.py").write_text(source)
     paths = os.pathsep.join([str(ROOT), str(tmp_path)])
     env = {**os.environ, "PYTHONPATH": paths, "SCENARIOS_URL": scenarios.app.conf.broker_url}
-    command = [sys.executable, "-m", "celery", "-A", "scheduled", "beat"]
     beats = []
     try:
         for number in (1, 2):
-            with (tmp_path / f"beat{number}.log").open("wb") as log:
-                beats.append(
-                    subprocess.Popen(
-                        [*command, "--schedule", str(tmp_path / f"schedule{number}")],
-                        cwd=tmp_path,
-                        env=env,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            command = ["-A", "scheduled", "beat", "--schedule", str(tmp_path / f"schedule{number}")]
+            beats.append(start_celery(command, tmp_path, env, tmp_path / f"beat{number}.log"))
 
         def skipped():
             words = (f"lock {scene.key!r} is held by", "] skipped: ")

@@ -74,7 +74,7 @@ def start_worker(tmp_path):
 
     yield start
     for worker in started:
-        worker.stop()
+        worker.kill()
 
 
 def reserved(client, lock):
@@ -466,7 +466,7 @@ class TestReplacing:
             assert sorted(client.lrange("ran", 0, -1)) == [
                 f"index:{number}:2" for number in range(EDITED)
             ]
-            worker.stop()
+            worker.kill()
 
 
 def about(task_id, commands):

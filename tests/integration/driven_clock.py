@@ -12,10 +12,15 @@ import hashlib
 import re
 from typing import TYPE_CHECKING, Any
 
+import redis
+
+from celery_dislock.parking import store as lines_module
 from celery_dislock.scripts import Script
+from celery_dislock.servers import reservations as reservations_module
+from celery_dislock.servers import store as store_module
 
 if TYPE_CHECKING:
-    import redis
+    import pytest
 
 CLOCK = "clock"
 START = 1_700_000_000  # seconds; where the clock begins
@@ -50,6 +55,14 @@ def clocked(script: Script) -> Script:
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
+def drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make all scripts that stores send read our clock."""
+    for module in (store_module, reservations_module, lines_module):
+        for name, script in list(vars(module).items()):
+            if isinstance(script, Script):
+                monkeypatch.setattr(module, name, clocked(script))
+
+
 def start(client: redis.Redis[Any]) -> None:
     """Empty the database, and let the clock begin."""
     client.flushdb()
@@ -69,3 +82,57 @@ def advance(client: redis.Redis[Any], seconds: float) -> None:
     for name in names:
         if left[name] >= 0:
             client.pexpire(name, left[name] - round(seconds * 1000 * STRETCH))
+
+
+class DrivenServer:
+    """A real server under our clock, for tests that run on a LuaServer as well.
+
+    Its scripts are those that :func:`drive` has changed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client = self.client(decode_responses=True)
+        self.begin()
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Return a client of the server."""
+        return redis.Redis.from_url(self._url, **options)
+
+    def store(self, **options: Any) -> store_module.Store:
+        """Return a store whose lock server this is."""
+        return store_module.Store(self._url, **options)
+
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds of the clock."""
+        return int(self._client.get(CLOCK)) // 1000
+
+    def names(self) -> set[str]:
+        """Return the names of all keys but the clock."""
+        return keys(self._client)
+
+    def ttls(self) -> dict[str, float]:
+        """Return all keys, each with the milliseconds until it ends; -1: it does not."""
+        ttls = {name: self._client.pttl(name) for name in self.names()}
+        return {name: ttl / STRETCH if ttl > 0 else ttl for name, ttl in ttls.items()}
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        advance(self._client, seconds)
+
+    def begin(self) -> None:
+        """Lose all keys, and let the clock begin anew."""
+        start(self._client)
+
+    def end_keys(self) -> None:
+        """Do nothing: advance() has ended the keys whose time is up."""
+
+    def lose(self) -> None:
+        """Lose all keys but the clock."""
+        for name in self.names():
+            self._client.delete(name)
+
+    def close(self) -> None:
+        """Close the client; a store is closed by who made it."""
+        self._client.close()

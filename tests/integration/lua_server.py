@@ -15,6 +15,7 @@ import json
 import struct
 from typing import TYPE_CHECKING, Any
 
+import redis
 from lupa.lua51 import LuaRuntime
 
 from celery_dislock.servers.reservations import Reservations
@@ -95,6 +96,14 @@ function commands.PEXPIRE(name, ttl)
   if integer(ttl) <= 0 then keys[name] = nil end
   return 1
 end
+
+function commands.KEYS()
+  local found = {}
+  for name in pairs(keys) do if find(name) then found[#found + 1] = name end end
+  return found
+end
+
+function commands.TYPE(name) return {ok = (find(name) or {kind = 'none'}).kind} end
 
 function commands.PTTL(name)
   local key = find(name)
@@ -179,6 +188,9 @@ function commands.RPUSH(name, ...)
   for _, value in ipairs({...}) do list[#list + 1] = value end
   return #list
 end
+
+function commands.LLEN(name) return #value_of(name, 'list') end
+function commands.LRANGE(name) return value_of(name, 'list') end
 
 function commands.LPOP(name)
   local first = table.remove(value_of(name, 'list'), 1)
@@ -286,6 +298,7 @@ return {
   end,
   call = call,
   pass = function(us) now = now + us end,
+  now = function() return now end,
   lose = function() keys = {} end,
   called = function() return called end,
   contents = function()
@@ -367,6 +380,30 @@ class LuaServer:
         """Let time pass."""
         self._lua[b"pass"](round(seconds * 1_000_000))
 
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds of the clock."""
+        return int(self._lua[b"now"]()) // 1000
+
+    def client(self, *, decode_responses: bool = False) -> LuaClient:
+        """Return a client that speaks bytes, or text."""
+        return LuaClient(self, decode_responses=decode_responses)
+
+    def names(self) -> set[str]:
+        """Return the names of all keys."""
+        return {name.decode() for name in self.send("KEYS")}
+
+    def begin(self) -> None:
+        """Lose all keys, and move the clock to a whole second."""
+        self.lose()
+        self._lua[b"pass"](1_000_000 - int(self._lua[b"now"]()) % 1_000_000)
+
+    def end_keys(self) -> None:
+        """End the keys whose time is up; Redis keeps them for this last millisecond."""
+        for name, ttl in self.ttls().items():
+            if ttl == 0:
+                self.send("DEL", name)
+
     def lose(self) -> None:
         """Lose all keys, as a failover to an empty server does."""
         self._lua[b"lose"]()
@@ -414,6 +451,9 @@ class LuaServer:
         """Run one of the commands that scripts call."""
         return _reply(self._lua[b"call"](*map(_sent, command)))
 
+    def close(self) -> None:
+        """Do nothing: there are no connections."""
+
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """Return all keys as one group."""
         return [keys]
@@ -429,6 +469,30 @@ class LuaServer:
         store.lock_server = self
         store.reservations = Reservations(self)
         return store
+
+
+class LuaClient(redis.Redis):
+    """What tests ask a real server, asked of this one; the commands are those of COMMANDS."""
+
+    def __init__(self, server: LuaServer, *, decode_responses: bool) -> None:
+        super().__init__(protocol=2)
+        self._server = server
+        self._decodes = decode_responses
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Run a command; return the reply as redis-py does."""
+        options.pop("keys", None)  # for a cache
+        reply = self._server.send(*args)
+        if self._decodes:
+            reply = _decoded(reply)
+        callback = self.response_callbacks.get(args[0])
+        return reply if callback is None else callback(reply, **options)
+
+
+def _decoded(reply: Any) -> Any:
+    if isinstance(reply, list):
+        return list(map(_decoded, reply))
+    return reply.decode() if isinstance(reply, bytes) else reply
 
 
 def _sent(argument: str | bytes | int) -> bytes:

@@ -1,7 +1,7 @@
 """The scripts against a plain Python model, in random interleavings of all that owners can do.
 
-The server is real and the scripts are those that the package sends, but for the time that they
-read: it stands still until a step moves it, see ``driven_clock``.
+The scripts run in this process, see ``lua_server``, and for a while on a real server.  Their clock
+stands still until a step moves it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
-import redis
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,12 +19,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 from tests.integration import driven_clock
-from tests.integration.driven_clock import clocked
+from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
 
 LOCK = name_of("model")
@@ -161,11 +159,12 @@ KINDS = {
 class LockMachine(RuleBasedStateMachine):
     """Owners in slots; one that is done, or died, makes room for a new one of another name."""
 
-    def __init__(self, url):
+    def __init__(self, server):
         super().__init__()
-        self.client = redis.Redis.from_url(url, decode_responses=True)
-        driven_clock.start(self.client)
-        self.store = Store(url)
+        self.server = server
+        server.begin()
+        self.client = server.client(decode_responses=True)
+        self.store = server.store()
         self.model = Model()
         self.names = [self.name(slot, 0) for slot in range(SLOTS)]
         self.generation = 0
@@ -282,7 +281,8 @@ class LockMachine(RuleBasedStateMachine):
         before = set(self.model.leases)
         self.model.pass_time(units)
         self.ran_out |= before - self.model.leases.keys()
-        driven_clock.advance(self.client, units * UNIT)
+        self.server.advance(units * UNIT)
+        self.server.end_keys()
         self.look()
 
     @precondition(lambda self: self.model.leases or self.model.line)
@@ -306,7 +306,7 @@ class LockMachine(RuleBasedStateMachine):
     @invariant()
     def every_key_ends_by_itself(self):
         """Every key has a TTL, and none belongs to something that is over."""
-        keys = driven_clock.keys(self.client)
+        keys = self.server.names()
         assert all(self.client.pttl(key) > 0 for key in keys), keys
         if not self.model.line:
             assert not keys & {f"{LOCK}:line", f"{LOCK}:places"}
@@ -334,7 +334,7 @@ class LockMachine(RuleBasedStateMachine):
         if not self.model.leases and not self.ran_out:
             assert not self.client.exists(LOCK)
         self.pass_time(5)
-        left = driven_clock.keys(self.client)
+        left = self.server.names()
         self.store.close()
         self.client.close()
         assert not left, left
@@ -365,7 +365,7 @@ class LockMachine(RuleBasedStateMachine):
 
     def snapshot(self):
         found = {}
-        for key in self.client.keys(f"{LOCK}*"):
+        for key in self.server.names():
             kind = self.client.type(key)
             if kind == "hash":
                 found[key] = self.client.hgetall(key)
@@ -427,16 +427,23 @@ class LockMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def machine(redis_url, monkeypatch):
-    for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
-        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    return lambda: LockMachine(redis_url)
+def machine():
+    server = LuaServer()
+    return lambda: LockMachine(server)
 
 
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_the_scripts_do_what_the_model_does(machine):
     """Whatever owners do, in whichever order, locks of all kinds do what the model does."""
     run_model(machine, examples=250, steps=50)
+
+
+def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):
+    """What Lua does here, Redis does."""
+    driven_clock.drive(monkeypatch)
+    server = driven_clock.DrivenServer(redis_url)
+    run_model(lambda: LockMachine(server), examples=15, steps=50)
+    server.close()
 
 
 def test_a_release_that_comes_too_late_revives_nothing(machine):

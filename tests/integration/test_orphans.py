@@ -14,12 +14,17 @@ from tests.integration.test_redis_server import wait_until_gone
 
 ROOT = Path(__file__).parents[2]
 RUN = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from pathlib import Path
+from tests.forked import template
 
 def test_it_never_ends():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
-                             start_new_session=True)
+    long = "import time; time.sleep(600)"
+    if {forked}:
+        folder = Path()
+        child = template.start("timeit", [long], folder=folder, env=os.environ, out=1, err=2)
+    else:
+        child = subprocess.Popen([sys.executable, "-c", long], start_new_session=True)
     Path("pid.new").write_text(str(child.pid))
     Path("pid.new").rename("pid")
     time.sleep(600)
@@ -27,10 +32,11 @@ def test_it_never_ends():
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("forked", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_run_takes_its_processes_along(tmp_path, how):
+def test_a_killed_run_takes_its_processes_along(tmp_path, how, forked):
     """Those in a session of their own, too, as workers and servers are."""
-    (tmp_path / "test_run.py").write_text(RUN, "utf-8")
+    (tmp_path / "test_run.py").write_text(RUN.format(forked=forked), "utf-8")
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.orphans", "test_run.py"],
         cwd=tmp_path,

@@ -2,8 +2,8 @@
 
 Modelled are one lock, exclusive, counted (two at a time) or with shared and exclusive tasks mixed;
 a line that is unbounded, or bounded and skips the newcomer or replaces the oldest; one or two
-brokers with a sweeper each; and any number of tasks.  Only the lock server is real, and the scripts
-are the package's, under a driven clock.
+brokers with a sweeper each; and any number of tasks.  The scripts are the package's: they run in
+this process, see ``lua_server``, and for a while on a real server.
 
 A broker holds copies of messages: a task, and whether the message is marked with its ticket.  What
 is given to be published comes to be a marked copy; what is not acknowledged comes again; any copy
@@ -47,7 +47,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-import redis
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -57,14 +56,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Bounds, Lines, Ticket
-from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 from tests.integration import driven_clock
-from tests.integration.driven_clock import clocked
+from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
 from tests.marks import done_tickets, id_of
 
@@ -292,13 +289,14 @@ often = st.sampled_from([False, False, False, True])
 
 
 class ParkedMachine(RuleBasedStateMachine):
-    def __init__(self, url):
+    def __init__(self, server):
         super().__init__()
-        self.client = redis.Redis.from_url(url, decode_responses=True)
-        self.raw = redis.Redis.from_url(url)
-        driven_clock.start(self.client)
+        self.server = server
+        server.begin()
+        self.client = server.client(decode_responses=True)
+        self.raw = server.client()
         self.published = []
-        self.stores = [Store(url, home=home, hand_over=self.published.extend) for home in "ab"]
+        self.stores = [server.store(home=home, hand_over=self.published.extend) for home in "ab"]
         self.lines = [
             Lines(store.lock_server, "dislock", store.home, self.published.extend)
             for store in self.stores
@@ -566,7 +564,8 @@ class ParkedMachine(RuleBasedStateMachine):
             if renewing:
                 self.renew()
             self.model.pass_time(1)
-            driven_clock.advance(self.client, UNIT)
+            self.server.advance(UNIT)
+            self.server.end_keys()
         self.look()
 
     def renew(self):
@@ -584,11 +583,11 @@ class ParkedMachine(RuleBasedStateMachine):
         copy = self.copies_of_tickets()[0]
         ticket = f"{copy[0]}:0:0"
         size = self.client.hstrlen(f"{LOCK}:tickets", ticket)
-        with self.raw.pipeline() as lose:
-            lose.hdel(LOCK, f"{ticket}#").zrem(f"{LOCK}:line", f"{ticket}#")
-            lose.zrem(f"{LOCK}:handed", ticket).hdel(f"{LOCK}:tickets", ticket)
-            lose.hincrby(f"{LOCK}:tickets", "bytes", -size)
-            lose.execute()
+        self.client.hdel(LOCK, f"{ticket}#")
+        self.client.zrem(f"{LOCK}:line", f"{ticket}#")
+        self.client.zrem(f"{LOCK}:handed", ticket)
+        self.client.hdel(f"{LOCK}:tickets", ticket)
+        self.client.hincrby(f"{LOCK}:tickets", "bytes", -size)
         self.model.forget(copy[0])
         if not self.tickets():
             self.client.delete(f"{LOCK}:tickets")
@@ -701,18 +700,18 @@ class ParkedMachine(RuleBasedStateMachine):
         assert not exclusive or len(exclusive) == len(leases)
         assert len(exclusive) <= max(limit for _, limit in model.terms)
 
-        with self.raw.pipeline(transaction=False) as ask:
-            ask.get(driven_clock.CLOCK).zrange(f"{LOCK}:line", 0, -1)
-            ask.hgetall(f"{LOCK}:tickets").zrange(f"{LOCK}:handed", 0, -1, withscores=True)
-            ask.hkeys(f"{LOCK}:running").hkeys(f"{LOCK}:replaced").hkeys(f"{LOCK}:aside")
-            clock, line, records, handed, running, replaced, aside = ask.execute()
+        line = self.raw.zrange(f"{LOCK}:line", 0, -1)
+        records = self.raw.hgetall(f"{LOCK}:tickets")
+        handed = self.raw.zrange(f"{LOCK}:handed", 0, -1, withscores=True)
+        running, replaced, aside = (
+            self.raw.hkeys(f"{LOCK}:{kind}") for kind in ("running", "replaced", "aside")
+        )
         assert int(records.pop(b"bytes", 0)) == sum(map(len, records.values()))
         assert shorts(line) == [place.task for place in model.line]
         until = {task: until for task, (until, _) in model.handed.items()}
-        past = int(clock) // 1000
-        assert {short(name): round((at - past) / UNIT / 1000) for name, at in handed} == {
-            task: at - model.now for task, at in until.items()
-        }
+        assert {
+            short(name): round((at - self.server.now_ms) / UNIT / 1000) for name, at in handed
+        } == {task: at - model.now for task, at in until.items()}
         times = {place.task: place.times for place in model.line}
         times |= {task: place.times for task, (_, place) in model.handed.items()}
         assert {short(name): int(record.split()[2]) for name, record in records.items()} == times
@@ -726,11 +725,8 @@ class ParkedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_key_ends_by_itself(self):
-        names = driven_clock.keys(self.client)
-        with self.raw.pipeline(transaction=False) as ask:
-            for name in names:
-                ask.pttl(name)
-            assert all(left > 0 for left in ask.execute()), names
+        ttls = self.server.ttls()
+        assert all(ttl > 0 for ttl in ttls.values()), ttls
 
     def teardown(self):
         """With no more crashes all comes to its end."""
@@ -786,18 +782,23 @@ def message_of(task):
 
 
 @pytest.fixture
-def machine(redis_url, monkeypatch):
-    for name in ("RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
-        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "LEAVE", "WITHDRAW", "SWEEP", "ENLIST"):
-        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
-    return lambda: ParkedMachine(redis_url)
+def machine():
+    server = LuaServer()
+    return lambda: ParkedMachine(server)
 
 
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_parked_tasks_do_what_the_model_does(machine):
     """Whatever crashes and is lost on the way, each parked task completes once, in its turn."""
     run_model(machine, examples=50, steps=40)
+
+
+def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):
+    """What Lua does here, Redis does."""
+    driven_clock.drive(monkeypatch)
+    server = driven_clock.DrivenServer(redis_url)
+    run_model(lambda: ParkedMachine(server), examples=5, steps=40)
+    server.close()
 
 
 @pytest.mark.slow

@@ -11,16 +11,12 @@ import re
 from collections import Counter
 
 import pytest
-import redis
 
-from celery_dislock.parking import store as parking_module
-from celery_dislock.servers import reservations as reservations_module
-from celery_dislock.servers import store as store_module
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reserved
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.store import Ending
 from tests.integration import driven_clock
-from tests.integration.driven_clock import STRETCH, clocked
+from tests.integration.driven_clock import DrivenServer
 from tests.integration.lua_server import LuaServer
 from tests.integration.unique_history import LOCK, PUBLISH_FOR, RECORD, RECORD_MOST, History
 
@@ -34,32 +30,9 @@ class LuaWorld(LuaServer):
         return self.send("GET", RECORD)
 
 
-class RedisWorld:
-    def __init__(self, url):
-        self.url = url
-        self.client = redis.Redis.from_url(url)
-
-    def store(self, **options):
-        return Store(self.url, **options)
-
+class RedisWorld(DrivenServer):
     def record(self):
-        return self.client.get(RECORD)
-
-    def advance(self, seconds):
-        driven_clock.advance(self.client, seconds)
-
-    def lose(self):
-        """All but the clock."""
-        names = self.names()
-        if names:
-            self.client.delete(*names)
-
-    def names(self):
-        return [name for name in self.client.keys("*") if name != driven_clock.CLOCK.encode()]
-
-    def ttls(self):
-        found = {name.decode(): self.client.pttl(name) for name in self.names()}
-        return {name: ttl / STRETCH if ttl > 0 else ttl for name, ttl in found.items()}
+        return self.raw.get(RECORD)
 
 
 def run(world, seeds, *, loses=False):
@@ -96,14 +69,12 @@ def test_many_more_histories(loses):
 
 def test_histories_on_a_real_server(redis_url, monkeypatch):
     """The same, under the same clock: what Lua does here, Redis does."""
-    for module in (store_module, reservations_module, parking_module):
-        for name, script in list(vars(module).items()):
-            if isinstance(script, store_module.ACQUIRE.__class__):
-                monkeypatch.setattr(module, name, clocked(script))
+    driven_clock.drive(monkeypatch)
     world = RedisWorld(redis_url)
-    driven_clock.start(world.client)
+    world.raw = world.client()
     seen = run(world, range(6))
-    world.client.close()
+    world.raw.close()
+    world.close()
     assert seen["replaced"] > 5
 
 
