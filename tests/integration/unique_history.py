@@ -40,6 +40,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked, Replaced
 from celery_dislock.servers.reservations import OFF_FOR, Reservation, Reserved, Taken
+from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 
 if TYPE_CHECKING:
@@ -508,7 +509,8 @@ class History:
         ends = reservation if self.until != "start" and not retries else None
         if self.limit is not None:
             ticket = self.ticket_of(message) if self.parks and not retries else ""
-            release = partial(self.store.release, [LOCK], owner, ticket=ticket, reservation=ends)
+            ending = Ending(ticket=ticket, reservation=ends)
+            release = partial(self.store.release, [LOCK], owner, ending)
             yield from self.quietly(self.command("release", message, release))
         elif ends:
             yield from self.quietly(self.end(message))
