@@ -10,10 +10,9 @@ from celery import Celery
 from waitress import wasyncore
 from waitress.server import create_server
 
-from celery_dislock.operating.overview import Holder, LockState, Place
 from celery_dislock.operating.web import Page
 from celery_dislock.operating.web.backend import Backend
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +46,7 @@ def holder(number: int = 1, **changes: Any) -> Holder:
     return Holder(**{**known, **changes})
 
 
-def place(number: int = 1, **changes: Any) -> Place:
+def place(number: int = 1, **changes: Any) -> Waiter:
     """Make a place of a parked shop.pay."""
     known = {
         "place": number,
@@ -61,7 +60,7 @@ def place(number: int = 1, **changes: Any) -> Place:
         "id": f"parked-{number}",
         "args": "('4111-1111',) {}",
     }
-    return Place(**{**known, **changes})
+    return Waiter(**{**known, **changes})
 
 
 def lock(key: str = "export:1", **changes: Any) -> LockState:
@@ -80,7 +79,7 @@ def lock(key: str = "export:1", **changes: Any) -> LockState:
     return LockState(**{**known, **changes})
 
 
-RESERVED = Record("id-9", "waiting", 3.0, 20.0, "5eed", 7)
+RESERVED = ReservationState("id-9", "waiting", 3.0, 20.0, "5eed", 7)
 
 
 class FakeOverview:

@@ -6,9 +6,9 @@ import json
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import PAUSED, LockHeldError
+from celery_dislock.exceptions import LockHeldError
+from celery_dislock.servers.records import in_words
 from celery_dislock.servers.store import RELEASED
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,29 +30,6 @@ def current_lease() -> Lease | None:
     """Return the lease of the running task body; None if it has no lease."""
     attempt = current.get()
     return attempt.lease if attempt is not None else None
-
-
-def in_words(holder: Mapping[str, Any]) -> str:
-    """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
-    return plain(_in_words(holder))
-
-
-def _in_words(holder: Mapping[str, Any]) -> str:
-    if "unreadable" in holder:
-        return f"a holder whose record cannot be read: {holder['unreadable']}"
-    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
-    if "paused" in holder:
-        note = f" ({holder['note']})" if holder.get("note") else ""
-        return f"{PAUSED}{note}"
-    if "parked" in holder:
-        return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
-    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
-    return f"{who} on {worker} (pid {pid})"
-
-
-def is_turn(holder: Mapping[str, Any]) -> bool:
-    """Tell whether a lock is reserved for a parked task, whose message is on its way."""
-    return "parked" in holder and "id" in holder
 
 
 class Attempt:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.locks.attempt import in_words
+from celery_dislock.servers.records import in_words
 from celery_dislock.servers.store import RELEASED, LateRelease
 
 if TYPE_CHECKING:

@@ -25,10 +25,11 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
-from celery_dislock.locks.attempt import Attempt, Conflict, in_words, to_json
+from celery_dislock.locks.attempt import Attempt, Conflict, to_json
 from celery_dislock.locks.callers import Held, check_terms, current_caller
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
+from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.servers.replies import Holding
+    from celery_dislock.servers.records import About
+    from celery_dislock.servers.view import Holder
 
 MAY_WAIT = optional(seconds(at_least=0))  # check of a maximum wait
 THREADS = 1000  # threads and greenlets whose description is kept
@@ -183,9 +185,9 @@ class ReentrantLock:
         """
         return bool(self.holders())
 
-    def holders(self) -> list[Holding]:
+    def holders(self) -> list[Holder]:
         """
-        Return the live leases: owner, remaining seconds, token, mode and holder of each.
+        Return the live leases: owner, token, mode, remaining seconds and the holder of each.
 
         The leases are in the order of the keys.  One round trip per key.
 
@@ -326,7 +328,7 @@ class ReentrantLock:
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
-        return NotOwnerError(self.key, ", ".join(in_words(h.holder) for h in holders))
+        return NotOwnerError(self.key, ", ".join(holder.who for holder in holders))
 
 
 class Leaving:
@@ -401,7 +403,7 @@ class Described(NamedTuple):
 
 @lru_cache(THREADS)
 def _described(host: str, pid: int, ident: int, thread: str, timeout: float | None) -> Described:
-    holder: dict[str, Any] = {"thread": thread, "worker": host, "pid": pid}
+    holder: About = {"thread": thread, "worker": host, "pid": pid}
     if timeout is not None:
         holder["timeout"] = timeout
     return Described(f"{host}:{pid}:{ident}/", holder, to_json(holder))

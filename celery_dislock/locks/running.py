@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from billiard import current_process
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.locks.attempt import in_words
 from celery_dislock.locks.interruption import running_here
+from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease

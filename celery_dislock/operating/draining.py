@@ -17,22 +17,22 @@ from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import DamagedLockError, SettingsError
 from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.messages.headers import STORE_HEADER, TICKET_HEADER
-from celery_dislock.operating.actions import BrokerError, message_in, publish
-from celery_dislock.operating.overview import SEARCHED, Overview
 from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.sweep import interval
 from celery_dislock.scripts.names import claimed_in, moved_to
+from celery_dislock.servers.overview import SEARCHED, Overview
 from celery_dislock.servers.server import keys_pattern, scan
+from celery_dislock.tasks.actions import BrokerError, message_in, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from celery import Celery
 
-    from celery_dislock.operating.overview import Holder, LockState, Place
     from celery_dislock.parking.store import Lines
     from celery_dislock.servers.replies import Turn
+    from celery_dislock.servers.view import Holder, LockState, Waiter
 
 LOOK_EVERY = 0.5  # seconds, for workers that sweep
 SAME = "this is where the app's locks are"
@@ -186,7 +186,7 @@ class Drain:
         """Close the connections to the other server."""
         self._there.close()
 
-    def _parked(self, lock: LockState) -> list[Place]:
+    def _parked(self, lock: LockState) -> list[Waiter]:
         """Return the parked tasks of the app's broker among the first of a line, in order."""
         ours = {None, self._there.store.home}
         return [one for one in (*lock.turns, *lock.line) if one.parked and one.broker in ours]

@@ -38,10 +38,10 @@ from celery_dislock.operating.counting import (
     UNAVAILABLE,
     WAIT,
 )
-from celery_dislock.operating.overview import Overview
 from celery_dislock.scripts import COUNTS, TALLY
 from celery_dislock.scripts.names import counts_of, index_of_counts
-from celery_dislock.servers.replies import text
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.records import text
 from celery_dislock.servers.server import SOCKET_TIMEOUT
 from celery_dislock.words import LONGEST, plain
 
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.operating.overview import LockState
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import LockState
 
 TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
 TOGETHER = 20  # workers whose counts are read in one round trip, by a script each

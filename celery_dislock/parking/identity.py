@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.scripts import STORE
 from celery_dislock.scripts.names import store_of
-from celery_dislock.servers.replies import text
+from celery_dislock.servers.records import text
 
 if TYPE_CHECKING:
     from celery_dislock.servers.server import Server

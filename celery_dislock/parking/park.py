@@ -21,7 +21,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, ticket_name
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
-from celery_dislock.locks.attempt import Conflict, in_words
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.headers import (
     LEFT_HEADER,
     SINCE_HEADER,
@@ -32,6 +32,7 @@ from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts.names import aside_of
+from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.store import Ending
 

@@ -37,8 +37,8 @@ from celery_dislock.scripts import (
     WITHDRAW,
 )
 from celery_dislock.scripts.names import index_of_lines
+from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
-    MODES,
     Done,
     Full,
     Granted,
@@ -48,7 +48,6 @@ from celery_dislock.servers.replies import (
     messages,
     milliseconds,
     refused,
-    text,
     turns,
 )
 from celery_dislock.servers.server import SOCKET_TIMEOUT

@@ -3,6 +3,7 @@
 -- KEYS[1]   lock
 -- ARGV[1]   first   rank in line of the first place to tell, from 0
 -- ARGV[2]   most    places to tell; also of those that have their turn
+--                   -1: the leases alone, which are there while a cluster moves the slot
 --
 -- Touches   the lock, its line and what belongs to it; changes nothing
 --
@@ -72,6 +73,8 @@ local function turns()
   end
   return told
 end
+
+if most < 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
 
 -- The usual case, of which a list has thousands.
 local seen, there = pcall(redis.call, 'EXISTS',

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import reprlib
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.words import TEXT_MOST, shortened
+from celery_dislock.exceptions import StoreError
+from celery_dislock.servers.records import holder_of, renewed_ago, text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-# What is read of a record is bounded here.  Anybody who can publish a message has a part in it.
-HOLDER_MOST = 16384  # bytes of a holder's description
-NUMBER_MOST = 10.0**15
+    from collections.abc import Mapping, Sequence
 
 RESERVED = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
-
-MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
-NAMES = {letter: mode for mode, letter in MODES.items()}
 
 
 class Granted(NamedTuple):
@@ -127,80 +117,6 @@ class Looked(NamedTuple):
     overdue_in: float
 
 
-class Holding(NamedTuple):
-    """
-    A live lease, as the lock server sees it.
-
-    Attributes:
-        owner: The string that identifies the acquisition.
-        remaining: Seconds until it expires, unless it is renewed.
-        token: Its fencing token.
-        mode: "exclusive" or "shared".
-        holder: Who holds it: ``task``, ``id``, ``worker`` and ``pid``; in plain Python ``thread``
-            in place of ``task`` and ``id``.
-        expiring: True if its owner is done with it, and it is left to expire.
-    """
-
-    owner: str
-    remaining: float
-    token: int
-    mode: str
-    holder: Mapping[str, Any]
-    expiring: bool = False
-
-
-def text(written: bytes) -> str:
-    """Decode a name from Redis, which may not be valid UTF-8."""
-    return written.decode(errors="replace")
-
-
-def parsed(written: bytes) -> dict[str, Any]:
-    """Parse a JSON object of limited size; empty if it is none."""
-    if len(written) > HOLDER_MOST:
-        return {}
-    try:
-        found = json.loads(written)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def bounded(value: object) -> Any:
-    """Return a text, shortened, a number in range or a boolean as it is; any other is None."""
-    if isinstance(value, str):
-        return shortened(value)
-    if isinstance(value, (int, float)) and -NUMBER_MOST <= value <= NUMBER_MOST:  # NaN is not
-        return value
-    return None
-
-
-def bounded_text(value: object) -> str | None:
-    """Return a text, shortened; any other value is None."""
-    return bounded(value) if isinstance(value, str) else None
-
-
-@contextmanager
-def reading(server: str, lock: str) -> Iterator[None]:
-    """
-    Read records of a lock in the block.
-
-    Raises:
-        DamagedLockError: One of them cannot be read.
-    """
-    try:
-        yield
-    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as exc:
-        reason = f"a record of it cannot be read: {reprlib.repr(str(exc))}"
-        raise DamagedLockError(server, reason, lock) from exc
-
-
-def holder_of(written: bytes) -> Mapping[str, Any]:
-    """Parse a holder, each value bounded; text that is no JSON object is shown, shortened."""
-    if (holder := parsed(written)) or written == b"{}":
-        return {name: bounded(value) for name, value in holder.items()}
-    return {"unreadable": reprlib.repr(text(written[:TEXT_MOST]))}
-
-
 def refused(
     remaining_ms: int,
     owner: bytes,
@@ -220,22 +136,6 @@ def refused(
     return answer
 
 
-def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) -> float | None:
-    """
-    Return the seconds since a lease was renewed, or taken if it was not renewed since.
-
-    A lease that was handed to a waiter ends earlier than after its timeout until it is renewed.
-
-    Returns:
-        None if the holder does not say for how long a renewal lasts: its lease is not renewed, or
-        its version did not write that.
-    """
-    timeout = holder.get("timeout")
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        return None
-    return min(max(0.0, timeout - remaining), held_for)
-
-
 def turns(reply: Sequence[bytes]) -> list[Turn]:
     """Parse the parked tasks that have their turn."""
     return [
@@ -252,21 +152,6 @@ def messages(reply: Sequence[bytes]) -> dict[str, bytes]:
 def milliseconds(seconds: float) -> int:
     """Convert seconds to milliseconds, rounded up so that no lease ends early."""
     return -int(-seconds * 1000 // 1)
-
-
-def holdings(reply: Sequence[Any]) -> list[Holding]:
-    """Parse the reply of holders.lua."""
-    return [
-        Holding(
-            text(owner).removeprefix("~"),
-            remaining / 1000,
-            int(token),
-            NAMES[mode.decode()],
-            holder_of(holder),
-            owner.startswith(b"~"),
-        )
-        for owner, remaining, token, mode, holder in zip(*[iter(reply)] * 5, strict=True)
-    ]
 
 
 def renewed(replies: Sequence[Any]) -> bool | StoreError:

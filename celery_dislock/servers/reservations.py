@@ -6,27 +6,23 @@ that has the message keeps the reservation, begins the task, and ends the reserv
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_dislock.keys.names import reserved_name, task_id_of_reserved
+from celery_dislock.keys.names import reserved_name
 from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
 from celery_dislock.scripts.names import unique_of
-from celery_dislock.servers.replies import Replaced, holder_of, milliseconds, text
+from celery_dislock.servers.records import text
+from celery_dislock.servers.replies import Replaced, milliseconds
+from celery_dislock.servers.view import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import Any
 
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import LockState, ReservationState
 
 OFF_FOR = 3600.0  # seconds for which a key stays reserved for a task that runs where locks are off
-STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
-
-_RECORD = re.compile(
-    rb"2 ([swrd]) (\d{1,15}) \d+ (\S+) (\d{1,15}) \S+ (\d{1,15}) [01] (\S{1,100}) .*"
-)
 
 
 class Reservation(NamedTuple):
@@ -48,6 +44,11 @@ class Reservation(NamedTuple):
     ttl: float = 0.0
     mark: str = "-"
     number: int = 0
+
+    @classmethod
+    def of(cls, lock: str, found: ReservationState) -> Reservation:
+        """Return what ends a reservation that was found of a lock, and no later one."""
+        return cls(lock, reserved_name(found.id), mark=found.mark, number=found.number)
 
     @property
     def identity(self) -> tuple[str, str, int]:
@@ -91,47 +92,6 @@ class Taken(NamedTuple):
     id: str
     is_sent: bool
     has_result: bool = True
-
-
-class Record(NamedTuple):
-    """
-    A reservation as the lock server has it.
-
-    Attributes:
-        id: Id of its task.
-        state: "being sent", "waiting" or "running"; "ended" if the key stays reserved after that.
-        since: Seconds since the key was reserved, or since the task has ended.
-        remaining: Seconds until the reservation ends, unless it is renewed.
-        mark: What the lock server has given with the number; "-" if nothing.
-        number: Number among the messages of the key that replace each other.
-    """
-
-    id: str
-    state: str
-    since: float
-    remaining: float
-    mark: str
-    number: int
-
-    def of(self, lock: str) -> Reservation:
-        """Return what ends this reservation of a lock, and no later one."""
-        return Reservation(lock, reserved_name(self.id), mark=self.mark, number=self.number)
-
-
-def parse_record(now_ms: int, written: bytes) -> Record | None:
-    """Parse a record of ``_unique.lua``; None if the key is not reserved."""
-    found = _RECORD.fullmatch(written)
-    if found is None or int(found[4]) <= now_ms:
-        return None
-    state, since, task_id, ends, number, mark = (text(part) for part in found.groups())
-    return Record(
-        task_id_of_reserved(task_id),
-        STATES[state],
-        max(0, now_ms - int(since)) / 1000,  # a failover can set the clock back
-        (int(ends) - now_ms) / 1000,
-        mark,
-        int(number),
-    )
 
 
 class Reservations:
@@ -268,12 +228,12 @@ class Reservations:
     def _end(self, reservation: Reservation, *how: str | int) -> bool:
         return bool(self._server.run(UNRESERVE, [unique_of(reservation.lock)], *how))
 
-    def look(self, lock: str) -> tuple[Record | None, set[Any]]:
+    def look(self, lock: str) -> LockState:
         """
-        Return the reservation of a lock, and the ids of the tasks that hold it.
+        Return what is known of a lock: its reservation, and who holds it.
 
         Raises:
+            DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        now_ms, leases, _, _, _, _, record, *_ = self._server.run(LOOK, [lock], 0, 0)
-        return parse_record(now_ms, record), {holder_of(one).get("id") for one in leases[4::6]}
+        return state_of(self._server.name, lock, self._server.run(LOOK, [lock], 0, 0))

@@ -24,7 +24,6 @@ __all__ = [
     "SOCKET_TIMEOUT",
     "Server",
     "keys_pattern",
-    "locks_pattern",
     "scan",
     "server_for",
 ]
@@ -120,15 +119,6 @@ def server_for(
 
         kind = Cluster
     return kind(url, options, pause=pause, min_replicas=min_replicas)
-
-
-def locks_pattern(prefix: str) -> str:
-    """Return the SCAN pattern that matches the locks of a prefix, but not their other keys.
-
-    Args:
-        prefix: Any text, matched literally.
-    """
-    return f"{_escaped(prefix)}:{{*}}"
 
 
 def keys_pattern(prefix: str, pattern: str) -> str:

@@ -13,7 +13,7 @@ from celery_dislock.scripts import (
     ACQUIRE_UNIQUE,
     FREE,
     GRANTED,
-    HOLDERS,
+    LOOK,
     RECALL,
     RELEASE,
     RELEASE_DEAD,
@@ -25,30 +25,31 @@ from celery_dislock.scripts import (
     TAKE_OVER,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
+from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
-    MODES,
     First,
     Granted,
     Handed,
-    Holding,
     Refused,
     Replaced,
-    holdings,
     looked,
     milliseconds,
     refused,
     renewed,
-    text,
     turns,
 )
 from celery_dislock.servers.reservations import Reservation, Reservations
-from celery_dislock.servers.server import SOCKET_TIMEOUT, locks_pattern, scan, server_for
+from celery_dislock.servers.server import server_for
+from celery_dislock.servers.view import state_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Looked, Turn
+    from celery_dislock.servers.view import Holder
+
+LEASES_ALONE = -1  # an argument of look.lua
 
 
 class Execution(NamedTuple):
@@ -127,7 +128,7 @@ class Store:
 
     A method blocks for one round trip, unless it says otherwise, within the limits of the socket
     timeouts.  All methods are safe to call from many threads or greenlets, except
-    :meth:`all_holders`, :meth:`renew` and :meth:`clear`.
+    :meth:`renew` and :meth:`clear`.
 
     A method that takes several locks treats them as one.  Their names in Redis must be in the one
     order that all callers use.  In a cluster the call needs a round trip for each slot.
@@ -261,53 +262,16 @@ class Store:
         token, ttl_ms, place_left_ms = map(int, told.split())
         return Handed(token, ttl_ms / 1000, place_left_ms / 1000)
 
-    def holders(self, lock: str) -> list[Holding]:
+    def holders(self, lock: str) -> list[Holder]:
         """
         Return the live leases of a lock.
 
         Raises:
+            DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        return holdings(self.lock_server.run(HOLDERS, [lock]))
-
-    def all_holders(self, prefix: str) -> Iterator[dict[str, list[Holding]]]:
-        """
-        Return the live leases of all locks, in batches.
-
-        Reads every name on the server, so use it at a worker's start and in tools only.  A lease
-        that is taken or released meanwhile may be included or not, and a lock may come twice.  For
-        one thread only, like :meth:`renew`.
-
-        Args:
-            prefix: Prefix of the locks' names: ``dislock_prefix``.
-
-        Returns:
-            The leases by the lock's name in Redis, in batches of up to some hundred locks, so that
-            the caller can stop early.
-
-        Raises:
-            StoreError: A server did not answer.  The locks on the others came before.
-        """
-        error = None
-        for send in self.lock_server.senders():
-            try:
-                for names in scan(send, locks_pattern(prefix)):
-                    yield self._holders_of(names)
-            except StoreError as exc:
-                error = exc
-        if error is not None:
-            raise error
-
-    def _holders_of(self, locks: Sequence[str]) -> dict[str, list[Holding]]:
-        if not locks:
-            return {}
-        calls = [(lock,) for lock in locks]
-        replies = self.lock_server.run_many(HOLDERS, calls, within=SOCKET_TIMEOUT)
-        return {
-            lock: holdings(reply)
-            for lock, reply in zip(locks, replies, strict=True)
-            if not isinstance(reply, StoreError)  # not a lock, or its node is away
-        }
+        reply = self.lock_server.run(LOOK, [lock], 0, LEASES_ALONE)
+        return list(state_of(self.server, lock, reply).holders)
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
         """

@@ -22,10 +22,11 @@ from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
-from celery_dislock.locks.attempt import Conflict, in_words, is_turn
+from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
 from celery_dislock.parking.store import Bounds
+from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
 from celery_dislock.words import plain, shortened, so_far
 

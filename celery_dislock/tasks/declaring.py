@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from celery.result import AsyncResult
 
     from celery_dislock.config.options import Key
-    from celery_dislock.operating.handle import LockHandle
+    from celery_dislock.tasks.handle import LockHandle
     from celery_dislock.tasks.task import SingletonTask
 
     P = ParamSpec("P")

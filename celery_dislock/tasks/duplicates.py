@@ -79,10 +79,11 @@ class First:
         Raises:
             StoreError: The lock server did not answer.
         """
-        record, holders = self._reservations().look(self._reserved.lock)
+        state = self._reservations().look(self._reserved.lock)
+        record, holders = state.reservation, state.holders
         if self._reserved.lock != self._locks[0]:
-            _, holders = self._reservations().look(self._locks[0])
-        if self.id in holders:
+            holders = self._reservations().look(self._locks[0]).holders
+        if self.id in {holder.id for holder in holders}:
             return 0.0
         if record is None or record.id != self.id:
             return math.inf

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.records import About
     from celery_dislock.servers.reservations import Reservation
 
 
@@ -338,7 +339,7 @@ class Guard:
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
         """Create the Delivery, and attach it to the request."""
         process = self.runtime.process
-        holder = {
+        holder: About = {
             "task": task.name,
             "id": told_id(request.id),
             "worker": request.hostname,

@@ -72,7 +72,7 @@ class Copies:
         options, owner = self._lock.options, self._delivery.attempt.owner
         if options.lock_mode == "shared" or options.admits_several:
             for other in self._store.holders(self._lock.names[0]):
-                if other.holder.get("id") == told_id(self._delivery.id) and other.owner != owner:
+                if other.id == told_id(self._delivery.id) and other.owner != owner:
                     self._put_off("another delivery of this task holds", other.remaining)
         if not options.lock_dedupe_redelivered:
             return

@@ -15,7 +15,7 @@ from celery import Celery
 from celery.result import result_from_tuple
 from kombu.transport import redis as redis_transport
 
-from celery_dislock.servers.reservations import parse_record
+from celery_dislock.servers.view import parse_reservation
 from tests.acceptance import scenarios
 from tests.forked import start_celery
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from celery.result import AsyncResult
     from kombu import Connection
 
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import ReservationState
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 30.0  # seconds until a condition must hold; half the expiry of the scenarios' locks
@@ -249,7 +249,7 @@ class Scene:
         return leases[0]
 
     @property
-    def reservation(self) -> Record | None:
+    def reservation(self) -> ReservationState | None:
         """The reservation of the key; None if it is free."""
         return reservation_in(self.redis, self.lock)
 
@@ -288,11 +288,11 @@ class Scene:
         assert tokens == sorted(set(tokens)), f"fencing tokens of {self.key} do not grow: {tokens}"
 
 
-def reservation_in(client: redis.Redis, lock: str) -> Record | None:
+def reservation_in(client: redis.Redis, lock: str) -> ReservationState | None:
     """Read the reservation of a lock; None if its key is free."""
     seconds, microseconds = client.time()
     written = client.get(f"{lock}:unique") or ""
-    return parse_record(seconds * 1000 + microseconds // 1000, written.encode())
+    return parse_reservation(seconds * 1000 + microseconds // 1000, written.encode())
 
 
 def _parse(owner: str, text: str) -> LeaseInRedis:

@@ -17,14 +17,15 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.counting import ACQUIRED, Counters
 from celery_dislock.operating.metrics import Metrics
-from celery_dislock.operating.overview import LockState, Overview
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import Script
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Ending, Execution, Store
+from celery_dislock.servers.view import LockState
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
@@ -138,7 +139,6 @@ class Life:
     def leases(self) -> None:
         assert isinstance(self.acquire("a/1"), Granted)
         assert self.store.holders(LOCK)[0].owner == "a/1"
-        assert list(self.store.all_holders("dislock"))
         assert self.store.extend([LOCK], "a/1", LONG)
         assert self.store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
         execution = Execution([LOCK], "a/", LONG, 0.0, 0.0)

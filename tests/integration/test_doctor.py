@@ -18,7 +18,6 @@ from celery_dislock import SingletonTask
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.about import about
-from celery_dislock.operating.actions import Actions
 from celery_dislock.operating.checks import server as server_checks
 from celery_dislock.operating.checks.facts import Facts, Fleet
 from celery_dislock.operating.cli import dislock
@@ -28,6 +27,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.reservations import Reservation, Reservations
 from celery_dislock.servers.store import Store
+from celery_dislock.tasks.actions import Actions
 from tests.holding import name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched

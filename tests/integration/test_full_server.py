@@ -209,5 +209,5 @@ def test_a_reservation_is_kept_and_ends(store, client, fill, until, number):
     reservations.begin(mine)
     reservations.keep([mine], runs=True, within=WITHIN)
     assert reservations.end(mine)
-    record, _ = reservations.look(LOCK)
+    record = reservations.look(LOCK).reservation
     assert (record.state if record else None) == ("ended" if until == "expiry" else None)

@@ -12,15 +12,15 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.locks.attempt import in_words
-from celery_dislock.operating.actions import NOTE_MOST, Actions
 from celery_dislock.operating.cli import dislock
-from celery_dislock.operating.overview import Overview
 from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import store as store_module
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
 from celery_dislock.servers.store import Reservation, Store
+from celery_dislock.tasks.actions import NOTE_MOST, Actions
 from celery_dislock.words import plain
 from tests.holding import name_of
 from tests.integration import driven_clock

@@ -16,13 +16,13 @@ from redis.crc import key_slot
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
-from celery_dislock.locks.attempt import in_words
 from celery_dislock.messages.message import Message
 from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers import store as store_module
+from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 from celery_dislock.servers.store import Ending, Store
 from tests.holding import name_of
@@ -268,7 +268,7 @@ class TestTurns:
         assert broker.published == [turn_of("a")]
         (reserved,) = broker.store.holders(LOCK)
         assert (reserved.owner, reserved.remaining) == ("a:0:0#", TURN)
-        assert reserved.holder == {"id": "a", "parked": True}
+        assert (reserved.id, reserved.turn) == ("a", True)
         assert isinstance(broker.store.acquire([LOCK], "x", LONG, "{}"), Refused)
 
     def test_the_claim_takes_up_what_was_reserved(self, broker, held, redis_client):
@@ -1234,7 +1234,7 @@ class TestAwkwardIds:
         granted, owner, name = self.ask(broker, task_id, 2, marked=True)
         assert (turn.ticket, turn.message) == (name, b"m")
         assert isinstance(granted, Granted)
-        assert broker.store.holders(LOCK)[0].holder == {"id": told_id(task_id)}
+        assert broker.store.holders(LOCK)[0].id == told_id(task_id)
         assert broker.store.release([LOCK], owner, Ending(ticket=name))
         assert isinstance(self.ask(broker, task_id, 3, marked=True)[0], Done)
         assert left(redis_client) == set()
@@ -1323,7 +1323,7 @@ class TestDamage:
         for answer in (broker.ask("a"), broker.store.acquire([LOCK], "b", LONG, "{}")):
             assert "record cannot be read" in in_words(answer.holder)
             assert len(in_words(answer.holder)) < 100
-        assert "unreadable" in broker.store.holders(LOCK)[0].holder
+        assert "record cannot be read" in broker.store.holders(LOCK)[0].who
 
     def test_a_counter_of_bytes_that_is_no_number_is_told(self, broker, redis_client):
         """Whatever a script stumbles over is about its lock, not about the server."""

@@ -382,7 +382,7 @@ class LockMachine(RuleBasedStateMachine):
         """Compare what the server has with the model; learn the tokens of new leases."""
         holders = {h.owner: h for h in self.store.holders(LOCK)}
         model = {owner.removeprefix("~"): held for owner, held in self.model.leases.items()}
-        assert {o: (h.remaining, h.mode, h.holder["id"]) for o, h in holders.items()} == {
+        assert {o: (h.remaining, h.mode, h.id) for o, h in holders.items()} == {
             o: ((held.expires - self.model.now) * UNIT, held.mode, o) for o, held in model.items()
         }
         assert self.waiting() == list(self.model.line)

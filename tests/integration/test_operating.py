@@ -16,11 +16,12 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import LockKeyError, SettingsError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
-from celery_dislock.operating.actions import Actions
-from celery_dislock.operating.overview import Overview, Place, find_parked
 from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.servers.overview import Overview, find_parked
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.view import Waiter
+from celery_dislock.tasks.actions import Actions
 from tests.holding import Holding, name_of, wait_for
 from tests.redis_server import RedisServer
 
@@ -131,7 +132,7 @@ class TestLooking:
         assert (state.waiting, state.line) == (0, [])
         [turn] = state.turns
         assert 0 <= turn.waiting < LONG
-        assert turn == Place(
+        assert turn == Waiter(
             place=0,
             waiting=turn.waiting,
             mode="shared",
@@ -406,7 +407,7 @@ class TestLines:
 
     def test_a_parked_task_is_found_by_ticket_and_by_id(self, worker, monkeypatch):
         """Wherever in a long line it stands, or with its turn."""
-        monkeypatch.setattr("celery_dislock.operating.overview.SEARCHED", 3)
+        monkeypatch.setattr("celery_dislock.servers.overview.SEARCHED", 3)
         worker.take("a")
         for number in range(8):
             worker.park(f"t{number}")

@@ -14,6 +14,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Ending, Execution, Store
 from tests.faults.history import Journal, read, violations
@@ -120,24 +121,14 @@ class TestAllHolders:
         take(store, "b/1", fresh)
         assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
         down(servers[:2], "dead")
-        with pytest.raises(StoreError):
-            found(store)
-        known = {}
-        with contextlib.suppress(StoreError):
-            for part in store.all_holders("dislock"):
-                known.update(part)
-        assert {lock: [h.owner for h in held] for lock, held in known.items()} == {
-            lock: ["a/1"],
-            fresh: ["b/1"],
-        }
+        assert found(store) == {lock: ["a/1"], fresh: ["b/1"]}
 
 
 def found(store):
     return {
-        lock: [holding.owner for holding in leases]
-        for part in store.all_holders("dislock")
-        for lock, leases in part.items()
-        if leases
+        lock.name: [holder.owner for holder in lock.holders]
+        for lock in Overview(store.lock_server, "dislock").locks()
+        if lock.holders
     }
 
 

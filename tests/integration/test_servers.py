@@ -21,6 +21,7 @@ from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.store import Ending, Store
@@ -782,9 +783,8 @@ class TestCluster:
         store.close()
         store = Store(cluster.url)
         found = {
-            lock: [holding.owner for holding in leases]
-            for part in store.all_holders("dislock")
-            for lock, leases in part.items()
+            lock.name: [holder.owner for holder in lock.holders]
+            for lock in Overview(store.lock_server, "dislock").locks()
         }
         assert [found[lock] for lock in locks] == [["a/1"]] * 3
         assert all(store.release([lock], "a/1") for lock in locks)
@@ -797,11 +797,10 @@ class TestCluster:
         for lock in locks:
             take(store, "a/1", lock=lock)
         own_cluster.masters[0].kill()
-        found = []
-        with pytest.raises(StoreError):
-            for part in store.all_holders("dislock"):
-                found += part
-        assert sorted(found) == sorted(locks[1:])
+        failed = []
+        found = list(Overview(store.lock_server, "dislock").locks(failed=failed))
+        assert sorted(lock.name for lock in found) == sorted(locks[1:])
+        assert len(failed) == 1
         store.close()
 
     def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, cluster):

@@ -13,16 +13,20 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import RENEW
-from celery_dislock.servers.replies import Granted, Holding, Refused
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Ending, Execution, LateRelease, Store
+from celery_dislock.servers.view import LockState
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import redis
+
+    from celery_dislock.servers.view import Holder
 
 
 LOCK = "dislock:{export:7}"
@@ -494,6 +498,7 @@ class TestAllHolders:
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)  # a line, places and so on
         store.release([LOCK], "a/7", Ending(at_least=2 * LONG))
         take(store, "c/1", lock="other:{export:7}")
+        redis_client.hset("dislock:{hand}", "by", "hand")
         for name in ("dislock:{text}", "dislock:{foreign}", "dislock"):
             redis_client.set(name, "no lock", ex=60)
         found = all_holders(store)
@@ -502,7 +507,7 @@ class TestAllHolders:
         }
         assert [h.expiring for h in found[LOCK]] == [True]
         [other] = found["dislock:{export:8}"]
-        assert (other.holder, other.expiring) == (json.loads(HOLDER), False)
+        assert (other.id, other.expiring) == (json.loads(HOLDER)["id"], False)
         assert set(all_holders(store, "other")) == {"other:{export:7}"}
 
     @pytest.mark.parametrize(
@@ -531,9 +536,10 @@ class TestAllHolders:
         store.close()
 
 
-def all_holders(store: Store, prefix: str = "dislock") -> dict[str, list[Holding]]:
-    """Collect what the store finds."""
-    return {lock: held for part in store.all_holders(prefix) for lock, held in part.items()}
+def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Holder]]:
+    """Collect who holds which lock."""
+    found = Overview(store.lock_server, prefix).locks()
+    return {lock.name: lock.holders for lock in found if isinstance(lock, LockState)}
 
 
 class TestFencingToken:
@@ -626,7 +632,7 @@ class TestPacking:
         store.clear([LateRelease([LOCK], "b/1")], within=5)
         lines.park(LOCK, "c@w:1/1", LONG, HOLDER, Ticket("c:0:0", "c@", False, b"message"))
         lines.sweep([LOCK])
-        list(store.all_holders("dislock"))
+        list(Overview(store.lock_server, "dislock").locks())
         store.release([LOCK], "a/1")
         store.ping()
         store.close()

@@ -10,7 +10,8 @@ from redis.crc import key_slot
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import StoreError
-from celery_dislock.servers.replies import Granted, Replaced, text
+from celery_dislock.servers.records import text
+from celery_dislock.servers.replies import Granted, Replaced
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.servers.store import Ending, Store
 from tests.integration.servers import RedisCluster

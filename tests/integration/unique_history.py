@@ -306,7 +306,7 @@ class History:
 
     def operator(self) -> Process:
         """End the reservation that was shown, if it is still there."""
-        record, _ = self.reservations.look(LOCK)
+        record = self.reservations.look(LOCK).reservation
         if record is None:
             return
         yield None

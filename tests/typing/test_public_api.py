@@ -31,8 +31,7 @@ from celery_dislock import (
     current_lease,
     ensure_held,
 )
-from celery_dislock.operating.overview import Holder
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import Holder, ReservationState
 from celery_dislock.signals import lock_conflict, lock_lost, lock_released
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ dislock = Dislock(app)
 assert_type(dislock, Dislock)
 assert_type(dislock.lock_of("export:7").key, str)
 assert_type([holder.token for holder in dislock.lock_of(["a", "b"]).holders()], list[int])
-assert_type(dislock.lock_of("a").free(), list[Holder | Record])
+assert_type(dislock.lock_of("a").free(), list[Holder | ReservationState])
 
 by_keyword = Dislock(app=app)
 Dislock()  # type: ignore[call-arg]

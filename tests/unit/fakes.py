@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import TaskOptions
@@ -16,14 +17,14 @@ from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS
 from celery_dislock.servers.replies import (
     Granted,
     Handed,
-    Holding,
     Parked,
     Refused,
     Replaced,
     Swept,
 )
-from celery_dislock.servers.reservations import Record, Reservations, Reserved, Taken
+from celery_dislock.servers.reservations import Reservations, Reserved, Taken
 from celery_dislock.servers.store import RELEASED, Ending, LateRelease
+from celery_dislock.servers.view import Holder, ReservationState, state_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -170,14 +171,15 @@ class FakeReservations:
     def keep(self, reservations: Sequence[Reservation], *, runs: bool, within: float) -> None:
         self._round_trip("keep", list(reservations), runs)
 
-    def look(self, lock: str) -> tuple[Record | None, set[Any]]:
+    def look(self, lock: str) -> Any:
         self._round_trip("look", lock)
-        it = self.of(lock)
-        if it is None:
-            return None, self.holders
-        since, left = self.clock() - it.since, it.ends - self.clock()
-        known = task_id_of_reserved(it.id), it.state, since, left, it.mark, it.number
-        return Record(*known), self.holders
+        it, found = self.of(lock), None
+        if it is not None:
+            since, left = self.clock() - it.since, it.ends - self.clock()
+            known = task_id_of_reserved(it.id), it.state, since, left, it.mark, it.number
+            found = ReservationState(*known)
+        holders = [SimpleNamespace(id=one) for one in self.holders]
+        return SimpleNamespace(reservation=found, holders=holders)
 
 
 class FakeStore:
@@ -294,12 +296,18 @@ class FakeStore:
         self.clock.advance(seconds)
         return None
 
-    def holders(self, lock: str) -> list[Holding]:
+    def holders(self, lock: str) -> Sequence[Holder]:
         self._round_trip("holders", lock)
-        return [
-            Holding(owner.removeprefix("~"), expires - self.clock(), 1, "exclusive", holder)
-            for owner, expires, holder in [self.leases[lock], *self.others]
-        ]
+        return self._holders(lock, self.leases[lock], *self.others)
+
+    def _holders(self, lock: str, *leases: tuple[str, float, Any]) -> Sequence[Holder]:
+        """Read the leases from the reply of look.lua that a server would give."""
+        now = round(self.clock() * 1000)
+        found: list[Any] = []
+        for owner, expires, about in leases:
+            written = json.dumps(about).encode()
+            found += [owner.encode(), round(expires * 1000), b"1", b"x", written, now]
+        return state_of("fake", lock, [now, found, 0, [], [], 0, b"", b"", -2]).holders
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         self._round_trip("take_over", *locks, left_by, owner)

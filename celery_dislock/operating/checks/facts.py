@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.overview import Overview
 from celery_dislock.servers.connections import is_answer
+from celery_dislock.servers.overview import Overview
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.operating.overview import Holder, LockState
-    from celery_dislock.servers.reservations import Record
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import Holder, LockState, ReservationState
 
     # What a process tells of an app's locks: see celery_dislock.operating.about.
     Description = Mapping[str, Any]
@@ -271,7 +270,7 @@ class Facts:
         ]
         return RESERVED_LONG * min(kept, default=TaskOptions.lock_unique_for)
 
-    def is_old(self, reservation: Record) -> bool:
+    def is_old(self, reservation: ReservationState) -> bool:
         """Tell whether a reservation has waited for its message for suspiciously long."""
         return reservation.state == "waiting" and reservation.since > self._old
 

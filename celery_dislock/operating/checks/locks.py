@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.checks.table import Table
 from celery_dislock.operating.findings import NAMED, note, number, ok, serious, some, warning
-from celery_dislock.operating.overview import REPEAT, differing
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines
 from celery_dislock.scripts import LINES
 from celery_dislock.scripts.names import index_of_lines, store_of, sweep_lock
 from celery_dislock.servers.server import scan
+from celery_dislock.servers.view import REPEAT, differing
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.checks.facts import Facts, Fleet
     from celery_dislock.operating.findings import Finding
-    from celery_dislock.operating.overview import Holder, LockState, Place
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import Holder, LockState, Waiter
 
 ASKED_MOST = 200  # reservations whose ids the workers are asked for
 HELD_LONG = 20  # timeouts, while others wait: ten minutes, unless a task has another timeout
@@ -317,14 +317,14 @@ def _mute(facts: Facts) -> list[tuple[str, Holder]]:
     ]
 
 
-def _parked(facts: Facts) -> list[tuple[LockState, Place]]:
+def _parked(facts: Facts) -> list[tuple[LockState, Waiter]]:
     """Return the parked tasks of the longest lines, with their locks."""
     return [
         (lock, one) for lock in facts.locks.lines for one in (*lock.line, *lock.turns) if one.parked
     ]
 
 
-def _is_consumed(parked: Place, fleet: Fleet) -> bool:
+def _is_consumed(parked: Waiter, fleet: Fleet) -> bool:
     """Tell whether a message that goes where this task's went reaches a worker."""
     for queue in (queue for queues in fleet.queues.values() for queue in queues):
         exchange = queue.get("exchange") or {}

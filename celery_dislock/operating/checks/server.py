@@ -11,7 +11,7 @@ from celery_dislock.operating.checks.table import Table
 from celery_dislock.operating.findings import note, ok, serious, warning
 from celery_dislock.scripts import TRY
 from celery_dislock.servers.permissions import check_rights, tried_in
-from celery_dislock.servers.replies import text
+from celery_dislock.servers.records import text
 from celery_dislock.worker.startup import evicts, is_replica
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from celery_dislock.operating.cli.session import (
     session,
     write_json,
 )
-from celery_dislock.operating.handle import WAIT
-from celery_dislock.operating.overview import find_parked, look_at_all
+from celery_dislock.servers.overview import find_parked, look_at_all
+from celery_dislock.tasks.handle import WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.cli.keys import Asked
     from celery_dislock.operating.cli.session import Session
-    from celery_dislock.operating.overview import Holder, LockState, Place
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
@@ -167,7 +166,7 @@ def _free(
     return ENDED
 
 
-def _end(opened: Session, lock: LockState, reservation: Record, *, sure: bool) -> str:
+def _end(opened: Session, lock: LockState, reservation: ReservationState, *, sure: bool) -> str:
     """End a reservation; return what became of it, for JSON."""
     goes_on = {
         "running": "Its task goes on.",
@@ -278,7 +277,7 @@ def put_back(context: click.Context, /, *, asked: Asked, ticket: str, json_: boo
             context.exit(FOUND)
 
 
-def _parked(opened: Session, wanted: str, key: str | None) -> Iterator[tuple[str, Place]]:
+def _parked(opened: Session, wanted: str, key: str | None) -> Iterator[tuple[str, Waiter]]:
     """Yield each parked task of that ticket or id, with its lock's name in Redis."""
     server = opened.process.store.lock_server
     if not server.keeps_lines:

@@ -20,8 +20,9 @@ from celery_dislock.operating.cli.session import (
     write_json_rows,
     write_table,
 )
-from celery_dislock.operating.overview import PLACES, REPEAT, TROUBLES, differing, look_at_all
 from celery_dislock.scripts.names import aside_of
+from celery_dislock.servers.overview import PLACES, look_at_all
+from celery_dislock.servers.view import REPEAT, TROUBLES, differing
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.cli.keys import Asked
     from celery_dislock.operating.cli.session import Session
-    from celery_dislock.operating.overview import Holder, LockState, Place
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 LISTED = ("KEY", "TROUBLE", "HELD FOR", "RENEWED", "LEFT", "WAITING", "RESERVED", "LIMIT", "HOLDER")
 LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
@@ -90,7 +90,7 @@ def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FB
 
 @click.command()
 @by_key
-@click.option("--first", type=click.IntRange(min=1), default=1, help="Place to begin with.")
+@click.option("--first", type=click.IntRange(min=1), default=1, help="Waiter to begin with.")
 @click.option(
     "--most", type=click.IntRange(1, 1000), default=PLACES, help="Number of places to show."
 )
@@ -105,7 +105,7 @@ def line(
 ) -> None:
     """Show who waits for the lock of KEY, in order.
 
-    Place 0 has its turn: its message is on its way. Exit code 1 if nobody waits.
+    Waiter 0 has its turn: its message is on its way. Exit code 1 if nobody waits.
     """
     with session(context) as opened:
         locks = [opened.overview.lock(name, first - 1, most) for name in asked.names(opened)]
@@ -309,7 +309,7 @@ def _as_date(unix_time: float) -> str:
         return "?"
 
 
-def write_reservation(reserved: Record) -> None:
+def write_reservation(reserved: ReservationState) -> None:
     """Write all that is known of a reservation, in words."""
     since, left = for_people(reserved.since), for_people(reserved.remaining)
     told = f"reserved {since} ago for task {plain(reserved.id)}, which is {reserved.state}"
@@ -345,7 +345,7 @@ def _write_line(lock: LockState, *, several: bool) -> None:
         click.echo(f"{lock.waiting} in line; go on with --first {last + 1}", err=True)
 
 
-def _in_line(place: Place) -> Sequence[object]:
+def _in_line(place: Waiter) -> Sequence[object]:
     args = place.args or NOTHING
     return (
         place.place,

@@ -15,9 +15,9 @@ import click
 
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
 from celery_dislock.keys.values import check_key
-from celery_dislock.operating.actions import Actions, BrokerError
-from celery_dislock.operating.overview import Overview
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.tasks.actions import Actions, BrokerError
 from celery_dislock.words import plain, to_json
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from celery_dislock.operating.cli.session import Session
-    from celery_dislock.operating.overview import Holder, LockState, Overview
+    from celery_dislock.servers.overview import Overview
+    from celery_dislock.servers.view import Holder, LockState
 
 ROWS_LEAST = 3  # of each table, however low the terminal is
 NARROW = 80  # columns below which two of the times are left out

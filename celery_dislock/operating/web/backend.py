@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.keys.values import check_key
-from celery_dislock.operating.actions import Actions
-from celery_dislock.operating.overview import Overview
 from celery_dislock.operating.web.listing import Listing
 from celery_dislock.operating.web.shared import Outage, Shared
 from celery_dislock.scripts.names import lock_in
+from celery_dislock.servers.overview import Overview
+from celery_dislock.tasks.actions import Actions
 
 if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.operating.overview import Holder, LockState, Place
     from celery_dislock.operating.web.listing import Row
     from celery_dislock.operating.web.shared import Reading
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 PLACES = 50  # places of a line that are shown at once
 LOOKED_AT = 100  # locks that are remembered as they were read
@@ -190,14 +189,16 @@ def _of_holder(holder: Holder) -> dict[str, Any]:
     return told
 
 
-def _of_reservation(reserved: Record | None, *, show_owners: bool) -> dict[str, Any] | None:
+def _of_reservation(
+    reserved: ReservationState | None, *, show_owners: bool
+) -> dict[str, Any] | None:
     if reserved is None:
         return None
     told = {name: value for name, value in reserved._asdict().items() if name != "mark"}
     return {**told, **({"mark": reserved.mark} if show_owners else {})}
 
 
-def _of_place(place: Place, nth: int, *, show_arguments: bool) -> dict[str, Any]:
+def _of_place(place: Waiter, nth: int, *, show_arguments: bool) -> dict[str, Any]:
     told = {name: _cut(value) for name, value in place._asdict().items()}
     told |= {"ticket": place.ticket, "place": nth}
     if not show_arguments:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.overview import TROUBLES
+from celery_dislock.servers.view import TROUBLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from celery_dislock.operating.overview import LockState, Overview
+    from celery_dislock.servers.overview import Overview
+    from celery_dislock.servers.view import LockState
 
 PAGE = 50  # locks of a page
 LOCKS_MOST = 50_000  # locks that are listed; the others are found by their key

@@ -26,7 +26,6 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.metrics import Metrics
-from celery_dislock.operating.overview import shown_key
 from celery_dislock.operating.web.backend import Backend, lock_as_json, row_as_json
 from celery_dislock.operating.web.figures import LastHour
 from celery_dislock.operating.web.http import (
@@ -51,15 +50,15 @@ from celery_dislock.operating.web.sessions import (
     set_cookie,
 )
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import ReservationState, shown_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from celery_dislock.operating.overview import Holder
     from celery_dislock.operating.web.sessions import Session
+    from celery_dislock.servers.view import Holder
 
 STATIC = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -427,7 +426,9 @@ class Page:
 
     def _unreserve(self, request: Request, _session: Session, name: str) -> str | None:
         task_id, mark = text(request.form, "id"), text(request.form, "mark")
-        shown = Record(task_id, "", 0, 0, mark, number(request.form, "number", 0, TOKEN_MOST))
+        shown = ReservationState(
+            task_id, "", 0, 0, mark, number(request.form, "number", 0, TOKEN_MOST)
+        )
         if not self._backend.actions.end_reservation(name, shown):
             return None
         return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"

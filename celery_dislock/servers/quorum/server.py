@@ -25,7 +25,6 @@ from celery_dislock.scripts import (
     COUNTS,
     FREE,
     GRANTED,
-    HOLDERS,
     LIMIT,
     LOOK,
     RELEASE,
@@ -246,8 +245,6 @@ class Quorum:
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
         answered, majority = self._require_majority(replies), self._peers.majority
-        if script is HOLDERS:
-            return merge_holders(answered, majority)
         if script is LIMIT:  # what was set before on any server has been replaced there
             return next((reply for reply in answered if reply[0]), answered[0])
         if script in {LOOK, COUNTS}:
@@ -334,20 +331,6 @@ def choose_refusal(
     in_the_way = [reply for reply in refused if reply[2] == owner or not held]
     in_the_way.sort(key=lambda reply: reply[1])
     return in_the_way[min(wanted, len(in_the_way)) - 1], held
-
-
-def merge_holders(answers: Sequence[list[Any]], majority: int) -> list[Any]:
-    """Return the leases that a majority reports, each for as long as a majority has it."""
-    leases: dict[bytes, list[tuple[Any, ...]]] = {}
-    for answer in answers:
-        for lease in zip(*[iter(answer)] * 5, strict=True):
-            leases.setdefault(lease[0], []).append(lease)
-    merged: list[Any] = []
-    for owner, found in leases.items():
-        if len(found) >= majority:
-            remaining = sorted((lease[1] for lease in found), reverse=True)[majority - 1]
-            merged += [owner, remaining, max(int(lease[2]) for lease in found), *found[0][3:]]
-    return merged
 
 
 def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:

@@ -1,10 +1,10 @@
-"""An attempt, a conflict, and what a message says about a holder."""
+"""An attempt, and a conflict."""
 
 from __future__ import annotations
 
 import pytest
 
-from celery_dislock.locks.attempt import Attempt, Conflict, in_words
+from celery_dislock.locks.attempt import Attempt, Conflict
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -22,16 +22,6 @@ def test_an_attempt_knows_its_lease_before_anything_keeps_it_alive(world):
         world.lock().try_acquire(attempt)
     attempt.end()
     assert world.store.leases == {}
-
-
-def test_holders_read_well_even_with_parts_missing():
-    """A holder written by something else still makes a message."""
-    assert in_words({"task": "t"}) == "t[?] on ? (pid ?)"
-
-
-def test_words_for_a_holder_of_any_shape():
-    """Whatever stands where a task's name should be is shown, and nothing is called."""
-    assert "[{}]" in in_words({"task": ["x"], "id": {}})
 
 
 def test_a_conflict_is_false_and_a_lease_is_true(world):

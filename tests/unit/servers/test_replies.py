@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers import replies
-from celery_dislock.servers.replies import Holding, Refused, Turn
+from celery_dislock.servers.replies import Refused, Turn
 
 FAILED = StoreError("redis://a", "away")
 
@@ -17,21 +17,6 @@ FAILED = StoreError("redis://a", "away")
 def test_a_duration_is_rounded_up(seconds, ms):
     """No lease ends a part of a millisecond before its time."""
     assert replies.milliseconds(seconds) == ms
-
-
-@pytest.mark.parametrize(
-    "written", [b"", b"by hand", b"[1]", b'"text"', b"\xff{}", b"[" * 100_000, b"null"]
-)
-def test_a_holder_that_cannot_be_read_is_shown_as_it_is(written):
-    """A record that somebody wrote by hand makes a message, shortened, and no error."""
-    [(name, shown)] = replies.holder_of(written).items()
-    assert name == "unreadable"
-    assert len(shown) < 100
-
-
-def test_a_holder_is_the_object_that_was_written():
-    """Its fields are what the holder said of itself."""
-    assert replies.holder_of(b'{"task":"t","pid":7}') == {"task": "t", "pid": 7}
 
 
 def test_a_refusal_names_the_owner_without_the_mark_of_its_end():
@@ -63,21 +48,11 @@ def test_a_refusal_says_for_how_long_the_lock_has_been_held(owner, holder, held_
     assert refused == replies.refused(29_000, owner, holder)  # but for what is for people
 
 
-def test_the_holders_of_a_lock_say_who_is_done_with_it():
-    """Each lease has its five fields; one that is left to expire is told from one that is held."""
-    reply = [b"a/1", 1500, b"7", b"x", b"{}", b"~b/1", 20, b"8", b"s", b"{}"]
-    assert replies.holdings(reply) == [
-        Holding("a/1", 1.5, 7, "exclusive", {}, expiring=False),
-        Holding("b/1", 0.02, 8, "shared", {}, expiring=True),
-    ]
-
-
 @pytest.mark.parametrize(
     ("read", "reply"),
     [
         (replies.turns, [b"lock", b"t:0", b"m", b"lock"]),
         (replies.messages, [b"t:0", b"m", b"u:0"]),
-        (replies.holdings, [b"a/1", 1500, b"7", b"x", b"{}", b"b/1"]),
     ],
 )
 def test_a_reply_that_is_cut_off_is_an_error(read, reply):
@@ -108,31 +83,3 @@ def test_tickets_come_with_their_messages():
 def test_a_lease_of_several_locks_is_renewed_where_all_are(each, together):
     """One that is gone ends the lease for certain; one that failed leaves it open."""
     assert replies.renewed(each) is together
-
-
-HUGE = b"9" * 400
-
-
-@pytest.mark.parametrize(
-    ("written", "told"),
-    [
-        (
-            b'{"id": NaN, "pid": Infinity, "timeout": -Infinity}',
-            dict.fromkeys(("id", "pid", "timeout")),
-        ),
-        (b'{"timeout": %b, "pid": 1e999}' % HUGE, {"timeout": None, "pid": None}),
-        (b'{"id": {}, "task": ["t"], "pid": true}', {"id": None, "task": None, "pid": True}),
-        (b'{"id": "%b"}' % (b"x" * 5000), {"id": "x" * 1000 + "..."}),
-        (b'{"id": "\\ud800"}', {"id": "\ud800"}),
-        (b"{}", {}),
-    ],
-)
-def test_what_a_holder_says_is_bounded(written, told):
-    """It comes from a message, and a number too large to count with once ended the task."""
-    assert replies.holder_of(written) == told
-    assert replies.refused(1000, b"o", written, 5000).renewed is None
-
-
-def test_a_holder_of_many_bytes_is_not_read():
-    """It is shown, shortened, as one that is no JSON."""
-    assert [*replies.holder_of(b'{"a": "%b"}' % (b"x" * 20_000))] == ["unreadable"]

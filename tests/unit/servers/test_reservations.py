@@ -6,14 +6,8 @@ import pytest
 
 from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.servers.reservations import (
-    Record,
-    Reservation,
-    Reservations,
-    Reserved,
-    Taken,
-    parse_record,
-)
+from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
+from celery_dislock.servers.view import ReservationState, parse_reservation
 
 LOCK = "dislock:{k}"
 KEY = f"{LOCK}:unique"
@@ -22,6 +16,8 @@ MINE = Reservation(LOCK, "a%20b", "end", 2.0, "ab", 7)
 
 class Server:
     """Gives one answer, and keeps what it was asked."""
+
+    name = "redis://fake"
 
     def __init__(self, answer=None):
         self.answer = answer
@@ -115,14 +111,14 @@ def written(state=b"w", ends=61_000):
 )
 def test_a_record_of_a_reserved_key(state, word):
     """For whom, since when, and for how much longer; what it says ends this reservation alone."""
-    found = parse_record(3000, written(state))
-    assert found == Record("a b", word, 2.0, 58.0, "ab", 7)
-    assert found.of(LOCK).identity == MINE.identity
+    found = parse_reservation(3000, written(state))
+    assert found == ReservationState("a b", word, 2.0, 58.0, "ab", 7)
+    assert Reservation.of(LOCK, found).identity == MINE.identity
 
 
 def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
     """A failover can do that."""
-    assert parse_record(500, written()).since == 0.0
+    assert parse_reservation(500, written()).since == 0.0
 
 
 @pytest.mark.parametrize(
@@ -131,13 +127,15 @@ def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
 )
 def test_a_key_that_is_free_has_none(record):
     """Its numbers may be kept, its time may be over, or an earlier version has written it."""
-    assert parse_record(3000, record) is None
+    assert parse_reservation(3000, record) is None
 
 
 def test_looking():
-    """The record, and the ids of the tasks that hold the lock, in one round trip."""
-    leases = [b"o", 0, 0, 0, b'{"id": "1"}', 0, b"p", 0, 0, 0, b'{"id": "2"}', 0]
-    server = Server([3000, leases, 0, [], [], [], written(), b"", 0])
-    record, holders = Reservations(server).look(LOCK)
-    assert (record.id, holders) == ("a b", {"1", "2"})
+    """The reservation, and who holds the lock, in one round trip."""
+    server = Server(
+        [3000, [b"o", 4000, b"1", b"x", b'{"id": "1"}', 0], 0, [], [], 0, written(), b"", 0]
+    )
+    found = Reservations(server).look(LOCK)
+    assert found.reservation is not None
+    assert (found.reservation.id, [one.id for one in found.holders]) == ("a b", ["1"])
     assert server.asked == [(LOOK, [LOCK], 0, 0)]

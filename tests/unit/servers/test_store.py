@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, FREE, HOLDERS, RECALL, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, FREE, LOOK, RECALL, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.replies import First, Granted, Handed, Refused
 from celery_dislock.servers.store import Store
 
@@ -182,9 +182,9 @@ def test_a_mark_is_text_or_nothing():
 
 def test_the_holders_of_a_lock_are_asked_in_one_question():
     """A lock that nobody holds has none."""
-    server = Server([])
+    server = Server([0, [], 0, [], [], 0, b"", b"", -2])
     assert store(server).holders(A) == []
-    assert asked(server) == [(HOLDERS, A)]
+    assert asked(server) == [(LOOK, A)]
 
 
 @pytest.mark.parametrize(

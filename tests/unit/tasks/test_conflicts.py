@@ -25,7 +25,8 @@ from celery_dislock.messages.headers import (
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.messages.resend import PUT_OFF_MOST
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.replies import Full, Parked, Refused, holder_of
+from celery_dislock.servers.records import holder_of
+from celery_dislock.servers.replies import Full, Parked, Refused
 from celery_dislock.tasks import conflicts
 from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import FakeLines, FakeRecord

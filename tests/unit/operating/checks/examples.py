@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from celery_dislock.operating.checks.facts import Facts, Fleet, Locks, Member
-from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.servers.view import Holder, LockState, Waiter
 
 
 def holder(worker="w9@gone", **given):
@@ -15,9 +15,9 @@ def holder(worker="w9@gone", **given):
 
 
 def place(**given):
-    known = dict.fromkeys(Place._fields)
+    known = dict.fromkeys(Waiter._fields)
     about = {"parked": True, "ticket": "t:0:0", "turns": 0, "exchange": "", "routing_key": "celery"}
-    return Place(**{**known, **about, **given})
+    return Waiter(**{**known, **about, **given})
 
 
 def lock(**given):

@@ -18,7 +18,7 @@ from celery_dislock.operating.checks.facts import (
     members_of,
     understood,
 )
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import ReservationState
 from tests.unit.operating.checks.examples import described, facts, holder, lock
 
 
@@ -85,7 +85,7 @@ class Overview:
 class TestLocks:
     def test_only_what_may_be_wrong_is_remembered(self, monkeypatch):
         """Ten thousand healthy locks cost no memory."""
-        old = Record("id-1", "waiting", 4000.0, 10.0, "m", 0)
+        old = ReservationState("id-1", "waiting", 4000.0, 10.0, "m", 0)
         suspects = {
             "mute": {"holders": [holder()]},
             "old": {"reservation": old},
@@ -125,7 +125,7 @@ class TestLocks:
     )
     def test_when_a_reservation_is_old(self, tasks, old):
         """After half of the shortest lock_unique_for that is known."""
-        waiting = Record("id-1", "waiting", old + 1, 10.0, "m", 0)
+        waiting = ReservationState("id-1", "waiting", old + 1, 10.0, "m", 0)
         known = facts(ours=described(tasks=tasks))
         assert known.is_old(waiting)
         assert not known.is_old(waiting._replace(since=old - 1))

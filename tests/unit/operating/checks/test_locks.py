@@ -9,7 +9,7 @@ import pytest
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks
 from celery_dislock.operating.checks.facts import Fleet, Locks
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import ReservationState
 from tests.unit.operating.checks.examples import (
     FLEET,
     QUEUE,
@@ -124,7 +124,9 @@ def test_servers_that_disagree_about_a_pause_are_a_warning():
 )
 def test_old_reservations(known, empty, fleet, level):
     """A message is gone if all queues are empty, and all workers say that they do not have it."""
-    seen = Locks(suspects=[lock(reservation=Record("id-1", "waiting", 4000.0, 10.0, "m", 0))])
+    seen = Locks(
+        suspects=[lock(reservation=ReservationState("id-1", "waiting", 4000.0, 10.0, "m", 0))]
+    )
     asks = SimpleNamespace(known=lambda _ids: set(known), empty=lambda: empty)
     found = list(locks.reservations(facts(locks=seen, fleet=fleet, workers=asks)))
     assert [one.level for one in found] == level

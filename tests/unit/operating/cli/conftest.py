@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.cli.session import Session
-from celery_dislock.operating.overview import Holder, LockState, Place
-from celery_dislock.servers.reservations import Record
+from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 HELD = 750.0  # seconds
 TASK_ID = "9b1d"
@@ -55,12 +54,12 @@ def place(number=1, **changed):
         "id": f"t{number}",
         "args": "(7,) {}",
     }
-    return Place(**{**told, **changed})
+    return Waiter(**{**told, **changed})
 
 
 def reserved(state="waiting", **changed):
     """Make a reservation of a key."""
-    return Record("id-1", state, 3.0, 60.0, "5eed", 7)._replace(**changed)
+    return ReservationState("id-1", state, 3.0, 60.0, "5eed", 7)._replace(**changed)
 
 
 def lock(key="k", **changed):

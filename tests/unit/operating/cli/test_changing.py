@@ -10,9 +10,9 @@ import pytest
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import reserved_lock
-from celery_dislock.operating.actions import BrokerError
 from celery_dislock.operating.cli import session
 from celery_dislock.operating.cli.session import Session
+from celery_dislock.tasks.actions import BrokerError
 from tests.unit.operating.cli.conftest import TASK_ID, holder, lock, place, reserved
 
 FOUND, AWAY = 1, 3
@@ -86,7 +86,7 @@ def test_the_holder_is_terminated_first(dislock, overview, actions):
     [
         ({"renewed": 3.0, "remaining": 27.0}, FOUND, "still runs"),
         ({"renewed": None, "remaining": 27.0}, FOUND, "still runs"),
-        ({"renewed": 20.0, "remaining": 10.0}, 0, "freed"),
+        ({"renewed": 21.0, "remaining": 9.0}, 0, "freed"),
     ],
 )
 def test_one_that_is_still_there_is_freed_if_nobody_renews_it(

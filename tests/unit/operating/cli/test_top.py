@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.cli import dislock, top
 from celery_dislock.operating.cli.top import Screen, look
-from celery_dislock.operating.overview import Holder, LockState, Place
+from celery_dislock.servers.view import Holder, LockState, Waiter
 
 
 def holder(held, **given):
@@ -104,12 +104,12 @@ def test_a_lock_whose_line_cannot_be_read_costs_no_other():
 
 def test_markup_and_escapes_of_strangers_are_shown_as_text():
     """A key may contain what rich or a terminal takes for a command."""
-    place = dict.fromkeys(Place._fields) | {"who": "[bold]b[/bold]\x1b[2J", "waiting": 2.0}
+    place = dict.fromkeys(Waiter._fields) | {"who": "[bold]b[/bold]\x1b[2J", "waiting": 2.0}
     state = lock(
         "[red]x[/red]\x1b[31m\n",
         holders=[holder(1.0, who="[link=file:///etc]t[/link]")],
         waiting=1,
-        line=[Place(**place)],
+        line=[Waiter(**place)],
     )
     text = drawn(look(Overview(state), 5), width=160)
     assert "[red]x[/red]\\x1b[31m\\n" in text

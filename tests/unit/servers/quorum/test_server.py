@@ -7,7 +7,7 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
-    HOLDERS,
+    LOOK,
     RECALL,
     RELEASE,
     RELEASE_DEAD,
@@ -205,16 +205,17 @@ class TestDecide:
 
     def test_holders_are_those_that_a_majority_names(self):
         """An owner that a minority has left is no holder; the time is a majority's."""
-        a = [[b"a/1", ms, b"7", b"x", b"{}"] for ms in (3000, 9000, 1000)]
-        b = [b"b/1", 9000, b"8", b"x", b"{}"]
-        made, _ = quorum([[*a[0], *b], a[1], a[2], b, AWAY])
-        assert made.run(HOLDERS, [LOCK]) == [b"a/1", 1000, 7, b"x", b"{}"]
+        a = [[b"a/1", ms, b"7", b"x", b"{}", 0] for ms in (3000, 9000, 1000)]
+        b = [b"b/1", 9000, b"8", b"x", b"{}", 0]
+        seen = [[0, leases, 0, [], [], 0, b"", b"", -2] for leases in ([*a[0], *b], a[1], a[2], b)]
+        made, _ = quorum([*seen, AWAY])
+        assert made.run(LOOK, [LOCK])[1] == [b"a/1", 1000, 7, b"x", b"{}", 0]
 
     def test_the_error_tells_no_password(self):
         """What names the servers in messages does not tell their passwords."""
         made, _ = quorum([AWAY] * 5)
         with pytest.raises(StoreError) as raised:
-            made.run(HOLDERS, [LOCK])
+            made.run(LOOK, [LOCK])
         assert "host-3" in str(raised.value)
         assert "s3cret" not in str(raised.value)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.operating.actions import Actions
-from celery_dislock.operating.overview import PLACES, Holder, Overview, look_at_all
+from celery_dislock.servers.overview import PLACES, Overview, look_at_all
+from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.view import Holder
+from celery_dislock.tasks.actions import Actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -13,9 +15,8 @@ if TYPE_CHECKING:
     from celery import Celery
 
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.operating.overview import LockState, Place
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import LockState, ReservationState, Waiter
 
 WAIT = 30.0  # seconds for a terminated task to end
 
@@ -85,7 +86,7 @@ class LockHandle:
         """
         return [holder for lock in self.state(0) for holder in lock.holders]
 
-    def line(self, most: int = PLACES) -> list[Place]:
+    def line(self, most: int = PLACES) -> list[Waiter]:
         """
         Return those who wait; of several keys, the line of each in turn.
 
@@ -99,11 +100,11 @@ class LockHandle:
 
     def free(
         self,
-        shown: Holder | Record | None = None,
+        shown: Holder | ReservationState | None = None,
         *,
         terminate: bool = False,
         wait: float = WAIT,
-    ) -> list[Holder | Record]:
+    ) -> list[Holder | ReservationState]:
         """
         End leases and reservations, and hand the lock to the next in line.
 
@@ -131,7 +132,7 @@ class LockHandle:
             SettingsError: *terminate* without an app, as with ``Dislock.from_url()``.
         """
         actions = Actions(self._app, self._runtime.process)
-        ended: list[Holder | Record] = []
+        ended: list[Holder | ReservationState] = []
         locks, still_runs = self.state(0), False
         for lock in locks:
             for found in lock.holders:
@@ -165,6 +166,10 @@ def _end(actions: Actions, name: str, holder: Holder, wait: float | None) -> boo
     return actions.free(name, holder.owner, holder.token)
 
 
-def _identity(shown: Holder | Record) -> tuple[object, ...]:
+def _identity(shown: Holder | ReservationState) -> tuple[object, ...]:
     """Return what two leases, or two reservations, never have in common."""
-    return (shown.owner, shown.token) if isinstance(shown, Holder) else shown.of("").identity
+    return (
+        (shown.owner, shown.token)
+        if isinstance(shown, Holder)
+        else Reservation.of("", shown).identity
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +15,20 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
-from celery_dislock.operating.overview import Overview
 from celery_dislock.redaction import reason_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.view import parked_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from celery import Celery
 
-    from celery_dislock.operating.overview import Holder
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.reservations import Record
+    from celery_dislock.servers.view import Holder, ReservationState
 
 NOTE_MOST = 200  # characters
-MESSAGE = b'1 {"'  # how a message begins, after the record of its ticket
-_HOME = re.compile(rb"1 \d+ \d+ \d+ [xs] \d+ (\S+) 1 \{")  # the broker in such a record
 LOOK_EVERY = 0.2  # seconds, while a lease is to end
 
 
@@ -82,7 +80,7 @@ class Actions:
         """
         return self._process.store.free(name, owner, token)
 
-    def end_reservation(self, name: str, shown: Record) -> bool:
+    def end_reservation(self, name: str, shown: ReservationState) -> bool:
         """
         End one reservation, so that the next message of the key is sent.
 
@@ -98,9 +96,9 @@ class Actions:
         Raises:
             StoreError: The server did not answer.  The reservation may have ended.
         """
-        wanted, found = shown.of(name), self._overview.lock(name, most=0).reservation
+        wanted, found = Reservation.of(name, shown), self._overview.lock(name, most=0).reservation
         # A key may be reserved again under the same id, which alone would do for the script.
-        if found is None or found.of(name) != wanted:
+        if found is None or Reservation.of(name, found) != wanted:
             return False
         return self._process.store.reservations.end(wanted)
 
@@ -203,8 +201,8 @@ class Actions:
             if one in told:  # a page may tell it again
                 continue
             told.add(one)
-            home = _HOME.match(kept)
-            if home and home[1].decode() != self._process.store.home:
+            home = parked_message(kept)[1]
+            if home is not None and home != self._process.store.home:
                 yield one, "its message belongs to another broker"
                 continue
             try:
@@ -251,7 +249,7 @@ def message_in(kept: bytes) -> Message:
     Raises:
         ValueError: It cannot be read.
     """
-    return Message.from_bytes(kept[max(kept.find(MESSAGE), 0) :])
+    return Message.from_bytes(parked_message(kept)[0])
 
 
 def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
-from celery_dislock.operating.actions import Actions, BrokerError, one_line
 from celery_dislock.parking.store import Dropped
 from celery_dislock.servers.reservations import Reservation
+from celery_dislock.tasks.actions import Actions, BrokerError, one_line
 from tests.leaks import SECRET
 from tests.unit.operating.cli.conftest import holder, lock, reserved
 
@@ -161,7 +161,7 @@ def test_a_lease_is_waited_for(process, monkeypatch, ends_after, ended):
         return SimpleNamespace(holders=[other] if len(looks) > ends_after else [other, mine])
 
     monkeypatch.setattr(actions, "_overview", SimpleNamespace(lock=lock))
-    monkeypatch.setattr("celery_dislock.operating.actions.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("celery_dislock.tasks.actions.time.monotonic", lambda: next(clock))
     left = actions.wait_until_ended(LOCK, mine, 30.0, pause=lambda _seconds: None)
     assert (left is None) is ended
     assert len(looks) <= 40

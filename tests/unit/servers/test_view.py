@@ -8,14 +8,14 @@ import math
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.cli.reading import as_dict
-from celery_dislock.operating.overview import Overview, find_parked, look_at_all, seen
+from celery_dislock.servers.view import state_of
 from celery_dislock.words import for_people
-from tests.unit.operating.cli.conftest import FakeOverview, holder, lock, place, reserved
+from tests.unit.operating.cli.conftest import holder, lock
 
 NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
+SERVER = "redis://fake"
 HOLDER = {"task": "shop.export", "id": "9b1d", "worker": "w", "pid": 7, "host": "h", "timeout": 30}
 NOTHING = [NOW, [], 0, [], [], 0, b"", b"", -2]
 
@@ -48,13 +48,13 @@ def parked(task_id="t", turns=0, **headers):
 
 def test_a_lock_of_which_nothing_is_known():
     """It does not exist, for people."""
-    found = seen(NAME, NOTHING)
+    found = state_of(SERVER, NAME, NOTHING)
     assert (found.key, found.name, found.exists) == ("export:7", NAME, False)
 
 
 def test_a_lease():
     """By the server's clock: held since, renewed since, until when."""
-    (found,) = seen(NAME, reply(leases=lease())).holders
+    (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
     assert (found.held, found.renewed, found.remaining) == (750.0, 3.0, 27.0)
     assert (found.owner, found.token, found.mode, found.expiring) == ("me", 5, "exclusive", False)
     assert (found.task, found.id, found.host) == ("shop.export", "9b1d", "h")
@@ -64,7 +64,7 @@ def test_a_lease():
     ("given", "renewed", "expiring", "may_live", "can"),
     [
         (lease(), 3.0, False, True, True),
-        (lease(remaining=10_000), 20.0, False, False, True),
+        (lease(remaining=9_000), 21.0, False, False, True),
         (lease(timeout=None), None, False, True, True),
         (lease(owner=b"~me"), None, True, False, False),
         (lease(owner=b"t:0:0#", parked=True), 3.0, False, False, False),
@@ -72,8 +72,8 @@ def test_a_lease():
     ],
 )
 def test_whether_a_holder_lives(given, renewed, expiring, may_live, can):
-    """One that was not renewed for half of its timeout has nobody; an unknown one may live."""
-    (found,) = seen(NAME, reply(leases=given)).holders
+    """One that has missed two renewals has nobody; an unknown one may live."""
+    (found,) = state_of(SERVER, NAME, reply(leases=given)).holders
     assert (found.renewed, found.expiring) == (renewed, expiring)
     assert (found.may_live, found.can_be_terminated) == (may_live, can)
     assert found.owner in {"me", "t:0:0#"}
@@ -84,7 +84,7 @@ def test_places_are_counted_from_the_head_of_the_line():
     joined = str((NOW - 5000) * 1000).encode()
     waits = f"1 {NOW} 30000 x 1 {json.dumps(HOLDER)}".encode()
     line = [b"t:0:0#", joined, parked(argsrepr="(7,)"), b"w@w:1/1", joined, waits]
-    first, second = seen(NAME, reply(waiting=9, line=line), first=6).line
+    first, second = state_of(SERVER, NAME, reply(waiting=9, line=line), first=6).line
     assert (first.place, first.ticket, first.task, first.args) == (
         7,
         "t:0:0",
@@ -100,7 +100,7 @@ def test_places_are_counted_from_the_head_of_the_line():
 )
 def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
     """It is shown all the same, so that it can be dropped."""
-    (turn,) = seen(NAME, reply(turns=[b"t%40:0:0", 0, record])).turns
+    (turn,) = state_of(SERVER, NAME, reply(turns=[b"t%40:0:0", 0, record])).turns
     assert (turn.ticket, turn.id, turn.place) == ("t%40:0:0", "t@", 0)
 
 
@@ -119,95 +119,25 @@ def test_a_reservation(changed, told):
     """Which message the key is reserved for; a lock of which nothing else is known has none."""
     about = {"version": 2, "state": "w", "ends": NOW + 60_000, **changed}
     record = "{version} {state} 1699999997000 1 id-1 {ends} n0 7 1 5eed 7 6 5 1700000099000 id-0"
-    found = seen(NAME, reply(unique=record.format(**about).encode()))
+    found = state_of(SERVER, NAME, reply(unique=record.format(**about).encode()))
     assert found.reservation == told
     assert found.exists is (told is not None)
 
 
 def test_a_limit():
     """What an operator has set, by whom, and for how long."""
-    found = seen(NAME, reply(limit=b"1 0 1699999997000 by me", limit_ms=60_000))
+    found = state_of(SERVER, NAME, reply(limit=b"1 0 1699999997000 by me", limit_ms=60_000))
     assert (found.limit, found.limit_remaining, found.limit_note) == (0, 60.0, "by me")
     assert found.exists
-    assert seen(NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1)).limit_remaining is None
-
-
-class Server:
-    """Answers about each lock with nothing, and has the keys that a test gives it."""
-
-    kind = "single"
-    name = "redis://fake"
-
-    def __init__(self, *pages):
-        self.pages = list(pages)
-        self.asked = []
-
-    def run(self, _script, keys, *arguments):
-        self.asked.append((*keys, *arguments))
-        return NOTHING
-
-    def run_many(self, _script, calls, *, within):
-        assert within > 0
-        self.asked.append(len(calls))
-        return [NOTHING for _ in calls]
-
-    def senders(self):
-        def send(_scan, cursor, *_how):
-            at = int(cursor)
-            following = at + 1 if at + 1 < len(self.pages) else 0
-            return str(following).encode(), self.pages[at]
-
-        return [send]
-
-
-def test_each_lock_is_listed_once_however_many_keys_it_has():
-    """And a key that belongs to no lock is none."""
-    server = Server(
-        [b"dislock:{a}", b"dislock:{a}:line", b"dislock:lines:x"],
-        [b"dislock:{b}:limit", b"dislock:{a}"],
+    assert (
+        state_of(SERVER, NAME, reply(limit=b"1 2 1699999997000 ", limit_ms=-1)).limit_remaining
+        is None
     )
-    assert [one.key for one in Overview(server, "dislock").locks()] == ["a", "b"]
-
-
-def test_locks_are_looked_at_in_pages():
-    """So the server answers others in between."""
-    server = Server([f"dislock:{{{number}}}".encode() for number in range(250)])
-    assert len(list(Overview(server, "dislock").locks())) == 250
-    assert server.asked == [100, 100, 50]
-
-
-def test_keys_that_are_reserved_together_come_last():
-    """Only then; a task with one key has its reservation beside its lock."""
-    overview = FakeOverview()
-    names = ["dislock:{a}", "dislock:{b}"]
-    assert [one.key for one in look_at_all(overview, names)] == ["a", "b"]
-    overview.put(lock("a and others", name=reserved_lock(names), reservation=reserved()))
-    assert [one.key for one in look_at_all(overview, names)] == ["a", "b", "a and others"]
-    assert [one.key for one in look_at_all(overview, names[:1])] == ["a"]
-
-
-def test_a_parked_task_is_searched_in_pages(monkeypatch):
-    """Until the end of the line; it may move up meanwhile, and is found once."""
-    monkeypatch.setattr("celery_dislock.operating.overview.SEARCHED", 2)
-    pages = {
-        0: lock(waiting=5, turns=[place(0)], line=[place(1), place(2)]),
-        2: lock(waiting=5, line=[place(3), place(2)]),
-        4: lock(waiting=4, line=[]),
-    }
-
-    class Pages:
-        def lock(self, _name, first, most):
-            assert most == 2
-            return pages[first]
-
-    assert [one.place for one in find_parked(Pages(), NAME, "t2")] == [2]
-    assert [one.place for one in find_parked(Pages(), NAME, "t0:0:0")] == [0]
-    assert find_parked(Pages(), NAME, "t9") == []
 
 
 def test_the_fakes_are_what_they_stand_for():
     """A lease of the other tests has the attributes of a true one."""
-    (found,) = seen(NAME, reply(leases=lease())).holders
+    (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
     assert holder()._fields == found._fields
 
 
@@ -237,7 +167,7 @@ def is_told(found):
 )
 def test_a_holder_may_say_anything_of_itself(name, value):
     """Its record comes from messages: a strange one is a lease like others, and ends no list."""
-    assert is_told(seen(NAME, reply(leases=lease(**{name: value}))))
+    assert is_told(state_of(SERVER, NAME, reply(leases=lease(**{name: value}))))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +187,7 @@ def test_a_holder_may_say_anything_of_itself(name, value):
 def test_a_parked_message_may_say_anything(about):
     """Anybody who can publish may have it parked: it is a place in line, with its ticket."""
     record = f"1 {NOW} 0 30000 x 1 home 1 {json.dumps(about)}".encode()
-    found = seen(NAME, reply(turns=[b"t:0:0", 0, record]))
+    found = state_of(SERVER, NAME, reply(turns=[b"t:0:0", 0, record]))
     assert is_told(found)
     assert found.turns[0].ticket == "t:0:0"
 
@@ -269,7 +199,7 @@ def test_numbers_that_nobody_can_count_to_are_no_numbers(joined, number):
     waits = b"1 %b 30000 x 1 {}" % number
     ticket = b"1 %b %b 30000 x 1 home 1 {}" % (number, number)
     line = [b"w@w:1/1", joined, waits, b"t:0:0#", joined, ticket]
-    assert is_told(seen(NAME, reply(waiting=2, line=line, turns=[b"u:0:0", 0, ticket])))
+    assert is_told(state_of(SERVER, NAME, reply(waiting=2, line=line, turns=[b"u:0:0", 0, ticket])))
 
 
 @pytest.mark.parametrize(
@@ -284,23 +214,11 @@ def test_numbers_that_nobody_can_count_to_are_no_numbers(joined, number):
         {"line": [b"only one"]},
     ],
 )
-def test_a_lock_that_cannot_be_read_is_damaged_and_the_others_are_listed(changed):
-    """One record in a thousand locks costs one row, whatever is in it."""
-
-    class Damaged(Server):
-        def run(self, _script, keys, *_arguments):
-            return reply(**changed)
-
-        def run_many(self, _script, calls, *, within):
-            return [reply(**changed), NOTHING]
-
-    overview = Overview(Damaged([b"dislock:{a}", b"dislock:{b}"]), "dislock")
-    damaged, whole = overview.locks()
-    assert isinstance(damaged, DamagedLockError)
-    assert (damaged.server, damaged.lock) == ("redis://fake", "dislock:{a}")
-    assert whole.key == "b"
-    with pytest.raises(DamagedLockError, match="cannot be read"):
-        overview.lock("dislock:{a}")
+def test_a_lock_that_cannot_be_read_is_damaged(changed):
+    """The error names the server and the lock, for whoever lists the others."""
+    with pytest.raises(DamagedLockError, match="cannot be read") as damaged:
+        state_of(SERVER, NAME, reply(**changed))
+    assert (damaged.value.server, damaged.value.lock) == (SERVER, NAME)
 
 
 @pytest.mark.parametrize(

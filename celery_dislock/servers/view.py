@@ -1,51 +1,48 @@
-"""What the lock server knows of its locks: who holds them, who waits, what is reserved.
+"""What a lock server knows of a lock: who holds it, who waits, and what is reserved and limited.
 
-Nothing here changes a lock.  Times are those of the lock server: a lock is "held" since its
-acquisition, by the clock that decides when its lease ends.
+One script reads it, ``look.lua``, and these are the only types that have it: for the Python API,
+the commands, the page, doctor and the metrics.  Nothing here changes a lock.  Times are those of
+the lock server: a lock is "held" since its acquisition, by the clock that decides when its lease
+ends.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import threading
+import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.keys.names import reserved_lock, task_id_of
-from celery_dislock.locks.attempt import in_words
-from celery_dislock.scripts import LOOK
-from celery_dislock.scripts.names import lock_in
-from celery_dislock.servers.replies import (
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.keys.names import task_id_of, task_id_of_reserved
+from celery_dislock.servers.records import (
     NAMES,
     bounded_text,
     holder_of,
+    in_words,
     parsed,
-    reading,
     renewed_ago,
     text,
 )
-from celery_dislock.servers.reservations import parse_record
-from celery_dislock.servers.server import SOCKET_TIMEOUT, keys_pattern, scan
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from celery_dislock.servers.reservations import Record
-    from celery_dislock.servers.server import Server
-
-PLACES = 20  # of a line, unless more are asked for
-SEARCHED = 200  # places in line that are looked at in one round trip
 TROUBLES = ("damaged", "overdue", "stuck", "set aside", "paused")  # the worst first
 OVERDUE = 2 / 3  # of the timeout without a renewal: two were missed
-TOGETHER = 100  # locks that are looked at in one round trip: 1 or 2 ms of the server
+REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
 _LIMIT = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
 _WAITS = re.compile(rb"1 %b %b ([xs]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
 _PARKED = re.compile(rb"1 %b %b %b ([xs]) %b (\S+) 1 (.*)" % (_US, _COUNT, _MS, _COUNT), re.DOTALL)
+_RESERVED = re.compile(
+    rb"2 ([swrd]) %b \d+ (\S+) %b \S+ %b [01] (\S{1,100}) .*" % (_MS, _MS, _COUNT)
+)
+_STATES = {"s": "being sent", "w": "waiting", "r": "running", "d": "ended"}
+_MESSAGE = b'1 {"'  # how a message begins, after the seven fields of such a record
 
 
 class Holder(NamedTuple):
@@ -90,21 +87,6 @@ class Holder(NamedTuple):
         return bool(self.id and self.worker) and not (self.turn or self.expiring)
 
     @property
-    def is_renewed(self) -> bool:
-        """
-        Whether somebody renews it.
-
-        A lease is renewed after each third of its timeout.  One that was not renewed for half of it
-        has nobody who renews it.
-        """
-        return self.timeout is not None and (self.renewed or 0.0) < self.remaining
-
-    @property
-    def may_live(self) -> bool:
-        """Whether its process may still run, as far as the lease tells; a fixed expiry does not."""
-        return self.is_renewed or (self.renewed is None and not (self.expiring or self.turn))
-
-    @property
     def timeout(self) -> float | None:
         """Seconds from a renewal to the end of the lease; None: nobody has to renew it."""
         if self.renewed is None or self.expiring or self.turn:
@@ -116,10 +98,20 @@ class Holder(NamedTuple):
         """Whether two renewals were missed: its process is dead, stopped, or cut off."""
         return self.timeout is not None and (self.renewed or 0.0) > OVERDUE * self.timeout
 
+    @property
+    def is_renewed(self) -> bool:
+        """Whether somebody renews it."""
+        return self.timeout is not None and not self.is_overdue
 
-class Place(NamedTuple):
+    @property
+    def may_live(self) -> bool:
+        """Whether its process may still run, as far as the lease tells; a fixed expiry does not."""
+        return not (self.is_overdue or self.expiring or self.turn)
+
+
+class Waiter(NamedTuple):
     """
-    A place in line, or a turn.
+    One who waits in line, or has its turn.
 
     Attributes:
         place: Place in line, from 1; 0: it has its turn, and its message is on its way.
@@ -151,6 +143,27 @@ class Place(NamedTuple):
     broker: str | None = None
 
 
+class ReservationState(NamedTuple):
+    """
+    A reservation as the lock server has it.
+
+    Attributes:
+        id: Id of its task.
+        state: "being sent", "waiting" or "running"; "ended" if the key stays reserved after that.
+        since: Seconds since the key was reserved, or since the task has ended.
+        remaining: Seconds until the reservation ends, unless it is renewed.
+        mark: What the lock server has given with the number; "-" if nothing.
+        number: Number among the messages of the key that replace each other.
+    """
+
+    id: str
+    state: str
+    since: float
+    remaining: float
+    mark: str
+    number: int
+
+
 class LockState(NamedTuple):
     """
     All that the lock server knows of a lock.
@@ -178,10 +191,10 @@ class LockState(NamedTuple):
     name: str
     holders: Sequence[Holder]
     waiting: int
-    line: Sequence[Place]
-    turns: Sequence[Place]
+    line: Sequence[Waiter]
+    turns: Sequence[Waiter]
     aside: int
-    reservation: Record | None
+    reservation: ReservationState | None
     limit: int | None
     limit_remaining: float | None
     limit_since: float | None
@@ -218,167 +231,27 @@ class LockState(NamedTuple):
         ) or bool(self.limit is not None or self.limit_differs)
 
 
-class Overview:
+def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> LockState:
     """
-    Reads the locks of a lock server.  Each method blocks for its round trips; thread-safe.
+    Parse the reply of look.lua.
 
     Args:
-        server: The lock server.
-        prefix: Prefix of the locks' names in Redis.
-    """
-
-    def __init__(self, server: Server, prefix: str) -> None:
-        self._server = server
-        self._prefix = prefix
-        self._mutex = threading.Lock()  # run_many() is for one thread
-
-    def lock(self, name: str, first: int = 0, most: int = PLACES) -> LockState:
-        """
-        Look at one lock.
-
-        Args:
-            name: Its name in Redis.
-            first: Place in line to begin with, from 0.
-            most: Maximum number of places.
-
-        Raises:
-            DamagedLockError: A record of the lock cannot be read.
-            StoreError: The server did not answer.
-        """
-        reply = self._server.run(LOOK, [name], first, most)
-        with reading(self._server.name, name):
-            return seen(name, reply, first)
-
-    def locks(
-        self, pattern: str = "*", failed: list[StoreError] | None = None
-    ) -> Iterator[LockState | StoreError]:
-        """
-        Look at all locks whose keys match, without their lines.
-
-        The names are read in pages, so that the server answers others in between.  A lock that
-        comes or goes meanwhile may be there or not.
-
-        Args:
-            pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
-            failed: See :meth:`names`.
-
-        Returns:
-            Each lock once, in no order; the error of one that cannot be read.
-
-        Raises:
-            StoreError: A server did not answer.
-        """
-        for names in self.names(pattern, failed):
-            yield from self.look(names)
-
-    def names(
-        self, pattern: str = "*", failed: list[StoreError] | None = None
-    ) -> Iterator[list[str]]:
-        """
-        List the names of locks whose keys match, each once, in pages of :data:`TOGETHER`.
-
-        Args:
-            pattern: See :meth:`locks`.
-            failed: Takes the error of each server that did not answer, in place of raising it: the
-                others are read nevertheless.
-
-        Raises:
-            StoreError: A server did not answer; of several independent servers, no majority did.
-                With *failed*: none did.
-        """
-        told: set[str] = set()
-        page: list[str] = []
-        errors: list[StoreError] = []
-        senders = self._server.senders()
-        for send in senders:
-            for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
-                for redis_key in found:
-                    name = lock_in(redis_key)
-                    if name is None or name in told:
-                        continue
-                    told.add(name)
-                    page.append(name)
-                    if len(page) == TOGETHER:
-                        yield page
-                        page = []
-        if page:
-            yield page
-        answered = len(senders) - len(errors)
-        enough = len(senders) // 2 + 1 if self._server.kind == "quorum" else len(senders)
-        if errors and answered < (enough if failed is None else 1):
-            raise errors[0]
-        if failed is not None:
-            failed += errors
-
-    def look(self, names: Sequence[str]) -> list[LockState | StoreError]:
-        """Look at several locks, without their lines, in one pipelined round trip."""
-        calls = [(name, 0, 0) for name in names]
-        with self._mutex:
-            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
-        return [
-            reply if isinstance(reply, StoreError) else self._seen(name, reply)
-            for name, reply in zip(names, replies, strict=True)
-        ]
-
-    def _seen(self, name: str, reply: Sequence[Any]) -> LockState | StoreError:
-        try:
-            with reading(self._server.name, name):
-                return seen(name, reply)
-        except DamagedLockError as exc:  # the others can be read
-            return exc
-
-
-def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) -> list[LockState]:
-    """
-    Look at the locks that one task takes, in this order.
-
-    Returns:
-        The state of each.  One more follows if their keys are reserved together.
+        server: Name of the lock server, for messages.
+        name: Name of the lock in Redis.
+        reply: The reply.
+        first: The first place in line that was asked for, from 0.
 
     Raises:
-        DamagedLockError, StoreError: As for :meth:`Overview.lock`.
+        DamagedLockError: Something cannot be read without which the lock cannot be used.
     """
-    found = [overview.lock(name, most=most) for name in names]
-    together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
-    return [*found, together] if together is not None and together.exists else found
-
-
-def find_parked(overview: Overview, name: str, wanted: str) -> list[Place]:
-    """
-    Return the parked tasks of a ticket or a task id in one line, read in pages.
-
-    Raises:
-        StoreError: The server did not answer.
-    """
-    found: dict[str, Place] = {}
-    first, seen_all = 0, False
-    while not seen_all:
-        lock = overview.lock(name, first, SEARCHED)
-        for place in (*lock.turns, *lock.line):
-            if place.parked and wanted in {place.ticket, place.id}:
-                found[place.ticket] = place
-        first += SEARCHED
-        seen_all = first >= lock.waiting
-    return list(found.values())
-
-
-def _scanned(
-    send: Callable[..., Any], pattern: str, errors: list[StoreError]
-) -> Iterator[list[str]]:
     try:
-        yield from scan(send, pattern)
-    except StoreError as exc:
-        errors.append(exc)
+        return _state(name, reply, first)
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as exc:
+        reason = f"a record of it cannot be read: {reprlib.repr(str(exc))}"
+        raise DamagedLockError(server, reason, name) from exc
 
 
-def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
-    """
-    Parse the reply of look.lua, which was asked for the line from *first* on.
-
-    Raises:
-        Exception: As for :func:`celery_dislock.servers.replies.reading`: something cannot be read
-            without which the lock cannot be used.
-    """
+def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     now_ms, leases, waiting, line, turns, aside, unique, limit, limit_ms, *differs = reply
     limited = _LIMIT.fullmatch(limit)
     if limit and not limited:
@@ -389,7 +262,7 @@ def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
         holders=[_holder(now_ms, *lease) for lease in zip(*[iter(leases)] * 6, strict=True)],
         waiting=waiting,
         line=[
-            _place(now_ms, nth, *one)
+            _waiter(now_ms, nth, *one)
             for nth, one in enumerate(zip(*[iter(line)] * 3, strict=True), first + 1)
         ],
         turns=[
@@ -397,7 +270,7 @@ def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
             for ticket, _, record in zip(*[iter(turns)] * 3, strict=True)
         ],
         aside=aside,
-        reservation=parse_record(now_ms, unique),
+        reservation=parse_reservation(now_ms, unique),
         limit=int(limited[1]) if limited else None,
         limit_remaining=limit_ms / 1000 if limited and limit_ms >= 0 else None,
         limit_since=int(limited[2]) / 1000 if limited else None,
@@ -405,9 +278,6 @@ def seen(name: str, reply: Sequence[Any], first: int = 0) -> LockState:
         limit_differs=differs[0] if differs else 0,
         limit_age=(now_ms - int(limited[2])) / 1000 if limited else None,
     )
-
-
-REPEAT = "Set it again while all of them answer, or take it back"
 
 
 def differing(lock: LockState) -> str:
@@ -423,7 +293,7 @@ def shown_key(name: str) -> str:
     return f"{key} and others" if several else key
 
 
-_NAMES = ("task", "id", "worker", "host", "thread")  # of a holder that are text
+_TEXTS = ("task", "id", "worker", "host", "thread")  # of a holder that are text
 
 
 def _holder(
@@ -443,16 +313,16 @@ def _holder(
         turn="parked" in about,
         who=in_words(about),
         pid=pid if type(pid := about.get("pid")) is int else None,
-        **{name: bounded_text(about.get(name)) for name in _NAMES},
+        **{name: bounded_text(about.get(name)) for name in _TEXTS},
     )
 
 
-def _place(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -> Place:
+def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) -> Waiter:
     if member.endswith(b"#"):
         return _parked(now_ms, nth, text(member[:-1]), record)
     waits = _WAITS.fullmatch(record)
     about: Mapping[str, Any] = holder_of(waits[5]) if waits else {}
-    return Place(
+    return Waiter(
         place=nth,
         waiting=_since(now_ms, joined),
         mode=NAMES[waits[3].decode()] if waits else "exclusive",
@@ -475,7 +345,7 @@ def _since(now_ms: int, joined: bytes) -> float:
     return seconds if math.isfinite(seconds) and abs(seconds) < now_ms else 0.0
 
 
-def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
+def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     parked = _PARKED.fullmatch(record)
     message: Mapping[str, Any] = parsed(parked[7]) if parked else {}
     headers = message.get("headers")
@@ -484,7 +354,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
     task = bounded_text(headers.get("task"))
     task_id = bounded_text(headers.get("id")) or task_id_of(ticket)
     given = [bounded_text(headers.get(name)) for name in ("argsrepr", "kwargsrepr")]
-    return Place(
+    return Waiter(
         place=nth,
         waiting=now_ms / 1000 - int(parked[1]) / 1e6 if parked else 0.0,
         mode=NAMES[parked[4].decode()] if parked else "exclusive",
@@ -499,3 +369,31 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Place:
         routing_key=bounded_text(message.get("routing_key")),
         broker=bounded_text(text(parked[6])) if parked else None,
     )
+
+
+def parse_reservation(now_ms: int, written: bytes) -> ReservationState | None:
+    """Parse a record of ``_unique.lua``; None if the key is not reserved."""
+    found = _RESERVED.fullmatch(written)
+    if found is None or int(found[4]) <= now_ms:
+        return None
+    state, since, task_id, ends, number, mark = (text(part) for part in found.groups())
+    return ReservationState(
+        task_id_of_reserved(task_id),
+        _STATES[state],
+        max(0, now_ms - int(since)) / 1000,  # a failover can set the clock back
+        (int(ends) - now_ms) / 1000,
+        mark,
+        int(number),
+    )
+
+
+def parked_message(kept: bytes) -> tuple[bytes, str | None]:
+    """
+    Take the message out of what was set aside: the record of a parked task, or a message alone.
+
+    Returns:
+        The message, as it was stored, and the digest of its broker's URL; None: not known.
+    """
+    start = max(kept.find(_MESSAGE), 0)
+    record = kept[:start].split()
+    return kept[start:], text(record[6]) if len(record) == 7 else None  # noqa: PLR2004

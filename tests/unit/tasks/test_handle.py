@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from celery_dislock.keys.names import reserved_lock
-from celery_dislock.operating import handle as module
-from celery_dislock.operating.handle import LockHandle
+from celery_dislock.tasks import handle as module
+from celery_dislock.tasks.handle import LockHandle
 from tests.unit.operating.cli.conftest import (
     FakeActions,
     FakeOverview,
@@ -94,7 +94,7 @@ def test_one_that_was_shown_is_freed_alone(make, overview, actions):
     [
         (None, True, []),
         (holder(), False, []),
-        (holder(renewed=20.0, remaining=10.0), True, [FREED]),
+        (holder(renewed=21.0, remaining=9.0), True, [FREED]),
     ],
 )
 def test_a_task_is_terminated_first(make, overview, actions, left, freed, done):

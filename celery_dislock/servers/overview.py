@@ -1,0 +1,175 @@
+"""Look at one lock or at many, on the lock server; see :mod:`celery_dislock.servers.view`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.names import reserved_lock
+from celery_dislock.scripts import LOOK
+from celery_dislock.scripts.names import lock_in
+from celery_dislock.servers.server import SOCKET_TIMEOUT, keys_pattern, scan
+from celery_dislock.servers.view import LockState, state_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import Any
+
+    from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import Waiter
+
+PLACES = 20  # of a line, unless more are asked for
+SEARCHED = 200  # places in line that are looked at in one round trip
+TOGETHER = 100  # locks that are looked at in one round trip: 1 or 2 ms of the server
+
+
+class Overview:
+    """
+    Reads the locks of a lock server.  Each method blocks for its round trips; thread-safe.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of the locks' names in Redis.
+    """
+
+    def __init__(self, server: Server, prefix: str) -> None:
+        self._server = server
+        self._prefix = prefix
+        self._mutex = threading.Lock()  # run_many() is for one thread
+
+    def lock(self, name: str, first: int = 0, most: int = PLACES) -> LockState:
+        """
+        Look at one lock.
+
+        Args:
+            name: Its name in Redis.
+            first: Waiter in line to begin with, from 0.
+            most: Maximum number of places.
+
+        Raises:
+            DamagedLockError: A record of the lock cannot be read.
+            StoreError: The server did not answer.
+        """
+        reply = self._server.run(LOOK, [name], first, most)
+        return state_of(self._server.name, name, reply, first)
+
+    def locks(
+        self, pattern: str = "*", failed: list[StoreError] | None = None
+    ) -> Iterator[LockState | StoreError]:
+        """
+        Look at all locks whose keys match, without their lines.
+
+        The names are read in pages, so that the server answers others in between.  A lock that
+        comes or goes meanwhile may be there or not.
+
+        Args:
+            pattern: Pattern of keys, with Redis's wildcards ``*``, ``?`` and ``[a-z]``.
+            failed: See :meth:`names`.
+
+        Returns:
+            Each lock once, in no order; the error of one that cannot be read.
+
+        Raises:
+            StoreError: A server did not answer.
+        """
+        for names in self.names(pattern, failed):
+            yield from self.look(names)
+
+    def names(
+        self, pattern: str = "*", failed: list[StoreError] | None = None
+    ) -> Iterator[list[str]]:
+        """
+        List the names of locks whose keys match, each once, in pages of :data:`TOGETHER`.
+
+        Args:
+            pattern: See :meth:`locks`.
+            failed: Takes the error of each server that did not answer, in place of raising it: the
+                others are read nevertheless.
+
+        Raises:
+            StoreError: A server did not answer; of several independent servers, no majority did.
+                With *failed*: none did.
+        """
+        told: set[str] = set()
+        page: list[str] = []
+        errors: list[StoreError] = []
+        senders = self._server.senders()
+        for send in senders:
+            for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
+                for redis_key in found:
+                    name = lock_in(redis_key)
+                    if name is None or name in told:
+                        continue
+                    told.add(name)
+                    page.append(name)
+                    if len(page) == TOGETHER:
+                        yield page
+                        page = []
+        if page:
+            yield page
+        answered = len(senders) - len(errors)
+        enough = len(senders) // 2 + 1 if self._server.kind == "quorum" else len(senders)
+        if errors and answered < (enough if failed is None else 1):
+            raise errors[0]
+        if failed is not None:
+            failed += errors
+
+    def look(self, names: Sequence[str]) -> list[LockState | StoreError]:
+        """Look at several locks, without their lines, in one pipelined round trip."""
+        calls = [(name, 0, 0) for name in names]
+        with self._mutex:
+            replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
+        return [
+            reply if isinstance(reply, StoreError) else self._seen(name, reply)
+            for name, reply in zip(names, replies, strict=True)
+        ]
+
+    def _seen(self, name: str, reply: Sequence[Any]) -> LockState | StoreError:
+        try:
+            return state_of(self._server.name, name, reply)
+        except DamagedLockError as exc:  # the others can be read
+            return exc
+
+
+def look_at_all(overview: Overview, names: Sequence[str], most: int = PLACES) -> list[LockState]:
+    """
+    Look at the locks that one task takes, in this order.
+
+    Returns:
+        The state of each.  One more follows if their keys are reserved together.
+
+    Raises:
+        DamagedLockError, StoreError: As for :meth:`Overview.lock`.
+    """
+    found = [overview.lock(name, most=most) for name in names]
+    together = overview.lock(reserved_lock(names), most=0) if len(names) > 1 else None
+    return [*found, together] if together is not None and together.exists else found
+
+
+def find_parked(overview: Overview, name: str, wanted: str) -> list[Waiter]:
+    """
+    Return the parked tasks of a ticket or a task id in one line, read in pages.
+
+    Raises:
+        StoreError: The server did not answer.
+    """
+    found: dict[str, Waiter] = {}
+    first, seen_all = 0, False
+    while not seen_all:
+        lock = overview.lock(name, first, SEARCHED)
+        for place in (*lock.turns, *lock.line):
+            if place.parked and wanted in {place.ticket, place.id}:
+                found[place.ticket] = place
+        first += SEARCHED
+        seen_all = first >= lock.waiting
+    return list(found.values())
+
+
+def _scanned(
+    send: Callable[..., Any], pattern: str, errors: list[StoreError]
+) -> Iterator[list[str]]:
+    try:
+        yield from scan(send, pattern)
+    except StoreError as exc:
+        errors.append(exc)

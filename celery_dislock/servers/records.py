@@ -1,0 +1,128 @@
+"""Read what is stored on a lock server, with limits: anybody who can publish has a part in it.
+
+A holder describes itself in the record of its lease, for messages and tools: :class:`About` has
+the names of all its fields.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from celery_dislock.exceptions import PAUSED
+from celery_dislock.words import TEXT_MOST, plain, shortened
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HOLDER_MOST = 16384  # bytes of a holder's description
+NUMBER_MOST = 10.0**15
+
+MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
+NAMES = {letter: mode for mode, letter in MODES.items()}
+
+
+class About(TypedDict, total=False):
+    """
+    How a holder describes itself, as the JSON in the record of its lease.
+
+    Attributes:
+        task, id: The task; missing where a thread holds the lock.
+        thread: Name of the thread, in place of a task.
+        worker: Name of the worker; of a thread, its host.
+        pid, host: The process.
+        timeout: Seconds from a renewal to the end of the lease; missing if it is not renewed.
+        parked: Set where nobody holds the lock: it is reserved for a parked task, which is *id*, or
+            for those in line.
+        paused, note: Set where nobody holds the lock: an operator has paused it.
+        unreadable: In place of all others, the start of a description that cannot be read.
+    """
+
+    task: str
+    id: str
+    thread: str
+    worker: str | None
+    pid: int
+    host: str
+    timeout: float
+    parked: bool
+    paused: bool
+    note: str
+    unreadable: str
+
+
+def in_words(holder: Mapping[str, Any]) -> str:
+    """Describe a holder for a message: ``shop.export[<id>] on celery@w1 (pid 7)``."""
+    return plain(_in_words(holder))
+
+
+def _in_words(holder: Mapping[str, Any]) -> str:
+    if "unreadable" in holder:
+        return f"a holder whose record cannot be read: {holder['unreadable']}"
+    task, task_id, worker, pid = (holder.get(name, "?") for name in ("task", "id", "worker", "pid"))
+    if "paused" in holder:
+        note = f" ({holder['note']})" if holder.get("note") else ""
+        return f"{PAUSED}{note}"
+    if "parked" in holder:
+        return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
+    who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+    return f"{who} on {worker} (pid {pid})"
+
+
+def is_turn(holder: Mapping[str, Any]) -> bool:
+    """Tell whether a lock is reserved for a parked task, whose message is on its way."""
+    return "parked" in holder and "id" in holder
+
+
+def holder_of(written: bytes) -> dict[str, Any]:
+    """Parse a :class:`About`, each value bounded; text that is no JSON object is shown."""
+    if (holder := parsed(written)) or written == b"{}":
+        return {name: bounded(value) for name, value in holder.items()}
+    return {"unreadable": reprlib.repr(text(written[:TEXT_MOST]))}
+
+
+def renewed_ago(holder: Mapping[str, Any], remaining: float, held_for: float) -> float | None:
+    """
+    Return the seconds since a lease was renewed, or taken if it was not renewed since.
+
+    A lease that was handed to a waiter ends earlier than after its timeout until it is renewed.
+
+    Returns:
+        None if the holder does not say for how long a renewal lasts: its lease is not renewed, or
+        its version did not write that.
+    """
+    timeout = holder.get("timeout")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        return None
+    return min(max(0.0, timeout - remaining), held_for)
+
+
+def text(written: bytes) -> str:
+    """Decode a name from Redis, which may not be valid UTF-8."""
+    return written.decode(errors="replace")
+
+
+def parsed(written: bytes) -> dict[str, Any]:
+    """Parse a JSON object of limited size; empty if it is none."""
+    if len(written) > HOLDER_MOST:
+        return {}
+    try:
+        found = json.loads(written)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def bounded(value: object) -> Any:
+    """Return a text, shortened, a number in range or a boolean as it is; any other is None."""
+    if isinstance(value, str):
+        return shortened(value)
+    if isinstance(value, (int, float)) and -NUMBER_MOST <= value <= NUMBER_MOST:  # NaN is not
+        return value
+    return None
+
+
+def bounded_text(value: object) -> str | None:
+    """Return a text, shortened; any other value is None."""
+    return bounded(value) if isinstance(value, str) else None
