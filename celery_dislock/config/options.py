@@ -18,6 +18,9 @@ from celery_dislock.config.checks import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
+MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
+
 
 def lock_limit(value: object) -> int:
     """Check a limit: an integer of 1 or more."""

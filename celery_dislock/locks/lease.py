@@ -27,6 +27,7 @@ import time
 from typing import TYPE_CHECKING
 
 from celery_dislock import signals
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.store import RELEASED, LateRelease
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
 GONE = "expired, taken or deleted"  # end of the reason if the server no longer has a lease
-RENEWALS_PER_TIMEOUT = 3  # two may fail in a row before the lease is lost
 
 logger = logging.getLogger("celery_dislock")
 

@@ -8,10 +8,11 @@ import time
 from typing import TYPE_CHECKING
 
 from celery_dislock import signals
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
 from celery_dislock.locks.callers import current_caller
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT, Lease, trust_in
+from celery_dislock.locks.lease import Lease, trust_in
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
 from celery_dislock.servers.store import LateRelease

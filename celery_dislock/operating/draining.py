@@ -12,10 +12,9 @@ from collections import ChainMap
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import DamagedLockError, SettingsError
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.messages.headers import STORE_HEADER, TICKET_HEADER
 from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.parking.publisher import Publisher

@@ -15,8 +15,8 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ class Overview:
 
         Args:
             name: Its name in Redis.
-            first: Waiter in line to begin with, from 0.
+            first: Place in line to begin with, from 0.
             most: Maximum number of places.
 
         Raises:

@@ -13,6 +13,7 @@ import re
 import reprlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
 from celery_dislock.servers.records import (
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TROUBLES = ("damaged", "overdue", "stuck", "set aside", "paused")  # the worst first
-OVERDUE = 2 / 3  # of the timeout without a renewal: two were missed
+OVERDUE = MISSED / RENEWALS_PER_TIMEOUT  # of the timeout without a renewal
 REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.

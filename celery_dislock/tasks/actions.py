@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 NOTE_MOST = 200  # characters
 LOOK_EVERY = 0.2  # seconds, while a lease is to end
 
+# What became of a lease.
+FREED, TERMINATED, ENDED, RUNS = "freed", "terminated", "ended meanwhile", "still runs"
+
 
 class BrokerError(DislockError):
     """The broker did not take a command for the workers.
@@ -54,10 +57,20 @@ class Actions:
     Args:
         app: The app whose tasks take the locks; None: there are no workers to be told.
         process: The store and the lines of this process.
+        clock: Monotonic clock, in seconds.
+        pause: Called with the seconds to wait.
     """
 
-    def __init__(self, app: Celery | None, process: ParkingProcess) -> None:
+    def __init__(
+        self,
+        app: Celery | None,
+        process: ParkingProcess,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._app = app
+        self._clock, self._pause = clock, pause
         self._process = process
         self._overview = Overview(process.store.lock_server, "")
 
@@ -124,25 +137,54 @@ class Actions:
         except Exception as exc:  # noqa: BLE001 -- any of the broker's client
             raise BrokerError(reason_of(exc)) from None
 
-    def wait_until_ended(
-        self, name: str, holder: Holder, seconds: float, pause: Callable[[float], None] = time.sleep
-    ) -> Holder | None:
+    def terminate_and_free(
+        self,
+        name: str,
+        holder: Holder,
+        *,
+        wait: float,
+        signal: str = "TERM",
+        told: Callable[[], None] = lambda: None,
+    ) -> str:
         """
-        Wait until a lease has ended; blocks for *seconds* at most.
+        End the task that holds a lock; blocks until its lease has ended, *wait* seconds at most.
+
+        If the lease is still there then and nobody renews it any more, it is freed.
+
+        Args:
+            name: The lock's name in Redis.
+            holder: A task's lease.
+            wait: Maximum seconds to wait.
+            signal: The signal that its pool process gets.
+            told: Called when the broker has taken the command, before the wait.
 
         Returns:
-            None if it has ended, else the lease as it is now.
+            TERMINATED: its lease has ended.  RUNS: the task may still run, and keeps the lock.
+            FREED: its process is gone, and its lease was freed here.  ENDED: that has ended
+            meanwhile.
 
         Raises:
-            StoreError: The server did not answer.
+            BrokerError, SettingsError: As for :meth:`terminate`.
+            StoreError: The server did not answer.  The lease may have ended.
         """
-        until = time.monotonic() + seconds
+        self.terminate(holder, signal=signal)
+        told()
+        left = self._wait_until_ended(name, holder, wait)
+        if left is None:
+            return TERMINATED
+        if left.may_live:
+            return RUNS
+        return FREED if self.free(name, holder.owner, holder.token) else ENDED
+
+    def _wait_until_ended(self, name: str, holder: Holder, seconds: float) -> Holder | None:
+        """Wait until a lease has ended; return it as it is then, if it has not."""
+        until = self._clock() + seconds
         while True:
             found = self._overview.lock(name, most=0).holders
             same = [one for one in found if (one.owner, one.token) == (holder.owner, holder.token)]
-            if not same or time.monotonic() >= until:
+            if not same or self._clock() >= until:
                 return same[0] if same else None
-            pause(LOOK_EVERY)
+            self._pause(LOOK_EVERY)
 
     def drop(self, name: str, ticket: str) -> bool:
         """

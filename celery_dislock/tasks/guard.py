@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, told_id
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import Held, current_caller
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of

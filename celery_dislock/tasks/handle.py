@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from celery_dislock.servers.overview import PLACES, Overview, look_at_all
-from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.view import Holder
-from celery_dislock.tasks.actions import Actions
+from celery_dislock.tasks.actions import FREED, RUNS, TERMINATED, Actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,13 +134,17 @@ class LockHandle:
         ended: list[Holder | ReservationState] = []
         locks, still_runs = self.state(0), False
         for lock in locks:
-            for found in lock.holders:
-                if shown and _identity(shown) != _identity(found):
+            for holder in lock.holders:
+                if shown and _identity(shown) != _identity(holder):
                     continue
-                is_ended = _end(actions, lock.name, found, wait if terminate else None)
-                still_runs = still_runs or is_ended is None
+                if terminate and holder.can_be_terminated:
+                    outcome = actions.terminate_and_free(lock.name, holder, wait=wait)
+                    still_runs = still_runs or outcome == RUNS
+                    is_ended = outcome in {FREED, TERMINATED}
+                else:
+                    is_ended = actions.free(lock.name, holder.owner, holder.token)
                 if is_ended:
-                    ended.append(found)
+                    ended.append(holder)
         for lock in [] if still_runs else locks:
             reserved = lock.reservation
             if reserved is None or (shown and _identity(shown) != _identity(reserved)):
@@ -154,22 +157,8 @@ class LockHandle:
         return f"<LockHandle {self.key!r}>"
 
 
-def _end(actions: Actions, name: str, holder: Holder, wait: float | None) -> bool | None:
-    """End a lease, and its task before if *wait* is given; None if that may still run."""
-    if wait is not None and holder.can_be_terminated:
-        actions.terminate(holder)
-        left = actions.wait_until_ended(name, holder, wait)
-        if left is None:
-            return True
-        if left.may_live:
-            return None
-    return actions.free(name, holder.owner, holder.token)
-
-
 def _identity(shown: Holder | ReservationState) -> tuple[object, ...]:
     """Return what two leases, or two reservations, never have in common."""
-    return (
-        (shown.owner, shown.token)
-        if isinstance(shown, Holder)
-        else Reservation.of("", shown).identity
-    )
+    if isinstance(shown, Holder):
+        return shown.owner, shown.token
+    return shown.id, shown.mark, shown.number

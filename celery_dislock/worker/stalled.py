@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop waits, too
 STEPS = 4  # per renewal interval; an execution is looked at by the step after it may be overdue
-OVERDUE = 1.2  # renewal intervals without a renewal after which a process counts as stalled
+LATE = 1.2  # renewal intervals without a renewal after which the main process renews
 
 logger = logging.getLogger("celery_dislock")
 
@@ -189,7 +189,7 @@ class StalledKeeper:
                 watched.due = math.inf
             if isinstance(found, StoreError):
                 continue
-            overdue = request.task.dislock_guard.interval * OVERDUE
+            overdue = request.task.dislock_guard.interval * LATE
             watched.due = now + min(found.overdue_in or overdue, overdue)
             self._tell(request, watched, found.unrenewed, now)
 
@@ -233,7 +233,7 @@ def _execution(request: Any) -> Execution | None:
         names,
         execution_start(request.id, request.hostname, request.worker_pid),
         ttl=guard.timeout,
-        overdue=interval * OVERDUE,
+        overdue=interval * LATE,
         # The watchdog's last renewal may be as early as that, and must stay the last.
         longest=max(guard.options.max_renew_times, 0) * interval * (1 - EARLY),
     )

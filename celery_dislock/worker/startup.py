@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.config.options import OF_OTHERS
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import OF_OTHERS, RENEWALS_PER_TIMEOUT
 from celery_dislock.tasks.task import declared_options
 
 if TYPE_CHECKING:

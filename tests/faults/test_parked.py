@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from celery import chain
 
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.scripts import ENLIST, LEAVE, PARK, RELEASE, RELEASE_DEAD, SWEEP
 from tests.acceptance.fleet import REDELIVERY_IS_SLOW
 from tests.acceptance.rabbitmq import own_rabbitmq

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.keys.values import check_key
-from celery_dislock.locks.lease import RENEWALS_PER_TIMEOUT
 from celery_dislock.operating.cli.keys import by_key
 from celery_dislock.operating.cli.reading import write_holder, write_reservation
 from celery_dislock.operating.cli.session import (
@@ -20,25 +21,20 @@ from celery_dislock.operating.cli.session import (
     write_json,
 )
 from celery_dislock.servers.overview import find_parked, look_at_all
+from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED
 from celery_dislock.tasks.handle import WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.operating.cli.keys import Asked
+    from celery_dislock.operating.cli.keys import WhichLock
     from celery_dislock.operating.cli.session import Session
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
-FREED, TERMINATED, ENDED, RUNS, LEFT = (
-    "freed",
-    "terminated",
-    "ended meanwhile",
-    "still runs",
-    "left",
-)
+LEFT = "left"  # beside what Actions returns: somebody has said no
 
 
 @click.command()
@@ -64,7 +60,7 @@ FREED, TERMINATED, ENDED, RUNS, LEFT = (
 def free(
     context: click.Context,
     /,
-    asked: Asked,
+    which: WhichLock,
     *,
     token: int | None,
     yes: bool,
@@ -83,40 +79,26 @@ def free(
     meanwhile, or the task still runs.
     """
     with session(context) as opened:
-        locks = look_at_all(opened.overview, asked.names(opened))
-        found = [
-            (lock, holder)
+        locks = look_at_all(opened.overview, which.names(opened))
+        done = [
+            _free(opened, lock, holder, sure=yes, quiet=json_, **how)
             for lock in locks
             for holder in lock.holders
             if token in {None, holder.token}
         ]
-        reserved = [
-            (lock, lock.reservation) for lock in locks if lock.reservation and token is None
-        ]
-        told: list[dict[str, Any]] = []
-        for lock, holder in found:
-            click.echo(f"lock {plain(lock.key)}", err=True)
-            if not json_:
-                write_holder(holder)
-            outcome = _free(opened, lock, holder, sure=yes, **how)
-            told.append(
-                {"key": lock.key, "owner": holder.owner, "token": holder.token, "outcome": outcome}
-            )
-        if any(one["outcome"] == RUNS for one in told):
-            reserved = []
-        for lock, reservation in reserved:
-            click.echo(f"lock {plain(lock.key)}", err=True)
-            if not json_:
-                write_reservation(reservation)
-            outcome = _end(opened, lock, reservation, sure=yes)
-            told.append({"key": lock.key, "reserved_for": reservation.id, "outcome": outcome})
+        if token is None and all(one["outcome"] != RUNS for one in done):
+            done += [
+                _end(opened, lock, lock.reservation, sure=yes, quiet=json_)
+                for lock in locks
+                if lock.reservation is not None
+            ]
         if json_:
-            write_json(told)
-        if not told:
+            write_json(done)
+        if not done:
             with_token = "" if token is None else f" with token {token}"
-            keys = " + ".join(asked.keys(opened))
+            keys = " + ".join(which.keys(opened))
             click.echo(f"Nobody holds lock {plain(keys)}{with_token}.", err=True)
-        if not any(one["outcome"] in {FREED, TERMINATED} for one in told):
+        if not any(one["outcome"] in {FREED, TERMINATED} for one in done):
             context.exit(FOUND)
 
 
@@ -126,60 +108,91 @@ def _free(
     holder: Holder,
     *,
     sure: bool,
+    quiet: bool,
     terminate: bool,
-    signal: str,
-    wait: float,
+    **how: Any,
+) -> dict[str, Any]:
+    """Show a lease, ask, and end it; return what became of it, for JSON."""
+    key = plain(lock.key)
+    click.echo(f"lock {key}", err=True)
+    if not quiet:
+        write_holder(holder)
+    if terminate and holder.can_be_terminated:
+        outcome, note = _terminated(opened, lock, holder, sure=sure, **how), ""
+    else:
+        outcome = _taken_away(opened, lock, holder, sure=sure, terminate=terminate)
+        note = _afterwards(holder)
+    if outcome == FREED:
+        audit(f"freed lock {lock.key!r} of {_of(holder)}")
+    said = {
+        FREED: f"Freed lock {key}.{note}",
+        TERMINATED: f"It has ended. Lock {key} is free, or handed on.",
+        ENDED: f"That lease has ended meanwhile. Lock {key} is as it was.",
+    }
+    if outcome in said:
+        click.echo(said[outcome], err=True)
+    return {"key": lock.key, "owner": holder.owner, "token": holder.token, "outcome": outcome}
+
+
+def _taken_away(
+    opened: Session, lock: LockState, holder: Holder, *, sure: bool, terminate: bool
 ) -> str:
-    """End one lease; return what became of it, for JSON."""
-    ends = terminate and holder.can_be_terminated
-    if terminate and not ends:
+    if terminate:
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
         click.echo(f"It cannot be terminated: {plain(holder.who)} {why}.", err=True)
         if not (holder.turn or holder.expiring):
             return RUNS
-    question = f"Terminate {holder.who} and free the lock?" if ends else _risk(holder)
-    if not agrees(question, sure=sure):
+    if not agrees(_risk(holder), sure=sure):
         return LEFT
-    if ends:
-        opened.actions.terminate(holder, signal=signal)
+    return FREED if opened.actions.free(lock.name, holder.owner, holder.token) else ENDED
+
+
+def _terminated(
+    opened: Session, lock: LockState, holder: Holder, *, sure: bool, signal: str, wait: float
+) -> str:
+    if not agrees(f"Terminate {holder.who} and free the lock?", sure=sure):
+        return LEFT
+
+    def told() -> None:
         audit(f"told the workers to end {_of(holder)}, which holds lock {lock.key!r}")
         click.echo(f"Told the workers to end it; waiting for {for_people(wait)} at most.", err=True)
-        left = opened.actions.wait_until_ended(lock.name, holder, wait)
-        if left is None:
-            click.echo(f"It has ended. Lock {plain(lock.key)} is free, or handed on.", err=True)
-            return TERMINATED
-        if left.may_live:
-            click.echo(
-                f"It still holds the lock after {for_people(wait)}: nothing was freed. Its pool "
-                "may not be able to end a task (prefork is), its worker may not answer, or the "
-                "task may ignore the signal: try --signal KILL. To free the lock all the same, "
-                "leave out --terminate; two may run then.",
-                err=True,
-            )
-            return RUNS
+
+    end = opened.actions.terminate_and_free
+    outcome = end(lock.name, holder, wait=wait, signal=signal, told=told)
+    if outcome == RUNS:
+        click.echo(
+            f"It still holds the lock after {for_people(wait)}: nothing was freed. Its pool "
+            "may not be able to end a task (prefork is), its worker may not answer, or the "
+            "task may ignore the signal: try --signal KILL. To free the lock all the same, "
+            "leave out --terminate; two may run then.",
+            err=True,
+        )
+    elif outcome != TERMINATED:
         click.echo("Its lease is not renewed any more: its process is gone.", err=True)
-    if opened.actions.free(lock.name, holder.owner, holder.token):
-        audit(f"freed lock {lock.key!r} of {_of(holder)}")
-        click.echo(f"Freed lock {plain(lock.key)}.{_afterwards(holder, ends=ends)}", err=True)
-        return FREED
-    click.echo(f"That lease has ended meanwhile. Lock {plain(lock.key)} is as it was.", err=True)
-    return ENDED
+    return outcome
 
 
-def _end(opened: Session, lock: LockState, reservation: ReservationState, *, sure: bool) -> str:
-    """End a reservation; return what became of it, for JSON."""
+def _end(
+    opened: Session, lock: LockState, reservation: ReservationState, *, sure: bool, quiet: bool
+) -> dict[str, Any]:
+    """Show a reservation, ask, and end it; return what became of it, for JSON."""
+    key, outcome = plain(lock.key), LEFT
+    click.echo(f"lock {key}", err=True)
+    if not quiet:
+        write_reservation(reservation)
     goes_on = {
         "running": "Its task goes on.",
         "ended": "Its task has ended.",
     }.get(reservation.state, "Its message may still wait, and runs then as well.")
-    if not agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
-        return LEFT
-    if opened.actions.end_reservation(lock.name, reservation):
-        audit(f"ended the reservation of lock {lock.key!r} for task {reservation.id!r}")
-        click.echo(f"Ended the reservation of {plain(lock.key)}.", err=True)
-        return FREED
-    click.echo(f"That reservation of {plain(lock.key)} has ended meanwhile.", err=True)
-    return ENDED
+    if agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
+        if opened.actions.end_reservation(lock.name, reservation):
+            outcome = FREED
+            audit(f"ended the reservation of lock {lock.key!r} for task {reservation.id!r}")
+            click.echo(f"Ended the reservation of {key}.", err=True)
+        else:
+            outcome = ENDED
+            click.echo(f"That reservation of {key} has ended meanwhile.", err=True)
+    return {"key": lock.key, "reserved_for": reservation.id, "outcome": outcome}
 
 
 def _of(holder: Holder) -> str:
@@ -194,15 +207,13 @@ def _risk(holder: Holder) -> str:
     return "Free it? Its body goes on, so two may run at a time."
 
 
-def _afterwards(holder: Holder, *, ends: bool) -> str:
-    if ends or holder.expiring or holder.turn:
+def _afterwards(holder: Holder) -> str:
+    if holder.expiring or holder.turn:
         return ""
-    if holder.renewed is None:
-        return (
-            " Its holder learns of it when it renews or releases its lease; until then two may run."
-        )
-    within = (holder.renewed + holder.remaining) / RENEWALS_PER_TIMEOUT
-    return f" Its holder learns of it within {for_people(within)}; until then two may run."
+    when = "when it renews or releases its lease"
+    if holder.timeout is not None:
+        when = f"within {for_people(holder.timeout / RENEWALS_PER_TIMEOUT)}"
+    return f" Its holder learns of it {when}; until then two may run."
 
 
 @click.command()
@@ -226,12 +237,12 @@ def drop(
     Exit code 1 if the task is not in line: it runs, or has run, or was dropped.
     """
     with session(context) as opened:
-        told = []
+        done = []
         for name, place in _parked(opened, ticket, key):
-            lock = opened.overview.lock(name, most=0)
+            locked = key_of(name)
             at = f"place {place.place}" if place.place else "its turn"
             click.echo(
-                f"{plain(place.who)}, {at} in line for lock {plain(lock.key)}, parked for "
+                f"{plain(place.who)}, {at} in line for lock {plain(locked)}, parked for "
                 f"{for_people(place.waiting)}",
                 err=True,
             )
@@ -239,15 +250,15 @@ def drop(
             if agrees("Drop it? It does not run.", sure=yes):
                 gone = opened.actions.drop(name, place.ticket)
                 if gone:
-                    told_of = f"ticket {place.ticket!r} from the line of lock {lock.key!r}"
-                    audit(f"dropped the parked task of {told_of}")
+                    parked = f"ticket {place.ticket!r} from the line of lock {locked!r}"
+                    audit(f"dropped the parked task of {parked}")
                 click.echo("Dropped." if gone else "It has left the line meanwhile.", err=True)
-            told.append({"key": lock.key, "ticket": place.ticket, "dropped": gone})
+            done.append({"key": locked, "ticket": place.ticket, "dropped": gone})
         if json_:
-            write_json(told)
-        if not told:
+            write_json(done)
+        if not done:
             click.echo(f"No parked task {plain(ticket)} is in line.", err=True)
-        if not any(one["dropped"] for one in told):
+        if not any(one["dropped"] for one in done):
             context.exit(FOUND)
 
 
@@ -256,7 +267,7 @@ def drop(
 @click.option("--ticket", default="", help="Only this one of those that were set aside.")
 @as_json
 @click.pass_context
-def put_back(context: click.Context, /, *, asked: Asked, ticket: str, json_: bool) -> None:
+def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_: bool) -> None:
     """Send what was set aside for KEY again.
 
     For tasks that no worker could read or run, when one can: each goes to the end of the line.
@@ -264,16 +275,16 @@ def put_back(context: click.Context, /, *, asked: Asked, ticket: str, json_: boo
     Exit code 1 if nothing was sent: nothing is set aside, or it cannot be read.
     """
     with session(context) as opened:
-        told = []
-        for name in asked.names(opened):
+        done = []
+        for name in which.names(opened):
             for one, problem in opened.actions.put_back(name, ticket):
-                told.append({"ticket": one, "problem": problem or None})
+                done.append({"ticket": one, "problem": problem or None})
                 click.echo(f"{plain(one)}: {plain(problem or 'put back')}", err=json_)
         if json_:
-            write_json(told)
-        if not told:
+            write_json(done)
+        if not done:
             click.echo("Nothing is set aside there.", err=True)
-        if all(one["problem"] for one in told):
+        if all(one["problem"] for one in done):
             context.exit(FOUND)
 
 

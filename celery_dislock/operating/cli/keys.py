@@ -1,4 +1,4 @@
-"""How a command is told which lock: by its key, or by a task and its arguments."""
+"""Which lock a command is about: the one of a key, or of a task and its arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.guard import Guard
 
 
-class Asked(NamedTuple):
+class WhichLock(NamedTuple):
     """
     Which lock a command is about.
 
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
 
 
 def by_key(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command KEY, or ``--task``, ``--args`` and ``--kwargs``; it gets an :class:`Asked`."""
+    """Give a command KEY, or ``--task`` and its arguments; it gets a :class:`WhichLock`."""
 
     @click.argument("key", required=False)
     @click.option("--task", metavar="NAME", help="The lock that this task takes, in place of KEY.")
@@ -94,7 +94,7 @@ def by_key(command: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--args and --kwargs are the arguments of --task.")
         args = _parsed("--args", args_, list)
         kwargs = _parsed("--kwargs", kwargs_, dict)
-        return command(*rest, asked=Asked(key, task, args, kwargs), **options)
+        return command(*rest, which=WhichLock(key, task, args, kwargs), **options)
 
     return asked
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.cli.keys import Asked, by_key
+from celery_dislock.operating.cli.keys import WhichLock, by_key
 from celery_dislock.operating.cli.session import as_json, audit, duration, session, user, write_json
 from celery_dislock.words import for_people, plain
 
@@ -29,21 +29,21 @@ note = click.option("--note", default="", help="Why: shown to people and to task
 @note
 @as_json
 @click.pass_context
-def pause(context: click.Context, /, asked: Asked, **given: Any) -> None:
+def pause(context: click.Context, /, which: WhichLock, **given: Any) -> None:
     """Let nobody take the lock of KEY.
 
     Who has the lock keeps it. Tasks that wait or are parked stay in line.
     """
-    _set(context, asked, 0, **given)
+    _set(context, which, 0, **given)
 
 
 @click.command()
 @by_key
 @as_json
 @click.pass_context
-def resume(context: click.Context, /, asked: Asked, *, json_: bool) -> None:
+def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
     """Take back the pause or the limit of KEY: the limit of the code holds again."""
-    _set(context, asked, None, json_=json_)
+    _set(context, which, None, json_=json_)
 
 
 @click.command()
@@ -58,12 +58,12 @@ def limit(context: click.Context, /, key: str, number: int, **given: Any) -> Non
 
     0 is the same as `pause`. `resume` takes it back. Shared leases are not counted.
     """
-    _set(context, Asked(key, None, (), {}), number, **given)
+    _set(context, WhichLock(key, None, (), {}), number, **given)
 
 
 def _set(
     context: click.Context,
-    asked: Asked,
+    which: WhichLock,
     number: int | None,
     *,
     json_: bool,
@@ -73,16 +73,16 @@ def _set(
     signed = "" if number is None else f"by {user()}{': ' if note else ''}{note}"
     before = {}
     with session(context) as opened:
-        names = asked.names(opened)
-        if not asked.is_known(opened):
-            if set(str(asked.key)) & WILDCARDS:
+        names = which.names(opened)
+        if not which.is_known(opened):
+            if set(str(which.key)) & WILDCARDS:
                 told = (
-                    f"{plain(asked.key)} looks like a pattern, and no lock has it as its key. "
+                    f"{plain(which.key)} looks like a pattern, and no lock has it as its key. "
                     "Give one key; `celery dislock ls PATTERN` lists them."
                 )
                 raise click.UsageError(told)
             if number is not None:
-                told = f"Warning: nobody holds, awaits or reserves lock {plain(asked.key)} now. "
+                told = f"Warning: nobody holds, awaits or reserves lock {plain(which.key)} now. "
                 click.echo(f"{told}If its key is another: celery dislock ls", err=True)
         for name in names:
             key = key_of(name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -13,6 +13,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli.keys import by_key
 from celery_dislock.operating.cli.session import (
     FOUND,
+    as_data,
     as_json,
     duration,
     session,
@@ -22,22 +23,44 @@ from celery_dislock.operating.cli.session import (
 )
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
-from celery_dislock.servers.view import REPEAT, TROUBLES, differing
+from celery_dislock.servers.view import REPEAT, TROUBLES, differing, shown_key
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from celery_dislock.operating.cli.keys import Asked
+    from celery_dislock.operating.cli.keys import WhichLock
     from celery_dislock.operating.cli.session import Session
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
-LISTED = ("KEY", "TROUBLE", "HELD FOR", "RENEWED", "LEFT", "WAITING", "RESERVED", "LIMIT", "HOLDER")
-LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
-IN_LINE = ("PLACE", "WAITING", "TURNS", "TICKET", "WHO", "QUEUE", "ARGUMENTS")
-IN_LINE_SPARE, IN_LINE_CUT = ("ARGUMENTS", "TURNS"), ("WHO", "QUEUE")
 NOTHING = "-"
 SHOWN = 60  # characters of a task's arguments
+
+# Columns of `ls`: what each has of a lock, and of one holder of it.
+LISTED: Mapping[str, Callable[[LockState, Holder | None], object]] = {
+    "KEY": lambda lock, _: lock.key,
+    "TROUBLE": lambda lock, _: ", ".join(_since(lock, what) for what in lock.troubles),
+    "HELD FOR": lambda _, holder: holder and for_people(holder.held),
+    "RENEWED": lambda _, holder: holder and _renewed(holder),
+    "LEFT": lambda _, holder: holder and for_people(holder.remaining),
+    "WAITING": lambda lock, _: lock.waiting,
+    "RESERVED": lambda lock, _: lock.reservation and _reserved(lock.reservation),
+    "LIMIT": lambda lock, _: _limit(lock),
+    "HOLDER": lambda _, holder: holder and holder.who,
+}
+LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
+
+# Columns of `line`.
+IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
+    "PLACE": lambda waiter: str(waiter.place),
+    "WAITING": lambda waiter: for_people(waiter.waiting),
+    "TURNS": lambda waiter: str(waiter.turns) if waiter.parked else None,
+    "TICKET": lambda waiter: waiter.ticket,
+    "WHO": lambda waiter: waiter.who,
+    "QUEUE": lambda waiter: waiter.routing_key,
+    "ARGUMENTS": lambda waiter: _cut(waiter.args or ""),
+}
+IN_LINE_SPARE, IN_LINE_CUT = ("ARGUMENTS", "TURNS"), ("WHO", "QUEUE")
 
 
 @click.command()
@@ -59,10 +82,10 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
     with session(context) as opened:
         listed = sorted(_found(opened, pattern, _wanted(**only)), key=_order)
         if json_:
-            write_json_rows(map(_told, listed))
+            write_json_rows(map(as_dict, listed))
         elif listed:
             rows = [row for one in listed for row in _rows(one)]
-            write_table(LISTED, rows, spare=LISTED_SPARE, cut=LISTED_CUT)
+            write_table([*LISTED], rows, spare=LISTED_SPARE, cut=LISTED_CUT)
         else:
             click.echo("No lock matches.", err=True)
 
@@ -71,16 +94,16 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
 @by_key
 @as_json
 @click.pass_context
-def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FBT001 -- click's flag
+def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa: FBT001 -- click's flag
     """Show who holds the lock of KEY, its line and its limit.
 
     Exit code 1 if nothing is known of the lock: nobody holds it, nobody waits, and the key is not
     reserved.
     """
     with session(context) as opened:
-        locks = look_at_all(opened.overview, asked.names(opened))
+        locks = look_at_all(opened.overview, which.names(opened))
         if json_:
-            write_json(as_dict(locks[0]) if len(locks) == 1 else [as_dict(one) for one in locks])
+            _write_json_of_each([as_dict(lock) for lock in locks])
         else:
             for lock in locks:
                 _write(lock)
@@ -90,7 +113,7 @@ def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FB
 
 @click.command()
 @by_key
-@click.option("--first", type=click.IntRange(min=1), default=1, help="Waiter to begin with.")
+@click.option("--first", type=click.IntRange(min=1), default=1, help="Place to begin with.")
 @click.option(
     "--most", type=click.IntRange(1, 1000), default=PLACES, help="Number of places to show."
 )
@@ -98,28 +121,20 @@ def show(context: click.Context, asked: Asked, json_: bool) -> None:  # noqa: FB
 @click.pass_context
 def line(
     context: click.Context,
-    asked: Asked,
+    which: WhichLock,
     first: int,
     most: int,
     json_: bool,  # noqa: FBT001 -- click's flag
 ) -> None:
     """Show who waits for the lock of KEY, in order.
 
-    Waiter 0 has its turn: its message is on its way. Exit code 1 if nobody waits.
+    Place 0 has its turn: its message is on its way. Exit code 1 if nobody waits.
     """
     with session(context) as opened:
-        locks = [opened.overview.lock(name, first - 1, most) for name in asked.names(opened)]
+        locks = [opened.overview.lock(name, first - 1, most) for name in which.names(opened)]
         if json_:
-            told = [
-                {
-                    "key": lock.key,
-                    "waiting": lock.waiting,
-                    "turns": [place._asdict() for place in lock.turns],
-                    "line": [place._asdict() for place in lock.line],
-                }
-                for lock in locks
-            ]
-            write_json(told[0] if len(told) == 1 else told)
+            names = ("key", "waiting", "turns", "line")
+            _write_json_of_each([{name: as_dict(lock)[name] for name in names} for lock in locks])
         else:
             for lock in locks:
                 _write_line(lock, several=len(locks) > 1)
@@ -127,16 +142,23 @@ def line(
             context.exit(FOUND)
 
 
-def as_dict(lock: LockState) -> dict[str, Any]:
+class Damaged(NamedTuple):
+    """A lock that cannot be read, and why."""
+
+    key: str
+    name: str
+    error: StoreError
+
+
+def as_dict(lock: LockState | Damaged) -> dict[str, Any]:
     """Return a lock as JSON has it."""
-    return {
-        **lock._asdict(),
-        "troubles": lock.troubles,
-        "holders": [holder._asdict() for holder in lock.holders],
-        "line": [place._asdict() for place in lock.line],
-        "turns": [place._asdict() for place in lock.turns],
-        "reservation": lock.reservation._asdict() if lock.reservation else None,
-    }
+    if isinstance(lock, Damaged):
+        return {**lock._asdict(), "error": str(lock.error)}
+    return {**as_data(lock), "troubles": lock.troubles}
+
+
+def _write_json_of_each(locks: list[dict[str, Any]]) -> None:
+    write_json(locks[0] if len(locks) == 1 else locks)
 
 
 def write_holder(holder: Holder) -> None:
@@ -155,9 +177,9 @@ def write_holder(holder: Holder) -> None:
         "owner": holder.owner,
     }
     click.echo(f"  held by {plain(holder.who)}")
-    for name, told in lines.items():
-        if told is not None:
-            click.echo(f"    {name:<9} {plain(told)}")
+    for name, value in lines.items():
+        if value is not None:
+            click.echo(f"    {name:<9} {plain(value)}")
 
 
 def _lease_in_words(holder: Holder) -> str:
@@ -168,7 +190,7 @@ def _lease_in_words(holder: Holder) -> str:
         return f"a turn that is not claimed yet; ends in {left}"
     if holder.renewed is None:
         return f"ends in {left}"
-    return f"renewed {for_people(holder.renewed)} ago, ends in {left} unless renewed again"
+    return f"renewed {_renewed(holder)}, ends in {left} unless renewed again"
 
 
 def _wanted(
@@ -177,30 +199,11 @@ def _wanted(
     """Return what chooses holders; None: also locks without a holder are wanted."""
     if held_for is None and task is None and worker is None:
         return None
-
-    def wanted(holder: Holder) -> bool:
-        return (
-            holder.held >= (held_for or -math.inf)
-            and (task is None or fnmatch.fnmatchcase(str(holder.task or ""), task))
-            and (worker is None or fnmatch.fnmatchcase(str(holder.worker or ""), worker))
-        )
-
-    return wanted
-
-
-class Damaged(NamedTuple):
-    """
-    A lock that cannot be read.
-
-    Attributes:
-        key: The key.
-        name: The lock's name in Redis.
-        error: Why.
-    """
-
-    key: str
-    name: str
-    error: StoreError
+    return lambda holder: (
+        holder.held >= (held_for or -math.inf)
+        and fnmatchcase(holder.task or "", task or "*")
+        and fnmatchcase(holder.worker or "", worker or "*")
+    )
 
 
 def _found(
@@ -211,7 +214,7 @@ def _found(
         for name, lock in zip(names, opened.overview.look(names), strict=True):
             if isinstance(lock, StoreError):
                 if wanted is None:
-                    yield Damaged(name.partition("{")[2].rpartition("}")[0], name, lock)
+                    yield Damaged(shown_key(name), name, lock)
             elif wanted is None:
                 if lock.exists:
                     yield lock
@@ -225,37 +228,13 @@ def _order(lock: LockState | Damaged) -> tuple[int, str]:
     return (TROUBLES.index(troubles[0]) if troubles else len(TROUBLES), lock.key)
 
 
-def _told(lock: LockState | Damaged) -> dict[str, Any]:
+def _rows(lock: LockState | Damaged) -> list[list[object]]:
     if isinstance(lock, Damaged):
-        return {"key": lock.key, "name": lock.name, "error": str(lock.error)}
-    return as_dict(lock)
-
-
-def _rows(lock: LockState | Damaged) -> list[tuple[object, ...]]:
-    if isinstance(lock, Damaged):
-        nothing = (NOTHING,) * (len(LISTED) - 3)
-        return [(lock.key, "damaged", *nothing, f"cannot be read: {lock.error.reason}")]
-    reserved = (
-        f"{lock.reservation.state}, {for_people(lock.reservation.since)}"
-        if (lock.reservation)
-        else NOTHING
-    )
-    trouble = ", ".join(_since(lock, what) for what in lock.troubles) or NOTHING
-    waits = (lock.waiting or NOTHING, reserved, _limit(lock))
-    if not lock.holders:
-        return [(lock.key, trouble, *(NOTHING,) * 3, *waits, NOTHING)]
-    return [
-        (
-            lock.key,
-            trouble,
-            for_people(holder.held),
-            NOTHING if holder.renewed is None else f"{for_people(holder.renewed)} ago",
-            for_people(holder.remaining),
-            *waits,
-            holder.who,
-        )
-        for holder in lock.holders
-    ]
+        why = f"cannot be read: {lock.error.reason}"
+        cells = {"KEY": lock.key, "TROUBLE": "damaged", "HOLDER": why}
+        return [[cells.get(heading, NOTHING) for heading in LISTED]]
+    holders: Sequence[Holder | None] = lock.holders or [None]
+    return [[cell(lock, one) or NOTHING for cell in LISTED.values()] for one in holders]
 
 
 def _since(lock: LockState, trouble: str) -> str:
@@ -267,9 +246,21 @@ def _since(lock: LockState, trouble: str) -> str:
     return trouble
 
 
+def _renewed(holder: Holder) -> str:
+    return "" if holder.renewed is None else f"{for_people(holder.renewed)} ago"
+
+
+def _reserved(reserved: ReservationState) -> str:
+    return f"{reserved.state}, {for_people(reserved.since)}"
+
+
 def _limit(lock: LockState) -> str:
     limit = NOTHING if lock.limit is None else "paused" if lock.limit == 0 else str(lock.limit)
     return f"{limit}, differs" if lock.limit_differs else limit
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _write(lock: LockState) -> None:
@@ -312,10 +303,12 @@ def _as_date(unix_time: float) -> str:
 def write_reservation(reserved: ReservationState) -> None:
     """Write all that is known of a reservation, in words."""
     since, left = for_people(reserved.since), for_people(reserved.remaining)
-    told = f"reserved {since} ago for task {plain(reserved.id)}, which is {reserved.state}"
+    task = f"for task {plain(reserved.id)}, which"
     if reserved.state == "ended":
-        told = f"stays reserved for task {plain(reserved.id)}, which ended {since} ago"
-    click.echo(f"  {told}; ends in {left}{'' if reserved.state == 'ended' else ' unless renewed'}")
+        click.echo(f"  stays reserved {task} ended {since} ago; ends in {left}")
+    else:
+        state = reserved.state
+        click.echo(f"  reserved {since} ago {task} is {state}; ends in {left} unless renewed")
 
 
 def _write_waiting(lock: LockState) -> None:
@@ -338,21 +331,11 @@ def _write_line(lock: LockState, *, several: bool) -> None:
     if not (lock.waiting or lock.turns):
         click.echo(f"Nobody waits for lock {plain(lock.key)}.", err=True)
         return
-    rows = [_in_line(place) for place in (*lock.turns, *lock.line)]
-    write_table(IN_LINE, rows, spare=IN_LINE_SPARE, cut=IN_LINE_CUT)
+    rows = [
+        [cell(waiter) or NOTHING for cell in IN_LINE.values()]
+        for waiter in (*lock.turns, *lock.line)
+    ]
+    write_table([*IN_LINE], rows, spare=IN_LINE_SPARE, cut=IN_LINE_CUT)
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
         click.echo(f"{lock.waiting} in line; go on with --first {last + 1}", err=True)
-
-
-def _in_line(place: Waiter) -> Sequence[object]:
-    args = place.args or NOTHING
-    return (
-        place.place,
-        for_people(place.waiting),
-        place.turns if place.parked else NOTHING,
-        place.ticket or NOTHING,
-        place.who,
-        place.routing_key or NOTHING,
-        args if len(args) <= SHOWN else f"{args[:SHOWN]}...",
-    )

@@ -17,7 +17,7 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
-    from celery_dislock.operating.cli.keys import Asked
+    from celery_dislock.operating.cli.keys import WhichLock
     from celery_dislock.operating.cli.session import Session
 
 HELD = 75  # exit code: another holds the lock; EX_TEMPFAIL: try again later
@@ -59,7 +59,7 @@ def _or_zero(text: str) -> float:
 def run(
     context: click.Context,
     /,
-    asked: Asked,
+    which: WhichLock,
     *,
     command: tuple[str, ...],
     grace: float,
@@ -82,13 +82,13 @@ def run(
     if not command:
         raise click.UsageError("Give the command to run, after --.")
     with session(context) as opened, Child() as child:
-        code = _run(_lock(opened, asked, **terms), child, command, grace)
+        code = _run(_lock(opened, which, **terms), child, command, grace)
     sys.exit(code)
 
 
 def _lock(
     opened: Session,
-    asked: Asked,
+    which: WhichLock,
     *,
     timeout: float | None,
     unfair: bool,
@@ -101,12 +101,12 @@ def _lock(
         "max_renew_times": terms["max_renew_times"],
         "lock_expire": terms["expire"],
     }
-    if asked.task is not None:
-        declared = asked.guard(opened).options
+    if which.task is not None:
+        declared = which.guard(opened).options
         for name in TAKEN_OVER:
             if given[name] is None:
                 given[name] = getattr(declared, name)
-    keys = list(asked.keys(opened))
+    keys = list(which.keys(opened))
     one_or_more: Any = keys[0] if len(keys) == 1 else keys
     return make_lock(opened.runtime, one_or_more, given, timeout=timeout, fair=not unfair)
 

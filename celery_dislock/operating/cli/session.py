@@ -124,6 +124,13 @@ def audit(done: str) -> None:
     logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 
 
+def as_data(told: Any) -> Any:
+    """Return data for JSON, with an object in place of each named tuple."""
+    if hasattr(told, "_asdict"):
+        return {name: as_data(value) for name, value in told._asdict().items()}
+    return [as_data(one) for one in told] if isinstance(told, list) else told
+
+
 def write_json(told: Any) -> None:
     """Write JSON, which a terminal can show, too."""
     click.echo(to_json(told, indent=2, default=str))

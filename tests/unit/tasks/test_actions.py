@@ -12,7 +12,7 @@ from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Dropped
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.tasks.actions import Actions, BrokerError, one_line
+from celery_dislock.tasks.actions import RUNS, TERMINATED, Actions, BrokerError, one_line
 from tests.leaks import SECRET
 from tests.unit.operating.cli.conftest import holder, lock, reserved
 
@@ -154,16 +154,16 @@ def test_a_lease_is_waited_for(process, monkeypatch, ends_after, ended):
     mine, other = holder(), holder(token=6)
     looks = []
     clock = iter(range(10_000))
-    actions = Actions(None, process)
+    actions = Actions(None, process, clock=lambda: next(clock), pause=lambda _seconds: None)
+    monkeypatch.setattr(actions, "terminate", lambda *_, **__: None)
 
     def lock(_name, most):
         looks.append(most)
         return SimpleNamespace(holders=[other] if len(looks) > ends_after else [other, mine])
 
     monkeypatch.setattr(actions, "_overview", SimpleNamespace(lock=lock))
-    monkeypatch.setattr("celery_dislock.tasks.actions.time.monotonic", lambda: next(clock))
-    left = actions.wait_until_ended(LOCK, mine, 30.0, pause=lambda _seconds: None)
-    assert (left is None) is ended
+    outcome = actions.terminate_and_free(LOCK, mine, wait=30.0)
+    assert outcome == (TERMINATED if ended else RUNS)
     assert len(looks) <= 40
 
 

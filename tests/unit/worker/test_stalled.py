@@ -14,7 +14,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Looked
 from celery_dislock.servers.store import Execution
 from celery_dislock.worker import stalled
-from celery_dislock.worker.stalled import OVERDUE, StalledKeeper, StalledStep
+from celery_dislock.worker.stalled import LATE, StalledKeeper, StalledStep
 from tests.unit.fakes import FakeClock, without_strangers
 
 CHILD = os.getpid() + 1
@@ -103,7 +103,7 @@ def test_it_is_asked_for_as_a_dead_one_would_be_released(clock):
         locks=("dislock:{export:7}",),
         owner_start=f"1@w1:{CHILD}/",
         ttl=3 * INTERVAL,
-        overdue=OVERDUE * INTERVAL,
+        overdue=LATE * INTERVAL,
         longest=pytest.approx(360 * INTERVAL * 0.95),
     )
 

@@ -12,6 +12,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.cli.session import Session
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from celery_dislock.tasks.actions import Actions
 
 HELD = 750.0  # seconds
 TASK_ID = "9b1d"
@@ -111,7 +112,7 @@ class FakeOverview:
         return [self.there[name] for name in names]
 
 
-class FakeActions:
+class FakeActions(Actions):
     """Notes what is done; *gone* and *left* are its answers."""
 
     def __init__(self):
@@ -142,7 +143,7 @@ class FakeActions:
             raise self.error
         self.done.append(("terminate", holder.id, signal))
 
-    def wait_until_ended(self, name, _holder, seconds):
+    def _wait_until_ended(self, name, _holder, seconds):
         self.done.append(("wait", name, seconds))
         return self.left
 
