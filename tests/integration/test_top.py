@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -70,17 +71,8 @@ def test_one_screen_can_be_logged(held):
         assert result.exit_code == 0, result.output
         assert "held 1   leases 1   waiting 2" in result.output
         assert "shop.export[id-1] on w1@here (pid 7)" in result.output
-        assert "shop.pay[p1]" in result.output
         assert "[red]x[/red]\\x1b[31m" in result.output
         assert "\x1b" not in result.output
-
-
-def test_one_look_can_be_read_by_a_program(held):
-    """With the figures, who holds longest, and who is first in the longest lines."""
-    told = json.loads(run(held, "top", "--json").output)
-    assert (told["locks"], told["leases"], told["waiting"]) == (1, 1, 2)
-    assert told["held_longest"][0]["key"] == HOSTILE
-    assert told["longest_lines"][0]["first"]["id"] == "p1"
 
 
 def test_a_server_that_is_away_ends_it(own_redis_server):
@@ -109,7 +101,7 @@ def test_one_of_several_servers_may_be_away(redis_program, tmp_path):
         assert "lock server redis://127.0.0.1" in result.output
 
 
-def test_a_terminal_is_refreshed_until_q(held):
+def test_a_terminal_is_refreshed_until_ctrl_c(held):
     """It shows the locks again and again, and leaves the terminal as it was."""
     typed, shown = pty.openpty()
     program = subprocess.Popen(
@@ -131,7 +123,7 @@ def test_a_terminal_is_refreshed_until_q(held):
 
     try:
         wait_for(lambda: read().count(b"held 1") >= 3, "three screens")
-        os.write(typed, b"q")
+        program.send_signal(signal.SIGINT)
         wait_for(lambda: read() and program.poll() is not None, "its end")
     finally:
         program.kill()

@@ -80,11 +80,11 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
     the reason.
     """
     with session(context) as opened:
-        listed = sorted(_found(opened, pattern, _wanted(**only)), key=_order)
+        listed = sorted(found(opened, pattern, _wanted(**only)), key=_order)
         if json_:
             write_json_rows(map(as_dict, listed))
         elif listed:
-            rows = [row for one in listed for row in _rows(one)]
+            rows = [row for one in listed for row in rows_of(one)]
             write_table([*LISTED], rows, spare=LISTED_SPARE, cut=LISTED_CUT)
         else:
             click.echo("No lock matches.", err=True)
@@ -206,11 +206,14 @@ def _wanted(
     )
 
 
-def _found(
-    opened: Session, pattern: str, wanted: Callable[[Holder], bool] | None
+def found(
+    opened: Session,
+    pattern: str = "*",
+    wanted: Callable[[Holder], bool] | None = None,
+    failed: list[StoreError] | None = None,
 ) -> Iterator[LockState | Damaged]:
     """Yield the locks that are wanted, with the holders that are wanted."""
-    for names in opened.overview.names(pattern):
+    for names in opened.overview.names(pattern, failed):
         for name, lock in zip(names, opened.overview.look(names), strict=True):
             if isinstance(lock, StoreError):
                 if wanted is None:
@@ -222,13 +225,18 @@ def _found(
                 yield lock._replace(holders=holders)
 
 
-def _order(lock: LockState | Damaged) -> tuple[int, str]:
-    """Sort what is wrong to the top, the worst first."""
+def rank(lock: LockState | Damaged) -> int:
+    """Return a number that sorts what is wrong to the top, the worst first."""
     troubles = ["damaged"] if isinstance(lock, Damaged) else lock.troubles
-    return (TROUBLES.index(troubles[0]) if troubles else len(TROUBLES), lock.key)
+    return TROUBLES.index(troubles[0]) if troubles else len(TROUBLES)
 
 
-def _rows(lock: LockState | Damaged) -> list[list[object]]:
+def _order(lock: LockState | Damaged) -> tuple[int, str]:
+    return (rank(lock), lock.key)
+
+
+def rows_of(lock: LockState | Damaged) -> list[list[object]]:
+    """Return a row for each holder of a lock."""
     if isinstance(lock, Damaged):
         why = f"cannot be read: {lock.error.reason}"
         cells = {"KEY": lock.key, "TROUBLE": "damaged", "HOLDER": why}

@@ -160,14 +160,27 @@ def write_table(
         spare: Headings of columns that may be left out, the first one first.
         cut: Headings of columns that may be cut after that, the widest one first.
     """
+    width = shutil.get_terminal_size().columns if is_terminal() else None
+    click.echo("\n".join(table(headings, rows, spare=spare, cut=cut, width=width)))
+
+
+def table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    spare: Sequence[str],
+    cut: Sequence[str],
+    width: int | None,
+) -> list[str]:
+    """Return the lines of a table that is *width* columns wide at most; see :func:`write_table`."""
     columns: list[Sequence[str]] = [
         [heading, *map(plain, cells)] for heading, *cells in zip(headings, *rows, strict=True)
     ]
-    if is_terminal():
-        columns = fitted(columns, shutil.get_terminal_size().columns, spare, cut)
+    if width is not None:
+        columns = fitted(columns, width, spare, cut)
     widths = [max(map(len, column)) for column in columns]
     form = (BETWEEN * " ").join(f"{{:<{width}}}" for width in widths)
-    click.echo("\n".join(form.format(*row).rstrip() for row in zip(*columns, strict=True)))
+    return [form.format(*row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def is_terminal() -> bool:

@@ -102,7 +102,7 @@ class FakeOverview:
             raise found
         return found
 
-    def names(self, pattern):
+    def names(self, pattern, failed=None):
         if self.away:
             raise StoreError("redis://fake", "away")
         self.asked.append(pattern)
