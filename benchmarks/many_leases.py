@@ -31,7 +31,8 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
-from celery_dislock.locks.watchdog import BATCH, Watchdog
+from celery_dislock.locks.renewals import BATCH
+from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.replies import Granted, milliseconds
 from celery_dislock.servers.store import Store
@@ -211,7 +212,7 @@ def hold_ours(url: str) -> Held:
         cpu,
         sum(lease.renewals for lease in leases) - before,
         threading.active_count() - 1,
-        recording.latest({lease.lock.names[0]: lease.since for lease in leases}),
+        recording.latest({lease.grant.names[0]: lease.grant.since for lease in leases}),
         sum(not lease.held for lease in leases),
     )
 

@@ -361,6 +361,18 @@ class TaskOptions:
         return tuple(key.limit if isinstance(key, Key) else self.lock_limit or 1 for key in keys)
 
     @property
+    def timeout(self) -> float:
+        """Seconds after which a lease expires unless it is renewed."""
+        return self.lock_expire or self.lock_watchdog_timeout
+
+    @property
+    def renewal_interval(self) -> float | None:
+        """Seconds between two renewals; None if leases are not renewed."""
+        if self.lock_expire is not None:
+            return None
+        return self.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
+
+    @property
     def admits_several(self) -> bool:
         """Whether a key of the task may have several exclusive leases at a time."""
         return max((self.lock_limit or 0, *(self.limits or ()))) > 1

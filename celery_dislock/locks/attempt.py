@@ -11,10 +11,8 @@ from celery_dislock.servers.records import in_words
 from celery_dislock.servers.store import RELEASED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from weakref import ref
+    from collections.abc import Callable, Mapping
 
-    from celery_dislock.locks.callers import Caller
     from celery_dislock.locks.lease import Lease
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.store import Ending
@@ -43,8 +41,7 @@ class Attempt:
         owner: The string that identifies this acquisition.
         holder: Description of the owner for others: task, id, worker, pid.
         sender: Sender of the signals about this lock.
-        caller: The thread or greenlet that must release the lock; if it ends first, the lease is
-            no longer renewed.  None: the lock of a task, which always ends with its execution.
+        caller_ended: See :class:`celery_dislock.locks.lease.Grant`.
 
     Attributes:
         reservation: The reservation of the task's message, which the acquisition begins and the
@@ -60,7 +57,7 @@ class Attempt:
 
     __slots__ = (
         "asked_at",
-        "caller",
+        "caller_ended",
         "has_begun",
         "holder",
         "holder_json",
@@ -78,14 +75,14 @@ class Attempt:
         owner: str,
         holder: Mapping[str, Any],
         sender: object = None,
-        caller: ref[Caller] | None = None,
+        caller_ended: Callable[[], bool] | None = None,
         holder_json: str = "",
     ) -> None:
         self.owner = owner
         self.holder = holder
         self.holder_json = holder_json or to_json(holder)
         self.sender = sender
-        self.caller = caller
+        self.caller_ended = caller_ended
         self.reservation: Reservation | None = None
         self.has_begun = False
         self.lease: Lease | None = None

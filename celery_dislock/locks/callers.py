@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.running import Running
 
+TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
-class Held:
+
+class CallerLease:
     """
     A lease that a caller has, and its acquisitions.
 
@@ -46,8 +49,6 @@ class Held:
             is a weak reference that releases the acquisition if the interpreter drops the block.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
         caller: The thread or greenlet that has the lease.
-        outer: Leases that the caller had before for the same keys.  They belong to a task inside
-            which this one runs eagerly.
     """
 
     __slots__ = (
@@ -57,7 +58,6 @@ class Held:
         "execution",
         "lease",
         "lock",
-        "outer",
         "running",
         "runtime",
     )
@@ -78,13 +78,10 @@ class Held:
         self.entries: dict[object, object] = {}
         self.running: Running | None = None
         self.caller: ref[Caller] | None = None
-        self.outer: dict[tuple[str, str], Held] = {}
         self._attempt = attempt
 
     def is_of(self, lock: Lock) -> bool:
         """Return whether the lease is on the same store and has exactly the keys of *lock*."""
-        if lock is self.lock:
-            return True
         return self.lock.store is lock.store and tuple(self.lock.names) == tuple(lock.names)
 
     def leave(self, entry: object) -> None:
@@ -115,13 +112,13 @@ class Caller:
             ``__enter__`` runs next.
     """
 
-    __slots__ = ("__weakref__", "_greenlet", "_held", "_pid", "_thread", "entering")
+    __slots__ = ("__weakref__", "_greenlet", "_leases", "_pid", "_thread", "entering")
 
     def __init__(self, greenlet: Any = None) -> None:
         self.entering: Any = None
         self._greenlet = None if greenlet is None else ref(greenlet)
         self._thread = threading.current_thread()
-        self._held: dict[tuple[str, str], Held] = {}
+        self._leases: list[CallerLease] = []  # a task's comes after that of an eager task around it
         self._pid = os.getpid()
 
     @property
@@ -137,38 +134,19 @@ class Caller:
         greenlet = self._greenlet()
         return greenlet is None or greenlet.dead
 
-    def hold(self, held: Held) -> None:
+    def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller."""
         held.caller = ref(self)
-        server = held.lock.store.server
-        for name in held.lock.names:
-            place = server, name
-            if place in self._held:
-                held.outer[place] = self._held[place]
-            self._held[place] = held
+        self._leases.append(held)
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: CallerLease) -> None:
         """Remove a lease of this caller from the record; a second call does nothing."""
-        server = held.lock.store.server
-        for name in held.lock.names:
-            place = server, name
-            if self._held.get(place) is held:
-                outer = held.outer.get(place)
-                if outer is not None and not outer.lease.finished:
-                    self._held[place] = outer
-                else:
-                    self._held.pop(place, None)
+        with suppress(ValueError):
+            self._leases.remove(held)
 
-    def find(self, lock: Lock) -> Held | None:
-        """Return this caller's lease of one of the lock's keys; None if there is none."""
-        server = lock.store.server
-        for name in lock.names:
-            held = self._held.get((server, name))
-            if held is not None:
-                if not held.lease.finished:
-                    return held
-                self.forget(held)  # an exception interrupted the end of this lease
-        return None
+    def find(self, lock: Lock) -> CallerLease | None:
+        """Return this caller's latest lease of one of the lock's keys; None if there is none."""
+        return next(self._of(lock), None)
 
     def refuse_to_wait(self, lock: Lock) -> None:
         """
@@ -177,13 +155,23 @@ class Caller:
         Raises:
             LockHeldError: This caller has a lease of one of the keys.
         """
-        server = lock.store.server
-        for name, key in zip(lock.names, lock.keys, strict=True):
-            held = self._held.get((server, name))
-            if held is not None and held.lease.held:
+        for held in self._of(lock):
+            if held.lease.held:
+                keys = dict(zip(lock.names, lock.keys, strict=True))
+                key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
 
-    def described(self, held: Held) -> str:
+    def _of(self, lock: Lock) -> Iterator[CallerLease]:
+        """Return the leases of one of the lock's keys, the latest first."""
+        for held in reversed(self._leases.copy()):
+            if held.lock.store.server != lock.store.server:
+                continue
+            if held.lease.finished:
+                self.forget(held)  # an exception interrupted the end of this lease
+            elif not set(held.lock.names).isdisjoint(lock.names):
+                yield held
+
+    def described(self, held: CallerLease) -> str:
         """Return a text for messages that names this caller as the holder of a lease."""
         if held.execution:
             return "the task that is running here"
@@ -213,8 +201,14 @@ def current_caller() -> Caller:
     return caller
 
 
+def has_ended(caller: ref[Caller]) -> bool:
+    """Return whether a thread or greenlet has ended."""
+    alive = caller()
+    return alive is None or alive.dead
+
+
 def check_terms(
-    held: Held, asked: TaskOptions, caller: Caller, stated: Collection[str] = ()
+    held: CallerLease, asked: TaskOptions, caller: Caller, stated: Collection[str] = ()
 ) -> None:
     """
     Check that the caller can take a lock again that it already holds.
@@ -232,29 +226,6 @@ def check_terms(
         LockTermsError: The request is an upgrade from shared to exclusive, or has other terms.
     """
     lease, has = held.lease, held.lock.options
-    differing = [
-        (name.removeprefix("lock_"), there, here)
-        for name, there, here in _differences(has, asked)
-        if (
-            (name in stated or name not in TIMING or not held.execution)
-            and (name, there, here) != ("lock_mode", "exclusive", "shared")
-        )
-        or has.admits_several
-    ]
-    if differing:
-        raise LockTermsError(
-            lease.key,
-            caller.described(held),
-            lease.remaining,
-            ", ".join(f"{name}={there!r}" for name, there, _ in differing),
-            ", ".join(f"{name}={here!r}" for name, _, here in differing),
-        )
-
-
-TIMING = ("lock_expire", "lock_watchdog_timeout", "max_renew_times")
-
-
-def _differences(has: TaskOptions, asked: TaskOptions) -> Iterator[tuple[str, Any, Any]]:
     names = ["lock_mode", "lock_expire"]
     if has.lock_mode == asked.lock_mode:
         names.insert(1, "lock_limit")
@@ -262,7 +233,20 @@ def _differences(has: TaskOptions, asked: TaskOptions) -> Iterator[tuple[str, An
         names += ["lock_watchdog_timeout", "max_renew_times"]
     if asked.lock_on_lost != "warn":
         names.append("lock_on_lost")
-    for name in names:
-        there, here = getattr(has, name), getattr(asked, name)
-        if there != here:
-            yield name, there, here
+    differing = [name for name in names if getattr(has, name) != getattr(asked, name)]
+    if not has.admits_several:
+        if asked.lock_mode == "shared" and "lock_mode" in differing:
+            differing.remove("lock_mode")  # who is alone may read as well
+        if held.execution:
+            differing = [name for name in differing if name in stated or name not in TIMING]
+    if differing:
+        raise LockTermsError(
+            lease.key,
+            caller.described(held),
+            lease.remaining,
+            *(_terms(options, differing) for options in (has, asked)),
+        )
+
+
+def _terms(options: TaskOptions, names: list[str]) -> str:
+    return ", ".join(f"{name.removeprefix('lock_')}={getattr(options, name)!r}" for name in names)

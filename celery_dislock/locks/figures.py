@@ -7,42 +7,65 @@ still tell how long a lock has been held.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock.locks.observer import FOREVER
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.loop import Loop
+    from celery_dislock.locks.renewals import Counts, Renewals
 
+SHOW_EVERY = 1.0  # seconds between two showings of the figures, at least
 LISTED = 200  # leases that are listed one by one, those that are held longest first
 
 
-@dataclass
-class Counts:
+class Showing:
     """
-    What a watchdog has counted since its process began.
+    The job that shows the figures of this process when they have changed.
+
+    Args:
+        loop: The loop that runs it.
+        renewals: The leases, and how their renewal goes.
 
     Attributes:
-        renewals: Leases renewed.
-        late: Seconds by which the last renewal was late; an early one counts as 0.
-        worst: The largest value that *late* has had.
-        outages: Times that renewals began to fail.
-        failures: Attempts to renew that failed.
+        show: Called with the figures; it must not block for long.  None: nobody wants them.
     """
 
-    renewals: int = 0
-    late: float = 0.0
-    worst: float = 0.0
-    outages: int = 0
-    failures: int = 0
+    def __init__(self, loop: Loop, renewals: Renewals) -> None:
+        self.show: Callable[[Mapping[str, Any]], None] | None = None
+        self._loop = loop
+        self._renewals = renewals
+        self._shown: object = None  # the state that the shown figures describe
+        self._shown_at = 0.0
 
-    def renewed(self, lease: Lease, sent_at: float) -> None:
-        """Count a renewal that was sent at *sent_at*; call this before the lease is extended."""
-        self.renewals += 1
-        if lease.due is not None:
-            self.late = max(0.0, sent_at - lease.due)
-            self.worst = max(self.worst, self.late)
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of this process."""
+        renewals = self._renewals
+        return written(os.getpid(), renewals.leases(), renewals.counts, self._loop.errors)
+
+    def due_at(self) -> float:
+        """Return when the figures are looked at next; the end of a lease does not wake the loop."""
+        if self.show is None:
+            return FOREVER
+        now, again_at = self._loop.clock(), self._shown_at + SHOW_EVERY
+        if self._shown != self._state():
+            return again_at
+        return max(again_at, now + SHOW_EVERY) if len(self._renewals) else FOREVER
+
+    def run(self, now: float) -> None:
+        """Show the figures now, if somebody wants them."""
+        if self.show is not None:
+            self._shown, self._shown_at = self._state(), now
+            self.show(self.figures())
+
+    def _state(self) -> tuple[int, ...]:
+        """Return numbers that change whenever the figures do."""
+        renewals = self._renewals
+        return (renewals.changes, len(renewals), self._loop.errors, renewals.counts.failures)
 
 
 def written(pid: int, leases: Iterable[Lease], counts: Counts, errors: int) -> dict[str, Any]:
@@ -55,7 +78,7 @@ def written(pid: int, leases: Iterable[Lease], counts: Counts, errors: int) -> d
         counts: What its watchdog has counted.
         errors: Unexpected exceptions that its watchdog has survived.
     """
-    known = sorted(leases, key=lambda lease: lease.since)
+    known = sorted(leases, key=lambda lease: lease.grant.since)
     return {
         "pid": pid,
         "held": len(known),
@@ -77,7 +100,7 @@ def _of(lease: Lease) -> dict[str, Any]:
         "id": holder.get("id"),
         "thread": holder.get("thread"),
         "token": lease.token,
-        "since": lease.since,
+        "since": lease.grant.since,
         "renewals": lease.renewals,
         "until": lease.trusted_until,
     }

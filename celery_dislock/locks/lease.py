@@ -1,4 +1,4 @@
-"""One owner's hold on a lock.
+"""One owner's hold on a lock: what was granted, how long it is trusted, and how it has ended.
 
 A lease is trusted until ``sent_at + timeout - margin``.  ``sent_at`` is the monotonic time just
 before the acquisition or the last successful renewal was *sent*.  A slow reply therefore shortens
@@ -6,47 +6,33 @@ the trust and never extends it.  After that time the watchdog marks the lease as
 lost even if the server could still extend it: the owner may already have been told, and acted on
 it.
 
-The state of a lease follows from the time when the trust ends and from how the lease has ended.
-It has ended in at most one of these ways:
-
-============  ====================================================================
-end           reason
-============  ====================================================================
-released      its owner has released it
-expiring      its owner has left it to expire
-abandoned     the thread or greenlet that took it ended without releasing it
-lost          this process can no longer trust it
-============  ====================================================================
+Nothing here sends or waits.  What does so for a lease is its :class:`Driver`.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from celery_dislock import signals
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.servers.records import in_words
-from celery_dislock.servers.store import RELEASED, LateRelease
+from celery_dislock.servers.store import RELEASED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from weakref import ref
+    from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.locks.attempt import Attempt
-    from celery_dislock.locks.callers import Caller
-    from celery_dislock.locks.lock import Lock
+    from celery_dislock.config.options import TaskOptions
     from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.store import Ending
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
-GONE = "expired, taken or deleted"  # end of the reason if the server no longer has a lease
 
-logger = logging.getLogger("celery_dislock")
+GONE_WHEN_RENEWED = "the server no longer has it: expired, taken or deleted"
+GONE_WHEN_RELEASED = "it was gone when it was released: expired, taken or deleted"
+GONE = {GONE_WHEN_RENEWED, GONE_WHEN_RELEASED}  # reasons of a loss: the server says so
 
 
 def trust_in(ttl: float) -> float:
@@ -57,6 +43,64 @@ def trust_in(ttl: float) -> float:
 def wall_time(when: float, clock: Callable[[], float]) -> float:
     """Return the UNIX time of a time on *clock*; a clock that a test drives tells UNIX time."""
     return when + time.time() - clock() if clock is time.monotonic else when
+
+
+class End(Enum):
+    """How a lease has ended; the values are texts for messages."""
+
+    RELEASED = "released"  # by its owner
+    EXPIRING = "left to expire"  # by its owner
+    ABANDONED = "the thread or greenlet that took it has ended"  # without releasing it
+    LOST = "lost"  # this process can no longer trust it
+
+
+ENDED_BY_OWNER = {End.RELEASED, End.EXPIRING}
+
+
+class Grant(NamedTuple):
+    """
+    What the lock server has granted.
+
+    Attributes:
+        names: Names of the locks in Redis.
+        options: The terms of the lock.
+        owner: The string that identifies the acquisition.
+        holder: Description of the owner for others: task, id, worker, pid.
+        sender: Sender of the signals about the lease.
+        tokens: The fencing token of each lock, by key.
+        since: Time before the request was sent, on this process's clock.
+        ttl: Seconds from *since* until the lease expires, unless it is renewed.
+        caller_ended: Returns whether the thread or greenlet that must release the lock has ended.
+            None: the lock of a task, which always ends with its execution.
+        trace: What the observer keeps with the lease.
+    """
+
+    names: Sequence[str]
+    options: TaskOptions
+    owner: str
+    holder: Mapping[str, Any]
+    sender: object
+    tokens: Mapping[str, int]
+    since: float
+    ttl: float
+    caller_ended: Callable[[], bool] | None = None
+    trace: Any = None
+
+
+class Driver(Protocol):
+    """What sends for a lease, and waits for the replies."""
+
+    clock: Callable[[], float]
+
+    @property
+    def asks(self) -> bool:
+        """Whether another process may renew the lease, so that only the server knows its end."""
+
+    def renew(self, lease: Lease) -> bool:
+        """Renew the lease now; False if the server no longer has it."""
+
+    def end(self, lease: Lease, ending: Ending) -> None:
+        """End the lease."""
 
 
 class Lease:
@@ -71,68 +115,67 @@ class Lease:
         owner: The string that identifies this acquisition.
         tokens: The fencing token of each lock, by key.  Each new lease of a lock has a larger
             token.  A resource that remembers the largest token can refuse an outdated holder.
+        holder: Description of the owner for others: task, id, worker, pid.
         renewals: Number of renewals of the lease.
         capped: True once the cap has stopped the renewals.
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
-        lost: True once this process can no longer trust the lease and has not released it.
+        grant: What was granted.
+        end: How the lease has ended; None: it has not.
         reservation: The reservation of its key, which is renewed with it; None: none.
     """
 
     __slots__ = (
-        "_ended",
+        "_driver",
+        "_handed_on",
         "_pid",
-        "_released",
-        "_reserved",
-        "_told_end",
+        "_reason",
         "asked_until",
-        "caller",
         "capped",
         "due",
+        "end",
         "finished",
+        "grant",
         "holder",
+        "interval",
         "key",
-        "lock",
-        "lost",
         "on_end",
         "owner",
         "renewals",
+        "renewed_at",
+        "reported",
         "reservation",
         "sender",
-        "since",
         "tokens",
         "trace",
         "trusted_until",
-        "watch_number",
     )
 
-    def __init__(
-        self, lock: Lock, attempt: Attempt, tokens: Sequence[int], since: float, ttl: float
-    ) -> None:
-        self.lock = lock
-        self.key = lock.key
-        self.owner = attempt.owner
-        self.holder = attempt.holder
-        self.sender = attempt.sender
-        self.trace = attempt.trace
-        self.caller: ref[Caller] | None = attempt.caller  # renewals stop when it ends
-        self.tokens = dict(zip(lock.keys, tokens, strict=True))
+    def __init__(self, grant: Grant, driver: Driver) -> None:
+        options, since, ttl = grant.options, grant.since, grant.ttl
+        self.grant = grant
+        self.key = " + ".join(grant.tokens)
+        self.owner = grant.owner
+        self.holder = grant.holder
+        self.sender = grant.sender
+        self.trace = grant.trace
+        self.tokens = grant.tokens
         self.renewals = 0
         self.reservation: Reservation | None = None
         self.capped = False
-        self.on_end: Callable[[Lease, str], None] | None = None
-        self.watch_number = 0  # set by the watchdog
-        self.since = since  # on this process's clock, before the request was sent
-        self.trusted_until = since + trust_in(ttl)
-        self.asked_until = 0.0  # beyond the trust; see Watchdog.asks
-        # Monotonic time of the next renewal; None: no renewals.
-        self.due = None if lock.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
-        self._reserved = ttl < lock.timeout  # until the first renewal sets the full timeout
-        self.lost = False
-        self._ended = ""  # how it ended, as a text
-        self._released = False  # True: a release was sent, and may have been carried out
         self.finished = False
-        self._told_end = False
+        self.end: End | None = None
+        self.reported = False  # to the observer
+        self.on_end: Callable[[Lease, str], None] | None = None  # takes the action, too
+        self.interval = options.renewal_interval
+        # Monotonic time of the next renewal; None: no renewals.
+        self.due = None if self.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
+        self.renewed_at = since
+        self.trusted_until = since + trust_in(ttl)
+        self.asked_until = 0.0  # beyond the trust, if another process may have renewed it
+        self._handed_on = ttl < options.timeout  # until the first renewal sets the full timeout
+        self._reason = ""  # of a loss
+        self._driver = driver
         self._pid = os.getpid()
 
     @property
@@ -155,9 +198,14 @@ class Lease:
             return False
 
     @property
+    def lost(self) -> bool:
+        """Whether this process can no longer trust the lease, and has not released it."""
+        return self.end is End.LOST
+
+    @property
     def remaining(self) -> float:
         """Seconds for which the lease is trusted unless renewed; 0 if it is not held."""
-        return max(0.0, self.trusted_until - self.lock.clock()) if self.held else 0.0
+        return self.trust_left if self.held else 0.0
 
     @property
     def acquired_at(self) -> float:
@@ -166,40 +214,42 @@ class Lease:
 
         ``datetime.fromtimestamp(lease.acquired_at)`` shows it to people.
         """
-        return wall_time(self.since, self.lock.clock)
+        return wall_time(self.grant.since, self._driver.clock)
+
+    @property
+    def held_for(self) -> float:
+        """Seconds since the lock was asked for."""
+        return self._driver.clock() - self.grant.since
 
     @property
     def why_ended(self) -> str:
         """Text that says why the lease has ended, or was capped; empty if it is held."""
-        if self._over:
-            return self._over
+        if self.is_inherited:
+            return "it belongs to the process that this one was forked from"
+        if self.end is not None:
+            return self._reason or self.end.value
         if self.capped:
             return f"it was renewed {self.renewals} times, its cap"
         return "" if self._is_trusted else "its time ran out"
 
     @property
-    def _is_trusted(self) -> bool:
-        return not self._over and self.lock.clock() < self.trusted_until
+    def is_inherited(self) -> bool:
+        """Whether this is a copy that a forked child has inherited."""
+        return self._pid != os.getpid()
 
     @property
-    def _over(self) -> str:
-        """Text that says how the lease has ended; empty if it has not."""
-        if self._pid != os.getpid():
-            return "it belongs to the process that this one was forked from"
-        return self._ended
+    def _is_trusted(self) -> bool:
+        return self.end is None and not self.is_inherited and self.trust_left > 0
+
+    @property
+    def trust_left(self) -> float:
+        """Seconds until the trust ends unless the lease is renewed, even if it has ended."""
+        return max(0.0, self.trusted_until - self._driver.clock())
 
     @property
     def kept_until(self) -> float:
         """Monotonic time until which the lease may still be renewed, and is not lost."""
         return max(self.trusted_until, self.asked_until)
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether the thread or greenlet that took it has ended without releasing it."""
-        if self.caller is None:
-            return False
-        caller = self.caller()
-        return caller is None or caller.dead
 
     def ensure_held(self) -> None:
         """
@@ -226,100 +276,27 @@ class Lease:
         """
         if self._is_trusted:
             return True
-        if self._over or self.capped or self.due is None or not self.lock.keeper.asks:
+        has_ended = self.end is not None or self.capped or self.is_inherited
+        if has_ended or self.due is None or not self._driver.asks:
             return False
-        return self.renew()
+        return self._driver.renew(self)
 
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
-        interval = self.lock.interval
-        if self.due is not None and interval is not None:
+        if self.due is not None and self.interval is not None:
             if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
-                self.renewals += int((sent_at - self.due) / interval)
-            self.due = sent_at + interval
-        self.trusted_until = sent_at + self.lock.trust
-        if self._reserved:
-            self._reserved = False
+                self.renewals += int((sent_at - self.due) / self.interval)
+            self.due = sent_at + self.interval
+        self.renewed_at = sent_at
+        self.trusted_until = sent_at + trust_in(self.grant.options.timeout)
+        if self._handed_on:
+            self._handed_on = False
         else:
             self.renewals += 1
 
-    def renew(self) -> bool:
-        """
-        Renew the lease now; one round trip.
-
-        Returns:
-            False if the server no longer has the lease.  The lease is lost then.
-
-        Raises:
-            StoreError: The server did not answer.  The trust in the lease is unchanged.
-        """
-        lock = self.lock
-        sent_at = lock.clock()
-        if lock.store.extend(lock.names, self.owner, lock.timeout):
-            self.extend(sent_at)
-            return True
-        lock.keeper.unwatch(self)
-        if not self._ended:
-            self.lose(f"the server no longer has it: {GONE}")
-            self.report_lost()
-        return False
-
     def lose(self, reason: str) -> None:
-        """Mark the lease as lost.
-
-        Called by the watchdog under its mutex, or after :meth:`Watchdog.unwatch`.
-        """
-        self.lost = True
-        self._ended = reason
-
-    def report_lost(self) -> None:
-        """Log that the lease is lost, apply ``lock_on_lost``, and send ``lock_lost``."""
-        action = self.lock.options.lock_on_lost
-        logger.error(
-            "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
-            self.key,
-            in_words(self.holder),
-            self._ended,
-            action,
-        )
-        try:
-            if self.on_end is not None:
-                self.on_end(self, action)
-        finally:
-            self.lock.observer.lost(self, action, gone=self._ended.endswith(GONE))
-            self._tell_end("lost")
-            signals.lock_lost.send(sender=self.sender, lease=self, reason=self._ended)
-
-    def report_capped(self) -> None:
-        """Log that the cap is reached, apply ``lock_on_cap``, and send ``lock_capped``."""
-        self.capped = True
-        action = self.lock.options.lock_on_cap
-        logger.warning(
-            "Lock %r of %s was renewed %d times, its cap, and ends in %.1f s; lock_on_cap=%r.",
-            self.key,
-            in_words(self.holder),
-            self.renewals,
-            self.remaining,
-            action,
-        )
-        try:
-            if self.on_end is not None:
-                self.on_end(self, action)
-        finally:
-            self.lock.observer.capped(self, action)
-            signals.lock_capped.send(sender=self.sender, lease=self)
-
-    def report_abandoned(self) -> None:
-        """Log that the thread or greenlet that took the lease has ended without releasing it."""
-        self._ended = "the thread or greenlet that took it has ended"
-        self._tell_end("abandoned")
-        logger.warning(
-            "Lock %r of %s is renewed no more and ends in %.1f s: the thread or greenlet "
-            "that took it ended without releasing it.",
-            self.key,
-            in_words(self.holder),
-            max(0.0, self.trusted_until - self.lock.clock()),
-        )
+        """Mark the lease as lost, after it was unwatched."""
+        self.end, self._reason = End.LOST, reason
 
     def release(self, ending: Ending = RELEASED) -> None:
         """
@@ -332,77 +309,15 @@ class Lease:
         not answer, no error is raised: the watchdog releases the lease when the server answers
         again, or the lease ends with its expiry.  The log says when.
         """
-        if self.finished or self._pid != os.getpid():
-            return
-        self.lock.keeper.unwatch(self)
-        self._ended = self._ended or ("left to expire" if ending.expires else "released")
-        at_least = max(ending.at_least, self.lock.options.lock_at_least_for)
-        if not ending.expires:
-            self._release(ending._replace(at_least=at_least))
-        elif self._reserved:
-            self._send(ending._replace(at_least=max(at_least, self.lock.timeout)))
-        elif at_least or ending.ticket or ending.reservation or self.lock.keeper.asks:
-            # If the keeper asks, this keeps others from renewing the lease.
-            renewed = self.trusted_until - self.lock.trust
-            if self.lock.keeper.asks and self.lock.clock() >= self.trusted_until:
-                renewed = self.lock.clock()  # at the latest, by the main process
-            expiry = renewed + self.lock.timeout
-            self._send(ending._replace(at_least=max(at_least, expiry - self.since)))
-        self.finished = True
-        self._tell_end("expiring" if ending.expires else "released")
-        if not self.lost:
-            signals.lock_released.send(sender=self.sender, lease=self, expiring=ending.expires)
-
-    def _release(self, ending: Ending) -> None:
-        """Send the release, and report the lease as lost if it was gone before."""
-        held = self._send(ending)
-        if not held and not self.lost:
-            if self.capped:  # the cap was reported before
-                self.lose(f"it was renewed {self.renewals} times, its cap, and ran out")
-            else:
-                self.lose(f"it was gone when it was released: {GONE}")
-                self.report_lost()
-
-    def _tell_end(self, end: str) -> None:
-        """Tell the observer how the lease has ended; once."""
-        if not self._told_end:
-            self._told_end = True
-            held = self.lock.clock() - self.since
-            self.lock.observer.ended(self, "lost" if self.lost else end, held)
-
-    def _send(self, ending: Ending) -> bool:
-        """
-        Send the release; return False if the lease was gone when it should have been held.
-
-        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
-        that computes, or a connection is made anew.  It was held until its owner was done.
-        """
-        lock = self.lock
-        trusted = lock.clock() < self.trusted_until
-        # An earlier call may have been interrupted by an exception after it had sent the release.
-        sent_before, self._released = self._released, True
-        try:
-            ended = lock.store.release(lock.names, self.owner, ending)
-        except StoreError as exc:
-            late = LateRelease(lock.names, self.owner, ending)
-            lock.keeper.clear(late, timeout=lock.timeout)
-            logger.warning(
-                "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
-                "lock server answers again: %s",
-                self.key,
-                in_words(self.holder),
-                self.lock.timeout,
-                exc,
-            )
-            return trusted
-        return ended or sent_before or (trusted and lock.clock() >= self.trusted_until)
+        if not self.finished and not self.is_inherited:
+            self._driver.end(self, ending)
 
     def __bool__(self) -> bool:
         """False for a body that runs without a lock alone; see :attr:`held` for what is lost."""
         return True
 
     def __repr__(self) -> str:
-        state = self._over or ("held" if self._is_trusted else "ended")
+        state = "held" if self._is_trusted else self.why_ended
         return f"<Lease of {self.key!r} by {self.owner}: {state}, token {self.token}>"
 
 
@@ -422,12 +337,13 @@ class NoLease(Lease):
         self.tokens = {}
         self.renewals = 0
         self.reservation = None
-        self.capped = self.lost = False
+        self.end = None
+        self.capped = False
         self.finished = True
 
     token = property(lambda _self: 0)
     acquired_at = property(lambda _self: 0.0)
-    _over = property(lambda _self: "not locked")
+    why_ended = property(lambda _self: "not locked")
 
     def confirm(self) -> bool:
         """Return False."""

@@ -7,12 +7,18 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-from celery_dislock import signals
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import WAITED, Attempt, Conflict
-from celery_dislock.locks.callers import current_caller
-from celery_dislock.locks.lease import Lease, trust_in
+from celery_dislock.locks.lease import (
+    ENDED_BY_OWNER,
+    GONE_WHEN_RELEASED,
+    GONE_WHEN_RENEWED,
+    End,
+    Grant,
+    Lease,
+    trust_in,
+)
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
 from celery_dislock.servers.store import LateRelease
@@ -24,7 +30,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
-    from celery_dislock.servers.store import Store
+    from celery_dislock.servers.store import Ending, Store
 
 ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
 PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
@@ -47,21 +53,17 @@ class Lock:
         names: The names of the keys' locks in Redis.
         options: How the lock is taken and kept.
         store: The store of the lock server.
-        keeper: Renews the leases.
+        watchdog: Renews the leases.
         clock: Returns monotonic seconds.
         pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
         timeout: Seconds after which a lease expires unless it is renewed.
-        trust: Seconds for which a lease is trusted, counted from before the request was sent.
-        interval: Seconds between two renewals; None if the lease is not renewed.
         limit: Maximum number of exclusive leases at a time; or one for each key.
     """
 
     __slots__ = (
         "clock",
-        "interval",
-        "keeper",
         "keys",
         "limit",
         "names",
@@ -69,7 +71,7 @@ class Lock:
         "pause",
         "store",
         "timeout",
-        "trust",
+        "watchdog",
     )
 
     def __init__(
@@ -78,7 +80,7 @@ class Lock:
         names: Sequence[str],
         options: TaskOptions,
         store: Store,
-        keeper: Watchdog,
+        watchdog: Watchdog,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -86,13 +88,10 @@ class Lock:
         self.names = names
         self.options = options
         self.store = store
-        self.keeper = keeper
+        self.watchdog = watchdog
         self.clock = clock
         self.pause = pause
-        self.timeout = options.lock_expire or options.lock_watchdog_timeout
-        fixed = options.lock_expire is not None
-        self.interval = None if fixed else self.timeout / RENEWALS_PER_TIMEOUT
-        self.trust = trust_in(self.timeout)
+        self.timeout = options.timeout
         self.limit: int | Sequence[int] = options.lock_limit or 1
 
     @property
@@ -103,7 +102,12 @@ class Lock:
     @property
     def observer(self) -> Observer:
         """What is told of this lock's leases."""
-        return self.keeper.observer
+        return self.watchdog.reports.observer
+
+    @property
+    def asks(self) -> bool:
+        """Whether the worker's main process may renew the leases."""
+        return self.watchdog.renewals.asks
 
     def try_acquire(self, attempt: Attempt, *, fair: bool = True) -> Lease | Conflict:
         """
@@ -166,11 +170,9 @@ class Lock:
             is no longer in line.  One that gives way keeps its place, for PLACE_TIMEOUT.
 
         Raises:
-            LockHeldError: The caller itself holds the lock, and would wait for itself.
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        current_caller().refuse_to_wait(self)
         begun = self.clock()
         attempt.asks(begun)
         give_up_at = math.inf if timeout is None else begun + timeout
@@ -238,7 +240,7 @@ class Lock:
                 return None
             handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
-        return handed if len(self.names) == 1 and self.interval is not None else None
+        return handed if len(self.names) == 1 and self.options.lock_expire is None else None
 
     def _rest(self, error: StoreError, times: int, left: float) -> None:
         """Pause after a failed wait: the server refused the blocking command or did not answer."""
@@ -280,12 +282,88 @@ class Lock:
         if self.clock() >= since + trust_in(ttl):
             self.abandon(attempt)
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
-        lease = attempt.lease = Lease(self, attempt, tokens, since, ttl)
-        self.keeper.watch(lease)
-        asked_at = lease.since if attempt.asked_at is None else attempt.asked_at
-        self.observer.acquired(lease, attempt.how, attempt.waited + self.clock() - asked_at)
-        signals.lock_acquired.send(sender=attempt.sender, lease=lease)
+        grant = Grant(
+            self.names,
+            self.options,
+            attempt.owner,
+            attempt.holder,
+            attempt.sender,
+            dict(zip(self.keys, tokens, strict=True)),
+            since,
+            ttl,
+            attempt.caller_ended,
+            attempt.trace,
+        )
+        lease = attempt.lease = Lease(grant, self)
+        self.watchdog.renewals.watch(lease)
+        asked_at = since if attempt.asked_at is None else attempt.asked_at
+        waited = attempt.waited + self.clock() - asked_at
+        self.watchdog.reports.acquired(lease, attempt.how, waited)
         return lease
+
+    def renew(self, lease: Lease) -> bool:
+        """
+        Renew a lease now; one round trip.
+
+        Returns:
+            False if the server no longer has the lease.  The lease is lost then.
+
+        Raises:
+            StoreError: The server did not answer.  The trust in the lease is unchanged.
+        """
+        sent_at = self.clock()
+        if self.store.extend(self.names, lease.owner, self.timeout):
+            lease.extend(sent_at)
+            return True
+        self.watchdog.renewals.unwatch(lease)
+        if lease.end is None:
+            lease.lose(GONE_WHEN_RENEWED)
+            self.watchdog.reports.lost(lease)
+        return False
+
+    def end(self, lease: Lease, ending: Ending) -> None:
+        """End a lease; see :meth:`Lease.release`.  It can be repeated if it was interrupted."""
+        self.watchdog.renewals.unwatch(lease)
+        # An earlier call may have been interrupted by an exception after it had sent the release.
+        sent_before = lease.end in ENDED_BY_OWNER
+        if lease.end is None:
+            lease.end = End.EXPIRING if ending.expires else End.RELEASED
+        was_held = self._release(lease, ending, sent_before=sent_before)
+        if not (was_held or ending.expires or lease.lost):
+            if lease.capped:  # the cap was reported before
+                lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
+            else:
+                lease.lose(GONE_WHEN_RELEASED)
+                self.watchdog.reports.lost(lease)
+        lease.finished = True
+        self.watchdog.reports.finished(lease, expiring=ending.expires)
+
+    def _release(self, lease: Lease, ending: Ending, *, sent_before: bool) -> bool:
+        """
+        Send the release; return False if the lease was gone when it should have been held.
+
+        A lease may expire while its release is on its way: a greenlet that sends it waits for a hub
+        that computes, or a connection is made anew.  It was held until its owner was done.
+        """
+        trusted = lease.trust_left > 0
+        at_least = max(ending.at_least, self.options.lock_at_least_for)
+        if ending.expires:
+            # The main process of the worker may have renewed it until now.
+            renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
+            at_least = max(at_least, renewed_at + self.timeout - lease.grant.since)
+        ending = ending._replace(at_least=at_least)
+        try:
+            ended = self.store.release(self.names, lease.owner, ending)
+        except StoreError as exc:
+            late = LateRelease(self.names, lease.owner, ending)
+            self.watchdog.clearing.clear(late, timeout=self.timeout)
+            logger.warning(
+                "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
+                "lock server answers again: %s",
+                *(self.key, in_words(lease.holder), self.timeout, exc),
+            )
+            return trusted
+        return ended or sent_before or (trusted and lease.trust_left == 0)
 
     def interrupted(self, attempt: Attempt) -> None:
         """
@@ -297,14 +375,15 @@ class Lock:
         if attempt.lease is None:
             self.give_up(attempt)
             if self.abandon(attempt):
-                self.keeper.cleared(attempt.owner)
+                self.watchdog.clearing.cleared(attempt.owner)
 
     def give_up(self, attempt: Attempt) -> None:
         """Have the watchdog give up an attempt, since the server does not answer; does not block.
 
         The attempt may have been granted the lock all the same, and must not ask again.
         """
-        self.keeper.clear(LateRelease(self.names, attempt.owner), timeout=self.timeout)
+        late = LateRelease(self.names, attempt.owner)
+        self.watchdog.clearing.clear(late, timeout=self.timeout)
 
     def abandon(self, attempt: Attempt) -> bool:
         """

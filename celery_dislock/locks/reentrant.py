@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.config.checks import optional, seconds
@@ -26,7 +26,7 @@ from celery_dislock.exceptions import (
     SettingsError,
 )
 from celery_dislock.locks.attempt import Attempt, Conflict, to_json
-from celery_dislock.locks.callers import Held, check_terms, current_caller
+from celery_dislock.locks.callers import CallerLease, check_terms, current_caller, has_ended
 from celery_dislock.locks.interruption import refusal
 from celery_dislock.locks.running import Running
 from celery_dislock.servers.records import in_words
@@ -120,7 +120,7 @@ class ReentrantLock:
             remedy = "it has no effect with blocking=False: leave one of the two out"
             raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy)
         self._refuse_interruption()
-        return isinstance(self._take(object(), blocking=blocking, timeout=wait_for), Held)
+        return isinstance(self._take(object(), blocking=blocking, timeout=wait_for), CallerLease)
 
     def try_acquire(self) -> Lease | Conflict:
         """
@@ -135,7 +135,7 @@ class ReentrantLock:
         """
         self._refuse_interruption()
         answer = self._take(object(), blocking=False, timeout=None)
-        return answer.lease if isinstance(answer, Held) else answer
+        return answer.lease if isinstance(answer, CallerLease) else answer
 
     def release(self) -> None:
         """
@@ -163,12 +163,12 @@ class ReentrantLock:
             LockLostError: The lease is lost, or the lock server no longer has it.
             StoreError: The lock server did not answer.  The trust in the lease is unchanged.
         """
-        lease = self.lease
-        if lease is None:
+        held = self._held
+        if held is None:
             raise self._not_owner()
-        lease.ensure_held()
-        if not lease.renew():
-            raise LockLostError(self.key, lease.why_ended)
+        held.lease.ensure_held()
+        if not held.lock.renew(held.lease):
+            raise LockLostError(self.key, held.lease.why_ended)
 
     @property
     def lease(self) -> Lease | None:
@@ -268,18 +268,20 @@ class ReentrantLock:
         return lock
 
     @property
-    def _held(self) -> Held | None:
+    def _held(self) -> CallerLease | None:
         lock = self._lock_in(self._runtime.process)
         held = current_caller().find(lock)
         if held is None or not (held.is_of(lock) or self._took_before_close(held, lock)):
             return None
         return held
 
-    def _took_before_close(self, held: Held, lock: Lock) -> bool:
+    def _took_before_close(self, held: CallerLease, lock: Lock) -> bool:
         """Return whether the lease was taken before the runtime was closed: release still works."""
         return held.runtime is self._runtime and tuple(held.lock.names) == tuple(lock.names)
 
-    def _take(self, entry: object, *, blocking: bool, timeout: float | None) -> Held | Conflict:
+    def _take(
+        self, entry: object, *, blocking: bool, timeout: float | None
+    ) -> CallerLease | Conflict:
         """Take the lock, perhaps again; *entry* identifies this acquisition for its release."""
         if _an_event_loop_runs():
             raise EventLoopError(self.key)
@@ -299,13 +301,18 @@ class ReentrantLock:
                 return held
             held.leave(entry)  # the last release was interrupted
         thread = threading.current_thread()
-        renewed = None if lock.interval is None else lock.timeout
+        renewed = None if self._options.lock_expire is not None else lock.timeout
         me = _described(process.host, process.pid, threading.get_ident(), thread.name, renewed)
         attempt = Attempt(
-            process.owner_name(me.start), me.holder, self, weakref.ref(caller), me.holder_json
+            process.owner_name(me.start),
+            me.holder,
+            self,
+            partial(has_ended, weakref.ref(caller)),
+            me.holder_json,
         )
         try:
             if blocking:
+                caller.refuse_to_wait(lock)
                 answer = lock.acquire(attempt, timeout=timeout, fair=self._fair)
             else:
                 answer = lock.try_acquire(attempt, fair=self._fair)
@@ -313,7 +320,7 @@ class ReentrantLock:
                 holder = in_words(answer.holder)
                 lock.observer.conflict(attempt, answer.key, "refused", holder)
                 return answer
-            held = Held(lock, attempt, answer, runtime=self._runtime)
+            held = CallerLease(lock, attempt, answer, runtime=self._runtime)
             held.entries[entry] = None
             caller.hold(held)
         except BaseException:
@@ -344,14 +351,14 @@ class Leaving:
 
     def __init__(self, lock: ReentrantLock) -> None:
         self._lock = lock
-        self._held: Held | None = None
+        self._held: CallerLease | None = None
         self._entry: object = None
 
     def is_for(self, lock: ReentrantLock) -> bool:
         """Return whether this is the exit of a block of *lock*."""
         return self._lock is lock
 
-    def entered(self, held: Held, entry: object) -> None:
+    def entered(self, held: CallerLease, entry: object) -> None:
         """Record the acquisition that the statement must undo."""
         self._entry = entry
         self._held = held
@@ -417,7 +424,7 @@ def _twice(call: Callable[[object], None], entry: object) -> None:
         raise
 
 
-def _tell_if_lost(held: Held, exc: BaseException | None) -> None:
+def _tell_if_lost(held: CallerLease, exc: BaseException | None) -> None:
     """If the lease was lost, raise LockLostError, or add a note to an exception in progress."""
     lease = held.lease
     if not lease.lost:

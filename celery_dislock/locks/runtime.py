@@ -188,7 +188,7 @@ class Process:
 
     def close(self) -> None:
         """Stop the watchdog, and close the connections that are not in use."""
-        watched = len(self.watchdog)
+        watched = len(self.watchdog.renewals)
         self.watchdog.stop()
         self.observer.wake = nothing  # a lock that is released later must not start it again
         self.observer.finish()

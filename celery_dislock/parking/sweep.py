@@ -39,10 +39,7 @@ def interval(tasks: Iterable[TaskOptions]) -> float | None:
     tasks that used to park may have left a line.
     """
     known = list(tasks)
-    timeouts = [
-        options.lock_expire or options.lock_watchdog_timeout
-        for options in [one for one in known if one.parks] or known
-    ]
+    timeouts = [options.timeout for options in [one for one in known if one.parks] or known]
     return min(timeouts) / RENEWALS_PER_TIMEOUT if timeouts else None
 
 

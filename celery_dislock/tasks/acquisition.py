@@ -13,6 +13,7 @@ from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
+from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.resend import put_off
@@ -86,6 +87,7 @@ class Acquisition:
         slot.  The task keeps its place in line then, unless it is eager and waits on.
         """
         delivery = self.delivery
+        current_caller().refuse_to_wait(delivery.lock)
         return self._asked(
             partial(
                 delivery.lock.acquire,

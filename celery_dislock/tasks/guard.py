@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, told_id
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
-from celery_dislock.locks.callers import Held, current_caller
+from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
@@ -93,12 +92,8 @@ class Guard:
         self.name = name
         self.options = options
         self.runtime = runtime
-        self.timeout = self.options.lock_expire or self.options.lock_watchdog_timeout
-        self.interval = (
-            None if self.options.lock_expire is not None else self.timeout / RENEWALS_PER_TIMEOUT
-        )
-        if self.options.lock_limit is None:
-            self.interval = None
+        self.timeout = options.timeout
+        self.interval = None if options.lock_limit is None else options.renewal_interval
         self.releases_on_failure = self.options.release_on_failure
         declared = self.options.lock_key
         try:
@@ -185,7 +180,7 @@ class Guard:
             return self._run_body_without_lock(delivery, body)
         outbox = delivery.outbox = Outbox()
         caller = current_caller()
-        held = Held(delivery.lock, delivery.attempt, lease, execution=True)
+        held = CallerLease(delivery.lock, delivery.attempt, lease, execution=True)
         try:
             caller.hold(held)
             result = self._run_body(delivery, lease, body)
@@ -331,8 +326,7 @@ class Guard:
                 return
         except StoreError:
             return
-        held_for = delivery.lock.clock() - lease.since
-        delivery.at_least = held_for + delay + self.timeout
+        delivery.at_least = lease.held_for + delay + self.timeout
         delivery.leaves = True
         outbox.held_by = delivery.attempt.owner
 

@@ -372,12 +372,12 @@ task_revoked.connect(_leave_line, weak=False)
 
 
 def _tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
-    action = lease.lock.options.lock_on_lost
+    action = lease.grant.options.lock_on_lost
     _send_event(sender, "task-lock-lost", lease, reason=reason, action=action)
 
 
 def _tell_capped(sender: object, lease: Lease, **_kwargs: Any) -> None:
-    action, ends_in = lease.lock.options.lock_on_cap, lease.remaining
+    action, ends_in = lease.grant.options.lock_on_cap, lease.remaining
     _send_event(
         sender, "task-lock-capped", lease, renewals=lease.renewals, ends_in=ends_in, action=action
     )

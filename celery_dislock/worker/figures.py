@@ -235,8 +235,8 @@ def show_figures(**_kwargs: Any) -> None:
     if folder and is_pool_process():
         with contextlib.suppress(DislockError):  # no lock server: each task says so
             watchdog = runtime_of(current_app).process.watchdog
-            watchdog.show = FigureFile(Path(folder)).write
-            watchdog.show_figures()
+            watchdog.showing.show = FigureFile(Path(folder)).write
+            watchdog.showing.run(watchdog.clock())
 
 
 def hide_figures(**_kwargs: Any) -> None:
@@ -244,7 +244,7 @@ def hide_figures(**_kwargs: Any) -> None:
     folder = os.environ.get(FOLDER)
     if folder and is_pool_process():
         with contextlib.suppress(DislockError):
-            runtime_of(current_app).process.watchdog.show = None
+            runtime_of(current_app).process.watchdog.showing.show = None
         FigureFile(Path(folder)).remove()
 
 
@@ -297,7 +297,7 @@ def figures_of(app: Celery, worker: WorkController) -> dict[str, Any]:
     told["processes"] = []
     if told["no_server"] is None:
         watchdog = runtime.process.watchdog
-        main = {"main": True, **read(watchdog.figures(), now), "unchanged_for": 0.0}
+        main = {"main": True, **read(watchdog.showing.figures(), now), "unchanged_for": 0.0}
         told["processes"] = [main, *_pool_processes(app, worker, now)]
     return told
 

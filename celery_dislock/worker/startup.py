@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from celery_dislock.config.options import OF_OTHERS, RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import OF_OTHERS
 from celery_dislock.tasks.task import declared_options
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
 
 
 def _cap(options: TaskOptions) -> tuple[float | None, str]:
-    if options.lock_expire is not None:
+    interval = options.renewal_interval
+    if interval is None:
         return options.lock_expire, "lock_expire"
     if options.max_renew_times <= 0:
         return None, "no time_limit and no max_renew_times"
-    interval = options.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
     return options.max_renew_times * interval, "max_renew_times: a cap"
 
 

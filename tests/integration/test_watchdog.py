@@ -8,7 +8,7 @@ import pytest
 
 from celery_dislock import signals
 from celery_dislock.locks.attempt import Conflict
-from celery_dislock.locks.watchdog import BATCH
+from celery_dislock.locks.renewals import BATCH
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -231,7 +231,7 @@ class TestSurviving:
         monkeypatch.setattr(holding.store, "renew", slow)
         lease = holding.take(KEY, 1.5)
         holding.wait_renewed(lease)
-        assert lease.trusted_until - lease.lock.trust <= sent[-1]
+        assert lease.renewed_at <= sent[-1]
 
     def test_an_outage_is_logged_once_each_way(self, own_redis_server, caplog):
         """The operator reads one line when renewing fails, and one when it works again."""
@@ -327,7 +327,7 @@ class TestReports:
         leases = [holding.take(f"export:{number}", 1.2) for number in range(20)]
         for lease in leases:
             lease.on_end = slow
-        redis_client.delete(*(lease.lock.names[0] for lease in leases))
+        redis_client.delete(*(lease.grant.names[0] for lease in leases))
         assert inside.wait(PATIENCE)
         for lease in leases:
             lease.release()

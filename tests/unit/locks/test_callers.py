@@ -12,7 +12,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import LockHeldError, LockTermsError
 from celery_dislock.locks import callers
 from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.callers import Caller, Held, check_terms, current_caller
+from celery_dislock.locks.callers import Caller, CallerLease, check_terms, current_caller
 
 HOLDER = {"task": "t", "id": "1", "worker": "w", "pid": 7}
 
@@ -29,7 +29,7 @@ def take(world, caller):
     def take(key="k", owner="me", *, execution=False, **options):
         lock = world.lock(key, **options)
         attempt = Attempt(owner, HOLDER)
-        held = Held(lock, attempt, lock.try_acquire(attempt), execution=execution)
+        held = CallerLease(lock, attempt, lock.try_acquire(attempt), execution=execution)
         held.entries["first"] = None
         caller.hold(held)
         return held
@@ -84,7 +84,7 @@ def test_the_lease_of_an_execution_is_not_released_by_a_block_in_its_body(world,
 def test_what_an_eager_task_held_uncovers_the_lease_around_it(world, caller, take):
     """After the inner task the caller has the outer task's lease of that key again."""
     outer = take(owner="outer", execution=True)
-    inner = Held(world.lock(), Attempt("outer", HOLDER), outer.lease, execution=True)
+    inner = CallerLease(world.lock(), Attempt("outer", HOLDER), outer.lease, execution=True)
     caller.hold(inner)
     assert caller.find(world.lock()) is inner
     caller.forget(inner)
@@ -96,7 +96,7 @@ def test_a_lease_that_has_ended_is_not_found(world, caller, take):
     held = take()
     held.lease.release()
     assert caller.find(world.lock()) is None
-    assert caller._held == {}
+    assert caller._leases == []
 
 
 @pytest.mark.parametrize(("execution", "who"), [(True, "the task"), (False, "this very thread")])

@@ -129,12 +129,13 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(world):
     assert expires > world.clock() + 50
 
 
-def test_leave_stops_the_renewals_and_sends_nothing(world, heard):
-    """A lease left to expire is neither renewed nor released."""
+def test_a_lease_that_is_left_is_marked_and_not_renewed(world, heard):
+    """It ends a timeout after its last renewal, and nobody else renews it."""
     lease = world.lease()
     lease.release(Ending(expires=True))
     world.run(100)
-    assert [call[0] for call in world.store.calls] == ["acquire"]
+    assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
+    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
     assert heard[-1][0] == "lock_released"
     assert heard[-1][1]["expiring"] is True
 
@@ -155,7 +156,7 @@ def test_the_time_of_a_clock_that_is_driven_is_told_as_it_is(world):
     """It has nothing to do with the machine's."""
     lease = world.lease()
     world.clock.advance(20)
-    assert lease.acquired_at == lease.since == world.clock.now - 20
+    assert lease.acquired_at == lease.grant.since == world.clock.now - 20
 
 
 def test_at_least_for_is_passed_on_at_release(world):
@@ -172,30 +173,16 @@ def test_at_least_for_prolongs_a_lease_that_is_left(world):
     assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
 
 
-def test_lost_is_said_with_reason_and_action(world, heard, caplog):
-    """The log names key, task and why; the action comes even where a receiver exits."""
-    lease = world.lease(lock_on_lost="raise")
-    actions = []
-    lease.on_end = lambda _lease, action: actions.append(action)
-    lease.lose("stolen")
-    lease.report_lost()
-    assert names(heard) == ["lock_acquired", "lock_lost"]
-    assert heard[-1][1]["reason"] == "stolen"
-    assert actions == ["raise"]
-    assert "'k'" in caplog.text
-    assert "t[1] on w (pid 7)" in caplog.text
-
-
 def test_a_lease_meets_one_end(world, heard):
     """A lease that was found lost while its owner released it is lost, not released as well."""
     lease = world.lease()
-    unwatch = world.watchdog.unwatch
+    unwatch = world.watchdog.renewals.unwatch
 
     def lost_meanwhile(lease):
         unwatch(lease)
         lease.lose("stolen")
 
-    world.watchdog.unwatch = lost_meanwhile
+    world.watchdog.renewals.unwatch = lost_meanwhile
     lease.release()
-    lease.report_lost()
+    world.watchdog.reports.lost(lease)
     assert names(heard) == ["lock_acquired", "lock_lost"]

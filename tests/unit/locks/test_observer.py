@@ -15,7 +15,7 @@ def test_without_telemetry_a_lock_is_told_of_to_nobody(world):
     lease.release()
     assert lease.capped
     assert lease.lost
-    assert world.watchdog.observer.due_at() == math.inf
+    assert world.watchdog.reports.observer.due_at() == math.inf
 
 
 def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):
@@ -38,9 +38,9 @@ def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):
         def ended(self, lease, end, held):
             told.append((end, round(held)))
 
-    world.watchdog.observer = Notes()
+    world.watchdog.reports.observer = Notes()
     world.lease(lock_watchdog_timeout=3, max_renew_times=1).release()
-    world.lease(lock_watchdog_timeout=3).release(Ending(expires=True))
+    world.lease("left", lock_watchdog_timeout=3).release(Ending(expires=True))
     world.lease(lock_watchdog_timeout=3, max_renew_times=1)
     world.run(3)
     world.lease("b", "other", lock_watchdog_timeout=3)

@@ -51,7 +51,7 @@ class FakeMeter:
 def span(monkeypatch, world):
     """The span that is current."""
     settings = AppSettings(dislock_metrics=False)
-    world.watchdog.observer = Telemetry(SimpleNamespace(settings=settings))
+    world.watchdog.reports.observer = Telemetry(SimpleNamespace(settings=settings))
     span = FakeSpan()
     module = SimpleNamespace(get_current_span=lambda: span)
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)

@@ -553,13 +553,6 @@ def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(
     assert expires - world.clock() == pytest.approx(30.0)
 
 
-def test_a_lease_that_is_left_is_not_touched_without_a_ticket(app, world, lines):
-    """It ends by itself: no round trip, as ever."""
-    come(declare(app, lambda _: None, "skip", release_on_success=False))
-    assert world.store.done == []
-    assert len(world.store.leases) == 1
-
-
 CLAIMED = Granted((1,), claimed=True)
 
 

@@ -469,7 +469,7 @@ def counted(world, monkeypatch):
         def message(self, task, outcome, worker=""):
             events.append(("message", outcome))
 
-    world.watchdog.observer = Recorder()
+    world.watchdog.reports.observer = Recorder()
     return events
 
 

@@ -267,7 +267,7 @@ class TestEvents:
         """And with what becomes of the body."""
         lease = self.lease(world, task, lock_on_lost="raise")
         lease.lose("somebody deleted it")
-        lease.report_lost()
+        world.watchdog.reports.lost(lease)
         told = {"uuid": "1", "key": "k", "reason": "somebody deleted it", "action": "raise"}
         assert sent == [("task-lock-lost", "w1@here", told)]
 
@@ -275,7 +275,7 @@ class TestEvents:
         """The lease goes on for a while."""
         lease = self.lease(world, task)
         lease.renewals = 360
-        lease.report_capped()
+        world.watchdog.reports.capped(lease)
         [(type_, worker, fields)] = sent
         assert (type_, worker) == ("task-lock-capped", "w1@here")
         assert fields.pop("ends_in") == pytest.approx(29.5)
@@ -284,14 +284,14 @@ class TestEvents:
     def test_a_task_without_events_has_none(self, world, task, sent):
         """As Celery's own."""
         task.send_events = False
-        self.lease(world, task).report_lost()
+        world.watchdog.reports.lost(self.lease(world, task))
         assert sent == []
 
     def test_a_lock_of_plain_python_has_none(self, world, task, sent):
         """There is no task that a monitor could show."""
         lease = self.lease(world, object())
-        lease.report_lost()
-        lease.report_capped()
+        world.watchdog.reports.lost(lease)
+        world.watchdog.reports.capped(lease)
         assert sent == []
 
 

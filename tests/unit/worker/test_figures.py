@@ -15,7 +15,8 @@ from celery.concurrency import prefork, solo
 from celery.worker.control import Panel
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.locks.figures import Counts, written
+from celery_dislock.locks.figures import written
+from celery_dislock.locks.renewals import Counts
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from celery_dislock.worker import figures
@@ -231,14 +232,14 @@ class TestPoolProcess:
     def test_it_shows_its_figures_from_its_start(self, child, folder):
         """Also one that has not run a task is told."""
         show_figures()
-        assert child.show is not None
+        assert child.showing.show is not None
         assert list(folder.read([os.getpid()], time.monotonic())) == [os.getpid()]
 
     def test_it_deletes_its_file_at_its_end(self, child, folder):
         """And writes no other one."""
         show_figures()
         hide_figures()
-        assert child.show is None
+        assert child.showing.show is None
         assert list(folder.path.glob("*.json")) == []
 
     def test_without_a_lock_server_it_starts(self, child, plain_app, folder):
@@ -254,7 +255,7 @@ class TestPoolProcess:
         monkeypatch.setattr(figures, "is_pool_process", lambda: False)
         show_figures()
         hide_figures()
-        assert child.show is None
+        assert child.showing.show is None
         assert list(folder.path.glob("*.json")) == []
 
 

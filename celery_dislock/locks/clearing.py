@@ -1,0 +1,96 @@
+"""End what owners that are done may still hold.
+
+The server did not answer a release, or an exception interrupted an attempt to take a lock.  The
+leases and places in line of such owners are released in batches.  Otherwise a process that hangs
+after the body, in a result backend that is away, would keep its lock: the worker's main process
+renews it.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST
+from celery_dislock.locks.observer import FOREVER
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery_dislock.locks.loop import Loop
+    from celery_dislock.servers.store import LateRelease, Store
+
+BATCH = 500  # releases in one round trip
+RETRY_EVERY = 1.0  # seconds
+CLEAR_FOR = 90.0  # seconds of retries to release an interrupted attempt; its place expires by then
+
+
+class Waiting(NamedTuple):
+    """A release that waits for the server."""
+
+    release: LateRelease
+    until: float  # monotonic time after which the release is not retried
+
+
+class Clearing:
+    """
+    The job that releases what could not be released.
+
+    Args:
+        loop: The loop that runs it.
+        store: Sends the releases.
+    """
+
+    def __init__(self, loop: Loop, store: Store) -> None:
+        self._loop = loop
+        self._store = store
+        self._waiting: dict[str, Waiting] = {}  # by owner
+        self._again_at = 0.0
+
+    def clear(self, release: LateRelease, *, timeout: float = 0.0) -> None:
+        """
+        Release soon the leases and places in line of an owner that is done; does not block.
+
+        The release is retried until the server answers or :meth:`cleared` is called.  Leases and
+        places end by themselves, so it is retried for *timeout* or ``CLEAR_FOR`` seconds at most; a
+        ticket does not.  An owner that is done must not ask for a lock again.
+
+        Args:
+            release: The release.
+            timeout: Seconds after which its leases have ended by themselves.
+        """
+        now = self._loop.clock()
+        if not self._waiting:
+            self._again_at = now + RETRY_EVERY
+        until = FOREVER if release.ending.ticket else now + max(CLEAR_FOR, timeout)
+        self._waiting[release.owner] = Waiting(release, until)
+        self._loop.wake(self._again_at)
+
+    def cleared(self, owner: str) -> None:
+        """Forget an owner that no longer holds or waits for a lock."""
+        self._waiting.pop(owner, None)
+
+    def due_at(self) -> float:
+        """Return the time of the next try."""
+        return self._again_at if self._waiting else FOREVER
+
+    def run(self, now: float) -> None:
+        """Send one batch of releases."""
+        self._again_at = now + RETRY_EVERY
+        batch = list(islice(self._waiting.copy().items(), BATCH))
+        within = WITHIN_MOST / 2
+        self._loop.beat(within=within)
+        errors: Sequence[Exception | SystemExit | None]
+        try:
+            errors = self._store.clear([one.release for _, one in batch], within=within)
+        except SURVIVED as exc:
+            errors = [exc] * len(batch)
+            if not isinstance(exc, StoreError):
+                self._loop.survive("releasing leases", exc)
+        self._loop.beat()
+        now = self._loop.clock()
+        for (owner, one), error in zip(batch, errors, strict=True):
+            unanswered = error is not None and not isinstance(error, DamagedLockError)
+            if self._waiting.pop(owner, None) is not None and unanswered and now <= one.until:
+                self._waiting[owner] = one  # behind the others

@@ -1,0 +1,280 @@
+"""Renew the leases of this process, and report those that are lost.
+
+When a lease is due, it is renewed together with others that are due soon after, in one pipelined
+round trip on a dedicated connection of the store.  If more are due than one batch has room for, as
+after an outage, those in which the trust ends first come first.
+
+A failed batch is retried soon, with backoff, as long as its leases are trusted.  The batches after
+it do not wait for the retry.
+
+If a thread or greenlet that took a lease in plain Python has ended, its lease is no longer renewed,
+because nothing else would release it.
+
+A pool process may be stalled: it was stopped, or a body held the GIL.  The worker's main process
+then renews its leases.  So if the trust in a lease has ended while this process did not run, the
+server is asked before the lease is called lost.  A renewal succeeds only if the lease has never
+expired, and then nobody else was let in.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
+from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST
+from celery_dislock.locks.native import reentrant_lock
+from celery_dislock.locks.observer import FOREVER
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.loop import Loop
+    from celery_dislock.locks.reports import Reports
+    from celery_dislock.servers.reservations import Reservation
+    from celery_dislock.servers.store import Store
+
+    Report = Callable[[Lease], None]
+
+BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
+EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
+RETRY_FIRST = 0.1  # seconds until the first retry of a renewal; doubled each time
+RETRY_MOST = 1.0  # maximum seconds until a retry
+WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
+
+logger = logging.getLogger("celery_dislock")
+
+
+@dataclass
+class Counts:
+    """
+    How the renewals have gone since this process began.
+
+    Attributes:
+        renewals: Leases renewed.
+        late: Seconds by which the last renewal was late; an early one counts as 0.
+        worst: The largest value that *late* has had.
+        outages: Times that renewals began to fail.
+        failures: Attempts to renew that failed.
+    """
+
+    renewals: int = 0
+    late: float = 0.0
+    worst: float = 0.0
+    outages: int = 0
+    failures: int = 0
+
+    def renewed(self, lease: Lease, sent_at: float) -> None:
+        """Count a renewal that was sent at *sent_at*; call this before the lease is extended."""
+        self.renewals += 1
+        if lease.due is not None:
+            self.late = max(0.0, sent_at - lease.due)
+            self.worst = max(self.worst, self.late)
+
+
+class Renewals:
+    """
+    The job that renews leases.
+
+    Args:
+        loop: The loop that runs it.
+        store: Sends the renewals.
+        reports: Reports what happens to the leases.
+        asks: Ask the server about a lease in which the trust has ended while this process was
+            stalled, because another process may have renewed it.
+
+    Attributes:
+        asks: The argument of that name.
+        counts: What was counted for ``celery inspect dislock``.
+        changes: A number that grows with each new lease and each answer.
+        failures: Batches that have failed in a row.
+    """
+
+    def __init__(self, loop: Loop, store: Store, reports: Reports, *, asks: bool = False) -> None:
+        self.asks = asks
+        self.counts = Counts()
+        self.changes = 0
+        self.failures = 0
+        self._loop = loop
+        self._store = store
+        self._reports = reports
+        self._due: dict[Lease, float] = {}  # time of the next action on each lease
+        # A lease that the owner ends and the server no longer has is reported by one of both.
+        self._mutex = reentrant_lock()
+        loop.on_stall = self._stalled
+
+    def __len__(self) -> int:
+        """Return the number of watched leases."""
+        return len(self._due)
+
+    def leases(self) -> list[Lease]:
+        """Return the watched leases."""
+        return list(self._due.copy())
+
+    def watch(self, lease: Lease) -> None:
+        """Renew this lease from now on; does not block."""
+        self._due[lease] = when = _next_action(lease)
+        self.changes += 1
+        self._loop.wake(when)
+
+    def unwatch(self, lease: Lease) -> None:
+        """
+        Stop renewing this lease; does not block.
+
+        A renewal in progress may still reach the server before the release does.  Its reply is
+        ignored.
+        """
+        with self._mutex:
+            self._due.pop(lease, None)
+
+    def due_at(self) -> float:
+        """Return the time of the next action on a lease."""
+        return min(self._due.copy().values(), default=FOREVER)
+
+    def run(self, now: float) -> None:
+        """Renew the most urgent leases that are due, one batch in one round trip."""
+        due = [
+            lease
+            for lease, when in self._due.copy().items()
+            if when - (lease.interval or 0.0) * EARLY <= now
+        ]
+        due.sort(key=_end_of_trust)
+        batch: list[Lease] = []
+        reports: list[tuple[Report, Lease]] = []
+        for lease in due:
+            with self._mutex:
+                if lease not in self._due:
+                    continue
+                report = self._over_with(lease, now)
+                if report is not None:
+                    self._due.pop(lease, None)
+                    reports.append((report, lease))
+                elif lease.interval is None:
+                    self._due[lease] = lease.trusted_until
+                else:
+                    batch.append(lease)
+            if len(batch) == BATCH:
+                break
+        for report, lease in reports:
+            self._loop.report(report, lease)
+        if batch:
+            self._renew(batch)
+
+    def _over_with(self, lease: Lease, now: float) -> Report | None:
+        """Return the report to make if the lease is no longer renewed; None if it goes on."""
+        if lease.kept_until <= now:
+            expiry = lease.grant.options.lock_expire
+            lease.lose(
+                "it could not be renewed in time"
+                if expiry is None
+                else f"its fixed expiry of {expiry:g} s ran out"
+            )
+            return self._reports.lost
+        if lease.grant.caller_ended is not None and lease.grant.caller_ended():
+            lease.end = End.ABANDONED
+            return self._reports.abandoned
+        if lease.interval is not None and 0 < lease.grant.options.max_renew_times <= lease.renewals:
+            lease.capped = True
+            return self._reports.capped
+        return None
+
+    def _renew(self, batch: list[Lease]) -> None:
+        sent_at = self._loop.clock()
+        within = max(WITHIN_LEAST, min((batch[0].kept_until - sent_at) / 2, WITHIN_MOST))
+        self._loop.beat(within=within)
+        answers: Sequence[bool | StoreError]
+        try:
+            answers = self._store.renew(
+                [(one.grant.names, one.owner, one.grant.options.timeout) for one in batch],
+                within=within,
+            )
+        except StoreError as exc:
+            answers = [exc] * len(batch)
+        except SURVIVED as exc:
+            answers = [StoreError("?", repr(exc))] * len(batch)
+            self._loop.survive("renewing leases", exc)
+        self._loop.beat()
+        self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
+        # All answers are applied before the first report, which may take long.
+        reports = [self._answered(*one, sent_at) for one in zip(batch, answers, strict=True)]
+        renewed = [lease for lease, answer in zip(batch, answers, strict=True) if answer is True]
+        self._keep([one.reservation for one in renewed if one.reservation is not None], within)
+        for report, lease in zip(reports, batch, strict=True):
+            if report is not None:
+                self._loop.report(report, lease)
+
+    def _keep(self, reservations: list[Reservation], within: float) -> None:
+        """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
+        running = [one for one in reservations if one.until == "end"]
+        if running:
+            self._loop.beat(within=within)
+            with suppress(StoreError):
+                self._store.reservations.keep(running, runs=True, within=within)
+            self._loop.beat()
+
+    def _answered(
+        self,
+        lease: Lease,
+        answer: bool | StoreError,  # noqa: FBT001 -- as the store gives it
+        sent_at: float,
+    ) -> Report | None:
+        """
+        Apply the server's answer about a lease, and return the report to make.
+
+        Args:
+            lease: The lease.
+            answer: What :meth:`Store.renew` returned for it.
+            sent_at: Time before the renewal was sent.
+        """
+        self.changes += 1
+        with self._mutex:
+            if lease not in self._due:  # its owner has ended it meanwhile
+                return None
+            if isinstance(answer, StoreError):
+                self._due[lease] = self._retry_at(lease)
+                return None
+            if not answer:
+                del self._due[lease]
+                lease.lose(GONE_WHEN_RENEWED)
+                return self._reports.lost
+            self.counts.renewed(lease, sent_at)
+            lease.extend(sent_at)
+            self._due[lease] = _next_action(lease)
+            return self._reports.renewed
+
+    def _retry_at(self, lease: Lease) -> float:
+        now = self._loop.clock()
+        pause = min(RETRY_FIRST * 2 ** min(self.failures, 10), RETRY_MOST)
+        left = lease.kept_until - now
+        return now + (min(pause, left / 4) if left > WITHIN_LEAST else left)
+
+    def _report_outage(self, errors: list[StoreError]) -> None:
+        self.counts.failures += len(errors)
+        if errors:
+            self.failures += 1
+            if self.failures == 1:
+                self.counts.outages += 1
+                message = "Cannot renew %d lock(s), trying again: %s"
+                self._loop.report(logger.warning, message, len(errors), errors[0])
+        elif self.failures:
+            message = "Locks are renewed again, after %d failed tries."
+            self._loop.report(logger.info, message, self.failures)
+            self.failures = 0
+
+    def _stalled(self, since: float, now: float) -> None:
+        """Keep asking the server about leases in which the trust ended during a stall."""
+        for lease in self.leases() if self.asks else ():
+            if lease.interval is not None and since < lease.trusted_until <= now:
+                lease.asked_until = now + lease.interval
+
+
+def _next_action(lease: Lease) -> float:
+    return lease.trusted_until if lease.due is None else lease.due
+
+
+def _end_of_trust(lease: Lease) -> float:
+    return lease.kept_until

@@ -1,0 +1,87 @@
+"""Releases that got no reply, driven tick by tick."""
+
+from __future__ import annotations
+
+from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.locks.clearing import CLEAR_FOR
+from celery_dislock.servers.store import Ending, LateRelease
+
+
+def test_an_owner_that_was_cut_short_is_released(world):
+    """What an owner holds or waits for that asks no more is ended, once the server answers."""
+    world.store.leases["dislock:{k}"] = ("gone", world.clock.now + 1000, {})
+    world.store.away = True
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    world.run(5)
+    assert "dislock:{k}" in world.store.leases
+    world.store.away = False
+    world.run(2)
+    assert world.store.leases == {}
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
+    """The watchdog does only what its caller could not do."""
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    world.watchdog.clearing.cleared("gone")
+    world.run(100)
+    assert world.store.calls == []
+
+
+def test_what_cannot_be_released_is_not_tried_for_ever(world):
+    """After the time of a place in line all of it has run out by itself."""
+    world.store.away = True
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    world.run(CLEAR_FOR + 5)
+    calls = len(world.store.calls)
+    world.run(100)
+    assert len(world.store.calls) == calls
+
+
+def test_the_ticket_of_a_task_that_is_done_is_ended_after_any_outage(world):
+    """Nothing else ends it for days, and a copy of the task would run."""
+    world.store.away = True
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone", Ending(ticket="1:0:0")))
+    world.run(10 * CLEAR_FOR)
+    world.store.away = False
+    world.store.calls.clear()
+    world.run(2)
+    assert world.store.asked("clear") == [(["gone"],)]
+    assert world.store.done == ["1:0:0"]
+
+
+def test_what_the_server_refuses_to_release_is_tried_again(world):
+    """An error of one node, or of a full server, is no answer; the others are done with."""
+    for owner in ("refused", "gone"):
+        world.watchdog.clearing.clear(LateRelease([f"dislock:{{{owner}}}"], owner))
+    world.store.answers["refused"] = StoreError("redis://fake", "OOM")
+    world.run(3)
+    del world.store.answers["refused"]
+    world.run(3)
+    calls = world.store.asked("clear")
+    assert calls[0] == (["refused", "gone"],)
+    assert calls[1:] == [(["refused"],)] * len(calls[1:])
+    assert len(calls) > 1
+    world.run(100)
+    assert world.store.asked("clear") == calls
+
+
+def test_a_lock_that_is_damaged_is_not_released_for_ever(world):
+    """It stays damaged; its own tasks say so."""
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    world.store.answers["gone"] = DamagedLockError("redis://fake", "damaged", "dislock:{k}")
+    world.run(100)
+    assert world.store.asked("clear") == [(["gone"],)]
+
+
+def test_a_long_lease_is_tried_to_be_released_until_it_has_ended(world):
+    """The main process of a worker may renew it until then."""
+    world.store.away = True
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"), timeout=3 * CLEAR_FOR)
+    world.run(2 * CLEAR_FOR)
+    world.store.away = False
+    world.store.calls.clear()
+    world.run(2)
+    assert world.store.asked("clear") == [(["gone"],)]
