@@ -149,50 +149,6 @@ class TestList:
             hold(store, key)
         assert len(json.loads(dislock("ls", "export:*", "--json").stdout)) == 2
 
-    @pytest.mark.parametrize(
-        ("options", "keys"),
-        [
-            (["--task", "shop.export"], ["a"]),
-            (["--task", "shop.*"], ["a", "b"]),
-            (["--worker", "celery@w2"], ["b"]),
-            (["--worker", "celery@*", "--task", "*.mail"], ["b"]),
-            (["--held-for", "1h"], []),
-            (["--held-for", "10m", "--task", "shop.*"], []),
-        ],
-    )
-    def test_holders_are_chosen(self, dislock, store, app, options, keys):
-        """A lock without such a holder is left out, also one that is only paused."""
-        hold(store, "a")
-        hold(store, "b", task="shop.mail", worker="celery@w2")
-        dislock("pause", "c")
-        told = json.loads(dislock("ls", "--json", *options).stdout)
-        assert [one["key"] for one in told] == keys
-
-    def test_held_for_is_a_minimum(self, dislock, redis_client):
-        """Older leases are listed, and younger ones not."""
-        now = int(redis_client.time()[0]) * 1000
-        for key, held in (("old", 700), ("young", 500)):
-            record = f"1 {now + 60_000} 5 {now - held * 1000} x {{}}"
-            redis_client.hset(name_of(key), "owner", record)
-        told = json.loads(dislock("ls", "--held-for", "10m", "--json").stdout)
-        assert [one["key"] for one in told] == ["old"]
-        assert len(json.loads(dislock("ls", "--held-for", "400", "--json").stdout)) == 2
-
-    def test_a_damaged_lock_is_named(self, dislock, store, redis_client):
-        """It does not hide the others, and is not hidden itself."""
-        hold(store, "a")
-        redis_client.set(name_of("b"), "text")
-        redis_client.hset(name_of("c"), "owner", "9 a later version")
-        answer = dislock("ls")
-        assert answer.exit_code == 0
-        rows = answer.stdout.splitlines()[1:]
-        assert [row.split()[0] for row in rows] == ["b", "c", "a"]
-        assert "cannot be read: " in rows[0]
-        assert "cannot be read: " in rows[1]
-        told = json.loads(dislock("ls", "--json").stdout)
-        assert ["error" in one for one in told] == [True, True, False]
-        assert dislock("show", "b").exit_code == FOUND
-
     @pytest.mark.parametrize("command", ["ls", "show", "line", "top", "doctor"])
     def test_no_record_stops_a_command_for_all_locks(self, dislock, store, redis_client, command):
         """Whatever stands in the records of some locks, the others are told."""
@@ -265,86 +221,6 @@ class TestShow:
         ):
             assert words in printed
 
-    def test_a_lock_that_nobody_knows_is_a_finding(self, dislock):
-        """A script sees it by the exit code."""
-        answer = dislock("show", "export:7")
-        assert (answer.exit_code, answer.stdout) == (FOUND, "lock export:7\n  held by nobody\n")
-        assert json.loads(dislock("show", "export:7", "--json").stdout)["holders"] == []
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            ["--args", "[7]"],
-            ["--kwargs", '{"corp_id": 7}'],
-            ["--args", "[]", "--kwargs", '{"corp_id":"7"}'],
-        ],
-    )
-    def test_a_task_and_its_arguments_name_the_lock(self, dislock, store, options):
-        """As the task computes its key."""
-        hold(store, "export:7")
-        answer = dislock("show", "--task", "shop.export", *options)
-        assert answer.stdout.startswith("lock export:7\n  held by shop.export")
-
-    def test_a_task_that_only_a_worker_locks_has_its_keys(self, dislock):
-        """It has a ``lock_key``, and its class is plain; several keys are several locks."""
-        told = json.loads(
-            dislock("show", "--task", "shop.move", "--args", "[1, 2]", "--json").stdout
-        )
-        assert [one["key"] for one in told] == ["from:1", "to:2"]
-
-    def test_a_task_without_a_key_has_a_digest(self, dislock, app):
-        """The same as in the worker."""
-        printed = dislock("show", "--task", "shop.digest", "--args", "[7]").stdout
-        assert printed.startswith(f"lock {app.tasks['shop.digest'].lock_for(7).key}\n")
-
-    @pytest.mark.parametrize(
-        ("args", "words"),
-        [
-            ([], "Give KEY, or --task"),
-            (["k", "--task", "shop.export"], "Give KEY, or --task"),
-            (["k", "--args", "[7]"], "are the arguments of --task"),
-            (["--task", "shop.exprot"], "Did you mean 'shop.export'?"),
-            (["--task", "other"], "Does -A name the right app?"),
-            (["--task", "shop.export"], "corp_id"),
-            (["--task", "shop.export", "--args", "7"], "a list"),
-            (["--task", "shop.export", "--args", "[7"], "no JSON"),
-            (["--task", "shop.export", "--kwargs", "[7]"], "an object"),
-            (["--task", "shop.export", "--args", "[null]"], "corp_id"),
-            (["--task", "shop.plain"], "takes no lock"),
-            (["a\x1b[31mb"], "which no key may"),
-            (["{a}"], "which no key may"),
-        ],
-    )
-    def test_wrong_usage_says_what_is_right(self, dislock, args, words):
-        """Exit code 2, one message, no traceback and no escape sequence."""
-        answer = dislock("show", *args)
-        assert answer.exit_code == USAGE
-        assert words in answer.stderr
-        assert "\x1b" not in answer.stderr
-
-
-class TestLine:
-    def test_pages_follow_each_other(self, dislock, store, app):
-        """Each page says how to get the next."""
-        hold(store, "export:7")
-        ids = [park(app, "export:7") for _ in range(5)]
-        answer = dislock("line", "export:7", "--most", "2")
-        assert [row.split()[0] for row in answer.stdout.splitlines()] == ["PLACE", "1", "2"]
-        assert answer.stderr == "5 in line; go on with --first 3\n"
-        told = json.loads(dislock("line", "export:7", "--first", "3", "--json").stdout)
-        assert [(place["place"], place["id"]) for place in told["line"]] == [
-            (3, ids[2]),
-            (4, ids[3]),
-            (5, ids[4]),
-        ]
-        assert told["waiting"] == 5
-
-    def test_nobody_in_line_is_a_finding(self, dislock):
-        """Exit code 1."""
-        answer = dislock("line", "export:7")
-        assert answer.exit_code == FOUND
-        assert answer.stderr == "Nobody waits for lock export:7.\n"
-
 
 class TestFree:
     def test_it_shows_the_holder_and_asks(self, dislock, store, redis_client):
@@ -359,21 +235,6 @@ class TestFree:
         assert freed.exit_code == 0
         assert "Freed lock export:7. Its holder learns of it within" in freed.stderr
         assert not redis_client.exists(name_of("export:7"))
-
-    def test_without_a_terminal_it_changes_nothing(self, dislock, store, redis_client):
-        """Nobody answers: a script has to say --yes."""
-        hold(store, "export:7")
-        answer = dislock("free", "export:7", input="")
-        assert answer.exit_code == FOUND
-        assert "give --yes" in answer.stderr
-        assert redis_client.exists(name_of("export:7"))
-        assert dislock("free", "export:7", "--yes").exit_code == 0
-
-    def test_nobody_holds_it(self, dislock):
-        """Exit code 1, and JSON for programs."""
-        answer = dislock("free", "export:7", "--yes", "--json")
-        assert (answer.exit_code, json.loads(answer.stdout)) == (FOUND, [])
-        assert "Nobody holds lock export:7." in answer.stderr
 
     def test_a_lease_that_has_ended_meanwhile_is_no_other(
         self, dislock, store, redis_client, monkeypatch
@@ -392,65 +253,6 @@ class TestFree:
         assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
         assert "has ended meanwhile" in answer.stderr
         assert len(redis_client.hkeys(name_of("export:7"))) == 1
-
-    def test_a_token_chooses_the_lease(self, dislock, store):
-        """Of a lock that several share."""
-        for owner in ("a", "b"):
-            store.acquire([name_of("k")], owner, LONG, "{}", mode="shared")
-        token = json.loads(dislock("show", "k", "--json").stdout)["holders"][0]["token"]
-        assert dislock("free", "k", "--token", str(token), "--yes").exit_code == 0
-        assert dislock("free", "k", "--token", str(token), "--yes").exit_code == FOUND
-        assert len(json.loads(dislock("show", "k", "--json").stdout)["holders"]) == 1
-
-    def test_a_thread_cannot_be_terminated(self, dislock, holding, redis_url):
-        """No worker runs it: it keeps the lock."""
-        with Dislock.from_url(redis_url) as plain:
-            lock = plain.lock("k")
-            lock.acquire()
-            answer = dislock("free", "k", "--terminate", "--yes")
-            assert answer.exit_code == FOUND
-            assert "It cannot be terminated: thread MainThread" in answer.stderr
-            assert lock.locked()
-            lock.release()
-
-    def test_a_task_that_goes_on_keeps_its_lock(self, dislock, store, redis_client, app, redis_url):
-        """No worker answers: after the limit nothing is freed, and the message says what to do."""
-        hold(store, "export:7")
-        app.conf.update(broker_url="memory://", dislock_url=redis_url)
-        answer = dislock("free", "export:7", "--terminate", "--yes", "--wait", "0.3", "--json")
-        assert answer.exit_code == FOUND
-        assert json.loads(answer.stdout)[0]["outcome"] == "still runs"
-        assert "leave out --terminate" in answer.stderr
-        assert redis_client.exists(name_of("export:7"))
-
-    def test_a_lease_that_nobody_renews_is_freed(self, dislock, redis_client, app, redis_url):
-        """The process is gone, and has left the lease to expire."""
-        now = int(redis_client.time()[0]) * 1000
-        about = json.dumps({"task": "t", "id": "1", "worker": "w", "pid": 7, "timeout": 2 * LONG})
-        lease = f"1 {now + 60_000} 5 {now - int(3 * LONG) * 1000} x {about}"
-        redis_client.hset(name_of("export:7"), "1@w:7/1", lease)
-        app.conf.update(broker_url="memory://", dislock_url=redis_url)
-        answer = dislock("free", "export:7", "--terminate", "--yes", "--wait", "0.3")
-        assert answer.exit_code == 0
-        assert "is not renewed any more" in answer.stderr
-        assert not redis_client.exists(name_of("export:7"))
-
-    def test_a_broker_that_is_away_frees_nothing(
-        self, dislock, store, redis_client, app, redis_url
-    ):
-        """--terminate needs the broker; its password is not told."""
-        hold(store, "export:7")
-        app.conf.update(
-            broker_url=f"redis://:{SECRET}@127.0.0.1:1/0",
-            dislock_url=redis_url,
-            broker_transport_options={"socket_connect_timeout": 0.2},
-            broker_connection_timeout=0.2,
-        )
-        answer = dislock("free", "export:7", "--terminate", "--yes")
-        assert answer.exit_code == AWAY
-        assert "the broker did not take the command" in answer.stderr
-        assert SECRET not in answer.output
-        assert redis_client.exists(name_of("export:7"))
 
 
 class TestFreeReservations:
@@ -496,42 +298,12 @@ class TestFreeReservations:
         assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
         assert report.delay(7).duplicate
 
-    def test_lease_and_reservation_end_together(self, dislock, report, store, redis_client):
-        """With --yes all that is there is freed; the numbers of other messages stay."""
-        hold(store, "report:7")
-        reserve(redis_client, "report:7", "r")
-        answer = dislock("free", "report:7", "--yes", "--json")
-        assert answer.exit_code == 0
-        assert [one["outcome"] for one in json.loads(answer.stdout)] == ["freed", "freed"]
-        assert dislock("show", "report:7").exit_code == FOUND
-        assert redis_client.get(f"{name_of('report:7')}:unique").startswith("2 - ")
-        assert "Nobody holds lock report:7." in dislock("free", "report:7", "--yes").stderr
-
     def test_a_key_that_stays_reserved_is_freed(self, dislock, redis_client):
         """As "expiry" says; it is listed and shown with the age of its end."""
         reserve(redis_client, "digest", "d")
         assert " ended, " in dislock("ls").stdout
         assert "stays reserved for task id-9, which ended " in dislock("show", "digest").stdout
         assert dislock("free", "digest", "--yes").exit_code == 0
-
-    def test_keys_that_are_reserved_together(self, dislock, app):
-        """They are found by the task and its arguments, and listed."""
-
-        @app.task(
-            base=SingletonTask,
-            name="shop.swap",
-            lock_key=["from:<a>", "to:<b>"],
-            lock_unique_until="end",
-            shared=False,
-        )
-        def swap(a, b): ...
-
-        swap.delay(1, 2)
-        assert dislock("ls").stdout.splitlines()[1].startswith("from:1 and others")
-        options = ["--task", "shop.swap", "--args", "[1, 2]"]
-        assert "which is waiting" in dislock("show", *options).stdout
-        assert dislock("free", *options, "--yes").exit_code == 0
-        assert not swap.delay(1, 2).duplicate
 
 
 class TestDrop:
@@ -552,20 +324,6 @@ class TestDrop:
         assert app.AsyncResult(wanted).state == "REVOKED"
         assert "dropped by an operator" in str(app.AsyncResult(wanted).result)
         assert json.loads(dislock("line", "b", "--json").stdout)["waiting"] == 1
-
-    def test_the_answer_no_drops_nothing(self, dislock, store, app):
-        """It is asked, as it cannot be undone."""
-        hold(store, "a")
-        wanted = park(app, "a")
-        answer = dislock("drop", wanted, input="n\n")
-        assert answer.exit_code == FOUND
-        assert json.loads(dislock("line", "a", "--json").stdout)["waiting"] == 1
-
-    def test_what_is_not_in_line_is_a_finding(self, dislock):
-        """It runs, or has run, or never was."""
-        answer = dislock("drop", "id-1", "--yes")
-        assert answer.exit_code == FOUND
-        assert "No parked task id-1 is in line." in answer.stderr
 
 
 def start(redis_url, *args):
@@ -632,21 +390,6 @@ class TestRun:
         assert ":" in owner
         assert redis_client.keys("dislock:{k}*") == []
 
-    @pytest.mark.parametrize(
-        ("script", "code"), [("exit 5", 5), ("kill -9 $$", 137), ("exit 0", 0)]
-    )
-    def test_its_exit_code_is_passed_on(self, redis_url, script, code):
-        """Also how a signal has ended it, as shells say that."""
-        assert ended(start(redis_url, "run", "k", "--", "sh", "-c", script))[0] == code
-
-    def test_what_cannot_be_run_is_told_as_by_a_shell(self, redis_url, tmp_path, redis_client):
-        """127: not found; 126: not a program. The lock is released."""
-        text = tmp_path / "text"
-        text.write_text("no program")
-        assert ended(start(redis_url, "run", "k", "--", "/does/not/exist"))[0] == 127
-        assert ended(start(redis_url, "run", "k", "--", str(text)))[0] == 126
-        assert redis_client.keys("dislock:{k}*") == []
-
     def test_a_lock_that_another_holds_is_told(self, redis_url, holding):
         """Exit code 75 after the time to wait, with the holder's name; nothing was run."""
         holding.take("k", timeout=60)
@@ -709,37 +452,6 @@ class TestRun:
         assert 200_000 < redis_client.pttl(name_of("k")) <= 300_000
         process.terminate()
         ended(process)
-
-    def test_a_task_names_the_lock_and_its_terms(self, dislock, app, monkeypatch):
-        """With --task there is no KEY: all that follows is the command."""
-        ran = []
-
-        class Child:
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *exc_info):
-                pass
-
-            def start(self, words, environment):
-                ran.append(
-                    (words, environment["DISLOCK_KEY"], app.tasks["shop.export"].lock_for(7))
-                )
-                (holder,) = ran[0][2].holders()
-                ran.append(round(holder.remaining))
-                return 0
-
-            def wait(self, goes_on, grace):
-                assert goes_on()
-                return 4
-
-        monkeypatch.setattr("celery_dislock.operating.cli.running.Child", Child)
-        options = ["--task", "shop.export", "--args", "[7]"]
-        assert dislock("run", *options, "--", "make", "it").exit_code == 4
-        assert ran[0][:2] == (("make", "it"), "export:7")
-        assert ran[1] == 60  # lock_watchdog_timeout of the task
-        assert dislock("run", *options).exit_code == USAGE
-        assert dislock("run", "k").exit_code == USAGE
 
 
 def _runs(pid):
@@ -843,18 +555,6 @@ class TestStrangers:
             for key in keys:
                 assert run("free", key, "--yes").exit_code == 0
             assert json.loads(run("ls", "--json").stdout) == []
-
-    def test_ten_thousand_hostile_keys(self, dislock, redis_client):
-        """Newlines, quotes and escapes in all of them: each lock is one line of plain text."""
-        now = int(redis_client.time()[0]) * 1000
-        with redis_client.pipeline(transaction=False) as pipeline:
-            for number in range(10_000):
-                key = f"dislock:{{{HOSTILE[number % len(HOSTILE)]}{number}}}"
-                pipeline.hset(key, "o", f"1 {now + 600_000} 5 {now} x {{}}")
-            pipeline.execute()
-        lines = dislock("ls").stdout.split("\n")
-        assert len(lines) == 10_000 + 2
-        assert all(line.isprintable() for line in lines)
 
     def test_celerys_own_help_names_it(self):
         """As ``celery --help`` and ``celery dislock --help`` read."""

@@ -20,7 +20,7 @@ from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
 from celery_dislock.servers.store import Reservation, Store
-from celery_dislock.tasks.actions import NOTE_MOST, Actions
+from celery_dislock.tasks.actions import Actions
 from celery_dislock.words import plain
 from tests.holding import name_of
 from tests.integration import driven_clock
@@ -164,13 +164,6 @@ class TestPause:
         assert worker.given() == ["t"]
         assert isinstance(worker.park("t", 2, marked=True), Granted)
 
-    def test_a_task_that_comes_to_a_paused_lock_is_parked(self, worker):
-        """Nobody has the lock, and it is in line for the end of the pause."""
-        worker.lines.limit(LOCK, 0)
-        assert worker.park("t").place == 1
-        worker.lines.limit(LOCK, None)
-        assert worker.given() == ["t"]
-
     def test_a_turn_that_was_given_before_is_not_claimed(self, worker):
         """Its message comes to a paused lock, and the task goes back to its place in line."""
         worker.take("a")
@@ -296,13 +289,6 @@ class TestLimit:
         for owner in "abc":
             assert isinstance(worker.take(owner, **SHARED), Granted)
 
-    def test_what_it_was_is_told(self, worker):
-        """An operator sees what another has set."""
-        assert worker.lines.limit(LOCK, 3) is None
-        assert worker.lines.limit(LOCK, 0) == 3
-        assert worker.lines.limit(LOCK, None) == 0
-        assert worker.lines.limit(LOCK, None) is None
-
     def test_who_has_set_it_is_shown(self, worker):
         """With the time at which it ends, if it does."""
         worker.lines.limit(LOCK, 2, ttl=60, note="by ana, for the night")
@@ -320,20 +306,8 @@ class TestLimit:
         assert holder["note"] == note
         assert plain(note) in in_words(holder)
 
-    def test_nothing_is_left_after_it(self, worker, redis_client):
-        """A limit that is taken back leaves no key."""
-        worker.lines.limit(LOCK, 0)
-        worker.lines.limit(LOCK, None)
-        assert driven_clock.keys(redis_client) == set()
-
 
 class TestActions:
-    def test_a_note_is_one_line_of_limited_length(self, worker):
-        """It is shown in tables and log lines."""
-        process = SimpleNamespace(lines=worker.lines, store=worker.store)
-        Actions(None, process).limit(LOCK, 0, note="a\n b" + "c" * 1000)
-        assert worker.overview.lock(LOCK).limit_note == ("a b" + "c" * 1000)[:NOTE_MOST]
-
     def test_several_servers_admit_one_at_most(self, quorum):
         """They keep exclusive locks only."""
         _, actions, _ = quorum

@@ -154,6 +154,7 @@ class TestFreeing:
         """A lease is freed by its owner and its token; nothing is left."""
         token = worker.token("a")
         assert worker.actions.free(LOCK, "a", token) is True
+        assert worker.actions.free(LOCK, "a", token) is False
         assert redis_client.keys("*") == []
 
     @pytest.mark.parametrize("changed", [-1, 1])
@@ -170,23 +171,6 @@ class TestFreeing:
         worker.take("b")
         assert worker.actions.free(LOCK, "a", token) is False
         assert worker.owners() == ["b"]
-
-    def test_of_two_operators_one_has_freed_it(self, worker):
-        """Both saw the same lease, and freed it at once: the second changes nothing."""
-        token = worker.token("a")
-        answers = []
-        start = threading.Barrier(2)
-
-        def free():
-            start.wait()
-            answers.append(worker.actions.free(LOCK, "a", token))
-
-        operators = [threading.Thread(target=free) for _ in range(2)]
-        for operator in operators:
-            operator.start()
-        for operator in operators:
-            operator.join()
-        assert sorted(answers) == [False, True]
 
     def test_other_leases_of_the_lock_stay(self, worker):
         """Of several that share a lock, the one that was shown is freed."""
@@ -387,24 +371,8 @@ class TestDropping:
         message = Message.from_bytes(worker.told[0][1]["p:0:0"])
         assert list(message.headers) == [REPLACED_HEADER]
 
-    def test_several_servers_have_no_lines(self):
-        """Nothing is asked of servers that keep no parked tasks."""
-        process = SimpleNamespace(
-            store=SimpleNamespace(lock_server=SimpleNamespace(keeps_lines=False))
-        )
-        assert Actions(None, process).drop(LOCK, "p:0:0") is False
-
 
 class TestLines:
-    def test_a_page_begins_where_it_was_asked_to(self, worker):
-        """Places are counted from the head of the line, also on later pages."""
-        worker.take("a")
-        for number in range(7):
-            worker.park(f"t{number}")
-        page = worker.overview.lock(LOCK, 3, 2)
-        assert [(place.place, place.id) for place in page.line] == [(4, "t3"), (5, "t4")]
-        assert page.waiting == 7
-
     def test_a_parked_task_is_found_by_ticket_and_by_id(self, worker, monkeypatch):
         """Wherever in a long line it stands, or with its turn."""
         monkeypatch.setattr("celery_dislock.servers.overview.SEARCHED", 3)
@@ -560,23 +528,6 @@ class TestLockFor:
         (state,) = handle.state()
         assert (state.exists, state.reservation) == (False, None)
 
-    def test_the_line_is_told(self, app, worker):
-        """Those who wait, in order."""
-        worker.take("a")
-        worker.park("p")
-        handle = Dislock(app).lock_of("operated")
-        assert [place.id for place in handle.line()] == ["p"]
-
-    def test_without_an_app_nobody_can_be_terminated(self, redis_url):
-        """``Dislock.from_url`` has no workers; the error says so, and nothing is freed."""
-        with Holding(redis_url) as holding, Dislock.from_url(redis_url) as dislock:
-            holding.take("export:7", timeout=60)
-            handle = dislock.lock_of("export:7")
-            with pytest.raises(SettingsError, match="no workers"):
-                handle.free(terminate=True)
-            assert len(handle.holders()) == 1
-            assert len(handle.free()) == 1
-
 
 class TestTelling:
     def test_a_dropped_task_is_revoked_with_its_own_reason(self, app):
@@ -645,12 +596,3 @@ class TestSeveralServers:
         self.servers[0].kill()
         assert store.free(LOCK, holder.owner, holder.token) is True
         assert self.shown(store) == []
-
-    def test_what_has_come_since_stays(self, store):
-        """An older lease of another owner was shown."""
-        self.take(store, "a")
-        (holder,) = self.shown(store)
-        store.release([LOCK], "a")
-        self.take(store, "b")
-        assert store.free(LOCK, "a", holder.token) is False
-        assert [one.owner for one in self.shown(store)] == ["b"]

@@ -8,7 +8,6 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SingletonTask
-from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.draining import LOOK_EVERY, Drain
 from tests.unit.fakes import FakeClock
 from tests.unit.operating.cli.conftest import FakeOverview, holder, lock
@@ -77,11 +76,3 @@ def test_the_interval_is_that_of_the_apps_tasks(app, drain):
     for tasks, seconds in (({}, 10.0), ({export.name: app.tasks[export.name]}, 2.0)):
         drain._app = SimpleNamespace(tasks=tasks)  # an app has shared tasks of others, too
         assert drain.interval == seconds
-
-
-def test_several_servers_have_nothing_to_drain(app):
-    """They keep no lines; and what is no URL is refused before anything is asked."""
-    with pytest.raises(SettingsError, match="keep no parked tasks"):
-        Drain(app, ["redis://a", "redis://b", "redis://c"], None)
-    with pytest.raises(SettingsError):
-        Drain(app, "http://a", None)

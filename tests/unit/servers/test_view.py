@@ -135,12 +135,6 @@ def test_a_limit():
     )
 
 
-def test_the_fakes_are_what_they_stand_for():
-    """A lease of the other tests has the attributes of a true one."""
-    (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
-    assert holder()._fields == found._fields
-
-
 HUGE = 10**400
 SURROGATE = "\ud800x"
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.cli import draining
 from celery_dislock.operating.draining import Sent
 from celery_dislock.parking.identity import StoreIdentity
-from tests.unit.operating.cli.conftest import holder, lock, place
+from tests.unit.operating.cli.conftest import lock, place
 
 FOUND, USAGE = 1, 2
 
@@ -66,34 +64,6 @@ def test_the_lines_are_shown_and_sent_on_after_a_yes(dislock, drain):
     assert "Send them on, to redis://new, prefix dislock?" in answer.stderr
     assert "Sent on 2." in answer.stderr
     assert drain.asked == [("redis://old", None), 15.0, "run", "closed"]
-
-
-def test_any_other_answer_leaves_them(dislock, drain):
-    """And so does a script that does not say yes."""
-    answer = dislock("drain", "--from-prefix", "old", "--look-for", "1m", input="")
-    assert answer.exit_code == FOUND
-    assert drain.asked == [(None, "old"), 60.0, "closed"]
-
-
-def test_lines_in_use_are_left(dislock, drain):
-    """The workers are named, each once."""
-    drain.found = [holder(worker="w2@h"), holder(worker="w1@h"), holder(worker="w1@h")]
-    answer = dislock("drain", "--from-prefix", "old", "--yes")
-    assert answer.exit_code == FOUND
-    assert "A worker still uses it: w1@h, w2@h. Stop the workers" in answer.stderr
-    assert "run" not in drain.asked
-
-
-def test_what_was_left_there_is_a_finding(dislock, drain):
-    """In JSON too, where the rest of the output is no JSON and goes elsewhere."""
-    drain.sent[1] = Sent("dislock:{b}", "2:0:0", "its message is lost")
-    answer = dislock("drain", "--from-prefix", "old", "--yes", "--json")
-    assert answer.exit_code == FOUND
-    assert json.loads(answer.stdout) == [
-        {"key": "a", "ticket": "1:0:0", "problem": None},
-        {"key": "b", "ticket": "2:0:0", "problem": "its message is lost"},
-    ]
-    assert "2:0:0 is set aside there: its message is lost" in answer.stderr
 
 
 def test_a_drain_from_nowhere_and_from_here_is_wrong_usage(dislock, drain):

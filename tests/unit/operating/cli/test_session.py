@@ -14,24 +14,7 @@ from celery_dislock.operating.cli.session import (
     write_json_rows,
     write_table,
 )
-from celery_dislock.words import plain
 from tests.unit.operating.cli.conftest import lock
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("export:7", "export:7"),
-        ("Zürich 東京", "Zürich 東京"),
-        ("\x1b[31mred", "\\x1b[31mred"),
-        ("a\nb\tc\x9b", "a\\nb\\tc\\x9b"),
-        ("\u202eabc\u200b\ufeff", "\\u202eabc\\u200b\\ufeff"),
-        (7, "7"),
-    ],
-)
-def test_a_terminal_gets_text_and_no_commands(text, shown):
-    """Whatever a key holds, it is shown as it is written, and moves no cursor."""
-    assert plain(text) == shown
 
 
 def test_columns_stand_below_each_other(capsys):
