@@ -1,8 +1,8 @@
--- look.lua: tell all that is known of a lock, for people and tools.
+-- look.lua: read all that is known of a lock, for people and tools.
 --
 -- KEYS[1]   lock
--- ARGV[1]   first   rank in line of the first place to tell, from 0
--- ARGV[2]   most    places to tell; also of those that have their turn
+-- ARGV[1]   first   rank in line of the first waiter, from 0
+-- ARGV[2]   most    maximum number of waiters, and of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
 -- Touches   the lock, its line and what belongs to it; changes nothing
@@ -27,19 +27,20 @@ local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read,
 
 local name, first, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
 
+local function append(list, ...)
+  for _, part in ipairs({...}) do list[#list + 1] = part end
+end
+
 local function leases()
-  local told = {}
-  local found = redis.call('HGETALL', name)
+  local found, live = redis.call('HGETALL', name), {}
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
-      for _, part in ipairs({
-        lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode, lease.holder,
-        lease.acquired,
-      }) do told[#told + 1] = part end
+      append(live, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode,
+        lease.holder, lease.acquired)
     end
   end
-  return told
+  return live
 end
 
 local function parked(ticket)
@@ -47,31 +48,17 @@ local function parked(ticket)
   return string.sub(string.match(record, '^[^\n]*'), 1, HEADER_MOST)
 end
 
-local function line()
-  if most == 0 then return {} end
-  local told = redis.call('ZRANGE', name .. LINE, first, first + most - 1, 'WITHSCORES')
-  local with_records = {}
-  for i = 1, #told, 2 do
-    local member = told[i]
-    local is_ticket = string.sub(member, -1) == '#'
-    with_records[#with_records + 1] = member
-    with_records[#with_records + 1] = told[i + 1]
-    with_records[#with_records + 1] = is_ticket and parked(string.sub(member, 1, -2))
-      or redis.call('HGET', name .. PLACES, member) or ''
-  end
-  return with_records
+local function waiter(member)
+  if string.sub(member, -1) == '#' then return parked(string.sub(member, 1, -2)) end
+  return redis.call('HGET', name .. PLACES, member) or ''
 end
 
-local function turns()
+-- The members of a sorted set from a rank on: each with its score, and its record.
+local function with_records(key, from, record_of)
   if most == 0 then return {} end
-  local told = {}
-  local found = redis.call('ZRANGE', name .. HANDED, 0, most - 1, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    told[#told + 1] = found[i]
-    told[#told + 1] = found[i + 1]
-    told[#told + 1] = parked(found[i])
-  end
-  return told
+  local found, rows = redis.call('ZRANGE', key, from, from + most - 1, 'WITHSCORES'), {}
+  for i = 1, #found, 2 do append(rows, found[i], found[i + 1], record_of(found[i])) end
+  return rows
 end
 
 if most < 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
@@ -82,7 +69,8 @@ local seen, there = pcall(redis.call, 'EXISTS',
 if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
 
 return {
-  now, leases(), redis.call('ZCARD', name .. LINE), line(), turns(),
+  now, leases(), redis.call('ZCARD', name .. LINE),
+  with_records(name .. LINE, first, waiter), with_records(name .. HANDED, 0, parked),
   redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),

@@ -91,7 +91,7 @@ class Overview:
             StoreError: A server did not answer; of several independent servers, no majority did.
                 With *failed*: none did.
         """
-        told: set[str] = set()
+        listed: set[str] = set()
         page: list[str] = []
         errors: list[StoreError] = []
         senders = self._server.senders()
@@ -99,9 +99,9 @@ class Overview:
             for found in _scanned(send, keys_pattern(self._prefix, pattern), errors):
                 for redis_key in found:
                     name = lock_in(redis_key)
-                    if name is None or name in told:
+                    if name is None or name in listed:
                         continue
-                    told.add(name)
+                    listed.add(name)
                     page.append(name)
                     if len(page) == TOGETHER:
                         yield page

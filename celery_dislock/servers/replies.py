@@ -30,9 +30,9 @@ class _InTheWay(NamedTuple):
 
 class Refused(_InTheWay):
     """
-    A lock was refused.  Described is the lease in the way that ends first.
+    A lock was refused.  Of several leases in the way, this is the one that ends first.
 
-    Two refusals are equal whatever they say of the past, which is for messages only.
+    *held_for* and *renewed* are for messages: refusals that differ in nothing else are equal.
 
     Attributes:
         held_for: Seconds since the acquisition; None: not known.

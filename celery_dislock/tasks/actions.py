@@ -55,7 +55,7 @@ class Actions:
     Changes locks on behalf of a person.  Each method blocks for its round trips; thread-safe.
 
     Args:
-        app: The app whose tasks take the locks; None: there are no workers to be told.
+        app: The app whose tasks take the locks; None: there are no workers.
         process: The store and the lines of this process.
         clock: Monotonic clock, in seconds.
         pause: Called with the seconds to wait.
@@ -78,7 +78,7 @@ class Actions:
         """
         End one lease, and hand the lock to the next in line.
 
-        The holder's body may still run.  It is told that the lease is lost.
+        The holder's body may still run.  Its next renewal finds that the lease is lost.
 
         Args:
             name: The lock's name in Redis.
@@ -144,7 +144,7 @@ class Actions:
         *,
         wait: float,
         signal: str = "TERM",
-        told: Callable[[], None] = lambda: None,
+        on_sent: Callable[[], None] = lambda: None,
     ) -> str:
         """
         End the task that holds a lock; blocks until its lease has ended, *wait* seconds at most.
@@ -156,7 +156,7 @@ class Actions:
             holder: A task's lease.
             wait: Maximum seconds to wait.
             signal: The signal that its pool process gets.
-            told: Called when the broker has taken the command, before the wait.
+            on_sent: Called when the broker has taken the command, before the wait.
 
         Returns:
             TERMINATED: its lease has ended.  RUNS: the task may still run, and keeps the lock.
@@ -168,7 +168,7 @@ class Actions:
             StoreError: The server did not answer.  The lease may have ended.
         """
         self.terminate(holder, signal=signal)
-        told()
+        on_sent()
         left = self._wait_until_ended(name, holder, wait)
         if left is None:
             return TERMINATED
@@ -210,7 +210,7 @@ class Actions:
         dropped = process.lines.drop(name, ticket, json.dumps({REPLACED_HEADER: reason})[1:-1])
         if dropped is None:
             return False
-        with contextlib.suppress(ValueError):  # else whoever tells its end says so
+        with contextlib.suppress(ValueError):  # who stores its end reports that
             headers = Message.from_bytes(dropped.message).headers
             process.end_reservation(Context(headers, headers=headers))
         if dropped.ours:
@@ -238,11 +238,11 @@ class Actions:
         if self._app is None or not self._process.store.lock_server.keeps_lines:
             raise SettingsError(key_of(name), "put-back", name, "nothing was parked here")
         lines = self._process.lines
-        told = set()
+        seen = set()
         for one, kept in lines.aside(name, ticket):
-            if one in told:  # a page may tell it again
+            if one in seen:  # pages may overlap
                 continue
-            told.add(one)
+            seen.add(one)
             home = parked_message(kept)[1]
             if home is not None and home != self._process.store.home:
                 yield one, "its message belongs to another broker"

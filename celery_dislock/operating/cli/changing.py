@@ -153,12 +153,12 @@ def _terminated(
     if not agrees(f"Terminate {holder.who} and free the lock?", sure=sure):
         return LEFT
 
-    def told() -> None:
+    def on_sent() -> None:
         audit(f"told the workers to end {_of(holder)}, which holds lock {lock.key!r}")
         click.echo(f"Told the workers to end it; waiting for {for_people(wait)} at most.", err=True)
 
     end = opened.actions.terminate_and_free
-    outcome = end(lock.name, holder, wait=wait, signal=signal, told=told)
+    outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
     if outcome == RUNS:
         click.echo(
             f"It still holds the lock after {for_people(wait)}: nothing was freed. Its pool "

@@ -30,7 +30,7 @@ from celery_dislock.words import for_people, plain
     "--lost",
     metavar="NAME",
     help="The lines are lost with their server: tasks of the store of this name, which the log and "
-    "doctor tell, belong here.",
+    "doctor name, belong here.",
 )
 @click.option(
     "--look-for",
@@ -85,7 +85,7 @@ def _take_over(context: click.Context, name: str) -> None:
 
 def _drained(draining: Drain, seconds: float, *, sure: bool, in_json: bool) -> bool:
     """Tell whether nothing is left there."""
-    told: list[dict[str, Any]] = []
+    done: list[dict[str, Any]] = []
     draining.check()
     lines = list(draining.lines())
     parked = [(lock.key, lock.waiting + len(lock.turns)) for lock in lines]
@@ -108,13 +108,13 @@ def _drained(draining: Drain, seconds: float, *, sure: bool, in_json: bool) -> b
     if not agrees(f"Send them on, to {draining.here}?", sure=sure):
         return False
     for one in draining.run():
-        told.append({"key": key_of(one.lock), "ticket": one.ticket, "problem": one.problem or None})
+        done.append({"key": key_of(one.lock), "ticket": one.ticket, "problem": one.problem or None})
         if one.problem:
             what = f"{one.ticket} is set aside there" if one.ticket else "Left there"
             click.echo(f"{plain(what)}: {plain(one.problem)}", err=True)
-    sent = sum(one["problem"] is None for one in told)
+    sent = sum(one["problem"] is None for one in done)
     audit(f"sent on {sent} parked tasks from {draining.there!r} to {draining.here!r}")
     if in_json:
-        write_json(told)
+        write_json(done)
     click.echo(f"Sent on {sent}. What is on its way from there belongs here now.", err=True)
-    return sent == len(told)
+    return sent == len(done)

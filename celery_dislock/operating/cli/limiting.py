@@ -71,40 +71,40 @@ def _set(
     note: str = "",
 ) -> None:
     signed = "" if number is None else f"by {user()}{': ' if note else ''}{note}"
-    before = {}
+    done: list[dict[str, Any]] = []
     with session(context) as opened:
         names = which.names(opened)
         if not which.is_known(opened):
-            if set(str(which.key)) & WILDCARDS:
-                told = (
-                    f"{plain(which.key)} looks like a pattern, and no lock has it as its key. "
-                    "Give one key; `celery dislock ls PATTERN` lists them."
-                )
-                raise click.UsageError(told)
-            if number is not None:
-                told = f"Warning: nobody holds, awaits or reserves lock {plain(which.key)} now. "
-                click.echo(f"{told}If its key is another: celery dislock ls", err=True)
+            _doubt(str(which.key), sets=number is not None)
         for name in names:
             key = key_of(name)
-            before[key] = opened.actions.limit(name, number, seconds=seconds, note=signed)
+            before = opened.actions.limit(name, number, seconds=seconds, note=signed)
             audit(_done(key, number, seconds, signed))
+            done.append({"key": key, "limit": number, "before": before, "seconds": seconds})
     if json_:
-        write_json(
-            [
-                {"key": key, "limit": number, "before": was, "seconds": seconds}
-                for key, was in before.items()
-            ]
-        )
+        write_json(done)
         return
-    for key, was in before.items():
+    for key, before in ((one["key"], one["before"]) for one in done):
         lasts = f"for {for_people(seconds)}" if seconds else f"until: celery dislock resume {key}"
-        told = {
+        now = {
             None: "has the limit of the code again",
             0: f"is paused {lasts}. Who has the lock keeps it",
         }.get(number, f"admits {number} at a time, {lasts}")
         none = " Nobody had set another." if number is None else ""
-        past = {None: none, 0: " It was paused."}.get(was, f" It admitted {was}.")
-        click.echo(f"Lock {plain(key)} {plain(told)}.{past}")
+        past = {None: none, 0: " It was paused."}.get(before, f" It admitted {before}.")
+        click.echo(f"Lock {plain(key)} {plain(now)}.{past}")
+
+
+def _doubt(key: str, *, sets: bool) -> None:
+    """Warn that nothing is known of a key; refuse one that looks like a pattern."""
+    if set(key) & WILDCARDS:
+        raise click.UsageError(
+            f"{plain(key)} looks like a pattern, and no lock has it as its key. "
+            "Give one key; `celery dislock ls PATTERN` lists them."
+        )
+    if sets:
+        nobody = f"Warning: nobody holds, awaits or reserves lock {plain(key)} now."
+        click.echo(f"{nobody} If its key is another: celery dislock ls", err=True)
 
 
 def _done(key: str, number: int | None, seconds: float | None, note: str) -> str:

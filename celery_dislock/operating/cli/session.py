@@ -103,8 +103,8 @@ def session(context: click.Context) -> Iterator[Session]:
         click.echo(f"Error: {plain(exc)}", err=True)
         sys.exit(AWAY)
     except SettingsError as exc:
-        told = f"{plain(exc)}. {NO_SERVER}" if exc.value is None else plain(exc)
-        raise click.UsageError(told, context) from exc
+        remedy = f". {NO_SERVER}" if exc.value is None else ""
+        raise click.UsageError(f"{plain(exc)}{remedy}", context) from exc
     except DislockError as exc:
         raise click.UsageError(plain(exc), context) from exc
     finally:
@@ -124,16 +124,16 @@ def audit(done: str) -> None:
     logger.warning("Command: %r on %s %s.", user(), gethostname(), done)
 
 
-def as_data(told: Any) -> Any:
+def as_data(found: Any) -> Any:
     """Return data for JSON, with an object in place of each named tuple."""
-    if hasattr(told, "_asdict"):
-        return {name: as_data(value) for name, value in told._asdict().items()}
-    return [as_data(one) for one in told] if isinstance(told, list) else told
+    if hasattr(found, "_asdict"):
+        return {name: as_data(value) for name, value in found._asdict().items()}
+    return [as_data(one) for one in found] if isinstance(found, list) else found
 
 
-def write_json(told: Any) -> None:
+def write_json(found: Any) -> None:
     """Write JSON, which a terminal can show, too."""
-    click.echo(to_json(told, indent=2, default=str))
+    click.echo(to_json(found, indent=2, default=str))
 
 
 def write_json_rows(rows: Iterable[Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.cli.reading import as_dict
-from celery_dislock.servers.view import state_of
+from celery_dislock.servers.view import parked_message, state_of
 from celery_dislock.words import for_people
 from tests.unit.operating.cli.conftest import holder, lock
 
@@ -239,3 +239,14 @@ def test_a_line_is_stuck_that_nobody_is_before(about, stuck):
     """Whoever releases a lock hands it on, so a free lock has no line."""
     assert lock(waiting=1, **about).is_stuck is stuck
     assert not lock(**about).is_stuck
+
+
+@pytest.mark.parametrize(
+    ("kept", "home"),
+    [(parked(), "home"), (parked()[parked().index(b'1 {"') :], None), (b"damaged ", None)],
+)
+def test_a_message_is_taken_out_of_what_was_set_aside(kept, home):
+    """With its broker where the record of its ticket was kept as well; rubbish is left as it is."""
+    message, found = parked_message(kept)
+    assert found == home
+    assert message == kept[kept.find(b'1 {"') :] if b"{" in kept else kept
