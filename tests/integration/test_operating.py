@@ -13,7 +13,7 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.exceptions import LockKeyError, LockLostError, SettingsError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Lines, Ticket
@@ -457,11 +457,13 @@ class TestLockFor:
         assert (handle.key, handle.keys, len(handle)) == ("a:7 + b:7", ("a:7", "b:7"), 2)
         assert [one.key for one in handle] == ["a:7", "b:7"]
         with Dislock(app) as dislock:
-            lease = dislock.lock(["a:7", "b:7"]).try_acquire()
+            lock = dislock.lock(["a:7", "b:7"])
+            lease = lock.try_acquire()
             assert [holder.owner for holder in handle.holders()] == [lease.owner] * 2
             assert len(handle.free()) == 2
             assert handle.holders() == []
-            assert lease.renew() is False
+            with pytest.raises(LockLostError):
+                lock.extend()
             assert lease.lost
 
     def test_free_ends_what_was_shown_and_nothing_else(self, app, redis_url):
