@@ -57,7 +57,6 @@ def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) 
 STEPS = {
     "worker": {
         "LockStep": "steps",
-        "FiguresStep": "figures",
         "SweepStep": "steps",
         "StalledStep": "stalled",
         "ReservationStep": "reservations",
@@ -119,7 +118,7 @@ def _extend_workers() -> None:
     """Extend what a worker does when it is asked."""
     from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
 
-    from celery_dislock.worker.figures import inspect_locks  # noqa: PLC0415
+    from celery_dislock.operating.inspection import inspect_locks  # noqa: PLC0415
 
     # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
@@ -380,30 +379,16 @@ Process.observer_type = Telemetry
 connect_on_app_finalize(_follow)
 
 
-def _begin_process(**kwargs: Any) -> None:
-    from celery_dislock.worker.figures import show_figures  # noqa: PLC0415 -- see above
-
-    show_figures(**kwargs)
-
-
-def _end_process(**kwargs: Any) -> None:
-    from celery_dislock.worker.figures import hide_figures  # noqa: PLC0415 -- see above
-
-    hide_figures(**kwargs)
-
-
 def _start_watchdog(**_kwargs: Any) -> None:
     runtime = runtime_of(current_app)
     if runtime.enabled:
         runtime.process.watchdog.start()
 
 
-worker_process_init.connect(_begin_process, weak=False)
 worker_process_init.connect(_start_watchdog, weak=False)
 # A pool process ends without atexit.
 worker_process_shutdown.connect(finish_all, weak=False)
 worker_shutdown.connect(finish_all, weak=False)
-worker_process_shutdown.connect(_end_process, weak=False)
 
 if "celery.bin.worker" in sys.modules:  # the command line runs, perhaps without our entry points
     _worker_command()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -38,24 +36,8 @@ def figures(fleet, command="dislock"):
 
 
 def leases(fleet):
-    """All leases that a worker tells, with the process that has each."""
-    return [
-        (process, lease)
-        for process in figures(fleet)["processes"]
-        for lease in process.get("leases", ())
-    ]
-
-
-def children(fleet):
-    return [one["pid"] for one in figures(fleet)["processes"] if not one["main"]]
-
-
-@pytest.fixture
-def temporary(tmp_path):
-    """The folder of temporary files of a worker of this test."""
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    return folder
+    """The leases that a worker tells of its running tasks."""
+    return [lease for lease in figures(fleet)["leases"] if lease["held"]]
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
@@ -64,41 +46,14 @@ def test_the_lease_of_a_task_that_runs_is_told(start_fleet, scene, pool):
     fleet = start_fleet(pool, "--dislock")
     result = fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
-    [(process, lease)] = wait_for("the lease is told", lambda: leases(fleet))
-    assert process["main"] is (pool != "prefork")
-    assert process["pid"] == scene.reported("begin")[0]["pid"]
+    [lease] = wait_for("the lease is told", lambda: leases(fleet))
+    assert lease["pid"] == scene.reported("begin")[0]["pid"]
     assert (lease["key"], lease["id"], lease["token"]) == (scene.key, result.id, scene.lease.token)
     assert 0 < lease["held_for"] < LIMIT
     assert 0 < lease["remaining"] <= scenarios.LONG
     scene.open_gate()
     result.get(timeout=LIMIT)
     wait_for("nothing is held", lambda: not leases(fleet))
-
-
-def test_renewals_are_told(start_fleet, scene):
-    """How many there were, and whether they were late."""
-    fleet = start_fleet("prefork", "--dislock")
-    fleet.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
-
-    def renewed():
-        return [one for one, _ in leases(fleet) if one["renewals"] >= 2]
-
-    [process] = wait_for("two renewals are told", renewed)
-    assert (process["outages"], process["failed_renewals"], process["errors"]) == (0, 0, 0)
-    assert process["worst_late"] >= process["late"] >= 0
-    scene.open_gate()
-
-
-def test_a_solo_worker_answers_between_its_tasks(start_fleet, scene):
-    """It has one process, and cannot answer while a body runs."""
-    fleet = start_fleet("solo", "--dislock")
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    scene.open_gate()
-    told = figures(fleet)
-    [process] = told["processes"]
-    assert (process["main"], process["pid"]) == (True, scene.reported("begin")[0]["pid"])
 
 
 def test_what_workers_can_be_compared_by_is_told(start_fleet, server):
@@ -113,42 +68,6 @@ def test_what_workers_can_be_compared_by_is_told(start_fleet, server):
     assert any("visibility_timeout" in one for one in told["warnings"])
 
 
-def test_a_killed_pool_process_is_told_no_more(start_fleet, scene, temporary):
-    """Its file is deleted, and the process that takes its place is told."""
-    fleet = start_fleet("prefork", "--dislock", env={"TMPDIR": str(temporary)})
-    fleet.send(scenarios.hold, scene.key)
-    victim = scene.wait_for_report("begin")["pid"]
-    wait_for("the lease is told", lambda: leases(fleet))
-    [folder] = temporary.glob("celery-dislock-*")
-    before = children(fleet)
-    os.kill(victim, signal.SIGKILL)
-    wait_for("another process", lambda: len(set(children(fleet)) - set(before)) == 1)
-    assert victim not in children(fleet)
-    assert not (folder / f"{victim}.json").exists()
-    wait_for(
-        "all processes tell",
-        lambda: all(one["unchanged_for"] is not None for one in figures(fleet)["processes"]),
-    )
-    assert leases(fleet) == []
-    scene.open_gate()
-    fleet.workers[0].terminate()
-    assert fleet.workers[0].wait_until_it_ends() == 0
-    assert list(temporary.glob("celery-dislock-*")) == []
-
-
-def test_a_killed_worker_leaves_its_folder_to_the_next(start_fleet, temporary):
-    """Who starts after it, and a minute later, deletes the folder."""
-    env = {"TMPDIR": str(temporary)}
-    first = start_fleet("prefork", "--dislock", env=env)
-    [folder] = temporary.glob("celery-dislock-*")
-    first.workers[0].kill()
-    assert folder.exists()
-    os.utime(folder, (0, 0))
-    start_fleet("prefork", "--dislock", env=env)
-    [other] = temporary.glob("celery-dislock-*")
-    assert other != folder
-
-
 def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_server):
     """The lock server is what is away, and the worker answers nevertheless."""
     fleet = start_fleet("prefork", "--dislock", conf={"dislock_url": own_redis_server.url})
@@ -156,12 +75,7 @@ def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_serv
     scene.wait_for_report("begin")
     own_redis_server.pause()
     try:
-
-        def failing():
-            processes = figures(fleet)["processes"]
-            return [one for one in processes if one["outages"] and one["failed_renewals"]]
-
-        wait_for("the outage is told", failing)
+        wait_for("the outage is told", lambda: figures(fleet)["unavailable"])
     finally:
         own_redis_server.resume()
         scene.open_gate()

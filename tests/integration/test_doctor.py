@@ -46,7 +46,9 @@ WORKER = {
     "no_server": None,
     "tasks": {},
     "warnings": [],
-    "processes": [],
+    "errors": 0,
+    "unavailable": None,
+    "leases": [],
 }
 
 

@@ -134,13 +134,13 @@ def understood(answer: object) -> Description | None:
 
     Any version may answer, and any program that the broker lets in.
     """
-    if not isinstance(answer, dict) or not isinstance(answer.get("processes"), list):
+    if not isinstance(answer, dict) or not isinstance(answer.get("leases"), list):
         return None
     tasks, warnings = answer.get("tasks"), answer.get("warnings")
     return {
         **{
             name: None if answer.get(name) is None else str(answer[name])
-            for name in ("version", "server", "prefix", "no_server")
+            for name in ("version", "server", "prefix", "no_server", "unavailable")
         },
         "enabled": answer.get("enabled"),
         "locks": answer.get("locks") is not False,
@@ -150,16 +150,9 @@ def understood(answer: object) -> Description | None:
             if isinstance(options, dict)
         },
         "warnings": [str(one) for one in (warnings if isinstance(warnings, list) else ())],
-        "processes": [_process(one) for one in answer["processes"] if isinstance(one, dict)],
+        "errors": answer.get("errors"),
+        "leases": [one for one in answer["leases"] if isinstance(one, dict)],
     }
-
-
-def _process(figures: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {
-        name: value if isinstance(value := figures.get(name), (int, float)) else 0
-        for name in ("pid", "held", "errors", "outages", "worst_late")
-    }
-    return {**numbers, "unchanged_for": figures.get("unchanged_for")}
 
 
 class Workers(Protocol):

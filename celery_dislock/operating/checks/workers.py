@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from celery_dislock.operating.checks.facts import Description, Facts
     from celery_dislock.operating.findings import Finding
 
-LATE = 2.0  # seconds by which a renewal may be late without a finding
 
 OF_SERVER = "The lock server "  # how a worker's warnings about its server begin
 
@@ -151,38 +150,27 @@ def options(facts: Facts) -> Iterator[Finding]:
 
 
 @TABLE.check("renewals")
-def watchdogs(facts: Facts) -> Iterator[Finding]:
-    """Find processes whose watchdog had trouble."""
-    processes = {
-        f"{worker} (pid {one['pid']})": one
-        for worker, answer in facts.fleet.described.items()
-        for one in answer["processes"]
-    }
-    silent = [name for name, one in processes.items() if one["unchanged_for"] is None]
-    if silent:
-        what = f"These pool processes have not written their figures: {some(silent)}."
-        remedy = "They are starting, or cannot write to the folder of temporary files (TMPDIR)."
-        yield note(what, remedy, silent)
-    known = {name: one for name, one in processes.items() if name not in silent}
-    erring = [name for name, one in known.items() if one["errors"]]
+def renewals(facts: Facts) -> Iterator[Finding]:
+    """Find workers whose leases are not renewed in time, or may soon not be."""
+    answers = facts.fleet.described
+    cut_off = {name: one["unavailable"] for name, one in answers.items() if one["unavailable"]}
+    if cut_off:
+        what = f"The lock server does not answer these workers: {some(cut_off)}: "
+        remedy = "Look at the network between them and the lock server."
+        yield serious(what + next(iter(cut_off.values())), remedy, cut_off)
+    erring = [name for name, one in answers.items() if one["errors"]]
     if erring:
         what = f"The watchdog has survived unexpected errors: {some(erring)}."
         yield warning(what, "Look for 'Unexpected error' in these workers' logs.", erring)
-    late = [name for name, one in known.items() if one["worst_late"] > LATE]
-    if late:
-        worst = max(one["worst_late"] for one in known.values())
-        what = f"Leases were renewed up to {worst:.1f} s late: {some(late)}."
-        remedy = "Their processes were stopped, their bodies held the GIL, or the server was away."
-        yield warning(what, remedy, late)
-    failing = [name for name, one in known.items() if one["outages"]]
-    if failing:
-        times = number(sum(one["outages"] for one in known.values()), "outage")
-        what = f"Renewals have failed in {times} since these processes began: {some(failing)}."
-        yield note(what, "", failing)
-    if known and not (erring or late or failing):
-        held = sum(one["held"] for one in known.values())
-        who = f"{number(len(known), 'process')} renew{'s' if len(known) == 1 else ''}"
-        yield ok(f"{who} {number(held, 'lease')} in time.")
+    leases = [lease for one in answers.values() for lease in one["leases"] if lease.get("held")]
+    overdue = [str(lease.get("key")) for lease in leases if lease.get("overdue")]
+    if overdue:
+        what = f"Running tasks missed two renewals in a row: {some(overdue)}."
+        remedy = "Their processes are stopped, their bodies hold the GIL, or the server was away."
+        yield warning(what, remedy, overdue)
+    if answers and not (cut_off or erring or overdue):
+        who = f"{number(len(answers), 'worker')} renew{'s' if len(answers) == 1 else ''}"
+        yield ok(f"{who} {number(len(leases), 'lease')} of running tasks in time.")
 
 
 def _tasks(facts: Facts) -> list[str]:

@@ -29,7 +29,7 @@ def lock(**given):
 
 def described(**given):
     """How a worker describes its locks."""
-    process = {"pid": 7, "unchanged_for": 0.0, "held": 1, "errors": 0, "worst_late": 0.0}
+    lease = {"key": "export:7", "held": True, "overdue": False}
     return {
         "version": "1",
         "enabled": True,
@@ -39,7 +39,9 @@ def described(**given):
         "no_server": None,
         "tasks": {"export": {"lock_key": "export:<n>"}},
         "warnings": [],
-        "processes": [{**process, "outages": 0, **given.pop("process", {})}],
+        "unavailable": None,
+        "errors": 0,
+        "leases": [{**lease, **given.pop("lease", {})}],
         **given,
     }
 

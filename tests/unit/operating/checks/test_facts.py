@@ -136,7 +136,7 @@ class TestUnderstood:
         """As far as the checks use it."""
         assert understood(json.loads(json.dumps(described()))) == described()
 
-    @pytest.mark.parametrize("answer", [None, [], "x", {}, {"error": "KeyError"}, {"processes": 7}])
+    @pytest.mark.parametrize("answer", [None, [], "x", {}, {"error": "KeyError"}, {"leases": 7}])
     def test_what_is_no_answer(self, answer):
         """An older version, a worker without the plugin, or no reply at all."""
         assert understood(answer) is None
@@ -144,9 +144,10 @@ class TestUnderstood:
     @pytest.mark.parametrize(
         "strange",
         [
-            {"processes": [7, {}, {"pid": "x", "held": None, "errors": [], "outages": "many"}]},
-            {"processes": [], "tasks": ["export"], "warnings": "x", "version": 7, "server": {}},
-            {"processes": [], "tasks": {"export": 7, "pay": {"lock_key": {"a": [1]}}}},
+            {"leases": [7, {}, {"key": 7, "held": [], "overdue": "x"}, {"held": 1, "overdue": 1}]},
+            {"leases": [], "tasks": ["export"], "warnings": "x", "version": 7, "server": {}},
+            {"leases": [], "tasks": {"export": 7, "pay": {"lock_key": {"a": [1]}}}},
+            {"leases": [], "errors": "many", "unavailable": 7},
         ],
     )
     def test_an_answer_of_a_stranger_is_no_reason_to_stop(self, strange):

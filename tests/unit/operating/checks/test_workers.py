@@ -39,10 +39,9 @@ ALONE = {"no_server": "no such URL", "server": None, "prefix": None}
         ({"tasks": {"export": LIMIT}}, "options", "serious", "the default (this command, w1)"),
         ({"tasks": {"export": TIMEOUT}}, "options", "warning", "lock_watchdog_timeout of export"),
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),
-        ({"process": {"errors": 1}}, "renewals", "warning", "unexpected errors: w2 (pid 7)"),
-        ({"process": {"worst_late": 7.2}}, "renewals", "warning", "up to 7.2 s late: w2"),
-        ({"process": {"outages": 2}}, "renewals", "note", "in 2 outages"),
-        ({"processes": [{"pid": 8, "unchanged_for": None}]}, "renewals", "note", "w2 (pid 8)"),
+        ({"errors": 1}, "renewals", "warning", "unexpected errors: w2"),
+        ({"lease": {"overdue": True}}, "renewals", "warning", "two renewals in a row: export:7"),
+        ({"unavailable": "no route"}, "renewals", "serious", "these workers: w2: no route"),
     ],
 )
 def test_a_worker_that_differs_from_another(answer, check, level, text):

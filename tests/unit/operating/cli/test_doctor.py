@@ -42,7 +42,7 @@ def test_who_answers_the_ping_is_asked_by_name(app, monkeypatch):
         app,
         monkeypatch,
         ping=[{"w2": {"ok": "pong"}}, {"w1": {"ok": "pong"}}],
-        dislock=[{"w1": {"processes": [], "version": "1"}}, {"w2": {"error": "KeyError"}}],
+        dislock=[{"w1": {"leases": [], "version": "1"}}, {"w2": {"error": "KeyError"}}],
         active_queues=[{"w1": [{"name": "celery"}]}, {"w2": None}],
     )
     fleet = workers.fleet()

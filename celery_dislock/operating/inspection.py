@@ -1,0 +1,135 @@
+"""Answer ``celery inspect dislock``: how a worker locks, and what its running tasks hold.
+
+The worker's main process answers.  It knows its settings, and the tasks that run in its pool.
+Whether these hold their locks, it asks the lock server: under prefork the leases are in the pool
+processes, which cannot be asked.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from celery.worker import state as worker_state
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.keys.names import told_id
+from celery_dislock.operating.about import about
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.view import shown_key
+from celery_dislock.words import for_people
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from celery import Celery
+    from celery.worker import WorkController
+    from celery.worker.request import Request
+
+    from celery_dislock.servers.view import Holder
+
+FULL = "full"  # the argument of `celery inspect dislock` that asks for everything
+SHORT = 20  # leases that are listed without it
+WITHIN = 0.5  # seconds to wait for a reply of the lock server; the worker's event loop waits, too
+
+
+def inspect_locks(state: Any, shown: Sequence[str] | None = None, **_kwargs: Any) -> dict[str, Any]:
+    """How this worker locks, and the leases of the tasks that it runs; "full": with all details."""
+    answer = inspection(state.app, state.consumer.controller)
+    # Celery's command line always gives a list; programs that ask leave it out, and get everything.
+    return answer if shown is None or FULL in shown else _in_short(answer)
+
+
+def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
+    """
+    Describe a worker's locks; blocks for a round trip.
+
+    Args:
+        app: The worker's app.
+        worker: The worker.
+
+    Returns:
+        A JSON object: what :func:`celery_dislock.operating.about.about` returns, and "warnings" of
+        the worker's start, "errors" that the main process's watchdog has survived, "unavailable":
+        why the lock server did not answer, or None, and "leases".
+    """
+    runtime = runtime_of(app)
+    guards = {name: getattr(task, "dislock_guard", None) for name, task in app.tasks.items()}
+    answer = about(runtime, {name: guard.options for name, guard in guards.items() if guard})
+    answer["warnings"] = [one for step in worker.steps for one in getattr(step, "warnings", ())]
+    answer |= {"errors": 0, "unavailable": None, "leases": []}
+    if answer["no_server"] is None and answer["locks"]:
+        answer["errors"] = runtime.process.watchdog.errors
+        try:
+            answer["leases"] = _leases(app)
+        except StoreError as exc:
+            answer["unavailable"] = str(exc)
+    return answer
+
+
+def _leases(app: Celery) -> list[dict[str, Any]]:
+    """Return a lease, or that there is none, for each lock of each running task."""
+    runtime = runtime_of(app)
+    wanted = list(_locks_of_running_tasks())
+    if not wanted:
+        return []
+    store = runtime.process.store_within(WITHIN)
+    try:
+        overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
+        locks = overview.look([name for _, name in wanted])
+    finally:
+        store.close()
+    return [
+        _lease(request, name, [] if isinstance(lock, StoreError) else lock.holders)
+        for (request, name), lock in zip(wanted, locks, strict=True)
+    ]
+
+
+def _locks_of_running_tasks() -> Iterator[tuple[Request, str]]:
+    for request in list(worker_state.active_requests):
+        guard = getattr(request.task, "dislock_guard", None)
+        if guard is not None and guard.options.lock_limit is not None:
+            with suppress(Exception):  # of a user's callable, for a key; then the body does not run
+                for name in guard.lock_names(request.args, request.kwargs):
+                    yield request, name
+
+
+def _lease(request: Request, name: str, holders: Sequence[Holder]) -> dict[str, Any]:
+    about_task = {
+        "key": shown_key(name),
+        "task": request.task.name,
+        "id": request.id,
+        "pid": request.worker_pid,
+    }
+    for one in holders:
+        if one.id == told_id(request.id) and one.worker == request.hostname and not one.turn:
+            return {
+                **about_task,
+                "pid": one.pid,  # greenlets and threads have numbers of their own in a request
+                "held": True,
+                "token": one.token,
+                "held_for": one.held,
+                "remaining": one.remaining,
+                "renewed": one.renewed,
+                "overdue": one.is_overdue,
+            }
+    return {**about_task, "held": False}
+
+
+def _in_short(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer with a line for each lease."""
+    lines = [_line(lease) for lease in answer["leases"][:SHORT]]
+    left = len(answer["leases"]) - SHORT
+    if left > 0:
+        lines.append(f"and {left} more")
+    return {**answer, "tasks": len(answer["tasks"]), "leases": lines}
+
+
+def _line(lease: Mapping[str, Any]) -> str:
+    what = f"does not hold {lease['key']}"
+    if lease["held"]:
+        what = f"has held {lease['key']} for {for_people(lease['held_for'])}"
+        if lease["overdue"]:
+            what += f", last renewed {for_people(lease['renewed'])} ago"
+    return f"{lease['task']}[{lease['id']}] in process {lease['pid']} {what}"
