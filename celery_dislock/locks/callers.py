@@ -80,9 +80,15 @@ class CallerLease:
         self.caller: ref[Caller] | None = None
         self._attempt = attempt
 
-    def is_of(self, lock: Lock) -> bool:
-        """Return whether the lease is on the same store and has exactly the keys of *lock*."""
-        return self.lock.store is lock.store and tuple(self.lock.names) == tuple(lock.names)
+    def is_of(self, lock: Lock, runtime: object = None) -> bool:
+        """
+        Return whether the lease has exactly the keys of *lock*, on the same store.
+
+        If *runtime* is given, any store of that runtime will do: a lease that was taken before the
+        runtime was closed can still be released.
+        """
+        ours = self.lock.store is lock.store or (runtime is not None and runtime is self.runtime)
+        return ours and tuple(self.lock.names) == tuple(lock.names)
 
     def leave(self, entry: object) -> None:
         """

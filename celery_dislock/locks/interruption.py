@@ -25,9 +25,12 @@ import ctypes
 import signal
 import sys
 import threading
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
 SIGNAL = getattr(signal, "SIGURG", None)
@@ -48,7 +51,7 @@ def running_here() -> Target:
     """Return an armed target for the calling thread or greenlet."""
     by = patched_by()
     if by:
-        return _GeventTarget() if by == "gevent" else _EventletTarget()
+        return _GreenletTarget(by)
     if SIGNAL is not None and threading.current_thread() is threading.main_thread():
         return _MainThreadTarget(SIGNAL)
     return _ThreadTarget()
@@ -77,35 +80,19 @@ def _patched(module: str, question: str, what: str) -> bool:
     return patcher is not None and getattr(patcher, question)(what)
 
 
-class _GeventTarget:
-    def __init__(self) -> None:
-        import gevent  # noqa: PLC0415 -- optional; it has patched this process
-
-        self._greenlet = gevent.getcurrent()
-        self._hub = gevent.get_hub()
+class _GreenletTarget:
+    def __init__(self, by: str) -> None:
+        library: Any = import_module(by)  # optional; it has patched this process
+        self._greenlet = library.getcurrent()
+        hub = import_module(f"{by}.hub" if by == "gevent" else f"{by}.hubs").get_hub()
+        # Has the hub call a function in its next round.
+        self._call_soon: Callable[..., object] = (
+            hub.loop.run_callback if by == "gevent" else partial(hub.schedule_call_global, 0)
+        )
         self._armed = True
 
     def throw(self, exc: BaseException) -> None:
-        self._hub.loop.run_callback(self._throw_now, exc)
-
-    def _throw_now(self, exc: BaseException) -> None:
-        if self._armed:
-            self._greenlet.throw(exc)
-
-    def disarm(self) -> None:
-        self._armed = False
-
-
-class _EventletTarget:
-    def __init__(self) -> None:
-        import eventlet.hubs  # noqa: PLC0415 -- optional; it has patched this process
-
-        self._hub = eventlet.hubs.get_hub()
-        self._greenlet = eventlet.getcurrent()
-        self._armed = True
-
-    def throw(self, exc: BaseException) -> None:
-        self._hub.schedule_call_global(0, self._throw_now, exc)
+        self._call_soon(self._throw_now, exc)
 
     def _throw_now(self, exc: BaseException) -> None:
         if self._armed:

@@ -120,8 +120,6 @@ class Lease:
         capped: True once the cap has stopped the renewals.
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
-        grant: What was granted.
-        end: How the lease has ended; None: it has not.
         reservation: The reservation of its key, which is renewed with it; None: none.
     """
 
@@ -164,7 +162,7 @@ class Lease:
         self.reservation: Reservation | None = None
         self.capped = False
         self.finished = False
-        self.end: End | None = None
+        self.end: End | None = None  # None: it has not ended
         self.reported = False  # to the observer
         self.on_end: Callable[[Lease, str], None] | None = None  # takes the action, too
         self.interval = options.renewal_interval

@@ -115,10 +115,10 @@ class ReentrantLock:
             wait_for = MAY_WAIT(timeout)
         except ValueError as exc:
             remedy = f"{exc}; leave it out to wait without a limit"
-            raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy) from exc
+            raise self._refusal("timeout", timeout, remedy) from exc
         if wait_for is not None and not blocking:
             remedy = "it has no effect with blocking=False: leave one of the two out"
-            raise SettingsError(f"lock {self.key!r}", "timeout", timeout, remedy)
+            raise self._refusal("timeout", timeout, remedy)
         self._refuse_interruption()
         return isinstance(self._take(object(), blocking=blocking, timeout=wait_for), CallerLease)
 
@@ -151,8 +151,7 @@ class ReentrantLock:
         held = self._held
         if held is None or not held.entries:
             raise self._not_owner()
-        _twice(held.leave, next(reversed(held.entries)))
-        _tell_if_lost(held, None)
+        _leave(held, next(reversed(held.entries)), None)
 
     def extend(self) -> None:
         """
@@ -229,8 +228,7 @@ class ReentrantLock:
     ) -> None:
         held = self._held
         if held is not None and held.entries:
-            _twice(held.leave, next(reversed(held.entries)))
-            _tell_if_lost(held, exc)
+            _leave(held, next(reversed(held.entries)), exc)
         elif exc is None:
             raise self._not_owner()
         else:
@@ -271,13 +269,7 @@ class ReentrantLock:
     def _held(self) -> CallerLease | None:
         lock = self._lock_in(self._runtime.process)
         held = current_caller().find(lock)
-        if held is None or not (held.is_of(lock) or self._took_before_close(held, lock)):
-            return None
-        return held
-
-    def _took_before_close(self, held: CallerLease, lock: Lock) -> bool:
-        """Return whether the lease was taken before the runtime was closed: release still works."""
-        return held.runtime is self._runtime and tuple(held.lock.names) == tuple(lock.names)
+        return held if held is not None and held.is_of(lock, self._runtime) else None
 
     def _take(
         self, entry: object, *, blocking: bool, timeout: float | None
@@ -290,7 +282,7 @@ class ReentrantLock:
         if caller.is_greenlet:
             process.check_patching()
         if self._options.lock_on_lost != "warn" and (why := refusal()):
-            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, why)
+            raise self._refusal("on_lost", self._options.lock_on_lost, why)
         lock = self._lock_in(process)
         held = caller.find(lock)
         if held is not None and held.is_of(lock):
@@ -331,7 +323,10 @@ class ReentrantLock:
     def _refuse_interruption(self) -> None:
         if self._options.lock_on_lost != "warn":
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
-            raise SettingsError(f"lock {self.key!r}", "on_lost", self._options.lock_on_lost, remedy)
+            raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
+
+    def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
+        return SettingsError(f"lock {self.key!r}", option, value, remedy)
 
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
@@ -381,8 +376,7 @@ class Leaving:
             if now is not None and now is not held and now.entries:
                 self._lock._exit(kind, exc, traceback)  # noqa: SLF001
                 return
-        _twice(held.leave, self._entry)
-        _tell_if_lost(held, exc)
+        _leave(held, self._entry, exc)
 
 
 class _Exit:
@@ -416,24 +410,24 @@ def _described(host: str, pid: int, ident: int, thread: str, timeout: float | No
     return Described(f"{host}:{pid}:{ident}/", holder, to_json(holder))
 
 
-def _twice(call: Callable[[object], None], entry: object) -> None:
+def _leave(held: CallerLease, entry: object, exc: BaseException | None) -> None:
+    """
+    Undo an acquisition.  A loss is raised, or added as a note to an exception in progress.
+
+    Raises:
+        LockLostError: The lease was lost, and *exc* is None.
+    """
     try:
-        call(entry)
+        held.leave(entry)
     except BaseException:  # a signal handler's exception, at any instruction
-        call(entry)
+        held.leave(entry)
         raise
-
-
-def _tell_if_lost(held: CallerLease, exc: BaseException | None) -> None:
-    """If the lease was lost, raise LockLostError, or add a note to an exception in progress."""
-    lease = held.lease
-    if not lease.lost:
+    if not held.lease.lost or isinstance(exc, LockLostError):
         return
-    error = LockLostError(lease.key, lease.why_ended)
+    error = LockLostError(held.lease.key, held.lease.why_ended)
     if exc is None:
         raise error
-    if not isinstance(exc, LockLostError):
-        _note(exc, str(error))
+    _note(exc, str(error))
 
 
 def _note(exc: BaseException, note: str) -> None:

@@ -18,7 +18,6 @@ from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease, signals
 from celery_dislock.exceptions import (
-    EventLoopError,
     LockHeldError,
     LockKeyError,
     LockLostError,
@@ -70,14 +69,8 @@ class TestTerms:
         ("has", "asks", "named"),
         [
             ({"mode": "shared"}, {}, "mode='exclusive'"),
-            ({"limit": 5}, {}, "limit=1"),
-            ({"limit": 5}, {"mode": "shared"}, "mode='shared'"),
-            ({}, {"limit": 5}, "limit=5"),
             ({"expire": 1}, {"expire": 60}, "expire=60.0"),
-            ({"expire": 1}, {}, "expire=None"),
-            ({}, {"expire": 60}, "expire=60.0"),
             ({"watchdog_timeout": 20}, {}, "watchdog_timeout=60.0"),
-            ({}, {"max_renew_times": 1}, "max_renew_times=1"),
             ({}, {"on_lost": "raise"}, "on_lost='raise'"),
         ],
     )
@@ -250,13 +243,6 @@ class TestLoss:
         assert lock.acquire(blocking=False)
         lock.release()
 
-    def test_an_exception_on_its_way_is_not_replaced(self, dislock, redis_client):
-        """The loss is noted on it."""
-        with pytest.raises(ZeroDivisionError) as raised, dislock.lock(KEY):
-            steal(redis_client)
-            raise ZeroDivisionError
-        assert "is lost" in raised.value.__notes__[0]
-
     def test_the_outermost_block_tells(self, dislock, redis_client):
         """An inner block has nothing to release, and asks nobody."""
         done = []
@@ -300,28 +286,8 @@ class TestLoss:
                 call()
         assert redis_client.hkeys(NAME) == ["thief"]
 
-    @pytest.mark.parametrize("way", ["acquire", "try_acquire"])
-    def test_only_a_block_can_be_stopped(self, dislock, redis_client, way):
-        """What has no end that we know of is not interrupted: refused, and nothing is taken."""
-        with pytest.raises(SettingsError, match="with"):
-            getattr(dislock.lock(KEY, on_lost="raise"), way)()
-        assert not redis_client.exists(NAME)
-
 
 class TestEventLoop:
-    def test_a_running_loop_is_refused(self, dislock, redis_client):
-        """Its coroutines would all be inside; the error says what to do."""
-
-        async def coroutine():
-            lock = dislock.lock(KEY)
-            for take in (lock.acquire, lock.try_acquire, lock.__enter__):
-                with pytest.raises(EventLoopError, match="to_thread") as refused:
-                    take()
-                assert isinstance(refused.value, RuntimeError)
-
-        asyncio.run(coroutine())
-        assert not redis_client.exists(NAME)
-
     def test_a_thread_of_the_loop_may(self, dislock):
         """As the error says: a function of its own, in a thread."""
 
@@ -513,12 +479,6 @@ class TestOptions:
             dislock.lock(KEY, **{option: value})
         assert refused.value.option == option
 
-    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, "5", True, 10**400])
-    def test_senseless_waits_are_refused(self, dislock, timeout):
-        """No number, endless or negative: endless is None."""
-        with pytest.raises(SettingsError, match="timeout"):
-            dislock.lock(KEY).acquire(timeout=timeout)
-
     def test_a_wait_may_be_a_timedelta(self, dislock):
         """As it may for the block."""
         assert dislock.lock(KEY).acquire(timeout=timedelta(seconds=1))
@@ -529,19 +489,6 @@ class TestOptions:
         """With an error of ours."""
         with pytest.raises(LockKeyError):
             dislock.lock(key)
-
-    def test_a_block_waits_for_its_timeout(self, dislock):
-        """Then it is not entered, and the error names the holder."""
-        lock = dislock.lock(KEY)
-        lock.acquire()
-
-        def enter():
-            with pytest.raises(LockHeldError) as refused, dislock.lock(KEY, timeout=0.05):
-                pass
-            return refused.value
-
-        assert "thread" in elsewhere(enter).holder
-        lock.release()
 
 
 PATCHED_LATE = """

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError, SettingsError
+from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
 from celery_dislock.locks import lock as locks
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
@@ -92,15 +92,6 @@ def take_over(store, redis_client):
 
 
 class TestReentry:
-    def test_its_thread_takes_it_again(self, lock):
-        """The thread that holds the lock takes it again, and has the same lease."""
-        assert lock.acquire()
-        first = lock.lease
-        assert lock.acquire(blocking=False)
-        assert lock.try_acquire() is first
-        for _ in range(3):
-            lock.release()
-
     def test_other_threads_are_refused(self, lock):
         """Another thread of the process is told which thread holds the lock, and for how long."""
         with lock:
@@ -119,23 +110,6 @@ class TestReentry:
             assert lock.locked()
         lock.release()
         assert redis_client.keys("*") == []
-
-    def test_objects_of_one_key_count_together(self, dislock, lock):
-        """Two lock objects of one key are one lock to a thread."""
-        same = dislock.lock(KEY)
-        with lock as lease:
-            assert same.try_acquire() is lease
-            same.acquire()
-            lock.release()
-            same.release()
-            assert same.locked()
-        assert not same.locked()
-
-    def test_other_keys_are_other_locks(self, dislock, lock):
-        """A thread that holds one lock holds no other."""
-        with lock, dislock.lock("export:8") as other:
-            assert other.key == "export:8"
-            assert other is not lock.lease
 
     def test_another_dislock_of_the_process_is_another_owner(self, redis_url, lock):
         """Two of them in one thread, each with its first lock, are not taken for one another."""
@@ -247,15 +221,6 @@ class TestOwnership:
 
 
 class TestWith:
-    def test_the_block_has_the_lease(self, lock):
-        """A with block gives the lease, which is held inside and released after it."""
-        with lock as lease:
-            assert isinstance(lease, Lease)
-            assert lock.lease is lease
-            lease.ensure_held()
-        assert not lease.held
-        assert lock.lease is None
-
     def test_an_exception_releases(self, lock, redis_client):
         """An exception leaves the block, and the lock free."""
         with pytest.raises(ZeroDivisionError), lock:
@@ -274,23 +239,6 @@ class TestAsking:
         assert lock.lease is None
         assert redis_client.keys("*") == [NAME]
         assert redis_client.hkeys(NAME) == ["other"]
-
-    @pytest.mark.parametrize(
-        "arguments", [{"timeout": -1}, {"blocking": False, "timeout": 1}], ids=str
-    )
-    def test_senseless_timeouts_are_refused(self, lock, redis_client, arguments):
-        """A timeout that is negative, or given where nothing waits, is a ValueError."""
-        with pytest.raises(ValueError, match="timeout"):
-            lock.acquire(**arguments)
-        assert redis_client.keys("*") == []
-
-    @pytest.mark.parametrize(
-        "options", [{"limit": 0}, {"mode": "both"}, {"watchdog_timeout": -1}, {"lock_limits": 2}]
-    )
-    def test_senseless_options_are_refused(self, dislock, options):
-        """An option that cannot be used is refused when the lock is made."""
-        with pytest.raises(SettingsError):
-            dislock.lock(KEY, **options)
 
 
 class TestKinds:

@@ -63,6 +63,21 @@ def test_only_an_earlier_job_rings(loop, when, rings):
     assert loop._bell._silent.acquire(blocking=False) is rings
 
 
+def test_what_becomes_due_while_the_loop_looks_is_not_missed(loop):
+    """A job that was looked at already rings: the loop is about to sleep until a later time."""
+    first, last = Note(), Note(1100)
+    loop.jobs = [first, last]
+
+    def due_at():
+        first.due = [1050]
+        loop.wake(1050)
+        return 1100
+
+    last.due_at = due_at
+    loop.tick()
+    assert loop._bell._silent.acquire(blocking=False)
+
+
 def test_a_late_beat_is_a_stall(loop, clock):
     """Between two beats only the time of a planned sleep, or of a round trip, may pass."""
     stalls = []

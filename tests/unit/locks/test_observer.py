@@ -43,9 +43,10 @@ def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):
     world.lease("left", lock_watchdog_timeout=3).release(Ending(expires=True))
     world.lease(lock_watchdog_timeout=3, max_renew_times=1)
     world.run(3)
-    world.lease("b", "other", lock_watchdog_timeout=3)
+    lost = world.lease("b", "other", lock_watchdog_timeout=3)
     world.store.answers["other"] = False
     world.run(3)
+    lost.release()
     assert told == [
         ("acquired", "at_once", 0.0),
         ("released", 0),

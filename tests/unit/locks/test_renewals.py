@@ -14,6 +14,7 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller, has_ended
 from celery_dislock.locks.lease import End
 from celery_dislock.locks.renewals import BATCH
+from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Ending
 
 
@@ -38,6 +39,25 @@ def test_leases_due_together_are_renewed_in_bounded_batches(world):
         world.lease(f"k{number}", f"o{number}", lock_watchdog_timeout=30)
     world.run(10.5)
     assert [len(owners) for (owners,) in world.store.asked("renew")] == [BATCH, 1]
+
+
+def test_leases_that_are_due_soon_join_the_batch(world):
+    """Renewals that are half a second apart share a round trip."""
+    world.lease("a", "a", lock_watchdog_timeout=30)
+    world.clock.advance(0.4)
+    world.lease("b", "b", lock_watchdog_timeout=30)
+    world.run(10)
+    assert world.store.asked("renew") == [(["a", "b"],)]
+
+
+@pytest.mark.parametrize(("until", "kept"), [("end", True), ("start", False)])
+def test_the_reservation_of_a_task_that_runs_is_kept(world, until, kept):
+    """It is renewed after its lease, unless it has ended with the start."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    lease.reservation = Reservation("dislock:{k}", "1", mark="m", number=1, until=until)
+    world.run(11)
+    expected = [("keep", [lease.reservation], True)] if kept else []
+    assert world.store.reservations.asked == expected
 
 
 def test_the_most_urgent_lease_comes_first(world):
@@ -141,6 +161,8 @@ def test_the_cap_stops_the_renewals(world, heard):
     assert lease.capped
     assert not lease.held
     assert len(world.watchdog.renewals) == 0
+    lease.release()
+    assert names(heard)[-1] == "lock_capped"
 
 
 @pytest.mark.parametrize("cap", [0, -1])

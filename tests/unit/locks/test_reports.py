@@ -28,17 +28,22 @@ def test_reports_can_be_made_elsewhere(world, heard):
     assert sorted(names(heard)) == ["lock_capped", "lock_lost", *["lock_renewed"] * 3]
 
 
-def test_a_loss_is_reported_with_reason_and_action(world, heard, caplog):
-    """The log names key, task and why; the body is stopped even if a receiver raises."""
-    lease = world.lease(lock_on_lost="raise")
+@pytest.mark.parametrize(
+    ("report", "what"), [("lost", "is lost: stolen"), ("capped", "was renewed 0 times, its cap")]
+)
+def test_an_end_is_reported_with_its_action(world, heard, caplog, report, what):
+    """The log names key, task and why; whoever runs the body is given the action of its task."""
+    lease = world.lease(lock_on_lost="raise", lock_on_cap="raise")
     actions = []
     lease.on_end = lambda _lease, action: actions.append(action)
-    lease.lose("stolen")
-    world.watchdog.reports.lost(lease)
-    assert names(heard) == ["lock_lost"]
-    assert heard[-1][1]["reason"] == "stolen"
+    if report == "lost":
+        lease.lose("stolen")
+    getattr(world.watchdog.reports, report)(lease)
+    [(name, told)] = [event for event in heard if event[0] != "lock_acquired"]
+    assert (name, told["lease"]) == (f"lock_{report}", lease)
+    assert told.get("reason", "stolen") == "stolen"
     assert actions == ["raise"]
-    assert "'k' of t[1] on w (pid 7) is lost: stolen" in caplog.text
+    assert f"'k' of t[1] on w (pid 7) {what}" in caplog.text
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit])
