@@ -9,10 +9,15 @@ SITE   := $(VENV)/.site-installed
 MERMAID := $(VENV)/mermaid
 BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-JOBS   ?= 3
+JOBS   ?= 6
+# Tests that share a worker or a file run in one process, those that wait longest first.
+GROUPED := --dist loadgroup --no-loadscope-reorder
 # A test that ignores its own time limit ends its process, and is named.
 STUCK  := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart 2
 ARGS   ?=
+
+# Tests start hundreds of programs, which compile every module anew where none may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test unit check docs site screenshots bench faults test-all clean
@@ -26,7 +31,7 @@ demo: $(PAGES)  ## watch two real workers keep their locks
 	@$(BIN)/python -m example_project.demo $(ARGS)
 
 test: $(PAGES)  ## run all tests but the slow ones; ARGS=tests/unit/locks runs some
-	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) --dist loadfile $(STUCK) $(ARGS)
+	@$(PYTEST) -m "not slow" --numprocesses $(JOBS) $(GROUPED) $(STUCK) $(ARGS)
 
 unit: $(STAMP)  ## run the unit tests: no server, no worker
 	@$(PYTEST) tests/unit --numprocesses $(JOBS) $(ARGS)
@@ -54,8 +59,8 @@ screenshots: $(SITE)  ## take the pictures of the page of locks for the document
 bench: $(PAGES)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-faults: $(PAGES)  ## run every fault test, the slow ones too
-	@$(PYTEST) tests/faults $(ARGS)
+faults: $(PAGES)  ## run every fault test, and all slow tests
+	@$(PYTEST) -m "faults or slow" $(ARGS)
 
 test-all:  ## run the tests on every Python here, 3.10 to 3.13, with the oldest and newest Celery
 	@.ci/test-all $(ARGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,11 +18,25 @@ from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
+TESTS = Path(__file__).parent
+TIERS = ["acceptance", "docs", "smoke", "faults", "integration", "unit", "site"]
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Keep the tests of a file in one process, if several run; those that wait longest come first.
+
+    Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own.
+    """
+    for item in items:
+        if not item.get_closest_marker("acceptance"):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
+    yield
+    items.sort(key=lambda item: TIERS.index(item.path.relative_to(TESTS).parts[0]))
 
 
 @pytest.fixture(scope="session")

@@ -121,17 +121,20 @@ class Template:
         env: Mapping[str, str],
         out: int,
         err: int,
+        stdin: int | None = None,
     ) -> Forked:
-        """Run ``python -m MODULE ARGUMENTS`` with its outputs to these files."""
+        """Run ``python -m MODULE ARGUMENTS`` with these files; a script's path is no module."""
         request = Request(module, list(arguments), str(folder), dict(env))
         status, told = os.pipe()
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, told)
+            if stdin is None:
+                stdin = os.open(os.devnull, os.O_RDONLY)
+                stack.callback(os.close, stdin)
             with self._asking:
                 talk = self._connected()
-                socket.send_fds(talk, [json.dumps(request).encode()], [out, err, told])
+                socket.send_fds(talk, [json.dumps(request).encode()], [stdin, out, err, told])
                 pid = int(talk.recv(16))
-        finally:
-            os.close(told)
         return Forked([module, *arguments], pid, status)
 
     def stop(self) -> None:
@@ -221,10 +224,10 @@ def serve(talk: socket.socket) -> Request | None:
             tell_ended(running)
         if talk not in ready:
             continue
-        text, ends, _, _ = socket.recv_fds(talk, LONGEST, 3)
+        text, ends, _, _ = socket.recv_fds(talk, LONGEST, 4)
         if not text:
             return None
-        out, err, told = ends
+        *files, told = ends
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -233,11 +236,11 @@ def serve(talk: socket.socket) -> Request | None:
             for end in (0, woken, wake, told, *running.values()):
                 os.close(end)
             request = Request(*json.loads(text))
-            become(request, out, err)
+            become(request, files)
             return request
         talk.send(b"%d" % pid)
-        os.close(out)
-        os.close(err)
+        for file in files:
+            os.close(file)
         running[pid] = told
 
 
@@ -251,14 +254,13 @@ def tell_ended(running: dict[int, int]) -> None:
             os.close(running.pop(pid))
 
 
-def become(request: Request, out: int, err: int) -> None:
+def become(request: Request, files: list[int]) -> None:
     """Make this process look as the program does when it is started."""
     os.setsid()
     os.chdir(request.folder)
-    assert os.open(os.devnull, os.O_RDONLY) == 0
-    for end, number in (out, 1), (err, 2):
-        os.dup2(end, number)
-        os.close(end)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(request.env)
@@ -274,7 +276,10 @@ def main() -> None:
     assert threading.active_count() == 1, "a thread would not be there after a fork"
     request = serve(socket.socket(fileno=0))
     if request is not None:
-        runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+        if request.module.endswith(".py"):
+            runpy.run_path(request.module, run_name="__main__")
+        else:
+            runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -242,6 +242,26 @@ def _keeps_numbers(client: redis.Redis, key: Any) -> bool:
     return os.fsdecode(client.get(key) or b"").startswith("2 - ")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process run all tests of a fleet, so that each fleet is started once.
+
+    A test that starts its own workers may run anywhere.
+    """
+    for item in items:
+        if item.get_closest_marker("acceptance"):
+            params = item.callspec.params if hasattr(item, "callspec") else {}
+            asked = set(item.fixturenames)
+            if "fleet" in asked and (shared := params.get("fleet") or params.get("broker")):
+                group = "prefork" if shared == "redis" else shared
+            elif "prefork_pair" in asked:
+                group = "prefork"
+            elif asked & {"canvas", "off"}:
+                group = item.path.stem
+            else:
+                continue
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Show with a failed test what the workers logged during it."""

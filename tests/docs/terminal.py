@@ -8,9 +8,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.forked import template
+
+if TYPE_CHECKING:
+    from tests.forked import Forked
 
 LIMIT = 60.0  # seconds for a command to end, or for a line to appear
 POLL = 0.02  # seconds between two looks
@@ -135,34 +142,36 @@ class Prompt:
     """A Python that runs the snippets of one page, one after the other."""
 
     def __init__(self, python: Path, folder: Path, environment: dict[str, str]) -> None:
-        self._python = subprocess.Popen(
-            [python, PROMPT],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        asked, ask = os.pipe()
+        answer, answered = os.pipe()
+        self._python: Forked | subprocess.Popen[bytes]
+        if str(python) == sys.executable and sys.platform == "linux":
+            self._python = template.start(
+                str(PROMPT), [], folder=folder, env=environment, stdin=asked, out=answered, err=2
+            )
+        else:
+            self._python = subprocess.Popen(
+                [python, PROMPT], cwd=folder, env=environment, stdin=asked, stdout=answered
+            )
+        os.close(asked)
+        os.close(answered)
+        self._ask, self._answers = os.fdopen(ask, "w"), os.fdopen(answer)
 
     def run(self, language: str, code: str, line: int, page: Path) -> str:
         """Run a snippet; return what is wrong with it, or ""."""
-        assert self._python.stdin is not None
-        assert self._python.stdout is not None
         asked = {"language": language, "code": code, "line": line, "page": str(page)}
-        self._python.stdin.write(json.dumps(asked) + "\n")
-        self._python.stdin.flush()
-        answer = self._python.stdout.readline()
+        self._ask.write(json.dumps(asked) + "\n")
+        self._ask.flush()
+        answer = self._answers.readline()
         assert answer, f"Python ended in line {line} of {page.name}"
         return json.loads(answer)
 
     def close(self) -> None:
         """End it."""
-        assert self._python.stdin is not None
-        assert self._python.stdout is not None
-        self._python.stdin.close()
+        self._ask.close()
         try:
             self._python.wait(LIMIT)
         finally:
             self._python.kill()
             self._python.wait()
-            self._python.stdout.close()
+            self._answers.close()

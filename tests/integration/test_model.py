@@ -435,7 +435,7 @@ def machine():
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_the_scripts_do_what_the_model_does(machine):
     """Whatever owners do, in whichever order, locks of all kinds do what the model does."""
-    run_model(machine, examples=250, steps=50)
+    run_model(machine, examples=120, steps=50)
 
 
 def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):

@@ -32,8 +32,7 @@ def test_it_never_ends():
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
-@pytest.mark.parametrize("forked", [False, True])
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(("how", "forked"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
 def test_a_killed_run_takes_its_processes_along(tmp_path, how, forked):
     """Those in a session of their own, too, as workers and servers are."""
     (tmp_path / "test_run.py").write_text(RUN.format(forked=forked), "utf-8")

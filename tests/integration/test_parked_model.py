@@ -790,7 +790,7 @@ def machine():
 @pytest.mark.timeout(600)  # seconds: a failure is first made small
 def test_parked_tasks_do_what_the_model_does(machine):
     """Whatever crashes and is lost on the way, each parked task completes once, in its turn."""
-    run_model(machine, examples=50, steps=40)
+    run_model(machine, examples=100, steps=40)
 
 
 def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):

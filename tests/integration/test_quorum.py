@@ -495,6 +495,7 @@ def contend(urls, journal, stop):
 
 
 @pytest.mark.faults
+@pytest.mark.slow
 def test_one_holder_at_a_time_while_servers_come_and_go(servers, urls, tmp_path):
     """Six threads of two processes contend while servers freeze and die: never two at once."""
     spawn = multiprocessing.get_context("spawn")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 60  # seconds
+from tests.forked import ROOT, run_python
 
 
 @pytest.fixture
@@ -19,14 +16,10 @@ def site(redis_url):
     pytest.importorskip("django")
 
     def take(*steps, on_duplicate="return"):
-        program = [sys.executable, "-m", "tests.integration.django_sender"]
-        told = subprocess.run(
-            [*program, json.dumps([redis_url, on_duplicate, steps])],
-            cwd=ROOT,
-            check=True,
-            stdout=subprocess.PIPE,
-            timeout=LIMIT,
-        )
+        asked = json.dumps([redis_url, on_duplicate, steps])
+        program = ["tests.integration.django_sender", asked]
+        told = run_python(*program, folder=ROOT, env=os.environ)
+        assert told.returncode == 0, told.stderr
         return json.loads(told.stdout)
 
     return take

@@ -52,7 +52,7 @@ def run(world, seeds, *, loses=False):
 @pytest.mark.parametrize("loses", [False, True], ids=["state is kept", "state is lost"])
 def test_histories(loses):
     """Hundreds of thousands of steps: what is sent twice, late or lost, and who is killed."""
-    seen = run(LuaWorld(), range(1000), loses=loses)
+    seen = run(LuaWorld(), range(500), loses=loses)
     for what in ("replaced", "duplicate", "late", "killed", "hours", "an id again", "retried"):
         assert seen[what] > 50, f"{what} has hardly been seen: {seen}"
     for what in ("redelivered", "revoked", "freed", "ran without locks"):

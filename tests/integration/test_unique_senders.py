@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 
+from tests.forked import ROOT, run_python
 from tests.integration.test_unique import messages, reserved_for
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 60  # seconds
 PROCESSES = 10
 ONE = ["delay", "apply_async", "signature", "by name", "signature of a name", "beat"]
 
@@ -24,13 +21,9 @@ def send(redis_url):
     """Send in a fresh process; return the id of each result, and whether it is a duplicate."""
 
     def send(plugin, way):
-        told = subprocess.run(
-            [sys.executable, "-m", "tests.integration.unique_sender", redis_url, plugin, way],
-            cwd=ROOT,
-            check=True,
-            stdout=subprocess.PIPE,
-            timeout=LIMIT,
-        )
+        program = ["tests.integration.unique_sender", redis_url, plugin, way]
+        told = run_python(*program, folder=ROOT, env=os.environ)
+        assert told.returncode == 0, told.stderr
         return json.loads(told.stdout)
 
     return send

@@ -6,17 +6,24 @@ can be used in one app.
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
-
-from tests.docs.test_compared import LIMIT
+from celery.contrib.testing.worker import start_worker
+from celery.signals import setup_logging
 
 if TYPE_CHECKING:
-    import redis
+    from collections.abc import Callable, Iterator
 
+    import redis
+    from celery import Celery
+
+LIMIT = 30.0  # seconds for what takes milliseconds
+POLL = 0.01  # seconds between two looks
 NEVER = -1  # what Redis answers for the time to live of a key without an expiry
 HOUR = 3600  # seconds
 DAY = 86400  # seconds
@@ -57,6 +64,31 @@ class Library:
 
     def __str__(self) -> str:
         return self.base.partition(":")[0].replace("_", "-")
+
+
+@contextmanager
+def worker(app: Celery, **options: Any) -> Iterator[None]:
+    """Run a worker in a thread; at the end it finishes what it has begun."""
+
+    def leave_alone(**_: Any) -> None:
+        """Set up no logging: Celery would take the handlers of the tests away."""
+
+    # Else it hears up to a second later that it may stop.
+    app.conf.broker_transport_options = {"polling_interval": 0.05}
+    setup_logging.connect(leave_alone)
+    try:
+        with start_worker(app, perform_ping_check=False, **({"pool": "solo"} | options)):
+            yield
+    finally:
+        setup_logging.disconnect(leave_alone)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Look again and again, until the condition is met."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(POLL)
 
 
 def corp_of(args: Any, kwargs: Any) -> str:

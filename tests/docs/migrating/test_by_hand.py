@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from celery.beat import ScheduleEntry, Scheduler
 
-from celery_dislock.exceptions import LockHeldError
 from tests.docs.migrating.libraries import (
     HOUR,
     LIBRARIES_WARN,
@@ -19,45 +18,8 @@ from tests.docs.migrating.libraries import (
     messages,
     reservations,
 )
-from tests.docs.test_compared import LIMIT, wait_for, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import redis
-
 
 pytestmark = LIBRARIES_WARN
-
-
-class ByHand:
-    """A lock as many projects write it, on a store that adds a name unless it is there."""
-
-    def __init__(self, add: Callable[..., Any], delete: Callable[[str], Any]) -> None:
-        self.add = add
-        self.delete = delete
-
-    def run(self, corp_id: int, body: Callable[[], Any], expiry: float = 600) -> Any:
-        """Run a body unless the lock of this corp is taken."""
-        if not self.add(f"by-hand:{corp_id}", expiry):
-            return None
-        try:
-            return body()
-        finally:
-            self.delete(f"by-hand:{corp_id}")
-
-
-@pytest.fixture(params=["SET NX", "cache.add"])
-def by_hand(request: pytest.FixtureRequest, redis_client: redis.Redis) -> ByHand:
-    """The lock on Redis, and on Django's cache."""
-    if request.param == "SET NX":
-
-        def add(key: str, expiry: float) -> bool:
-            return bool(redis_client.set(key, "1", nx=True, px=int(expiry * 1000)))
-
-        return ByHand(add, redis_client.delete)
-    cache = cache_in_memory(request.node.name)
-    return ByHand(lambda key, expiry: cache.add(key, "1", timeout=expiry), cache.delete)
 
 
 def configure_django() -> None:
@@ -90,127 +52,14 @@ class TestByHand:
 
         return declare
 
-    def test_a_key_by_hand(self, by_hand, task, dislock):
-        """One corp at a time; the two libraries' locks do not know each other."""
-        ran = []
-        exports = task(lambda: ran.append("ours"))
-
-        def body():
-            by_hand.run(7, lambda: ran.append("theirs"))
-            by_hand.run(8, lambda: ran.append("theirs, of 8"))
-            exports.apply((7,))
-
-        by_hand.run(7, body)
+    def test_a_key_by_hand(self, task, dislock, redis_client):
+        """One corp at a time, in tasks and elsewhere; a lock by hand is not known here."""
+        assert redis_client.set("export:7", "1", nx=True, ex=600)
+        exports = task(lambda: "ran")
         with dislock.lock("export:7"):
-            exports.apply((7,))
-            exports.apply((8,))
-        assert ran == ["theirs, of 8", "ours", "ours"]
-
-    def test_a_long_body_keeps_its_lock(self, by_hand, task, dislock, redis_client):
-        """By hand the expiry ends the lock, and a second begins; here the lock is renewed."""
-        ran = []
-        by_hand.run(
-            7,
-            lambda: wait_for(lambda: bool(by_hand.run(7, lambda: ran.append("second") or True))),
-            expiry=0.05,
-        )
-        assert ran == ["second"]
-
-        def body():
-            left = redis_client.pttl("dislock:{export:7}")
-            lowest = [left]
-
-            def renewed() -> bool:
-                lowest[0] = min(lowest[0], left := redis_client.pttl("dislock:{export:7}"))
-                return left > lowest[0]
-
-            wait_for(renewed)
-            return "long"
-
-        assert task(body, lock_watchdog_timeout=3).apply((7,)).get() == "long"
-
-    def test_an_end_frees_no_other_lock(self, by_hand, task, redis_client):
-        """By hand the first to end deletes the second's lock; here it is the owner's."""
-        by_hand.add("by-hand:7", 600)
-
-        def expires():
-            by_hand.delete("by-hand:7")  # as its expiry does
-            by_hand.add("by-hand:7", 600)  # the second
-
-        by_hand.delete("by-hand:7")
-        by_hand.run(7, expires)
-        assert by_hand.add("by-hand:7", 600)  # a third begins beside the second
-
-        def lost():
-            redis_client.rename("dislock:{export:7}", "theirs")
-            redis_client.hset("dislock:{export:7}", "somebody", "else")
-
-        task(lost).apply((7,))
-        assert redis_client.hgetall("dislock:{export:7}") == {"somebody": "else"}
-
-    def test_a_second_run_returns_at_once(self, app, by_hand, task, dislock):
-        """By hand it succeeds with None; here its result says that it did not run."""
-        assert by_hand.run(7, lambda: by_hand.run(7, lambda: "ran")) is None
-        result = task(lambda: "ran").delay(7)
-        with dislock.lock("export:7"), worker(app):
-            wait_for(lambda: result.state == "REVOKED")
-
-    def test_a_second_run_fails(self, task, dislock):
-        """With LockHeldError, which names who holds the lock."""
-        with dislock.lock("export:7"):
-            result = task(lambda: "ran", lock_on_conflict="raise").apply((7,))
-        assert isinstance(result.result, LockHeldError)
-        assert result.result.holder
-
-    def test_a_second_run_waits(self, task, dislock):
-        """For lock_wait_timeout at most; then it fails."""
-        waits = task(lambda: "ran", lock_on_conflict="wait", lock_wait_timeout=0.05)
-        with dislock.lock("export:7"):
-            assert isinstance(waits.apply((7,)).result, LockHeldError)
-        assert waits.apply((7,)).result == "ran"
-
-    def test_a_second_run_comes_again(self, app, task, dislock):
-        """It is sent again under its own id; its own retries are not spent."""
-        again = task(lambda: "ran", lock_on_conflict="retry", max_retries=0)
-        with worker(app):
-            with dislock.lock("export:7"):
-                result = again.delay(7)
-                wait_for(lambda: result.state == "RETRY")
-            assert result.get(timeout=LIMIT) == "ran"
-
-    def test_an_end_frees_the_lock(self, by_hand, task, redis_client):
-        """Also after an exception; there is nothing to write for it."""
-        with pytest.raises(ZeroDivisionError):
-            by_hand.run(7, lambda: 1 / 0)
-        assert by_hand.run(7, lambda: "ran") == "ran"
-        fails = task(lambda: 1 / 0)
-        assert fails.apply((7,)).state == fails.apply((7,)).state == "FAILURE"
-        assert redis_client.keys("dislock:*") == []
-
-    def test_at_most_once_in_a_while(self, by_hand, task, redis_client):
-        """A lock that nobody deletes, and one that is held for a minimum time."""
-        assert [by_hand.add("by-hand:7", 600) for _ in range(2)] == [True, False]
-        seldom = task(lambda: "ran", lock_at_least_for=600)
-        assert [seldom.apply((7,)).state for _ in range(2)] == ["SUCCESS", "IGNORED"]
-        assert redis_client.ttl("dislock:{export:7}") == about(600)
-
-    def test_a_lock_that_is_taken_before_sending(self, by_hand, ours, redis_client):
-        """By hand: add, then delay(), and the task deletes it."""
-        plain = ours(name="plain", lock_key=False, lock_unique_until=None)
-        for _ in range(2):
-            if by_hand.add("by-hand:7", 600):
-                plain.delay(7)
-        assert messages(redis_client) == 1
-        unique = ours(lock_key="export:<corp_id>")
-        for _ in range(2):
-            unique.delay(7)
-        assert messages(redis_client) == 2
-
-    def test_a_lock_in_plain_python(self, by_hand, task, dislock):
-        """A view, a command or a part of a task takes the same lock as the task."""
-        assert by_hand.run(7, lambda: by_hand.run(7, lambda: "ran")) is None
-        with dislock.lock("export:7", timeout=0), pytest.raises(LockHeldError):
-            task(lambda: "ran", lock_on_conflict="raise").apply((7,), throw=True)
+            assert exports.apply((7,)).state == "IGNORED"
+            assert exports.apply((8,)).result == "ran"
+        assert exports.apply((7,)).result == "ran"
 
     def test_a_cache_in_memory_is_of_one_process(self):
         """Django's default cache: two processes take the same lock; ours is on the server."""

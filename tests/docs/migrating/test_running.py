@@ -13,7 +13,10 @@ from celery.worker import state
 
 from tests.docs.migrating.libraries import (
     CELERY_ONCE,
+    CELERY_SINGLETON,
     LIBRARIES_WARN,
+    LIMIT,
+    QUEUE,
     export,
     locks_of,
     messages,
@@ -21,8 +24,9 @@ from tests.docs.migrating.libraries import (
     of_all,
     of_each,
     reservations,
+    wait_for,
+    worker,
 )
-from tests.docs.test_compared import LIMIT, wait_for, worker
 
 if TYPE_CHECKING:
     from celery import Task
@@ -242,3 +246,19 @@ class TestWhenRunning:
         results = [task.delay(7) for task in declared.values()]
         with worker(app, pool="threads", concurrency=4):
             assert [result.get(timeout=LIMIT) for result in results] == ["met", "met"]
+
+
+@of(CELERY_SINGLETON, CELERY_ONCE)
+def test_a_redelivery_runs_beside_the_first(app, theirs, redis_client, library):
+    """Two deliveries of one message run at the same time, although the lock is taken."""
+    meeting = threading.Barrier(2, timeout=LIMIT)
+
+    def body(corp_id):
+        meeting.wait()
+
+    result = theirs(library, library.drops, body).delay(7)
+    (message,) = redis_client.lrange(QUEUE, 0, -1)
+    redis_client.rpush(QUEUE, message)
+    with worker(app, pool="threads", concurrency=2):
+        result.get(timeout=2 * LIMIT)
+    assert not meeting.broken

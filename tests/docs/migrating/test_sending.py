@@ -17,6 +17,7 @@ from tests.docs.migrating.libraries import (
     DAY,
     HOUR,
     LIBRARIES_WARN,
+    LIMIT,
     NOWHERE,
     QUEUE,
     about,
@@ -27,8 +28,9 @@ from tests.docs.migrating.libraries import (
     of_all,
     of_each,
     reservations,
+    wait_for,
+    worker,
 )
-from tests.docs.test_compared import LIMIT, wait_for, worker
 
 pytestmark = LIBRARIES_WARN
 
