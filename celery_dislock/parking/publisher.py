@@ -23,9 +23,8 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
-from celery_dislock.messages.message import Message
-from celery_dislock.messages.resend import result_is_ignored
-from celery_dislock.parking.park import withdraw
+from celery_dislock.messages.message import Message, store_end
+from celery_dislock.parking.store import withdraw
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Turn
@@ -185,17 +184,8 @@ class Publisher:
         return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
     def _revoke(self, message: Message, reason: str) -> None:
-        headers = message.headers
-        task = self._app.tasks[headers["task"]]
-        request = Context(headers)
-        task.backend.mark_as_failure(
-            headers["id"],
-            TaskRevokedError(reason),
-            request=request,
-            store_result=not result_is_ignored(task, request),
-            call_errbacks=False,
-            state=states.REVOKED,
-        )
+        task = self._app.tasks[message.headers["task"]]
+        store_end(task, Context(message.headers), TaskRevokedError(reason), states.REVOKED)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

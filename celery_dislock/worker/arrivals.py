@@ -22,9 +22,10 @@ from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
 from celery_dislock.messages.headers import TICKET_HEADER, own_turn
-from celery_dislock.messages.resend import result_is_ignored
-from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.messages.message import result_is_ignored
+from celery_dislock.parking.park import delivery_of
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import withdraw
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.sending import tell
 
