@@ -22,8 +22,6 @@ from celery_dislock.words import plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-CELERYS = "celery.app.trace"  # Celery logs the end of a task here
-
 logger = logging.getLogger("celery_dislock")
 
 
@@ -60,12 +58,8 @@ def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.I
     return error
 
 
-def leave_out_what_is_told() -> None:
-    """Drop Celery's lines about exceptions that :func:`told` has logged.  Idempotent."""
-    logging.getLogger(CELERYS).addFilter(_is_news)
-
-
-def _is_news(_record: logging.LogRecord) -> bool:
+def is_news(_record: logging.LogRecord) -> bool:
+    """Refuse a record about an exception that :func:`told` has logged; a filter."""
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_told", False)
 

@@ -8,14 +8,14 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
-from celery_dislock.reporting import CELERYS, Order, told
+from celery_dislock.reporting import Order, told
 
 
 @pytest.fixture
 def both(caplog):
     """The lines of both loggers at INFO and above."""
     caplog.set_level(logging.INFO, "celery_dislock")
-    caplog.set_level(logging.INFO, CELERYS)
+    caplog.set_level(logging.INFO, "celery.app.trace")
     return caplog
 
 

@@ -29,6 +29,7 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.hooks import install
 from celery_dislock.keys.names import reserved_lock, told_id
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import (
@@ -39,7 +40,7 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.tasks.task import install, lease_of
+from celery_dislock.tasks.task import lease_of
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines, FakeRecord
 
