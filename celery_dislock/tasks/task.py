@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.tasks.declaring import Sent
+    from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
 
 
