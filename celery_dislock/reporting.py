@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from celery_dislock.words import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("celery_dislock")
 
@@ -62,38 +57,3 @@ def is_news(_record: logging.LogRecord) -> bool:
     """Refuse a record about an exception that :func:`told` has logged; a filter."""
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_told", False)
-
-
-class Order:
-    """
-    Keeps the lines about one parked task in order.
-
-    A task is in line as soon as the script has run.  Another thread of this process may replace
-    the task, and log that, before the first thread has logged that the task was parked.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._late: dict[str, list[Callable[[], None]]] = {}
-
-    @contextmanager
-    def parking(self, ticket: str) -> Iterator[None]:
-        """Delay other lines about this ticket until the end of the block."""
-        with self._mutex:
-            self._late[ticket] = []
-        try:
-            yield
-        finally:
-            with self._mutex:
-                late = self._late.pop(ticket, [])
-            for write in late:
-                write()
-
-    def write(self, ticket: str, write: Callable[[], None]) -> None:
-        """Write a line about a ticket now, or after its parking is logged."""
-        with self._mutex:
-            late = self._late.get(ticket)
-            if late is not None:
-                late.append(write)
-        if late is None:
-            write()
