@@ -1,33 +1,85 @@
-"""What this package wraps of Celery's: the only place that does so.
+"""What this package wraps or replaces of Celery's: the only place that does so.
 
 A sender may make no ``Dislock``, and several threads may use a task for the first time at once.
 So what decides about messages is wrapped for all apps, once, when the package is imported, and not
 when an app or a task is made.  The same goes for what hides passwords in Celery's reports.
+
+=======================================  ======================================================
+of Celery's                              is wrapped or replaced because
+=======================================  ======================================================
+``Celery.send_task``                     every message of a task goes through it: uniqueness
+``Control.revoke``, a worker's revoke    a revoked message gives its key back
+``filter_hidden_settings``               it hides the broker's password alone
+``AsyncResult.duplicate``                a caller can ask it of every result
+a task class's ``bind``, ``__call__``    the lock is taken around all of the body
+its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
+its ``Request``                          the main process learns there that a child has died
+an app's ``register_task``, and another  tasks are made after all of them were guarded
+``celery worker``'s options              ``--dislock``
+a consumer's methods for messages        turns of parked tasks that no guard will see
+the logger of ``celery.app.trace``       it repeats our lines
+=======================================  ======================================================
+
+The class of a duplicate's result is made in :mod:`celery_dislock.tasks.duplicates`, where it is
+used.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
+import time
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from celery import Celery
+from celery import Celery, Task
 from celery.app import utils
+from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
+from kombu.utils.imports import symbol_by_name
 
-from celery_dislock.config.settings import reported
+from celery_dislock import signals
+from celery_dislock.config.settings import app_settings, reported
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.messages.delivery import Delivery
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.reporting import is_news
 from celery_dislock.tasks.sending import send, sender_of, tell
-from celery_dislock.tasks.task import guard_for_sending
+from celery_dislock.tasks.task import (
+    SingletonTask,
+    apply_uniquely,
+    custom_call,
+    lease_of,
+    lock_for,
+    make_guard,
+    name_of,
+    refuse,
+    replace_after_release,
+    tell_capped,
+    tell_lost,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from celery import Task
     from celery.app.control import Control
     from celery.worker.consumer import Consumer
-    from celery.worker.request import Request
+
+    from celery_dislock.tasks.guard import Guard
+
+BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
+# The consumer's methods that drop a message: which argument is the message, and whether Celery
+# stores a result.
+DROPS = {
+    "on_decode_error": (0, False),
+    "on_unknown_message": (1, False),
+    "on_invalid_task": (1, False),
+    "on_unknown_task": (1, True),
+}
+
+logger = logging.getLogger("celery_dislock")
 
 
 def _sending_uniquely() -> None:
@@ -100,24 +152,16 @@ def receive_revokes() -> None:
     def on_revoke(control: Any, task_id: Any, *args: Any, **kwargs: Any) -> Any:
         from celery.worker import state  # noqa: PLC0415 -- as above
 
+        from celery_dislock.tasks.request import scheduled  # noqa: PLC0415
+
         answer = received(control, task_id, *args, **kwargs)
         ids = set(maybe_list(task_id) or ())
-        for request in [*state.reserved_requests, *_scheduled(control.consumer)]:
+        for request in [*state.reserved_requests, *scheduled(control.consumer)]:
             if request.id in ids and request not in state.active_requests:
                 tell(control.app, "end_waiting", request._context)  # noqa: SLF001
         return answer
 
     Panel.data["revoke"] = on_revoke
-
-
-def _scheduled(consumer: Consumer) -> Iterator[Request]:
-    """Return the messages that wait in a worker for their ETA: its timer alone has them."""
-    from celery.worker.request import Request  # noqa: PLC0415 -- as above
-
-    for waiting in consumer.timer.schedule.queue:
-        request, *_ = waiting.entry.args or (None,)
-        if isinstance(request, Request):
-            yield request
 
 
 def _reporting() -> None:
@@ -134,7 +178,270 @@ def _reporting() -> None:
     utils.filter_hidden_settings = filter_hidden_settings
 
 
+def _binding() -> None:
+    """Give SingletonTask a ``bind`` that installs the guard: no override in a subclass skips it."""
+
+    def bind(cls: type[Task], app: Celery) -> Celery:
+        name = name_of(cls, app)
+        if name is None:
+            # A base class.  Reading its `app`, as `hasattr(SingletonTask, "app")` does, comes here.
+            # If it were bound, its subclasses would inherit the current app's settings.
+            return app
+        bound = super(SingletonTask, cls).bind(app)
+        try:
+            install(cls, app)
+        except SettingsError as exc:
+            refuse(name, app, exc)
+            raise
+        return bound
+
+    SingletonTask.bind = classmethod(bind)
+
+
+def install(task: type[Task], app: Celery) -> None:
+    """
+    Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
+
+    A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
+    ``super()``.  ``__call__`` is outside of everything else, including autoretry.  The lock is
+    released right after it, before Celery publishes callbacks and the next step of a chain.
+
+    Celery's own tasks, such as ``celery.chord_unlock``, are guarded only if they have a
+    ``lock_key``.  They inherit the app's base class, but are not meant to lock.
+
+    Raises:
+        SettingsError: One of the task's options cannot be used.
+    """
+    name = name_of(task, app)
+    if name is None or "dislock_guard" in vars(task):
+        return
+    declared = getattr(task, "lock_key", None)
+    if declared is False or (declared is None and name.startswith("celery.")):
+        if getattr(task, "dislock_guard", None) is not None:  # of a registered task that it extends
+            task.dislock_guard, task.__call__ = None, custom_call(task) or Task.__call__
+        return
+    app_settings(app.conf)
+    guard = make_guard(name, task, app)
+    task.__call__ = _guarded(guard, custom_call(task))
+    _override(task, "apply", apply_uniquely)
+    _override(task, "on_replace", replace_after_release)
+    if not issubclass(task, SingletonTask):
+        task.lease = property(lease_of)
+        task.lock_for = lock_for
+    request_class = task.Request
+    if not isinstance(request_class, property):  # not inherited from a guarded class
+        task.Request = property(lambda _self: recovering(request_class))
+    task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
+    signals.lock_lost.connect(tell_lost, dispatch_uid="dislocktell_lost")
+    signals.lock_capped.connect(tell_capped, dispatch_uid="dislocktell_capped")
+
+
+def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Make the ``__call__`` of a guarded task, around a user-defined one if there is one."""
+
+    def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        request = self.request_stack.top
+        if request is None or request.called_directly or Delivery.of(request) is not None:
+            return (own_call or Task.__call__)(self, *args, **kwargs)
+        body = own_call.__get__(self) if own_call else self.run
+        try:
+            return guard.run(self, request, body, args, kwargs)
+        except (Ignore, Retry, Reject) as exc:
+            delivery = Delivery.of(request)
+            if delivery is None or delivery.began:  # raised by the body
+                raise
+            # Without a traceback, whose frames Celery would copy and send to the main process.
+            raise exc.with_traceback(None) from None
+
+    __call__.dislock_inner = own_call  # type: ignore[attr-defined]
+    return __call__
+
+
+def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
+    """
+    Override a method of a task class.  The next class's is looked up at each call.
+
+    Args:
+        task: The class.
+        name: Name of the method.
+        method: Takes the method that is overridden, the task, and its arguments.
+    """
+    own = getattr(vars(task).get(name), "dislock_inner", vars(task).get(name))
+
+    def call(self: Task, *args: Any, **kwargs: Any) -> Any:
+        inner = own.__get__(self) if own is not None else getattr(super(task, self), name)
+        if type(self) is not task:  # a class that extends this one, which has overridden it, too
+            return inner(*args, **kwargs)
+        return method(inner, self, *args, **kwargs)
+
+    call.dislock_inner = own  # type: ignore[attr-defined]
+    call.__name__ = name
+    setattr(task, name, call)
+
+
+@cache
+def recovering(base: type | str) -> type:
+    """Extend a Request class, given as class or name: the main process learns there of a death."""
+    from celery_dislock.tasks import request as deaths  # noqa: PLC0415 -- workers alone have it
+
+    class Request(symbol_by_name(base)):  # type: ignore[misc]
+        """A request whose execution's lock is released when its process dies."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._was_parked = deaths.keep_what_may_be_parked(self)
+
+        def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+            # Before Celery's own handling, which may requeue the message.
+            exc = exc_info.exception
+            exc = getattr(exc, "exc", exc)
+            if isinstance(exc, deaths.DEATHS):
+                deaths.release_after_death(self)
+            else:
+                deaths.send_events(self, exc)
+            return super().on_failure(exc_info, *args, **kwargs)
+
+        def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
+            """Send an event; called by Celery, too."""
+            fields = deaths.as_monitors_take_it(type, fields, parked=self._was_parked)
+            super().send_event(type, **fields)
+
+        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
+            if not soft:
+                deaths.release_after_death(self)
+            return super().on_timeout(soft, timeout)
+
+    return Request
+
+
+def guard_tasks(app: Celery) -> None:
+    """Guard every task that has a ``lock_key``, whatever its base class.
+
+    Raises:
+        SettingsError: An option of one of them cannot be used.
+    """
+    for task in list(app.tasks.values()):
+        _guard_if_keyed(task, app)
+
+
+def _guard_if_keyed(task: Task, app: Celery) -> None:
+    """Guard a task if it has a ``lock_key``.
+
+    Raises:
+        SettingsError: One of its options cannot be used.
+    """
+    if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+        install(type(task), app)
+
+
+def guard_for_sending(task: Task, app: Celery) -> Guard | None:
+    """
+    Return the guard of a task that is about to be sent; None if it is not guarded.
+
+    Celery registers a task before it binds it.  If another thread is about to do that, this call
+    waits for it.
+
+    Raises:
+        SettingsError: One of its options cannot be used.
+    """
+    guard: Guard | None = getattr(task, "dislock_guard", None)
+    if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
+        until = time.monotonic() + BOUND_WITHIN
+        while task.request_stack is None and time.monotonic() < until:
+            time.sleep(BOUND_WITHIN / 1000)
+        _guard_if_keyed(task, app)
+        guard = getattr(task, "dislock_guard", None)
+    return guard
+
+
+def guard_new(task: Task, app: Celery) -> None:
+    """Guard a task that was just made, if it has a ``lock_key``.
+
+    Raises:
+        SettingsError: One of its options cannot be used.  The task is not registered any more.
+    """
+    try:
+        _guard_if_keyed(task, app)
+    except SettingsError as exc:
+        refuse(task.name, app, exc)
+        raise
+
+
+def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
+    """Guard an app's tasks that have a ``lock_key``, under ``dislock_enabled``; logs errors."""
+    if runtime_of(sender).enabled:
+        try:
+            guard_tasks(sender)
+        except SettingsError as exc:  # Celery would log it with a traceback
+            if not sender.loader.worker_initialized:  # else the start-up step reports it and exits
+                logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
+
+
+class Guards:
+    """Guard the tasks that are made before an app is final, or after it.
+
+    When all tasks of an app are there, Celery sends a signal.  It sends none for a task that is
+    used earlier, in a script or an eager test, or that is declared later, because its module is
+    imported then.  So the two methods by which an app makes a task are wrapped: one is for
+    ``@app.task`` and ``@shared_task``, the other for classes.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._is_final = False  # and the signal was sent
+        app.on_after_finalize.connect(self._all_are_there, weak=False)
+        app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
+        app.register_task = self._guarding(app.register_task)
+
+    def catch_up(self) -> None:
+        """Guard what is there already: the signal may have been sent before."""
+        if self._app.finalized:
+            guard_if_enabled(self._app)
+            self._is_final = True
+
+    def _all_are_there(self, **_kwargs: Any) -> None:
+        self._is_final = True
+
+    def _guarding(self, make: Callable[..., Task]) -> Callable[..., Task]:
+        def made(*args: Any, **kwargs: Any) -> Task:
+            task = make(*args, **kwargs)
+            # In between all of them are guarded at once, and a client logs what is wrong with one.
+            if (self._is_final or not self._app.finalized) and runtime_of(self._app).enabled:
+                guard_new(task, self._app)
+            return task
+
+        return made
+
+
+def extend_worker_command(options: Iterable[Any]) -> Any:
+    """Give ``celery worker`` our options, and return it; nobody else can, but for the app."""
+    from celery.bin.worker import worker  # noqa: PLC0415 -- the command line alone has it
+
+    worker.params.extend(options)
+    return worker
+
+
+def watch_consumer(
+    consumer: Consumer, dropping: Callable[..., Any], looking: Callable[..., Any]
+) -> None:
+    """
+    Wrap what a worker does with messages that it drops, and with all of them before that.
+
+    No signal is sent for a message that Celery drops, and none before it makes a task of one.
+
+    Args:
+        consumer: The consumer.
+        dropping: Wraps a method that drops messages; see ``Arrivals.dropping``.
+        looking: Wraps ``update_strategies``; see ``Arrivals.looking``.
+    """
+    for name, (nth, tells) in DROPS.items():  # the other steps read them at their start
+        setattr(consumer, name, dropping(getattr(consumer, name), nth, tells=tells))
+    consumer.update_strategies = looking(consumer.update_strategies)
+
+
 _sending_uniquely()
 _controlling()
 _reporting()
+_binding()
+logging.getLogger("celery.app.trace").addFilter(is_news)  # we have logged the same, with reasons
 AsyncResult.duplicate = False  # so that a caller can always ask whether a result is another's

@@ -29,7 +29,7 @@ from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.task import SingletonTask, guard_new, guard_tasks
+from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from typing import Concatenate
 
     import click
-    from celery import Task
     from typing_extensions import Self, Unpack
 
     from celery_dislock.locks.reentrant import ReentrantLock
@@ -88,7 +87,6 @@ def __getattr__(name: str) -> Any:
 def _worker_command() -> tuple[Any, tuple[Any, ...]]:
     """Return Celery's worker command with our options, and these."""
     from celery.bin.base import CeleryOption  # noqa: PLC0415 -- see above
-    from celery.bin.worker import worker  # noqa: PLC0415
 
     options = (
         CeleryOption(
@@ -109,8 +107,7 @@ def _worker_command() -> tuple[Any, tuple[Any, ...]]:
             "independent servers of which a majority decides.",
         ),
     )
-    worker.params.extend(options)
-    return worker, options
+    return hooks.extend_worker_command(options), options
 
 
 @cache
@@ -319,57 +316,12 @@ LOCK_OPTIONS = [
 ]
 
 
-def _guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
-    if runtime_of(sender).enabled:
-        try:
-            guard_tasks(sender)
-        except SettingsError as exc:  # Celery would log it with a traceback
-            if not sender.loader.worker_initialized:  # else the start-up step reports it and exits
-                logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
-
-
 def _follow(app: Celery) -> None:
     for blueprint, steps in STEPS.items():
         app.steps[blueprint].update(f"{__name__}:{step}" for step in steps)
-    app.on_after_finalize.connect(_guard_if_enabled, weak=False)
+    app.on_after_finalize.connect(hooks.guard_if_enabled, weak=False)
     if "_dislock_guards" not in vars(app):
-        app._dislock_guards = _Guards(app)  # noqa: SLF001 -- ours
-
-
-class _Guards:
-    """Guard the tasks that are made before an app is final, or after it.
-
-    When all tasks of an app are there, Celery sends a signal.  It sends none for a task that is
-    used earlier, in a script or an eager test, or that is declared later, because its module is
-    imported then.  So the two methods by which an app makes a task are wrapped: one is for
-    ``@app.task`` and ``@shared_task``, the other for classes.
-    """
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._is_final = False  # and the signal was sent
-        app.on_after_finalize.connect(self._all_are_there, weak=False)
-        app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
-        app.register_task = self._guarding(app.register_task)
-
-    def catch_up(self) -> None:
-        """Guard what is there already: the signal may have been sent before."""
-        if self._app.finalized:
-            _guard_if_enabled(self._app)
-            self._is_final = True
-
-    def _all_are_there(self, **_kwargs: Any) -> None:
-        self._is_final = True
-
-    def _guarding(self, make: Callable[..., Task]) -> Callable[..., Task]:
-        def made(*args: Any, **kwargs: Any) -> Task:
-            task = make(*args, **kwargs)
-            # In between all of them are guarded at once, and a client logs what is wrong with one.
-            if (self._is_final or not self._app.finalized) and runtime_of(self._app).enabled:
-                guard_new(task, self._app)
-            return task
-
-        return made
+        app._dislock_guards = hooks.Guards(app)  # noqa: SLF001 -- ours
 
 
 Process.observer_type = Telemetry

@@ -13,16 +13,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from celery_dislock.words import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-CELERYS = "celery.app.trace"  # Celery logs the end of a task here
 
 logger = logging.getLogger("celery_dislock")
 
@@ -60,46 +53,7 @@ def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.I
     return error
 
 
-def leave_out_what_is_told() -> None:
-    """Drop Celery's lines about exceptions that :func:`told` has logged.  Idempotent."""
-    logging.getLogger(CELERYS).addFilter(_is_news)
-
-
-def _is_news(_record: logging.LogRecord) -> bool:
+def is_news(_record: logging.LogRecord) -> bool:
+    """Refuse a record about an exception that :func:`told` has logged; a filter."""
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_told", False)
-
-
-class Order:
-    """
-    Keeps the lines about one parked task in order.
-
-    A task is in line as soon as the script has run.  Another thread of this process may replace
-    the task, and log that, before the first thread has logged that the task was parked.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._late: dict[str, list[Callable[[], None]]] = {}
-
-    @contextmanager
-    def parking(self, ticket: str) -> Iterator[None]:
-        """Delay other lines about this ticket until the end of the block."""
-        with self._mutex:
-            self._late[ticket] = []
-        try:
-            yield
-        finally:
-            with self._mutex:
-                late = self._late.pop(ticket, [])
-            for write in late:
-                write()
-
-    def write(self, ticket: str, write: Callable[[], None]) -> None:
-        """Write a line about a ticket now, or after its parking is logged."""
-        with self._mutex:
-            late = self._late.get(ticket)
-            if late is not None:
-                late.append(write)
-        if late is None:
-            write()

@@ -13,9 +13,9 @@ from weakref import ref
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import Notes, forget_notes
-from celery_dislock.messages.resend import result_is_ignored
+from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.reporting import told
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.store import RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,10 @@ def end_reservation(reservations: Reservations, reservation: Reservation, task: 
 
 class Delivery:
     """
-    One delivery of a task.
+    One delivery of a task, from the guard's first instruction until the result is stored.
+
+    It owns what belongs to the message: its notes, its reservation, and what is sent under its id.
+    The lease belongs to the attempt.  The guard decides how it ends.
 
     Args:
         task: The task.
@@ -57,16 +60,12 @@ class Delivery:
 
     Attributes:
         options: The task's options that apply to this delivery.
-        reservation: The reservation in the message's header; None if it has none.
+        reservation: The reservation in the message's header that is still to be ended; None if
+            there is none.
         outbox: Messages that the body sends under its own task id; None while no body runs.
-        ticket: Name of this delivery's work in the line of a lock; empty if it cannot be parked.
-        settles: Seconds allowed after the release for storing the result of an ``acks_late`` task,
-            which the broker may redeliver until then; 0 if the task is acknowledged early.
-        was_parked: Whether the delivery claimed the turn of a parked task.
         began: Whether the body was entered.
-        completed: Whether the work is done, so that this delivery is not expected again.
-        leaves: Whether the lease is left to expire instead of being released.
-        at_least: Seconds after the acquisition for which the lease is kept at least.
+        ending: How the lease ends.  Until the body has ended: released.
+        if_done: What ends with the lease if the work is done, so that no copy of it is to run.
         after_result: Functions called with the task's state, after the result is stored and the
             callbacks are sent.
     """
@@ -75,20 +74,16 @@ class Delivery:
         "_request",
         "_request_ref",
         "after_result",
-        "at_least",
         "attempt",
         "began",
-        "completed",
-        "leaves",
+        "ending",
+        "if_done",
         "lock",
         "notes",
         "options",
         "outbox",
         "reservation",
-        "settles",
         "task",
-        "ticket",
-        "was_parked",
     )
 
     def __init__(
@@ -103,13 +98,8 @@ class Delivery:
         self.options: TaskOptions = lock.options
         self.outbox: Outbox | None = None
         self.reservation: Reservation | None = None
-        self.ticket = ""
-        self.settles = 0.0
-        self.was_parked = False
         self.began = False
-        self.completed = False
-        self.leaves = False
-        self.at_least = 0.0
+        self.ending = self.if_done = RELEASED
         self.after_result: list[Callable[[str], None]] = []
 
     @staticmethod
@@ -179,13 +169,7 @@ class Delivery:
 
     def settle(self) -> None:
         """End the lease, if there is one; a second call does nothing."""
-        lease = self.lease
-        if lease is None:
-            return
-        ending = Ending(self.leaves, self.at_least, reservation=lease.reservation)
-        if self.completed:
-            ending = ending._replace(ticket=self.ticket, settles=self.settles)
-        self.attempt.end(ending)
+        self.attempt.end(self.ending)
 
     def __str__(self) -> str:
         return f"{self.task.name}[{self.id}]"

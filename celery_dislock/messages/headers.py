@@ -120,17 +120,8 @@ class Notes:
 
     def to_headers(self) -> dict[str, Any]:
         """Return the headers that pass these notes on to the next message."""
-        noted = {
-            PUT_OFF_HEADER: self.put_off,
-            RETRY_UNTIL_HEADER: self.retry_until,
-            HELD_HEADER: self.held_by,
-            GIVEN_UP_HEADER: self.given_up,
-            TICKET_HEADER: list(self.parked or ()),
-            STORE_HEADER: self.store,
-            LEFT_HEADER: self.left,
-            REPLACED_HEADER: self.replaced,
-            SINCE_HEADER: self.since,
-        }
+        noted = {header: getattr(self, attribute) for header, (attribute, _) in READERS.items()}
+        noted[TICKET_HEADER] = list(self.parked or ())  # AMQP has no tuples
         return {header: note for header, note in noted.items() if note}
 
 

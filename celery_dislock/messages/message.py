@@ -21,6 +21,7 @@ from celery_dislock.words import so_far
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from celery import Task
     from celery.app.task import Context
     from celery.worker.request import Request
     from kombu.entity import Queue
@@ -229,3 +230,27 @@ def keep_message(request: Request) -> None:
     )
     # A copy of delivery_info: what `celery inspect` shows of the request must not contain the body.
     request.request_dict["delivery_info"] = {**request.delivery_info, AS_IT_CAME: as_it_came}
+
+
+def result_is_ignored(task: Task, request: Context) -> bool:
+    """Tell whether the result of a delivery is not stored."""
+    ignores: Any = vars(request).get("ignore_result")  # not Context's class attribute False
+    return bool(task.ignore_result if ignores is None else ignores)
+
+
+def store_end(
+    task: Task, request: Context, error: Exception, state: str, *, call_errbacks: bool = False
+) -> None:
+    """Store how a task ends, and notify its chord and the rest of its chain; Ignore does neither.
+
+    Raises:
+        Exception: Any error of the result backend's client.
+    """
+    task.backend.mark_as_failure(
+        request.id,
+        error,
+        request=request,
+        store_result=not result_is_ignored(task, request),
+        call_errbacks=call_errbacks,
+        state=state,
+    )

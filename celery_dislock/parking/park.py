@@ -15,11 +15,8 @@ import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 from uuid import uuid4
 
-from celery.exceptions import Ignore
-
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import owners_start, ticket_name
-from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.headers import (
@@ -29,9 +26,9 @@ from celery_dislock.messages.headers import (
     readable_reason,
 )
 from celery_dislock.messages.message import Message, TaskParked
+from celery_dislock.messages.unrun import acknowledge
 from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
-from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.store import Ending
@@ -46,11 +43,6 @@ if TYPE_CHECKING:
 
 LISTED_FOR = 30.0  # seconds for which a line is listed that is still empty: half of delist.lua's
 PARKED = "PARKED"  # state of the result while a task is in line
-SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s: %s"
-STAYS_IN_LINE = (
-    "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
-    "(%s): %s"
-)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -62,6 +54,9 @@ class Parking:
     Args:
         delivery: The delivery; its lock has one key.
         process: The store and the lines of this process.
+
+    Attributes:
+        has_claimed: Whether the delivery has claimed the turn of a parked task.
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
@@ -69,8 +64,11 @@ class Parking:
         self._delivery = delivery
         self._process = process
         self._lines = process.lines
-        delivery.ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
-        delivery.settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
+        self.has_claimed = False
+        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
+        # A task that is acknowledged late may be redelivered until its result is stored.
+        settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
+        delivery.if_done = Ending(ticket=self._ticket, settles=settles)
         delivery.after_result.append(self.result_stored)
 
     @property
@@ -134,12 +132,12 @@ class Parking:
 
         For a task that is acknowledged early, the release has set the mark already.
         """
-        delivery = self._delivery
-        if not (delivery.was_parked and delivery.completed and delivery.settles):
+        delivery, ending = self._delivery, self._delivery.ending
+        if not (self.has_claimed and ending.ticket and ending.settles):
             return
         try:
             self._process.store.release(
-                delivery.lock.names, delivery.attempt.owner, Ending(ticket=delivery.ticket)
+                delivery.lock.names, delivery.attempt.owner, Ending(ticket=ending.ticket)
             )
         except StoreError as exc:
             logger.warning("Task %s has ended, but a copy of it may run again: %s", delivery, exc)
@@ -148,37 +146,35 @@ class Parking:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
         came_from = self._came_from()
         if self._is_done_in(came_from):
-            acknowledge_unrun(delivery)
+            acknowledge_done(delivery)
         marked, goes_on = self.was_parked, goes_on_with(delivery)
         owners, task = owners_start(delivery.id), delivery.sent_to
         drained = marked and delivery.notes.drained
-        ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task, drained)
-        with self._process.log_order.parking(ticket.name):
-            asked_at = lock.clock()
-            attempt.asks(asked_at)
-            answer = self._lines.park(
-                lock.names[0],
-                attempt.owner,
-                lock.timeout,
-                attempt.holder_json,
-                ticket,
-                mode=lock.options.lock_mode,
-                limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
-                bounds=bounds,
-                reservation=attempt.reservation,
-            )
-            if isinstance(answer, Parked):
-                holder = in_words(answer.conflict.holder)
-                parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
-                delivery.told(parked, f"{parked}.")
+        ticket = Ticket(self._ticket, owners, marked, message, goes_on, task, drained)
+        asked_at = lock.clock()
+        attempt.asks(asked_at)
+        answer = self._lines.park(
+            lock.names[0],
+            attempt.owner,
+            lock.timeout,
+            attempt.holder_json,
+            ticket,
+            mode=lock.options.lock_mode,
+            limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
+            bounds=bounds,
+            reservation=attempt.reservation,
+        )
         if isinstance(answer, Parked):
+            holder = in_words(answer.conflict.holder)
+            parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
+            delivery.told(parked, f"{parked}.")
             parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
-            acknowledge_unrun(delivery)
+            acknowledge_done(delivery)
         if isinstance(answer, Granted):
             attempt.has_begun = True
-            delivery.was_parked = answer.claimed
+            self.has_claimed = answer.claimed
             if answer.claimed:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
@@ -187,7 +183,7 @@ class Parking:
     def _came_from(self) -> str:
         """Return the lock in whose line the message says it was parked; empty if there is none."""
         lock, ticket = self._delivery.notes.parked or ("", "")
-        return lock if ticket == self._delivery.ticket else ""
+        return lock if ticket == self._ticket else ""
 
     def _is_done_in(self, lock: str) -> bool:
         """
@@ -200,7 +196,7 @@ class Parking:
         return bool(
             elsewhere
             and self._lines.move_out(
-                *(lock, self._delivery.ticket, goes_on_with(self._delivery)),
+                *(lock, self._ticket, goes_on_with(self._delivery)),
                 task=self._delivery.sent_to,
             )
         )
@@ -222,10 +218,9 @@ class Parking:
             )
 
 
-def acknowledge_unrun(delivery: Delivery) -> NoReturn:
+def acknowledge_done(delivery: Delivery) -> NoReturn:
     """End a copy of a parked task whose work is done; raises Ignore."""
-    reason = f"it has run under lock {delivery.lock.key!r} before"
-    raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
+    acknowledge(delivery, f"it has run under lock {delivery.lock.key!r} before")
 
 
 def goes_on_with(delivery: Delivery) -> str:
@@ -277,25 +272,3 @@ def delivery_of(headers: Mapping[str, Any], properties: Mapping[str, Any] | None
     """
     names = headers.get(LEFT_HEADER), (properties or {}).get("delivery_tag")
     return next(filter(None, map(readable_reason, names)), None) or uuid4().hex
-
-
-def withdraw(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
-    """
-    Set aside a parked task that cannot claim its turn, and give the turn to the next in line.
-
-    Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
-    the line.
-
-    Args:
-        lines: The lines of the broker that the task came from.
-        turn: Lock and ticket.
-        what: Name of the task for the log.
-        why: Why the task cannot claim its turn, for the log.
-        task: The task's name; empty: not known.
-    """
-    lock, ticket = turn
-    try:
-        if lines.withdraw(lock, ticket, task=task):
-            logger.error(SET_ASIDE, what, key_of(lock), aside_of(lock), why)
-    except StoreError as exc:
-        logger.error(STAYS_IN_LINE, what, key_of(lock), exc, why)  # noqa: TRY400

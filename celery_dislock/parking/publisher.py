@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -23,9 +22,8 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
-from celery_dislock.messages.message import Message
-from celery_dislock.messages.resend import result_is_ignored
-from celery_dislock.parking.park import withdraw
+from celery_dislock.messages.message import Message, store_end
+from celery_dislock.parking.store import withdraw
 from celery_dislock.redaction import reason_of
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Turn
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from kombu.entity import Queue
 
     from celery_dislock.parking.store import Lines
-    from celery_dislock.reporting import Order
 
 # Transport options that select a broker: apps that differ in one of them have different brokers.
 PLACES = (
@@ -110,7 +107,6 @@ class Publisher:
         lines: Lines,
         lock: str,
         replaced: Mapping[str, bytes],
-        order: Order,
         end_reservation: Callable[[Context], None],
     ) -> dict[str, str]:
         """
@@ -140,8 +136,7 @@ class Publisher:
                 else:  # its own worker tells its chord and chain
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
-                    line = f"Task {message} skipped: {reason}. It does not run."
-                    order.write(ticket, partial(logger.info, "%s", line))
+                    logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(
@@ -185,17 +180,8 @@ class Publisher:
         return [one for one in queues if one.exchange is not None and one.exchange.name == exchange]
 
     def _revoke(self, message: Message, reason: str) -> None:
-        headers = message.headers
-        task = self._app.tasks[headers["task"]]
-        request = Context(headers)
-        task.backend.mark_as_failure(
-            headers["id"],
-            TaskRevokedError(reason),
-            request=request,
-            store_result=not result_is_ignored(task, request),
-            call_errbacks=False,
-            state=states.REVOKED,
-        )
+        task = self._app.tasks[message.headers["task"]]
+        store_end(task, Context(message.headers), TaskRevokedError(reason), states.REVOKED)
 
 
 def _not_sent(turns: Iterable[tuple[Turn, Message]], error: Exception, again: str) -> None:

@@ -10,11 +10,13 @@ tasks.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kombu.utils.json import dumps
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts import (
     ASIDE,
     CLAIMS,
@@ -36,7 +38,7 @@ from celery_dislock.scripts import (
     SWEEP,
     WITHDRAW,
 )
-from celery_dislock.scripts.names import index_of_lines
+from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
     Done,
@@ -65,6 +67,13 @@ ANYBODY = "*"  # stands for whichever delivery has left a line; see _done.lua
 ENDED = "-"  # instead of a delivery: nobody goes on with the task
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
+SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s: %s"
+STAYS_IN_LINE = (
+    "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
+    "(%s): %s"
+)
+
+logger = logging.getLogger("celery_dislock")
 
 
 class Ticket(NamedTuple):
@@ -482,3 +491,25 @@ class Lines:
 def _written(task: str) -> str:
     """Write a task's name as it stands among the headers of a stored message."""
     return f'"task":{dumps(task)}' if task else ""
+
+
+def withdraw(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
+    """
+    Set aside a parked task that cannot claim its turn, and give the turn to the next in line.
+
+    Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
+    the line.
+
+    Args:
+        lines: The lines of the broker that the task came from.
+        turn: Lock and ticket.
+        what: Name of the task for the log.
+        why: Why the task cannot claim its turn, for the log.
+        task: The task's name; empty: not known.
+    """
+    lock, ticket = turn
+    try:
+        if lines.withdraw(lock, ticket, task=task):
+            logger.error(SET_ASIDE, what, key_of(lock), aside_of(lock), why)
+    except StoreError as exc:
+        logger.error(STAYS_IN_LINE, what, key_of(lock), exc, why)  # noqa: TRY400

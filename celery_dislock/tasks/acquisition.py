@@ -16,10 +16,9 @@ from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
-from celery_dislock.messages.resend import put_off
-from celery_dislock.parking.park import Parking, acknowledge_unrun, leave_old_line
+from celery_dislock.messages.unrun import put_off
+from celery_dislock.parking.park import Parking, acknowledge_done, leave_old_line
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.tasks.conflicts import come_again
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,8 +143,7 @@ class Acquisition:
             raise error
         if owner is not None:
             notes.given_up = [*notes.given_up, owner][-OWNERS_MOST:]
-        reason = f"lock {key!r} cannot be had: {error}"
-        come_again(delivery, error, put_off(delivery, reason), reason)
+        put_off(delivery, f"lock {key!r} cannot be had: {error}", error=error)
 
     def _keep_what_was_parked(self, *, parks: bool, was_parked: bool) -> None:
         """Do not let a changed ``lock_on_conflict`` drop a task that was parked or put off."""
@@ -161,7 +159,7 @@ class Acquisition:
     def _ask_for_several(self, turn: tuple[str, str]) -> Lease | Conflict:
         """Take the locks for a task that has several keys now, and was parked when it had one."""
         if not leave_old_line(self._process.lines, self.delivery, turn):
-            acknowledge_unrun(self.delivery)
+            acknowledge_done(self.delivery)
         return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import celery
 from celery import states
-from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import signals
-from celery_dislock.exceptions import SettingsError
+from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
 from celery_dislock.locks.attempt import Conflict
-from celery_dislock.messages.message import TaskParked, TaskSkipped
-from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
+from celery_dislock.messages.message import TaskParked, store_end
+from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, acknowledge, put_off, skip
 from celery_dislock.parking.store import Bounds
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import Full
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
+    from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.servers.replies import Replaced
     from celery_dislock.tasks.acquisition import Acquisition
 
@@ -89,29 +90,29 @@ def _count(delivery: Delivery, conflict: Conflict, outcome: str) -> None:
     delivery.lock.observer.conflict(delivery.attempt, conflict.key, outcome, holder)
 
 
-def skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
+def _skip(asking: Acquisition, conflict: Conflict) -> NoReturn:
     """Skip the task: store REVOKED, and notify its chord and the rest of its chain."""
-    end_unrun(asking.delivery, str(conflict.error()))
+    skip(asking.delivery, str(conflict.error()))
 
 
-def end_unrun(delivery: Delivery, reason: str) -> NoReturn:
-    """End a task without running it: store REVOKED with the reason, and raise Ignore."""
-    what = f"skipped: {reason}. It does not run."
-    if not delivery.is_eager:
-        _end(delivery, TaskRevokedError(reason), states.REVOKED)
-    delivery.end_reservation()
-    raise delivery.told((Ignore if delivery.is_eager else TaskSkipped)(reason), what)
-
-
-def end_replaced(delivery: Delivery, replaced: Replaced) -> NoReturn:
-    """End a task whose message was replaced by a newer one of its key."""
+def end_replaced(delivery: Delivery, replaced: Replaced, process: ParkingProcess) -> NoReturn:
+    """End a task whose message was replaced by a newer one of its key; raises Ignore."""
     worker = delivery.attempt.holder["worker"] or ""
     delivery.lock.observer.message(delivery.task.name, "replaced", worker)
     newer = task_id_of_reserved(replaced.by)
     reason = f"a newer message of key {delivery.lock.key!r} replaces it: task {plain(newer)}"
-    if newer == str(delivery.id):  # the result of this id is that of the newer message
-        raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
-    end_unrun(delivery, reason)
+    try:
+        if newer == str(delivery.id):  # the result of this id is that of the newer message
+            acknowledge(delivery, reason)
+        skip(delivery, reason)
+    except Ignore:  # only now, as its end is stored, it gives up its place in line
+        delivery.ending = delivery.if_done
+        if delivery.notes.parked is not None:
+            try:
+                process.lines.leave(*delivery.notes.parked, delivery.sent_to)
+            except StoreError as exc:
+                process.lock_server_failed(exc)
+        raise
 
 
 def fail(asking: Acquisition, conflict: Conflict) -> NoReturn:
@@ -130,8 +131,7 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     if delivery.is_eager or now >= until:
         delivery.end_reservation()
         raise error
-    delay = put_off(delivery, str(error), at_most=min(conflict.remaining, until - now))
-    come_again(delivery, error, delay, str(error))
+    put_off(delivery, str(error), at_most=min(conflict.remaining, until - now), error=error)
 
 
 def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
@@ -157,8 +157,7 @@ def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
         if in_time:
             delivery.notes.retry_until = until
             error = answer.error()
-            delay = put_off(delivery, str(error), at_most=PUT_OFF_FIRST)
-            come_again(delivery, error, delay, str(error))
+            put_off(delivery, str(error), at_most=PUT_OFF_FIRST, error=error)
     fail(asking, answer)
 
 
@@ -183,8 +182,8 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
         _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
         if asking.parking.was_parked:  # its record was lost, and others have its place
-            come_again(delivery, conflict.error(), put_off(delivery, reason), reason)
-        end_unrun(delivery, reason)
+            put_off(delivery, reason, error=conflict.error())
+        skip(delivery, reason)
     if isinstance(answer, Conflict):
         _count(delivery, conflict, "copy")
         put_off_copy(delivery, answer)
@@ -197,13 +196,14 @@ def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
     rejection = Reject(str(conflict.error()), requeue=False)
     delivery.end_reservation()
     if not delivery.is_eager and not CELERY_FAILS_REJECTED:
-        _end(delivery, rejection, states.FAILURE, call_errbacks=True)
+        task, request = delivery.task, delivery.request
+        store_end(task, request, rejection, states.FAILURE, call_errbacks=True)
     what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
     raise delivery.told(rejection, what)
 
 
 STRATEGIES: dict[str, Callable[[Acquisition, Conflict], Lease | None]] = {
-    "skip": skip,
+    "skip": _skip,
     "raise": fail,
     "retry": retry,
     "wait": wait,
@@ -244,8 +244,7 @@ def put_off_copy(delivery: Delivery, conflict: Conflict) -> NoReturn:
     )
     # A turn that is claimed late may be given twice, which needs no warning.
     level = logging.WARNING if delivery.notes.parked is None else logging.INFO
-    delay = put_off(delivery, reason, at_most=conflict.remaining)
-    raise delivery.told(Ignore(reason), f"put off for {delay:.1f} s: {reason}", level=level)
+    put_off(delivery, reason, at_most=conflict.remaining, level=level)
 
 
 def put_off_to_its_line(delivery: Delivery, store: str, server: str, prefix: str) -> NoReturn:
@@ -260,24 +259,5 @@ def put_off_to_its_line(delivery: Delivery, store: str, server: str, prefix: str
         f"settings is left, run `celery dislock drain`; if their data is lost, with --lost {store}"
     )
     is_new = delivery.notes.put_off < TO_ITS_LINE_TIMES
-    delay = put_off(delivery, reason, at_most=TO_ITS_LINE_MOST if is_new else PUT_OFF_MOST)
-    what = f"put off for {delay:.1f} s: {reason}"
-    raise delivery.told(Ignore(reason), what, level=logging.WARNING)
-
-
-def come_again(delivery: Delivery, error: Exception, delay: float, reason: str) -> NoReturn:
-    """End a delivery that was put off; raises Retry."""
-    retried = Retry(str(error), exc=error, when=delay)
-    raise delivery.told(retried, f"put off for {delay:.1f} s: {reason}")
-
-
-def _end(delivery: Delivery, error: Exception, state: str, *, call_errbacks: bool = False) -> None:
-    """Store the result, and notify the chord and the rest of the chain; Ignore does neither."""
-    delivery.task.backend.mark_as_failure(
-        delivery.id,
-        error,
-        request=delivery.request,
-        store_result=not delivery.result_is_ignored,
-        call_errbacks=call_errbacks,
-        state=state,
-    )
+    at_most = TO_ITS_LINE_MOST if is_new else PUT_OFF_MOST
+    put_off(delivery, reason, at_most=at_most, level=logging.WARNING)

@@ -13,15 +13,13 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from typing import Generic, ParamSpec, TypeVar
 
-    from celery.result import AsyncResult
-
     from celery_dislock.config.options import Key
+    from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
     from celery_dislock.tasks.task import SingletonTask
 
     P = ParamSpec("P")
     R = TypeVar("R")
-    R_co = TypeVar("R_co", covariant=True)
 
 
 class LockOptions(TypedDict, total=False):
@@ -105,21 +103,6 @@ class DeclaredOptions(LockOptions, total=False):
 
 
 if TYPE_CHECKING:
-
-    class Sent(AsyncResult, Generic[R_co]):  # type: ignore[misc]
-        """What ``delay()`` returns: Celery's AsyncResult."""
-
-        id: str
-        duplicate: bool  # whether it is the result of a message that was there already
-
-        def get(
-            self,
-            timeout: float | None = None,
-            propagate: bool = True,  # noqa: FBT001, FBT002 -- as in Celery
-            interval: float = 0.5,
-            **options: Any,
-        ) -> R_co:
-            """Wait for the result, as Celery's does."""
 
     class LockedTask(SingletonTask, Generic[P, R]):
         """What ``dislock.task(...)`` makes of a function: a SingletonTask."""

@@ -22,9 +22,30 @@ from celery_dislock.parking.park import PARKED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Generic, TypeVar
+
+    from celery.result import AsyncResult
 
     from celery_dislock.servers.reservations import Reservation, Reservations, Taken
     from celery_dislock.tasks.guard import Guard
+
+    R_co = TypeVar("R_co", covariant=True)
+
+    class Sent(AsyncResult, Generic[R_co]):  # type: ignore[misc]
+        """What ``delay()`` returns: Celery's AsyncResult."""
+
+        id: str
+        duplicate: bool  # whether it is the result of a message that was there already
+
+        def get(
+            self,
+            timeout: float | None = None,
+            propagate: bool = True,  # noqa: FBT001, FBT002 -- as in Celery
+            interval: float = 0.5,
+            **options: Any,
+        ) -> R_co:
+            """Wait for the result, as Celery's does."""
+
 
 LOOK_EVERY = 2.0  # seconds between two looks at the lock server, while a caller waits
 STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its lock was released

@@ -9,7 +9,7 @@ import inspect
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
@@ -23,16 +23,13 @@ from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
 from celery_dislock.messages.outbox import Outbox
+from celery_dislock.messages.unrun import skip
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE
-from celery_dislock.parking.park import (
-    STAYS_IN_LINE,
-    acknowledge_unrun,
-    leave_old_line,
-    withdraw,
-)
-from celery_dislock.parking.store import ENDED
+from celery_dislock.parking.park import acknowledge_done, leave_old_line
+from celery_dislock.parking.store import ENDED, STAYS_IN_LINE, withdraw
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
+from celery_dislock.servers.store import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.redelivery import Copies
@@ -56,6 +53,38 @@ if TYPE_CHECKING:
 ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
 
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
+
+
+class Outcome(NamedTuple):
+    """
+    How a body has ended, and what that means for its lock.
+
+    Attributes:
+        done: Whether its work is done, so that its message is not expected again.
+        released_by: Option that says whether the lock is released, or left to expire; empty: it is
+            released.
+    """
+
+    done: bool
+    released_by: str = ""
+
+
+SUCCEEDED = Outcome(done=True, released_by="release_on_success")
+FAILED = Outcome(done=True, released_by="release_on_failure")
+ENDED_EARLY = Outcome(done=True)  # by one of Celery's predicates
+REQUEUED = Outcome(done=False)
+STOPPED = Outcome(done=False, released_by="release_on_failure")  # with its worker
+INTERRUPTED = Outcome(done=False)  # before it was known how it ends
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Return the outcome of a body that has raised an exception."""
+    if isinstance(error, Reject) and error.requeue:
+        return REQUEUED
+    if isinstance(error, (Retry, Ignore, Reject)):
+        return ENDED_EARLY
+    return FAILED if isinstance(error, Exception) else STOPPED
+
 
 WAIT_MOST = 31 * 86400.0  # seconds: no line is kept for longer, so a header that says so is forged
 
@@ -130,17 +159,11 @@ class Guard:
         if self._limits is not None:
             delivery.lock.limit = limits_in_order(built, self._limits)
         previous = current.set(delivery.attempt)
-        run = self._run if self._locks else self._run_without_lock
         try:
             self._refuse_turn_elsewhere(delivery)
-            return run(delivery, partial(body, *args, **kwargs))
+            return self._run(delivery, partial(body, *args, **kwargs))
         except Replaced as exc:
-            try:
-                conflicts.end_replaced(delivery, exc)
-            except Ignore:  # only now, as its end is stored, it gives up its place
-                self._leave_line(delivery)
-                delivery.completed = True  # no copy of it is to run
-                raise
+            conflicts.end_replaced(delivery, exc, self.runtime.process)
         finally:
             try:
                 delivery.settle()  # completes a release that an exception interrupted
@@ -171,85 +194,66 @@ class Guard:
         delivery.request.headers[TICKET_HEADER] = list(notes.parked)
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
+        """Take the lock, run the body, and end the lease as the body's outcome asks for."""
         copies = None
         if self._looks_for_copies and not delivery.is_eager:
             copies = Copies(delivery, self.runtime.process.store)
         lease = self._take(delivery, copies)
         delivery.began = True
-        if lease is None:
-            return self._run_body_without_lock(delivery, body)
-        outbox = delivery.outbox = Outbox()
-        caller = current_caller()
-        held = CallerLease(delivery.lock, delivery.attempt, lease, execution=True)
+        delivery.outbox = Outbox()
+        caller, held, outcome = current_caller(), None, INTERRUPTED
+        if lease is not None:
+            held = CallerLease(delivery.lock, delivery.attempt, lease, execution=True)
         try:
-            caller.hold(held)
-            result = self._run_body(delivery, lease, body)
-            if copies is not None and self.options.lock_dedupe_redelivered:
+            if held is not None:
+                caller.hold(held)
+            result = self._run_body(lease, body)
+            if copies is not None and lease is not None:
                 copies.body_succeeded()
-                delivery.after_result.append(copies.result_stored)
-            return result
-        finally:
-            delivery.outbox = None
-            caller.forget(held)
-            self._keep_for_retry(delivery, outbox)
-            if outbox.retry_in is not None or not delivery.completed:  # its message comes again
-                delivery.reservation = lease.reservation = None
-            delivery.settle()
-            if lease.reservation is None:
-                self._end(delivery)
-            outbox.send()
-
-    def _run_body(self, delivery: Delivery, lease: Lease, body: Callable[[], Any]) -> Any:
-        """Run the body under its lease, and note in the delivery how it has ended."""
-        running = Running(lease) if self._interrupts else None
-        try:
-            try:
-                if running is not None:
-                    running.begin()
-                result = body()
-            finally:
-                if running is not None:
-                    running.end()
-        except (Retry, Ignore, Reject) as exc:
-            delivery.completed = not (isinstance(exc, Reject) and exc.requeue)
-            raise
         except StopTask as exc:
-            delivery.completed = True
-            delivery.leaves = not self.options.release_on_failure
+            outcome = FAILED
             raise exc.error from exc
         except BaseException as exc:
-            delivery.completed = isinstance(exc, Exception)  # others stop the worker
-            delivery.leaves = not self.options.release_on_failure
+            outcome = outcome_of(exc)
             raise
-        delivery.completed = True
-        delivery.leaves = not self.options.release_on_success
-        return result
-
-    def _run_without_lock(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
-        """Run the body of a task that is unique when it is sent, and takes no lock."""
-        self._leave_old_line(delivery)
-        self._begin(delivery)
-        delivery.began = True
-        return self._run_body_without_lock(delivery, body)
-
-    def _run_body_without_lock(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
-        """Run the body, and end its reservation unless its message comes again."""
-        comes_again = True
-        try:
-            result = body()
-            comes_again = False
-        except Reject as exc:
-            comes_again = bool(exc.requeue)
-            raise
-        except Retry:
-            raise
-        except Exception:
-            comes_again = False
-            raise
+        else:
+            outcome = SUCCEEDED
+            return result
         finally:
-            if not comes_again:
-                self._end(delivery)
-        return result
+            if held is not None:
+                caller.forget(held)
+            self._end(delivery, lease, outcome)
+
+    def _run_body(self, lease: Lease | None, body: Callable[[], Any]) -> Any:
+        """Run the body; stop it when its lease ends, if the options ask for that."""
+        if lease is None or not self._interrupts:
+            return body()
+        running = Running(lease)
+        try:
+            running.begin()
+            return body()
+        finally:
+            running.end()
+
+    def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
+        """End the lease and the reservation, and send what the body has sent under its id."""
+        outbox, delivery.outbox = delivery.outbox or Outbox(), None
+        ending = delivery.if_done if outcome.done else RELEASED
+        kept = self._kept_for_retry(lease, outbox.retry_in)
+        if kept:
+            outbox.held_by = delivery.attempt.owner
+            ending = ending._replace(expires=True, at_least=kept)
+        elif outcome.released_by and not getattr(self.options, outcome.released_by):
+            ending = ending._replace(expires=True)
+        if outbox.retry_in is not None or not outcome.done:  # its message comes again
+            delivery.reservation = None
+        elif lease is not None and delivery.reservation is delivery.attempt.reservation:
+            ending = ending._replace(reservation=delivery.reservation)
+        delivery.ending = ending
+        delivery.settle()
+        if ending.reservation is None:
+            delivery.end_reservation()
+        outbox.send()
 
     def _begin(self, delivery: Delivery, lease: Lease | None = None) -> None:
         """
@@ -269,7 +273,10 @@ class Guard:
                 self.runtime.process.lock_server_failed(exc)
                 if reservation.until == "start":  # if the server answers then
                     delivery.reservation = reservation._replace(until="end")
-        if lease is not None and reservation.until != "start":
+                return
+        if reservation.until == "start":
+            delivery.reservation = None
+        elif lease is not None:
             lease.reservation = attempt.reservation
 
     def _leave_old_line(self, delivery: Delivery) -> None:
@@ -279,29 +286,21 @@ class Guard:
             return
         try:
             if not leave_old_line(self.runtime.process.lines, delivery, turn):
-                acknowledge_unrun(delivery)
+                acknowledge_done(delivery)
         except StoreError as exc:
             logger.warning(
                 "Task %s runs without a lock, and stays in line for lock %s: it may run again: %s",
                 *(delivery, turn[0], exc),
             )
 
-    def _leave_line(self, delivery: Delivery) -> None:
-        """Give the turn of a parked task that must not run to the next in line."""
-        if delivery.notes.parked is not None:
-            try:
-                self.runtime.process.lines.leave(*delivery.notes.parked, delivery.sent_to)
-            except StoreError as exc:
-                self.runtime.process.lock_server_failed(exc)
-
-    def _end(self, delivery: Delivery) -> None:
-        if delivery.reservation is not None and delivery.reservation.until != "start":
-            delivery.end_reservation()
-
     def _take(self, delivery: Delivery, copies: Copies | None) -> Lease | None:
         """Return the lease; None if the body runs without one."""
+        if not self._locks:
+            self._leave_old_line(delivery)
+            self._begin(delivery)
+            return None
         if delivery.notes.replaced is not None:
-            conflicts.end_unrun(delivery, delivery.notes.replaced)
+            skip(delivery, delivery.notes.replaced)
         asking = Acquisition(delivery, self.runtime)
         answer = asking.ask()
         if isinstance(answer, Conflict):
@@ -313,22 +312,20 @@ class Guard:
         try:
             copies.look_for_others()
         except StoreError as exc:
+            delivery.settle()
             asking.unavailable(exc, delivery.attempt.owner)
             return None
         return answer
 
-    def _keep_for_retry(self, delivery: Delivery, outbox: Outbox) -> None:
-        delay, lease = outbox.retry_in, delivery.lease
+    def _kept_for_retry(self, lease: Lease | None, delay: float | None) -> float:
+        """Return for how long the retry's lease is kept, counted from its grant; 0 if it is not."""
         if delay is None or lease is None or not self.options.lock_hold_on_retry:
-            return
+            return 0.0
         try:
-            if not lease.confirm():
-                return
+            is_held = lease.confirm()
         except StoreError:
-            return
-        delivery.at_least = lease.held_for + delay + self.timeout
-        delivery.leaves = True
-        outbox.held_by = delivery.attempt.owner
+            return 0.0
+        return lease.held_for + delay + self.timeout if is_held else 0.0
 
     def _delivery(self, task: Task, request: Context, keys: Sequence[str]) -> Delivery:
         """Create the Delivery, and attach it to the request."""

@@ -22,12 +22,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from celery.exceptions import Ignore
 from celery.states import SUCCESS
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import told_id
-from celery_dislock.messages.resend import put_off
+from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
     from celery_dislock.messages.delivery import Delivery
@@ -44,7 +43,7 @@ class Copies:
     Finds other deliveries of the same task, and leaves marks for them.
 
     Args:
-        delivery: The delivery, which has its lock.
+        delivery: The delivery.
         store: The store of its lock.
     """
 
@@ -53,6 +52,7 @@ class Copies:
         self._lock = delivery.lock
         self._store = store
         self._ended = False
+        delivery.after_result.append(self.result_stored)
 
     def look_for_others(self) -> None:
         """
@@ -62,13 +62,6 @@ class Copies:
             Ignore: This delivery is a copy; it was put off, or is acknowledged without running.
             StoreError: The lock server did not answer.
         """
-        try:
-            self._look()
-        except BaseException:
-            self._delivery.settle()
-            raise
-
-    def _look(self) -> None:
         options, owner = self._lock.options, self._delivery.attempt.owner
         if options.lock_mode == "shared" or options.admits_several:
             for other in self._store.holders(self._lock.names[0]):
@@ -83,16 +76,13 @@ class Copies:
         if state == ENDED:
             self._put_off("this task has just succeeded under", self._lock.timeout)
         if state == DONE:
-            self._delivery.settle()
-            reason = f"it has succeeded under lock {self._lock.key!r} before"
-            raise self._delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
+            self._delivery.end_reservation()
+            acknowledge(self._delivery, f"it has succeeded under lock {self._lock.key!r} before")
 
     def _put_off(self, why: str, at_most: float) -> None:
-        self._delivery.settle()
+        self._delivery.settle()  # before its message comes again
         reason = f"{why} lock {self._lock.key!r}"
-        delay = put_off(self._delivery, reason, at_most=at_most)
-        what = f"put off for {delay:.1f} s: {reason}"
-        raise self._delivery.told(Ignore(reason), what, level=logging.WARNING)
+        put_off(self._delivery, reason, at_most=at_most, level=logging.WARNING)
 
     def body_succeeded(self) -> None:
         """Set the mark *ended* before the lock is released, if the task's options ask for marks."""

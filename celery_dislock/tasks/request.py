@@ -17,14 +17,13 @@ import logging
 import os
 import threading
 import time
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
+from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
-from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
@@ -34,55 +33,22 @@ from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_messag
 from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from celery.worker.consumer import Consumer
 
 PID_MAX = 2**22  # highest process id on Linux
 CHECK_EVERY = 0.05  # seconds between two checks of a process that is about to end
 # What follows states of ours, if it has to be said.
 AFTER_OURS = {"task-started": states.STARTED, "task-revoked": states.REVOKED}
 PARKED_BEFORE = (TICKET_HEADER, LEFT_HEADER)  # headers
+# What a pool process died of, as Celery tells its main process.
 DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt)
 
 logger = logging.getLogger("celery_dislock")
 
 
-@cache
-def recovering(base: type | str) -> type:
-    """Extend a Request class, given as class or name, by the release after a process died."""
-
-    class Request(symbol_by_name(base)):  # type: ignore[misc]
-        """A request whose execution's lock is released when its process dies."""
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            # A task that was parked before may be parked again, with any strategy.
-            self._was_parked = any(one in (self.message.headers or ()) for one in PARKED_BEFORE)
-            if self._was_parked or self.task.dislock_guard.parks:
-                keep_message(self)
-
-        def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
-            # Before Celery's own handling, which may requeue the message.
-            exc = exc_info.exception
-            exc = getattr(exc, "exc", exc)
-            if isinstance(exc, DEATHS):
-                _release_after_death(self)
-            else:
-                _send_events(self, exc)
-            return super().on_failure(exc_info, *args, **kwargs)
-
-        def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 -- Celery's
-            """Send an event; called by Celery, too."""
-            super().send_event(type, **_as_monitors_take_it(type, fields, parked=self._was_parked))
-
-        def on_timeout(self, soft: bool, timeout: float) -> Any:  # noqa: FBT001 -- Celery's
-            if not soft:
-                _release_after_death(self)
-            return super().on_timeout(soft, timeout)
-
-    return Request
-
-
-def _send_events(request: Any, exc: BaseException) -> None:
+def send_events(request: Any, exc: BaseException) -> None:
     """Tell those who watch the worker how a delivery has ended, if Celery does not."""
     if isinstance(exc, TaskSkipped):
         request.send_event("task-revoked", **revoked(exc.why))
@@ -96,7 +62,7 @@ def _send_events(request: Any, exc: BaseException) -> None:
                 request.eventer.send("task-revoked", uuid=task_id, **revoked(reason))
 
 
-def _as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) -> dict[str, Any]:
+def as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) -> dict[str, Any]:
     """
     Add to an event the state that follows from it, where a monitor may have another one.
 
@@ -108,7 +74,8 @@ def _as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) ->
     return fields
 
 
-def _release_after_death(request: Any) -> None:
+def release_after_death(request: Any) -> None:
+    """Release the lock of a request whose process has died, or is about to; never waits for it."""
     pid = request.worker_pid
     guard = request.task.dislock_guard
     if not is_child(pid):
@@ -167,3 +134,19 @@ def _is_zombie(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] == "Z"
+
+
+def keep_what_may_be_parked(request: Any) -> bool:
+    """Keep the message of a task that may be parked; tell whether it was parked before."""
+    was_parked = any(one in (request.message.headers or ()) for one in PARKED_BEFORE)
+    if was_parked or request.task.dislock_guard.parks:  # it may be again, with any strategy
+        keep_message(request)
+    return was_parked
+
+
+def scheduled(consumer: Consumer) -> Iterator[Request]:
+    """Return the messages that wait in a worker for their ETA: its timer alone has them."""
+    for waiting in consumer.timer.schedule.queue:
+        request, *_ = waiting.entry.args or (None,)
+        if isinstance(request, Request):
+            yield request

@@ -1,19 +1,12 @@
-"""The base class of tasks that lock, and the installation of the guard around a task's body.
+"""The base class of tasks that lock, what it declares, and what happens beside its body.
 
-A signal handler cannot stop a Celery task, and an override in a user's class can forget to call
-``super()``.  The guard is therefore put around a task class's ``__call__`` when the class is bound
-to its app.  It is outside of everything else, including autoretry.  One function acquires the lock,
-runs the body and releases the lock.
-
-The lock is released right after the body, before Celery publishes callbacks and the next step of a
-chain.  The release is completed even if a signal handler raises an exception in the middle of it.
+The guard around the body is installed by :mod:`celery_dislock.hooks`.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import time
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery import Task, states
 from celery._state import get_current_task
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject
 from celery.signals import task_postrun, task_prerun, task_revoked
 
-from celery_dislock import signals
 from celery_dislock.config.options import MEANT, TaskOptions
-from celery_dislock.config.settings import app_settings, nearer, task_options
+from celery_dislock.config.settings import nearer, task_options
 from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import current_lease
@@ -35,7 +27,6 @@ from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.events import events_of
 from celery_dislock.messages.headers import own_turn
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.reporting import leave_out_what_is_told
 from celery_dislock.tasks.guard import ENDS, Guard
 from celery_dislock.tasks.sending import outbox_of, send, tell
 
@@ -46,7 +37,7 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.tasks.declaring import Sent
+    from celery_dislock.tasks.duplicates import Sent
     from celery_dislock.tasks.handle import LockHandle
 
 
@@ -66,30 +57,11 @@ class SingletonTask(Task):  # type: ignore[misc]
 
         @app.task(base=SingletonTask, lock_key="export:<corp_id>")
         def export(corp_id): ...
+
+    Its guard is installed when it is bound to its app; see :mod:`celery_dislock.hooks`.
     """
 
     abstract = True
-
-    @classmethod
-    def bind(cls, app: Celery) -> Celery:
-        """
-        Bind the task to its app, and install its guard.
-
-        Raises:
-            SettingsError: One of the task's options cannot be used.  The task is not registered.
-        """
-        name = _name_of(cls, app)
-        if name is None:
-            # A base class.  Reading its `app`, as `hasattr(SingletonTask, "app")` does, comes here.
-            # If it were bound, its subclasses would inherit the current app's settings.
-            return app
-        bound = super().bind(app)
-        try:
-            install(cls, app)
-        except SettingsError as exc:
-            _refuse(name, app, exc)
-            raise
-        return bound
 
     if TYPE_CHECKING:
 
@@ -176,106 +148,19 @@ def guard_of(task: Task) -> Guard:
     if declared is None or declared is False:
         remedy = "the task takes no lock: it has no lock_key, and is no SingletonTask"
         raise SettingsError(task.name, "lock_key", declared, remedy)
-    options = task_options(task.name, declared_options(type(task)), task.app.conf)
-    return Guard(task.name, type(task), options, runtime_of(task.app))
+    return make_guard(task.name, type(task), task.app)
 
 
-def install(task: type[Task], app: Celery) -> None:
-    """
-    Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
-
-    Celery's own tasks, such as ``celery.chord_unlock``, are guarded only if they have a
-    ``lock_key``.  They inherit the app's base class, but are not meant to lock.
-
-    Raises:
-        SettingsError: One of the task's options cannot be used.
-    """
-    name = _name_of(task, app)
-    if name is None or "dislock_guard" in vars(task):
-        return
-    declared = getattr(task, "lock_key", None)
-    if declared is False or (declared is None and name.startswith("celery.")):
-        if getattr(task, "dislock_guard", None) is not None:  # of a registered task that it extends
-            task.dislock_guard, task.__call__ = None, _custom_call(task) or Task.__call__
-        return
-    app_settings(app.conf)
-    options = task_options(name, declared_options(task), app.conf)
-    guard = Guard(name, task, options, runtime_of(app))
-    task.__call__ = _guarded(guard, _custom_call(task))
-    _override(task, "apply", _applying_uniquely)
-    _override(task, "on_replace", _replacing_after_release)
-    if not issubclass(task, SingletonTask):
-        task.lease = property(lease_of)
-        task.lock_for = lock_for
-    leave_out_what_is_told()
-    request_class = task.Request
-    if not isinstance(request_class, property):  # not inherited from a guarded class
-        task.Request = property(lambda _self: _recovering(request_class))
-    task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
-    signals.lock_lost.connect(_tell_lost, dispatch_uid="dislock_tell_lost")
-    signals.lock_capped.connect(_tell_capped, dispatch_uid="dislock_tell_capped")
-
-
-def _recovering(request_class: Any) -> Any:
-    from celery_dislock.tasks.request import recovering  # noqa: PLC0415 -- workers alone have it
-
-    return recovering(request_class)
-
-
-def guard_tasks(app: Celery) -> None:
-    """Guard every task that has a ``lock_key``, whatever its base class.
-
-    Raises:
-        SettingsError: An option of one of them cannot be used.
-    """
-    for task in list(app.tasks.values()):
-        _guard_if_keyed(task, app)
-
-
-def _guard_if_keyed(task: Task, app: Celery) -> None:
-    """Guard a task if it has a ``lock_key``.
+def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
+    """Make the guard of a task class.
 
     Raises:
         SettingsError: One of its options cannot be used.
     """
-    if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
-        install(type(task), app)
+    return Guard(name, task, task_options(name, declared_options(task), app.conf), runtime_of(app))
 
 
-def guard_for_sending(task: Task, app: Celery) -> Guard | None:
-    """
-    Return the guard of a task that is about to be sent; None if it is not guarded.
-
-    Celery registers a task before it binds it.  If another thread is about to do that, this call
-    waits for it.
-
-    Raises:
-        SettingsError: One of its options cannot be used.
-    """
-    guard: Guard | None = getattr(task, "dislock_guard", None)
-    if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
-        until = time.monotonic() + BOUND_WITHIN
-        while task.request_stack is None and time.monotonic() < until:
-            time.sleep(BOUND_WITHIN / 1000)
-        _guard_if_keyed(task, app)
-        guard = getattr(task, "dislock_guard", None)
-    return guard
-
-
-def guard_new(task: Task, app: Celery) -> None:
-    """Guard a task that was just made, if it has a ``lock_key``.
-
-    Raises:
-        SettingsError: One of its options cannot be used.  The task is not registered any more.
-    """
-    try:
-        _guard_if_keyed(task, app)
-    except SettingsError as exc:
-        _refuse(task.name, app, exc)
-        raise
-
-
-def _refuse(name: str, app: Celery, error: SettingsError) -> None:
+def refuse(name: str, app: Celery, error: SettingsError) -> None:
     """Unregister a task whose options cannot be used, and end a command that loads the app.
 
     Celery registers a task before it binds it, so it could be used without its guard.
@@ -297,33 +182,12 @@ def _registered(app: Celery) -> dict[str, Task]:
     return tasks
 
 
-def _name_of(task: type[Task], app: Celery) -> str | None:
+def name_of(task: type[Task], app: Celery) -> str | None:
     """Return a task class's name; None for a base class."""
     if task.name is not None:
         return str(task.name)
     # For a task without a name, Celery generates one and stores it in the instance only.
     return next((one.name for one in list(_registered(app).values()) if type(one) is task), None)
-
-
-def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Make the ``__call__`` of a guarded task, around a user-defined one if there is one."""
-
-    def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        request = self.request_stack.top
-        if request is None or request.called_directly or Delivery.of(request) is not None:
-            return (own_call or Task.__call__)(self, *args, **kwargs)
-        body = own_call.__get__(self) if own_call else self.run
-        try:
-            return guard.run(self, request, body, args, kwargs)
-        except (Ignore, Retry, Reject) as exc:
-            delivery = Delivery.of(request)
-            if delivery is None or delivery.began:  # raised by the body
-                raise
-            # Without a traceback, whose frames Celery would copy and send to the main process.
-            raise exc.with_traceback(None) from None
-
-    __call__.dislock_inner = own_call  # type: ignore[attr-defined]
-    return __call__
 
 
 def _before_body(task: Task, **_kwargs: Any) -> None:
@@ -371,48 +235,7 @@ task_postrun.connect(_after_result, weak=False)
 task_revoked.connect(_leave_line, weak=False)
 
 
-def _tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
-    action = lease.grant.options.lock_on_lost
-    _send_event(sender, "task-lock-lost", lease, reason=reason, action=action)
-
-
-def _tell_capped(sender: object, lease: Lease, **_kwargs: Any) -> None:
-    action, ends_in = lease.grant.options.lock_on_cap, lease.remaining
-    _send_event(
-        sender, "task-lock-capped", lease, renewals=lease.renewals, ends_in=ends_in, action=action
-    )
-
-
-def _send_event(sender: object, type_: str, lease: Lease, **fields: Any) -> None:
-    """Send an event about a running task; nothing about a lock of plain Python."""
-    if isinstance(sender, Task) and sender.send_events:
-        worker, task_id = lease.holder["worker"], lease.holder["id"]
-        events_of(sender.app).send(type_, worker, uuid=task_id, key=lease.key, **fields)
-
-
-def _override(task: type[Task], name: str, method: Callable[..., Any]) -> None:
-    """
-    Override a method of a task class.  The next class's is looked up at each call.
-
-    Args:
-        task: The class.
-        name: Name of the method.
-        method: Takes the method that is overridden, the task, and its arguments.
-    """
-    own = getattr(vars(task).get(name), "dislock_inner", vars(task).get(name))
-
-    def call(self: Task, *args: Any, **kwargs: Any) -> Any:
-        inner = own.__get__(self) if own is not None else getattr(super(task, self), name)
-        if type(self) is not task:  # a class that extends this one, which has overridden it, too
-            return inner(*args, **kwargs)
-        return method(inner, self, *args, **kwargs)
-
-    call.dislock_inner = own  # type: ignore[attr-defined]
-    call.__name__ = name
-    setattr(task, name, call)
-
-
-def _applying_uniquely(
+def apply_uniquely(
     apply: Callable[..., Any],
     self: Task,
     args: Any = None,
@@ -426,7 +249,7 @@ def _applying_uniquely(
     return send(self.app, self, self.dislock_guard, args, kwargs, options, run, eager=True)
 
 
-def _replacing_after_release(on_replace: Callable[..., Any], self: Task, signature: Any) -> Any:
+def replace_after_release(on_replace: Callable[..., Any], self: Task, signature: Any) -> Any:
     """Hold back the message that replaces a task until the task's lock is released."""
     outbox = outbox_of(self)
     if outbox is not None:
@@ -438,6 +261,27 @@ def _replacing_after_release(on_replace: Callable[..., Any], self: Task, signatu
         if delivery.reservation is not None and delivery.reservation.until == "end":
             delivery.end_reservation()  # the replacement has the same id, and its own
     return on_replace(signature)
+
+
+def tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
+    """Send an event about a task that has lost its lock; a signal receiver."""
+    action = lease.grant.options.lock_on_lost
+    _send_event(sender, "task-lock-lost", lease, reason=reason, action=action)
+
+
+def tell_capped(sender: object, lease: Lease, **_kwargs: Any) -> None:
+    """Send an event about a task whose lock is renewed no more; a signal receiver."""
+    action, ends_in = lease.grant.options.lock_on_cap, lease.remaining
+    _send_event(
+        sender, "task-lock-capped", lease, renewals=lease.renewals, ends_in=ends_in, action=action
+    )
+
+
+def _send_event(sender: object, type_: str, lease: Lease, **fields: Any) -> None:
+    """Send an event about a running task; nothing about a lock of plain Python."""
+    if isinstance(sender, Task) and sender.send_events:
+        worker, task_id = lease.holder["worker"], lease.holder["id"]
+        events_of(sender.app).send(type_, worker, uuid=task_id, key=lease.key, **fields)
 
 
 _APPLY_POSITIONAL = list(inspect.signature(Task.apply).parameters)[3:]
@@ -470,7 +314,7 @@ def _is_declared(cls: type, name: str) -> bool:
     return "_decorated" in vars(cls) or not callable(vars(cls)[name])
 
 
-def _custom_call(task: type[Task]) -> Callable[..., Any] | None:
+def custom_call(task: type[Task]) -> Callable[..., Any] | None:
     """Return the user-defined ``__call__`` of a task, found in the same way as by Celery."""
     for cls in task.__mro__:
         if cls is Task:

@@ -21,10 +21,12 @@ from celery.app.task import Context
 from celery.exceptions import InvalidTaskError
 
 from celery_dislock.exceptions import DislockError
+from celery_dislock.hooks import watch_consumer
 from celery_dislock.messages.headers import TICKET_HEADER, own_turn
-from celery_dislock.messages.resend import result_is_ignored
-from celery_dislock.parking.park import delivery_of, withdraw
+from celery_dislock.messages.message import result_is_ignored
+from celery_dislock.parking.park import delivery_of
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import withdraw
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.sending import tell
 
@@ -34,14 +36,6 @@ if TYPE_CHECKING:
     from celery.worker.consumer import Consumer
     from kombu.message import Message
 
-# The consumer's methods that drop a message: which argument is the message, and whether Celery
-# stores a result.
-DROPS = {
-    "on_decode_error": (0, False),
-    "on_unknown_message": (1, False),
-    "on_invalid_task": (1, False),
-    "on_unknown_task": (1, True),
-}
 PARTS = 3  # of a body: arguments, keyword arguments and embedded options
 
 logger = logging.getLogger("celery_dislock")
@@ -55,9 +49,7 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
     def __init__(self, consumer: Consumer, **kwargs: Any) -> None:
         super().__init__(consumer, **kwargs)
         arrivals = Arrivals(consumer)
-        for name, (nth, tells) in DROPS.items():  # the other steps read them at their start
-            setattr(consumer, name, arrivals.dropping(getattr(consumer, name), nth, tells=tells))
-        consumer.update_strategies = arrivals.looking(consumer.update_strategies)
+        watch_consumer(consumer, arrivals.dropping, arrivals.looking)
 
 
 class Arrivals:

@@ -10,11 +10,12 @@ from celery import bootsteps
 
 from celery_dislock.config.settings import app_settings, check_servers
 from celery_dislock.exceptions import DislockError
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.messages.events import events_of, revoked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
-from celery_dislock.tasks.task import SingletonTask, guard_tasks
+from celery_dislock.tasks.task import SingletonTask
 from celery_dislock.worker import startup
 
 if TYPE_CHECKING:

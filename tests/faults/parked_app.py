@@ -130,7 +130,7 @@ def _has_claimed(lease, **_):
 
 
 @before(Lease, "release")
-def _is_about_to_release(lease):
+def _is_about_to_release(lease, *_):
     place("ended", lease.holder["id"])
 
 
@@ -147,7 +147,7 @@ def _has_released(lease, **_):
 @before(Parking, "result_stored")
 def _is_settled(parking, _state):
     delivery = parking._delivery
-    if delivery.was_parked and delivery.completed:
+    if parking.has_claimed and delivery.ending.ticket:
         record("settled", delivery.id)
 
 

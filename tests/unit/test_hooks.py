@@ -16,7 +16,6 @@ from celery.worker.request import Request
 
 from celery_dislock import SettingsError, SingletonTask, hooks
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from celery_dislock.tasks import task as tasks
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeRecord
 
@@ -219,8 +218,8 @@ def test_a_task_that_another_thread_is_making_is_waited_for(app, monkeypatch):
         if len(naps) == 3:
             Edit.bind(app)
 
-    monkeypatch.setattr(tasks.time, "sleep", another_thread)
-    assert tasks.guard_for_sending(task, app) is Edit.dislock_guard
+    monkeypatch.setattr(hooks.time, "sleep", another_thread)
+    assert hooks.guard_for_sending(task, app) is Edit.dislock_guard
     assert len(naps) == 3
 
 

@@ -12,9 +12,9 @@ from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import OPTIONS
-from celery_dislock.tasks.task import guard_tasks
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
 

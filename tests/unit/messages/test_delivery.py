@@ -10,6 +10,7 @@ from celery.app.task import Context
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
+from celery_dislock.servers.store import Ending
 
 
 @pytest.fixture
@@ -55,25 +56,13 @@ def test_its_notes_are_forgotten_with_their_headers(delivery):
     assert delivery.request.headers == {"tenant": 7}
 
 
-def test_work_that_is_not_done_keeps_its_ticket(delivery, world):
-    """Its message comes again: the release says nothing about the line."""
-    delivery.ticket = "1:0:0"
-    delivery.settle()
-    assert world.store.done == [""]
-
-
-def test_work_that_is_done_ends_its_ticket(delivery, world):
-    """Once, however often it is settled; and with the time that its result takes."""
-    delivery.ticket, delivery.settles, delivery.completed = "1:0:0", 30.0, True
+def test_its_lease_ends_once_as_the_guard_has_decided(delivery, world):
+    """Until the body has ended: released, with nothing said about the line."""
+    assert delivery.ending == Ending()
+    delivery.ending = Ending(expires=True, at_least=100.0, ticket="1:0:0", settles=30.0)
     delivery.settle()
     delivery.settle()
     assert (world.store.done, world.store.settling) == (["1:0:0"], [30.0])
-
-
-def test_a_lease_may_be_kept_for_longer(delivery, world):
-    """For a retry that takes it over: an argument of the release, not another lock's options."""
-    delivery.leaves, delivery.at_least = True, 100.0
-    delivery.settle()
     [(owner, expires, _)] = world.store.leases.values()
     assert owner == "~me"
     assert expires - world.clock.now == pytest.approx(100.0)

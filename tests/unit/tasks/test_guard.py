@@ -29,6 +29,7 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
+from celery_dislock.hooks import install
 from celery_dislock.keys.names import reserved_lock, told_id
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import (
@@ -39,7 +40,7 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.tasks.task import install, lease_of
+from celery_dislock.tasks.task import lease_of
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines, FakeRecord
 
@@ -252,7 +253,10 @@ def test_every_way_out_of_the_body_releases(app, world, error):
 
 @pytest.mark.parametrize(
     ("error", "kept"),
-    [(None, False), (ValueError, True), (Retry, False), (Ignore, False), (Reject, False)],
+    [
+        *((None, False), (ValueError, True), (SystemExit, True)),
+        *((Retry, False), (Ignore, False), (Reject, False)),
+    ],
 )
 def test_release_on_failure_false_keeps_only_failures(app, world, error, kept):
     """A failed task's lock is left to expire; Retry, Ignore and Reject are no failures."""
@@ -262,7 +266,8 @@ def test_release_on_failure_false_keeps_only_failures(app, world, error, kept):
         if error:
             raise error
 
-    task.apply()
+    with suppress(SystemExit):
+        task.apply()
     assert bool(world.store.leases) is kept
     assert len(world.watchdog) == 0
 
@@ -705,7 +710,7 @@ def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, wor
     pauses = []
     broker = Broker(times_away=3)
     monkeypatch.setattr(app, "send_task", broker)
-    monkeypatch.setattr("celery_dislock.messages.resend.time.sleep", pauses.append)
+    monkeypatch.setattr("celery_dislock.messages.unrun.time.sleep", pauses.append)
     world.store.away = True
     assert deliver(task).info.state == "RETRY"
     assert len(broker.sent) == 1
@@ -920,6 +925,17 @@ def test_a_reserved_task_frees_its_key_however_it_ends(app, world, error, option
     with suppress(SystemExit):
         deliver(declare(app, body, **options), headers=reserved(world))
     assert (world.store.reservations.of("dislock:{k}") is None) == (error is not SystemExit)
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_limit": None}])
+def test_a_retry_keeps_the_key_of_its_task(app, world, monkeypatch, options):
+    """It is the same work, and its message comes under the same reservation."""
+    broker = Broker()
+    monkeypatch.setattr(app.amqp, "send_task_message", broker.receive)
+    task = declare(app, lambda task: task.retry(countdown=5), **options)
+    assert deliver(task, headers=reserved(world)).info.state == "RETRY"
+    assert len(broker.sent) == 1
+    assert "end" not in told(world)
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}, {"lock_key": ["k", "l"]}])

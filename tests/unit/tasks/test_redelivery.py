@@ -6,6 +6,7 @@ import pytest
 
 from celery_dislock import SingletonTask, StoreError
 from celery_dislock.locks.attempt import Attempt
+from celery_dislock.messages.headers import UNIQUE_HEADER
 from celery_dislock.servers.store import Ending
 from tests.unit.deliveries import Broker, deliver
 
@@ -75,6 +76,14 @@ def test_a_copy_of_a_success_that_is_not_over_is_put_off(app, world, once, ran, 
     assert [sent["task_id"] for sent in broker.sent] == ["1"]
     assert ran == []
     assert world.store.leases == {}
+
+
+def test_a_copy_of_work_that_is_done_frees_its_key(app, world, once, ran):
+    """It has begun under the reservation of its message, and nothing else ends that."""
+    world.store.marks[LOCK, "1"] = "done 0"
+    deliver(once, "1", headers={UNIQUE_HEADER: [LOCK, "end"]})
+    assert ran == []
+    assert [call[0] for call in world.store.reservations.asked] == ["begin", "end"]
 
 
 def test_a_retry_is_no_copy_of_the_attempt_before_it(app, world, once, ran):

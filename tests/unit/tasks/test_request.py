@@ -15,6 +15,7 @@ from celery.worker.request import Request
 
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
+from celery_dislock.hooks import recovering
 from celery_dislock.messages.headers import TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped
 from celery_dislock.servers.reservations import Reservation
@@ -84,7 +85,7 @@ RELEASED = ("released", (7,), {}, f"1@w1:{CHILD}/")
 def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(alive, exc):
     """The message may go back to its queue, so the lock must be free by then."""
     guard = Guard()
-    recovery.recovering(Base)(guard).on_failure(failure(exc))
+    recovering(Base)(guard).on_failure(failure(exc))
     assert guard.events == [RELEASED, "on_failure"]
 
 
@@ -97,7 +98,7 @@ def test_a_dead_child_s_key_is_free_before_celery_hears_of_it(app, world, alive)
     there = world.store.reservations
     mine = Reservation("dislock:{k}", "1", mark="ab", number=3)
     there.records[mine.lock] = FakeRecord("ab", "running", "1", number=3, ends=2000.0)
-    request = recovery.recovering(Base)(Guard())
+    request = recovering(Base)(Guard())
     request.app, request.task = app, export
     request._context.headers = {"dislock_unique": [mine.lock, "end", "ab", 3]}
     request.on_failure(failure(WorkerLostError("x")))
@@ -108,7 +109,7 @@ def test_a_dead_child_s_key_is_free_before_celery_hears_of_it(app, world, alive)
 def test_a_failed_body_has_released_by_itself(alive):
     """An exception of the task's own is no death."""
     guard = Guard()
-    recovery.recovering(Base)(guard).on_failure(failure(ValueError()))
+    recovering(Base)(guard).on_failure(failure(ValueError()))
     assert guard.events == ["on_failure"]
 
 
@@ -116,7 +117,7 @@ def test_who_watches_the_worker_hears_of_a_parked_task(alive):
     """Its process sends nothing: the event comes with the outcome, and no lock is released."""
     guard = Guard()
     parked = failure(TaskParked("k", 3, "t[1]"))
-    recovery.recovering(Base)(guard).on_failure(parked)
+    recovering(Base)(guard).on_failure(parked)
     assert guard.events == [
         ("task-parked", {"key": "k", "place": 3, "holder": "t[1]"}),
         "on_failure",
@@ -126,7 +127,7 @@ def test_who_watches_the_worker_hears_of_a_parked_task(alive):
 def test_who_watches_the_worker_hears_for_how_long_the_lock_was_held(alive):
     """Where the lock server has said so."""
     guard = Guard()
-    recovery.recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", 720.0)))
+    recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", 720.0)))
     assert guard.events[0][1]["held_for"] == 720.0
 
 
@@ -137,7 +138,7 @@ def test_who_watches_the_worker_hears_of_a_skipped_task(alive):
     """Celery says nothing of a task that is ignored: it would be seen as started for ever."""
     guard = Guard()
     skipped = pickle.loads(pickle.dumps(TaskSkipped("lock 'k' is held")))
-    recovery.recovering(Base)(guard).on_failure(failure(skipped))
+    recovering(Base)(guard).on_failure(failure(skipped))
     told = {**REVOKED, "reason": "lock 'k' is held"}
     assert guard.events == [("task-revoked", told), "on_failure"]
 
@@ -147,7 +148,7 @@ def test_who_watches_the_worker_hears_of_a_skipped_task(alive):
 def test_who_watches_the_worker_hears_of_those_that_made_room(alive, wanted, of_this_task):
     """After the one that took their place: it may have made room itself."""
     guard = Guard()
-    request = recovery.recovering(Base)(guard)
+    request = recovering(Base)(guard)
     request.task.send_events = of_this_task
     request.eventer = SimpleNamespace(
         enabled=wanted,
@@ -178,7 +179,7 @@ def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, s
     monkeypatch.setattr(recovery, "keep_message", lambda _request: None)
     guard = Guard()
     guard.headers = headers
-    recovery.recovering(Base)(guard).send_event(event, **fields)
+    recovering(Base)(guard).send_event(event, **fields)
     assert guard.events == [(event, {**fields, **({"state": state} if state else {})})]
 
 
@@ -189,7 +190,7 @@ def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks):
     monkeypatch.setattr(recovery, "keep_message", kept.append)
     guard = Guard()
     guard.parks = parks
-    request = recovery.recovering(Base)(guard)
+    request = recovering(Base)(guard)
     assert kept == [request] * parks
 
 
@@ -199,7 +200,7 @@ def test_the_message_of_what_was_parked_is_kept(monkeypatch):
     monkeypatch.setattr(recovery, "keep_message", kept.append)
     guard = Guard()
     guard.headers = {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}
-    recovery.recovering(Base)(guard)
+    recovering(Base)(guard)
     assert len(kept) == 1
 
 
@@ -207,7 +208,7 @@ def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):
     """The limit is reported before the child is killed; its lock is its own until then."""
     guard = Guard()
     alive.pids.add(CHILD)
-    recovery.recovering(Base)(guard).on_timeout(False, 10)
+    recovering(Base)(guard).on_timeout(False, 10)
     assert guard.events == ["on_timeout"]
     alive.later.pop()()
     assert guard.events == ["on_timeout"]
@@ -219,7 +220,7 @@ def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):
 def test_a_soft_time_limit_is_no_death(alive):
     """The body goes on, and releases by itself."""
     guard = Guard()
-    recovery.recovering(Base)(guard).on_timeout(True, 10)
+    recovering(Base)(guard).on_timeout(True, 10)
     assert guard.events == ["on_timeout"]
 
 
@@ -229,7 +230,7 @@ def test_a_child_that_does_not_die_is_given_up_on(alive, monkeypatch):
     monkeypatch.setattr(recovery.time, "monotonic", lambda: now[0])
     guard = Guard()
     alive.pids.add(CHILD)
-    recovery.recovering(Base)(guard).on_timeout(False, 10)
+    recovering(Base)(guard).on_timeout(False, 10)
     now[0] = 31.0
     alive.later.pop()()
     assert alive.later == []
@@ -240,7 +241,7 @@ def test_a_release_that_fails_does_not_disturb_the_worker(alive, caplog, error):
     """The lease is left to expire, and the log says so."""
     guard = Guard()
     guard.error = error
-    recovery.recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
+    recovering(Base)(guard).on_failure(failure(WorkerLostError("x")))
     assert guard.events == ["on_failure"]
     assert "left to expire" in caplog.text
 
@@ -249,7 +250,7 @@ def test_a_release_that_fails_does_not_disturb_the_worker(alive, caplog, error):
 def test_only_a_pool_process_can_die(alive, pid):
     """Threads run in the worker's own process, and greenlets have no process id at all."""
     guard = Guard()
-    recovery.recovering(Base)(guard, pid).on_failure(failure(SystemExit()))
+    recovering(Base)(guard, pid).on_failure(failure(SystemExit()))
     assert guard.events == ["on_failure"]
 
 
@@ -271,7 +272,7 @@ def test_a_crash_is_a_failure(  # noqa: PLR0917
     def export(number): ...
 
     world.lease("k", owner=f"1@w1:{CHILD}/1")
-    request = recovery.recovering(Base)(Guard())
+    request = recovering(Base)(Guard())
     request.task = export
     request.on_failure(failure(WorkerLostError("x")))
     [asked] = world.store.asked("release_dead")
@@ -290,7 +291,7 @@ def test_the_line_about_a_death_needs_no_key(app, world, alive, caplog):
     @app.task(base=SingletonTask, lock_key=key)
     def export(number): ...
 
-    request = recovery.recovering(Base)(Guard())
+    request = recovering(Base)(Guard())
     request.task = export
     request.on_failure(failure(WorkerLostError("x")))
     [line] = caplog.messages
@@ -301,9 +302,9 @@ def test_the_line_about_a_death_needs_no_key(app, world, alive, caplog):
 
 def test_the_users_request_class_is_kept_and_extended():
     """A class or a dotted path; the same base gives the same class."""
-    assert issubclass(recovery.recovering(Base), Base)
-    assert issubclass(recovery.recovering("celery.worker.request:Request"), Request)
-    assert recovery.recovering(Base) is recovery.recovering(Base)
+    assert issubclass(recovering(Base), Base)
+    assert issubclass(recovering("celery.worker.request:Request"), Request)
+    assert recovering(Base) is recovering(Base)
 
 
 def test_processes_that_have_ended_are_told_from_those_that_live():

@@ -9,8 +9,8 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SingletonTask
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.task import guard_tasks
 from celery_dislock.worker.startup import about_server, about_tasks
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from celery.app.task import Context
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
-from celery_dislock.messages.resend import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
+from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
 
 
 @pytest.fixture
@@ -21,16 +21,23 @@ def delivery(app, world):
     return Delivery(app.tasks[task.name], request, world.lock(), None, Notes())
 
 
+def delay(delivery, **terms):
+    """Put the delivery off; return after how many seconds it comes again."""
+    with pytest.raises(Retry) as ended:
+        put_off(delivery, "held", error=ValueError(), **terms)
+    return ended.value.when
+
+
 def test_it_comes_again_under_its_own_id_with_its_retries_unspent(delivery, broker):
     """The wait for a lock is none of the task's own retries."""
-    put_off(delivery, "held")
+    delay(delivery)
     [sent] = broker.sent
     assert (sent["task_id"], sent["retries"]) == ("1", 2)
 
 
 def test_the_pauses_grow_to_a_minute(delivery, broker):
     """A second, two, four, and so on, give or take a quarter."""
-    pauses = [put_off(delivery, "held") for _ in range(10)]
+    pauses = [delay(delivery) for _ in range(10)]
     for nth, pause in enumerate(pauses):
         wanted = min(PUT_OFF_FIRST * 2**nth, PUT_OFF_MOST)
         assert 0.74 * wanted < pause < 1.26 * wanted
@@ -40,8 +47,8 @@ def test_the_pauses_grow_to_a_minute(delivery, broker):
 def test_it_comes_no_later_than_the_reason_is_gone(delivery, broker):
     """The holder's lease bounds the pause, but for the first second."""
     delivery.notes.put_off = 10
-    assert put_off(delivery, "held", at_most=5.0) < 6.3
-    assert put_off(delivery, "held", at_most=0.1) < 1.3
+    assert delay(delivery, at_most=5.0) < 6.3
+    assert delay(delivery, at_most=0.1) < 1.3
 
 
 def test_with_the_broker_away_a_late_acknowledged_one_is_given_back(delivery, broker):
