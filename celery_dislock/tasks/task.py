@@ -180,6 +180,12 @@ def guard_of(task: Task) -> Guard:
     return Guard(task.name, type(task), options, runtime_of(task.app))
 
 
+def guards_of(app: Celery) -> dict[str, Guard]:
+    """Return the guards of an app's tasks, by the tasks' names."""
+    guards = {name: getattr(task, "dislock_guard", None) for name, task in app.tasks.items()}
+    return {name: guard for name, guard in sorted(guards.items()) if guard is not None}
+
+
 def install(task: type[Task], app: Celery) -> None:
     """
     Put the guard around a task class's ``__call__``, unless it is there or ``lock_key`` is False.
