@@ -23,6 +23,7 @@ from celery_dislock.scripts.names import claimed_in, moved_to
 from celery_dislock.servers.overview import SEARCHED, Overview
 from celery_dislock.servers.server import keys_pattern, scan
 from celery_dislock.tasks.actions import BrokerError, message_in, publish
+from celery_dislock.tasks.task import guards_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -117,8 +118,7 @@ class Drain:
     @property
     def interval(self) -> float:
         """Seconds between two sweeps of a worker with the app's tasks."""
-        guards = [getattr(task, "dislock_guard", None) for task in self._app.tasks.values()]
-        every = interval([guard.options for guard in guards if guard is not None])
+        every = interval([guard.options for guard in guards_of(self._app).values()])
         return every or TaskOptions.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
 
     def workers(self, seconds: float) -> Sequence[Holder]:

@@ -151,6 +151,12 @@ def guard_of(task: Task) -> Guard:
     return make_guard(task.name, type(task), task.app)
 
 
+def guards_of(app: Celery) -> dict[str, Guard]:
+    """Return the guards of an app's tasks, by the tasks' names."""
+    guards = {name: getattr(task, "dislock_guard", None) for name, task in app.tasks.items()}
+    return {name: guard for name, guard in sorted(guards.items()) if guard is not None}
+
+
 def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
     """Make the guard of a task class.
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from celery import bootsteps
 from celery.worker import state
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.headers import UNIQUE_HEADER
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.tasks.task import guards_of
+from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -36,40 +37,28 @@ WITHIN = 0.5  # seconds to wait for the server's reply; the worker's event loop 
 logger = logging.getLogger("celery_dislock")
 
 
-class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
+class ReservationStep(TimedStep):
     """Bootstep of a worker with unique tasks: renews the reservations of waiting messages."""
 
     label = "Dislock reservations"
-    # After the pool, because a pool without an event loop leaves the timer to a thread.
-    requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
-
-    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
-        super().__init__(worker, **kwargs)
-        self._entry: Any = None
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has tasks that are unique when they are sent."""
-        runtime = runtime_of(worker.app)
         times = [
             min(guard.options.lock_unique_for, guard.kept)
-            for task in worker.app.tasks.values()
-            if (guard := getattr(task, "dislock_guard", None)) is not None
-            and guard.options.lock_unique_until in {"start", "end"}
+            for guard in guards_of(worker.app).values()
+            if guard.options.lock_unique_until in {"start", "end"}
         ]
         self._every = max(min(times, default=0.0) / RENEWALS, EVERY_LEAST)
-        return bool(times) and not runtime.off
+        return bool(times) and not runtime_of(worker.app).off
 
-    def start(self, worker: WorkController) -> None:
-        """Renew again and again."""
-        self._runtime = runtime_of(worker.app)
-        self._store = self._runtime.new_process().store
-        self._again(worker)
+    def begin(self, worker: WorkController) -> float:
+        """Renew with connections of its own."""
+        self._store = runtime_of(worker.app).new_process().store
+        return self._every
 
-    def _again(self, worker: WorkController) -> None:
-        self._entry = worker.timer.call_after(self._every, self._step, (worker,))
-
-    def _step(self, worker: WorkController) -> None:
-        self._again(worker)
+    def work(self) -> float:
+        """Renew what waits, and what runs."""
         try:
             waiting = list(self._waiting(list(state.reserved_requests)))
             if waiting:
@@ -81,6 +70,11 @@ class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
             logger.debug("Reservations of waiting messages are not renewed: %s", exc)
         except Exception:
             logger.exception("Reservations of waiting messages are not renewed.")
+        return self._every
+
+    def end(self) -> None:
+        """Stop renewing: the broker delivers what this worker still has to another."""
+        self._store.close()
 
     def _waiting(self, requests: Iterable[Any]) -> Iterable[Reservation]:
         for request in requests:
@@ -103,9 +97,3 @@ class ReservationStep(bootsteps.StartStopStep):  # type: ignore[misc]
             return None
         reservation: Reservation | None = guard.reservation_of(request._context)  # noqa: SLF001
         return reservation
-
-    def stop(self, _worker: WorkController) -> None:
-        """Stop renewing: the broker delivers what this worker still has to another."""
-        if self._entry is not None:
-            self._entry.cancel()
-            self._store.close()

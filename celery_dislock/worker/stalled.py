@@ -21,7 +21,6 @@ import time
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from celery import bootsteps
 from celery.worker import state
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
@@ -30,6 +29,8 @@ from celery_dislock.locks.renewals import EARLY
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Execution
 from celery_dislock.tasks.request import is_alive, is_child
+from celery_dislock.tasks.task import guards_of
+from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,23 +46,15 @@ LATE = 1.2  # renewal intervals without a renewal after which the main process r
 logger = logging.getLogger("celery_dislock")
 
 
-class StalledStep(bootsteps.StartStopStep):  # type: ignore[misc]
+class StalledStep(TimedStep):
     """Bootstep of a prefork worker that locks: renews for pool processes that do not."""
 
     label = "Dislock stalled"
-    # After the pool, because a pool without an event loop leaves the timer to a thread.
-    requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
-
-    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
-        super().__init__(worker, **kwargs)
-        self._entry: Any = None
-        self._keeper: StalledKeeper | None = None
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has pool processes, and tasks whose locks are renewed."""
         runtime = runtime_of(worker.app)
-        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
-        intervals = [guard.interval for guard in guards if guard is not None and guard.interval]
+        intervals = [one.interval for one in guards_of(worker.app).values() if one.interval]
         self._every = min(intervals, default=0.0) / STEPS
         return (
             bool(intervals)
@@ -70,34 +63,24 @@ class StalledStep(bootsteps.StartStopStep):  # type: ignore[misc]
             and getattr(worker.pool_cls, "uses_semaphore", False)  # prefork alone does
         )
 
-    def start(self, worker: WorkController) -> None:
-        """Look at the executions again and again."""
-        store = runtime_of(worker.app).new_process().store
-        self._keeper = StalledKeeper(store)
-        self._again(worker)
+    def begin(self, worker: WorkController) -> float:
+        """Renew with connections of its own."""
+        self._keeper = StalledKeeper(runtime_of(worker.app).new_process().store)
+        return self._every
 
-    def _again(self, worker: WorkController) -> None:
-        self._entry = worker.timer.call_after(self._every, self._step, (worker,))
+    def work(self) -> float:
+        """Look at the executions."""
+        self._keeper.look(state.active_requests)
+        return self._every
 
-    def _step(self, worker: WorkController) -> None:
-        self._again(worker)
-        if self._keeper is not None:
-            self._keeper.look(state.active_requests)
-
-    def stop(self, _worker: WorkController) -> None:
+    def end(self) -> None:
         """Go on in a thread while the pool ends its tasks."""
-        if self._entry is not None:
-            self._entry.cancel()
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None and state.active_requests:
-            threading.Thread(
-                target=self._go_on, args=(keeper,), name="dislock-stalled", daemon=True
-            ).start()
+        if state.active_requests:
+            threading.Thread(target=self._go_on, name="dislock-stalled", daemon=True).start()
 
-    def _go_on(self, keeper: StalledKeeper) -> None:
+    def _go_on(self) -> None:
         while state.active_requests:
-            keeper.look(state.active_requests)
-            time.sleep(self._every)
+            time.sleep(self.work())
 
 
 class Watched:

@@ -5,13 +5,14 @@ Each warning says what is set, what follows from it, and what to set instead.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import OF_OTHERS
-from celery_dislock.tasks.task import declared_options
+from celery_dislock.tasks.task import declared_options, guards_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from celery import Celery, Task
 
@@ -21,57 +22,58 @@ VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
 NAMED = 5  # maximum number of tasks that a warning names
 
 
-def about_tasks(app: Celery, *, enabled: bool | None) -> Iterator[str]:
+def about_tasks(app: Celery) -> Iterator[str]:
     """
     Warn of tasks that get no lock here, and of options that do not work as intended.
 
     Args:
         app: The app, whose tasks have their guards already.
-        enabled: The value of ``dislock_enabled``.
     """
-    tasks = [task for name, task in sorted(app.tasks.items()) if not name.startswith("celery.")]
-    guarded = [task for task in tasks if hasattr(task, "dislock_guard")]
-    asking = [task.name for task in tasks if _asks_for_a_lock(task)]
-    if enabled is False:
-        if asking or guarded:
-            names = _names({*asking, *(task.name for task in guarded)})
-            yield (
-                f"These tasks ask for a lock and get none in this worker: {names}. "
-                "Start it without --no-dislock to lock them."
-            )
-        return
-    unlocked = set(asking).difference(task.name for task in guarded)
+    guarded = {name: guard.options for name, guard in guards_of(app).items()}
+    unlocked = [
+        name for name, task in app.tasks.items() if name not in guarded and _asks_for_a_lock(task)
+    ]
     if unlocked:
         yield (
             "These tasks have a lock_key but are no SingletonTask, and get no lock in this "
             f"worker: {_names(unlocked)}. Start it with --dislock, or make "
             "SingletonTask their base."
         )
-    rejecting = {
-        task.name
-        for task in guarded
-        if task.dislock_guard.options.lock_on_conflict == "reject" and not task.acks_late
+    early = {
+        name
+        for name, options in guarded.items()
+        if options.lock_on_conflict == "reject" and not app.tasks[name].acks_late
     }
-    if rejecting:
+    if early:
         yield (
             "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
-            f"acknowledged before they can be rejected, and never dead-lettered: "
-            f"{_names(rejecting)}. Give them acks_late=True."
+            f"acknowledged before they can be rejected, and never dead-lettered: {_names(early)}. "
+            "Give them acks_late=True."
         )
-    losing = {
-        task.name
-        for task in guarded
-        if (options := task.dislock_guard.options).newest_counts
-        and options.lock_on_conflict == "skip"
-        and options.lock_limit is not None
+    missing = {
+        name
+        for name, options in guarded.items()
+        if options.newest_counts and options.lock_on_conflict == "skip" and options.lock_limit
     }
-    if losing:
+    if missing:
         yield (
             "These tasks have lock_on_conflict='skip', and are sent once until they start, or "
             "replace each other: a message that comes while an older one runs is dropped, and "
-            f"what it was sent for is missed: {_names(losing)}. Leave lock_on_conflict out."
+            f"what it was sent for is missed: {_names(missing)}. Leave lock_on_conflict out."
         )
-    yield from _about_visibility(app, guarded)
+    visible_for = _visibility_timeout(app)
+    outliving = {
+        name
+        for name, options in guarded.items()
+        if app.tasks[name].acks_late and _longest(app.tasks[name], options) > visible_for
+    }
+    if outliving:
+        yield (
+            "These acks_late tasks may run longer than the broker's visibility_timeout of "
+            f"{visible_for:g} s, and are then delivered again, and run twice, one after the "
+            f"other: {_names(outliving)}. Raise broker_transport_options="
+            "{'visibility_timeout': ...}, or set a lower time_limit."
+        )
 
 
 def _asks_for_a_lock(task: Task) -> bool:
@@ -83,40 +85,26 @@ def _asks_for_a_lock(task: Task) -> bool:
     )
 
 
-def _about_visibility(app: Celery, guarded: Sequence[Task]) -> Iterator[str]:
-    """Warn of tasks that the broker may redeliver while they still run."""
-    if not guarded:
-        return
+def _visibility_timeout(app: Celery) -> float:
+    """Return the seconds after which the broker delivers an unacknowledged message again."""
     if app.connection_for_read().transport_cls not in {"redis", "rediss", "sentinel"}:
-        return
-    visible_after = (app.conf.broker_transport_options or {}).get(
-        "visibility_timeout", VISIBILITY_TIMEOUT
-    )
-    late: dict[str, set[str]] = {}
-    for task in guarded:
-        if not task.acks_late:
-            continue
-        hard_limit = task.time_limit or app.conf.task_time_limit
-        lasts, why = (hard_limit, "time_limit") if hard_limit else _cap(task.dislock_guard.options)
-        if lasts is None or lasts > visible_after:
-            what = f"{why} of {lasts:g} s" if lasts is not None else why
-            late.setdefault(what, set()).add(task.name)
-    for what, names in sorted(late.items()):
-        yield (
-            f"These acks_late tasks may run longer than the broker's visibility_timeout of "
-            f"{visible_after:g} s ({what}), are delivered again then, and put off while the first "
-            f"delivery runs: {_names(names)}. Raise broker_transport_options="
-            "{'visibility_timeout': ...} above that, or set a lower time_limit."
-        )
+        return math.inf
+    options = app.conf.broker_transport_options or {}
+    return float(options.get("visibility_timeout", VISIBILITY_TIMEOUT))
 
 
-def _cap(options: TaskOptions) -> tuple[float | None, str]:
+def _longest(task: Task, options: TaskOptions) -> float:
+    """Return the seconds for which a body may run under its lock, as far as the options say."""
+    if limit := task.time_limit or task.app.conf.task_time_limit:
+        return float(limit)
+    if options.lock_expire is not None:
+        return options.lock_expire
     interval = options.renewal_interval
-    if interval is None:
-        return options.lock_expire, "lock_expire"
-    if options.max_renew_times <= 0:
-        return None, "no time_limit and no max_renew_times"
-    return options.max_renew_times * interval, "max_renew_times: a cap"
+    return (
+        math.inf
+        if interval is None or options.max_renew_times <= 0
+        else options.max_renew_times * interval
+    )
 
 
 def about_server(info: Mapping[str, str]) -> Iterator[str]:

@@ -15,8 +15,9 @@ from celery_dislock.messages.events import events_of, revoked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
-from celery_dislock.tasks.task import SingletonTask
+from celery_dislock.tasks.task import SingletonTask, guards_of
 from celery_dislock.worker import startup
+from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,7 +91,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
             logger.warning(warning)
 
 
-class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
+class SweepStep(TimedStep):
     """Bootstep of a worker that locks: sweeps the lines of parked tasks.
 
     The step also runs if no task of this worker parks.  A task that parked before its options were
@@ -98,45 +99,32 @@ class SweepStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """
 
     label = "Dislock sweep"
-    # After the pool: a pool without an event loop leaves the timer to a thread, and a child that is
-    # forked during the first sweep inherits what that thread has locked, such as an import.
-    requires = ("celery.worker.components:Timer", "celery.worker.components:Pool")
-
-    def __init__(self, worker: WorkController, **kwargs: Any) -> None:
-        super().__init__(worker, **kwargs)
-        self._entry: Any = None
 
     def include_if(self, worker: WorkController) -> bool:
         """Tell whether this worker has tasks that lock, and tasks can be parked."""
         runtime = runtime_of(worker.app)
-        guards = [getattr(task, "dislock_guard", None) for task in worker.app.tasks.values()]
-        options = [guard.options for guard in guards if guard is not None]
+        options = [guard.options for guard in guards_of(worker.app).values()]
         every = interval(options)
         self._every = every or 0.0
         self._parks = any(one.parks for one in options)
         return every is not None and not runtime.off and runtime.process.can_park
 
-    def start(self, worker: WorkController) -> None:
-        """Start the sweep, one page at a time."""
-        runtime = runtime_of(worker.app)
-        process = runtime.new_process()
+    def begin(self, worker: WorkController) -> float:
+        """Sweep one page at a time."""
+        process = runtime_of(worker.app).new_process()
         self._sweep = Sweep(
             process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
         )
         self._sweep.tell = partial(tell_replaced, worker)
-        self._again(worker, 0.0)
+        return 0.0
 
-    def _again(self, worker: WorkController, after: float) -> None:
-        self._entry = worker.timer.call_after(after, self._step, (worker,))
+    def work(self) -> float:
+        """Sweep a page."""
+        return self._sweep.step()
 
-    def _step(self, worker: WorkController) -> None:
-        self._again(worker, self._sweep.step())
-
-    def stop(self, _worker: WorkController) -> None:
-        """Stop the sweep, and let another worker sweep."""
-        if self._entry is not None:
-            self._entry.cancel()
-            self._sweep.end()
+    def end(self) -> None:
+        """Let another worker sweep."""
+        self._sweep.end()
 
 
 def tell_replaced(worker: WorkController, replaced: Mapping[str, str]) -> None:
@@ -160,20 +148,17 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
     runtime = runtime_of(app)
     if runtime.enabled is not False:
         app_settings(app.conf)
-    for task in app.tasks.values():  # may be bound before the command line was read
-        if hasattr(task, "dislock_guard"):
-            check_servers(task.name, task.dislock_guard.options, app.conf)
+    for name, guard in guards_of(app).items():  # may be bound before the command line was read
+        check_servers(name, guard.options, app.conf)
     warnings: list[str] = []
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
         check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
-    warnings += startup.about_tasks(app, enabled=runtime.enabled)
-    locks = runtime.enabled or (
-        runtime.enabled is None
-        and any(
-            isinstance(task, SingletonTask) and hasattr(task, "dislock_guard")
-            for task in app.tasks.values()
-        )
+    if runtime.enabled is False:
+        return "", []
+    warnings += startup.about_tasks(app)
+    locks = runtime.enabled or any(
+        isinstance(app.tasks[name], SingletonTask) for name in guards_of(app)
     )
     return runtime.process.store.server if locks else "", warnings

@@ -22,6 +22,7 @@ from celery_dislock.operating.cli.session import (
 from celery_dislock.operating.doctor import examine
 from celery_dislock.operating.findings import LEVELS
 from celery_dislock.redaction import reason_of
+from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
 
 
 def _ours(opened: Session) -> dict[str, Any]:
-    guards = {name: getattr(task, "dislock_guard", None) for name, task in opened.app.tasks.items()}
-    options = {name: guard.options for name, guard in guards.items() if guard is not None}
+    options = {name: guard.options for name, guard in guards_of(opened.app).items()}
     return about(opened.runtime, options)
 
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
-from celery.worker import WorkController
-from celery.worker.components import Pool
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SingletonTask, StoreError
@@ -253,18 +251,3 @@ def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):
     step.stop(worker)
     assert worker.timer.due == []
     assert sweeps[0].ended == 1
-
-
-def test_a_step_that_was_not_started_can_be_stopped(worker):
-    """A worker that fails while it starts stops all its steps."""
-    SweepStep(worker).stop(worker)
-
-
-def test_the_sweep_starts_after_the_pool():
-    """Else children may be forked while its thread imports a module, and wait for that for ever."""
-    for _ in range(10):  # Celery orders steps that do not need each other by chance
-        sweeps = [type(f"Sweep{number}", (SweepStep,), {}) for number in range(3)]
-        blueprint = WorkController.Blueprint(steps={LockStep, *sweeps})
-        order = blueprint._finalize_steps(blueprint.claim_steps())
-        pool = order.index(Pool)
-        assert all(order.index(sweep) > pool for sweep in sweeps)
