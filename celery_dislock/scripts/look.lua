@@ -20,7 +20,6 @@
 --   limit          see limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
 
--- include: _record
 -- include: _lease
 
 local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read, and is shown as such
