@@ -3,7 +3,7 @@
 Celery logs every Ignore, Retry and Reject itself: ``Task … ignored`` gives no reason, ``Task …
 retry: …`` repeats ours, and a Reject comes with a traceback.  If this package has logged what
 happens and why, a filter drops Celery's line about the same exception.  All other lines of Celery
-stay.  The dropped line also stays if the level of our logger hides ours.
+stay.  Celery's line is also kept if the level of our logger hides ours.
 
 Ids and names in our lines come from messages.  A second filter writes them as text that is safe to
 show, whichever module has logged the line.
@@ -13,14 +13,9 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from celery_dislock.words import plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 CELERYS = "celery.app.trace"  # Celery logs the end of a task here
 
@@ -68,38 +63,3 @@ def leave_out_what_is_told() -> None:
 def _is_news(_record: logging.LogRecord) -> bool:
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
     return not getattr(sys.exc_info()[1], "dislock_told", False)
-
-
-class Order:
-    """
-    Keeps the lines about one parked task in order.
-
-    A task is in line as soon as the script has run.  Another thread of this process may replace
-    the task, and log that, before the first thread has logged that the task was parked.
-    """
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._late: dict[str, list[Callable[[], None]]] = {}
-
-    @contextmanager
-    def parking(self, ticket: str) -> Iterator[None]:
-        """Delay other lines about this ticket until the end of the block."""
-        with self._mutex:
-            self._late[ticket] = []
-        try:
-            yield
-        finally:
-            with self._mutex:
-                late = self._late.pop(ticket, [])
-            for write in late:
-                write()
-
-    def write(self, ticket: str, write: Callable[[], None]) -> None:
-        """Write a line about a ticket now, or after its parking is logged."""
-        with self._mutex:
-            late = self._late.get(ticket)
-            if late is not None:
-                late.append(write)
-        if late is None:
-            write()

@@ -153,25 +153,23 @@ class Parking:
         owners, task = owners_start(delivery.id), delivery.sent_to
         drained = marked and delivery.notes.drained
         ticket = Ticket(delivery.ticket, owners, marked, message, goes_on, task, drained)
-        with self._process.log_order.parking(ticket.name):
-            asked_at = lock.clock()
-            attempt.asks(asked_at)
-            answer = self._lines.park(
-                lock.names[0],
-                attempt.owner,
-                lock.timeout,
-                attempt.holder_json,
-                ticket,
-                mode=lock.options.lock_mode,
-                limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
-                bounds=bounds,
-                reservation=attempt.reservation,
-            )
-            if isinstance(answer, Parked):
-                holder = in_words(answer.conflict.holder)
-                parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
-                delivery.told(parked, f"{parked}.")
+        asked_at = lock.clock()
+        attempt.asks(asked_at)
+        answer = self._lines.park(
+            lock.names[0],
+            attempt.owner,
+            lock.timeout,
+            attempt.holder_json,
+            ticket,
+            mode=lock.options.lock_mode,
+            limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
+            bounds=bounds,
+            reservation=attempt.reservation,
+        )
         if isinstance(answer, Parked):
+            holder = in_words(answer.conflict.holder)
+            parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
+            delivery.told(parked, f"{parked}.")
             parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):

@@ -11,7 +11,6 @@ from celery_dislock.messages.headers import reservation_of
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
-from celery_dislock.reporting import Order
 from celery_dislock.scripts.names import sweep_lock
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class ParkingProcess(Process):
     Attributes:
         lines: The parked tasks of this broker.
         identity: The name by which tasks that were parked elsewhere are told from these.
-        log_order: Keeps the log lines about one parked task in order.
         sweep_name: Name in Redis of the lock under which one worker at a time sweeps.
     """
 
@@ -51,7 +49,6 @@ class ParkingProcess(Process):
         home, prefix = self.store.home, settings.dislock_prefix
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.identity = StoreIdentity(self.store.lock_server, prefix)
-        self.log_order = Order()
         self.sweep_name = sweep_lock(prefix, home)
         self._prefix = prefix
 
@@ -73,10 +70,7 @@ class ParkingProcess(Process):
         """
         if not replaced or self._publisher is None:
             return {}
-        told = self._publisher.tell_replaced(
-            self.lines, lock, replaced, self.log_order, self.end_reservation
-        )
-        return told or {}
+        return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
 
     def reservation_of(self, request: Context) -> Reservation | None:
         """Return the reservation that a message brings; None if it brings none."""

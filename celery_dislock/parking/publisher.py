@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import states
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from kombu.entity import Queue
 
     from celery_dislock.parking.store import Lines
-    from celery_dislock.reporting import Order
 
 # Transport options that select a broker: apps that differ in one of them have different brokers.
 PLACES = (
@@ -110,7 +108,6 @@ class Publisher:
         lines: Lines,
         lock: str,
         replaced: Mapping[str, bytes],
-        order: Order,
         end_reservation: Callable[[Context], None],
     ) -> dict[str, str]:
         """
@@ -140,8 +137,7 @@ class Publisher:
                 else:  # its own worker tells its chord and chain
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it
-                    line = f"Task {message} skipped: {reason}. It does not run."
-                    order.write(ticket, partial(logger.info, "%s", line))
+                    logger.info("Task %s skipped: %s. It does not run.", message, reason)
                     ended[message.headers["id"]] = reason
             except Exception as exc:  # noqa: BLE001 -- the broker's, the backend's or the store's
                 logger.warning(

@@ -8,7 +8,7 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
-from celery_dislock.reporting import CELERYS, Order, told
+from celery_dislock.reporting import CELERYS, told
 
 
 @pytest.fixture
@@ -55,33 +55,6 @@ def test_celerys_line_stays_where_ours_is_hidden(app, both):
     logging.getLogger("celery_dislock").setLevel(logging.WARNING)
     run(app, told(Ignore(), "shop.export", "1", "does not run"))
     assert both.messages == ["Task shop.export[1] ignored"]
-
-
-def test_lines_about_a_task_that_is_being_parked_come_after_that():
-    """They wait for the end of the block; those about other tasks do not."""
-    lines = []
-    order = Order()
-    with order.parking("1:0:0"):
-        order.write("1:0:0", lambda: lines.append("skipped"))
-        order.write("2:0:0", lambda: lines.append("another"))
-        lines.append("parked")
-    assert lines == ["another", "parked", "skipped"]
-
-
-def test_what_waits_is_written_where_parking_fails_too():
-    """A line is never lost; from then on they are written at once."""
-    lines = []
-    order = Order()
-
-    def park():
-        with order.parking("1:0:0"):
-            order.write("1:0:0", lambda: lines.append("skipped"))
-            raise OSError("refused")
-
-    with pytest.raises(OSError, match="refused"):
-        park()
-    order.write("1:0:0", lambda: lines.append("at once"))
-    assert lines == ["skipped", "at once"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class Postman:
     def hand_over(self, lines, turns):
         raise AssertionError  # the scripts' answers are the lines' affair
 
-    def tell_replaced(self, lines, lock, replaced, order, end_reservation):
+    def tell_replaced(self, lines, lock, replaced, end_reservation):
         self.told.append((lock, replaced))
 
 
@@ -130,23 +130,6 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
     ]
     assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
     assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
-
-
-def test_that_it_was_parked_is_logged_before_what_follows(app, world, lines, caplog, monkeypatch):
-    """Another thread may take its place before this one has read the script's answer."""
-    caplog.set_level("INFO", "celery_dislock")
-    world.lease("k", "other")
-    park = lines.park
-
-    def replaced_at_once(lock, owner, ttl, holder, ticket, **terms):
-        answer = park(lock, owner, ttl, holder, ticket, **terms)
-        skipped = partial(logging.getLogger("celery_dislock").info, "skipped")
-        runtime_of(app).process.log_order.write("2:0:0" if ticket.message else "9:0:0", skipped)
-        return answer
-
-    monkeypatch.setattr(lines, "park", replaced_at_once)
-    come(declare(app))
-    assert [" parked: " in message for message in caplog.messages] == [False, True, False]
 
 
 def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(

@@ -27,8 +27,8 @@ class Publisher:
     def hand_over(self, lines, turns):
         self.given.append((lines, turns))
 
-    def tell_replaced(self, lines, lock, replaced, order, end_reservation):
-        self.given.append((lines, lock, replaced, order, end_reservation))
+    def tell_replaced(self, lines, lock, replaced, end_reservation):
+        self.given.append((lines, lock, replaced, end_reservation))
 
     def end_unclaimed(self, lines, lock, tickets):
         self.given.append((lines, lock, tickets))
@@ -71,7 +71,7 @@ def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
     made.end_unclaimed("lock", ["t:0"])
     assert publisher.given == [
         (made.lines, ["turn"]),
-        (made.lines, "lock", {"t:0": b"m"}, made.log_order, made.end_reservation),
+        (made.lines, "lock", {"t:0": b"m"}, made.end_reservation),
         (made.lines, "lock", ["t:0"]),
     ]
 

@@ -15,7 +15,6 @@ from kombu.exceptions import OperationalError
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, UNIQUE_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.publisher import Publisher
-from celery_dislock.reporting import Order
 from celery_dislock.servers.replies import Turn
 from tests.unit.deliveries import Producer
 from tests.unit.fakes import FakeLines
@@ -249,7 +248,7 @@ def task(app):
 
 
 def tell_replaced(postman, lines, replaced, end_reservation=lambda _request: None):
-    return postman.tell_replaced(lines, LOCK, replaced, Order(), end_reservation)
+    return postman.tell_replaced(lines, LOCK, replaced, end_reservation)
 
 
 def result(app, task_id="1"):
