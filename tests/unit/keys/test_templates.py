@@ -107,24 +107,6 @@ def no_arguments() -> None:
     """Be a task that takes nothing."""
 
 
-@st.composite
-def signatures(draw: st.DrawFn) -> inspect.Signature:
-    """Draw signatures with every kind of parameter, with and without defaults."""
-    kinds = draw(st.lists(st.sampled_from(list(inspect._ParameterKind)), max_size=5))
-    parameters, defaults = [], False
-    for name, kind in zip("abcde", sorted(kinds), strict=False):
-        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            if kind not in [parameter.kind for parameter in parameters]:
-                parameters.append(inspect.Parameter(name, kind))
-            continue
-        with_default = draw(st.booleans())
-        if kind is not inspect.Parameter.KEYWORD_ONLY:
-            defaults = with_default = defaults or with_default
-        default = f"default {name}" if with_default else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(parameters)
-
-
 class TestTemplates:
     """What keys a template gives for which values."""
 
