@@ -15,14 +15,17 @@
 
 -- What a script knows of a lock:
 --
---   name, line, places   its keys
+--   name, line, places, tickets, handed, running   its keys
 --   newest               highest token that this script has seen, also of leases that have ended
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
 --   x, s                 how many of them there are of each mode
 --
 -- put() and drop() alone change leases, and they keep this true.
 local function open(name)
-  return {name = name, line = name .. LINE, places = name .. PLACES, newest = 0, leases = false, x = 0, s = 0}
+  return {
+    name = name, line = name .. LINE, places = name .. PLACES, tickets = name .. TICKETS,
+    handed = name .. HANDED, running = name .. RUNNING, newest = 0, leases = false, x = 0, s = 0,
+  }
 end
 
 -- Whether anyone stands in line.  Asks for a second key, which never exists: while the slot moves, a

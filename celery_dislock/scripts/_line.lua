@@ -75,10 +75,10 @@ end
 
 -- Put parked tasks whose turn has run out back to where they were in line.  Returns whether there were any.
 local function recall(lock)
-  local run_out = redis.call('ZRANGEBYSCORE', lock.name .. HANDED, '-inf', now)
+  local run_out = redis.call('ZRANGEBYSCORE', lock.handed, '-inf', now)
   for _, ticket in ipairs(run_out) do
-    redis.call('ZREM', lock.name .. HANDED, ticket)
-    local parked = parse_ticket(redis.call('HGET', lock.name .. TICKETS, ticket))
+    redis.call('ZREM', lock.handed, ticket)
+    local parked = parse_ticket(redis.call('HGET', lock.tickets, ticket))
     redis.call('ZADD', lock.line, string.format('%.0f', parked and parked.joined or 0), ticket .. '#')
   end
   if #run_out > 0 then live_at_least(lock.line, KEPT_MS) end

@@ -14,6 +14,6 @@ local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost i
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
 local DONE = ':done:'         -- string  ticket: its mark, when it is done; see _parked.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
-local UNIQUE = ':unique'      -- string  which message is reserved for; see _unique.lua
+local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local NEVER = ':?'            -- none    never there; see line_exists()

@@ -33,7 +33,6 @@
 
 local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
 local TURN_MOST_MS = 300000      -- longest turn
-local KEPT_ABOUT_MS = 86400000   -- a day: the expiry of a line is set again when it is shorter by this
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
 local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
@@ -49,13 +48,6 @@ local home = ''                 -- the caller's; empty: it cannot publish
 local turns = {}                -- given here: lock, ticket, message, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
 
--- Adds the keys of parked tasks to a lock that was opened, and returns it.
-local function with_parked(lock)
-  lock.tickets, lock.handed = lock.name .. TICKETS, lock.name .. HANDED
-  lock.running = lock.name .. RUNNING
-  return lock
-end
-
 -- As look(), at all keys of the lock but its limit.
 local function look_at_keys(lock)
   look(lock, {LINE, HANDED}, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
@@ -68,14 +60,14 @@ end
 -- Returns the lock with all its keys.  If they are not here or one cannot be read, this is an error, before
 -- anything is done.
 local function open_whole(name)
-  local lock = with_parked(open(name))
+  local lock = open(name)
   line_exists(lock)
   look_at_keys(lock)
   limit_set(lock)
   return lock
 end
 
-local function member_of(ticket)  -- of a line; and the owner of its reservation
+local function member_of(ticket)  -- of a line; and the owner of its turn's lease
   return ticket .. '#'
 end
 
@@ -84,7 +76,7 @@ local function ticket_of(member)
 end
 
 local function keep(key)
-  if redis.call('PTTL', key) < KEPT_MS - KEPT_ABOUT_MS then redis.call('PEXPIRE', key, KEPT_MS) end
+  live_at_least(key, KEPT_MS)
 end
 
 local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers

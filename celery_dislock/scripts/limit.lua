@@ -21,7 +21,7 @@
 
 local limit, ttl_ms, note = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 home = ARGV[4] or ''
-local lock = with_parked(open(KEYS[1]))
+local lock = open(KEYS[1])
 line_exists(lock)  -- or an error, before anything is done
 look_at_keys(lock)
 

@@ -24,65 +24,54 @@
 
 local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read, and is shown as such
 
-local name, first, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
+local name = lock.name
+
+local function add(list, ...)
+  for _, part in ipairs({...}) do list[#list + 1] = part end
+end
 
 local function leases()
-  local told = {}
-  local found = redis.call('HGETALL', name)
+  local live, found = {}, redis.call('HGETALL', name)
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
-      for _, part in ipairs({
-        lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode, lease.holder,
-        lease.acquired,
-      }) do told[#told + 1] = part end
+      add(live, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode, lease.holder,
+        lease.acquired)
     end
   end
-  return told
+  return live
 end
 
 local function parked(ticket)
-  local record = redis.call('HGET', name .. TICKETS, ticket) or ''
+  local record = redis.call('HGET', lock.tickets, ticket) or ''
   return string.sub(string.match(record, '^[^\n]*'), 1, HEADER_MOST)
 end
 
-local function line()
-  if most == 0 then return {} end
-  local told = redis.call('ZRANGE', name .. LINE, first, first + most - 1, 'WITHSCORES')
-  local with_records = {}
-  for i = 1, #told, 2 do
-    local member = told[i]
-    local is_ticket = string.sub(member, -1) == '#'
-    with_records[#with_records + 1] = member
-    with_records[#with_records + 1] = told[i + 1]
-    with_records[#with_records + 1] = is_ticket and parked(string.sub(member, 1, -2))
-      or redis.call('HGET', name .. PLACES, member) or ''
-  end
-  return with_records
+local function waits_for(member)
+  if string.sub(member, -1) == '#' then return parked(string.sub(member, 1, -2)) end
+  return redis.call('HGET', lock.places, member) or ''
 end
 
-local function turns()
+-- The members of a sorted set from a rank on, each with its score and its record.
+local function listed(key, from, record_of)
   if most == 0 then return {} end
-  local told = {}
-  local found = redis.call('ZRANGE', name .. HANDED, 0, most - 1, 'WITHSCORES')
-  for i = 1, #found, 2 do
-    told[#told + 1] = found[i]
-    told[#told + 1] = found[i + 1]
-    told[#told + 1] = parked(found[i])
-  end
-  return told
+  local list, found = {}, redis.call('ZRANGE', key, from, from + most - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do add(list, found[i], found[i + 1], record_of(found[i])) end
+  return list
 end
 
-if most < 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
-
--- The usual case, of which a list has thousands.
-local seen, there = pcall(redis.call, 'EXISTS',
-  name .. LINE, name .. HANDED, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
+-- In the usual case, of which a list has thousands, there are leases alone.
+local seen, there = true, 0
+if most >= 0 then
+  seen, there = pcall(redis.call, 'EXISTS',
+    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
+end
 if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
 
 return {
-  now, leases(), redis.call('ZCARD', name .. LINE), line(), turns(),
-  redis.call('HLEN', name .. ASIDE),
+  now, leases(), redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
+  listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

@@ -87,8 +87,8 @@ for _, key in ipairs(KEYS) do
 
   if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
   local has_line = line_exists(lock)
-  local claim = ticket ~= '' and redis.call('HGET', lock.name .. RUNNING, ticket)
-  local parked = ticket ~= '' and redis.call('HEXISTS', lock.name .. TICKETS, ticket) == 1
+  local claim = ticket ~= '' and redis.call('HGET', lock.running, ticket)
+  local parked = ticket ~= '' and redis.call('HEXISTS', lock.tickets, ticket) == 1
   if has_line or claim or parked then
     more[#more + 1] = {
       lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
@@ -120,7 +120,7 @@ local function end_ticket(lock, claim)
 end
 
 for _, found in ipairs(more) do
-  local lock = with_parked(found.lock)
+  local lock = found.lock
   local hands_off = found.has_line
   if hands_off and found.may_wait then leave_line(lock, owner) end
   if found.claim or found.parked then

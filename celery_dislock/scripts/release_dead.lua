@@ -22,7 +22,7 @@ home = ARGV[3] or ''
 
 local locks, ended = {}, 0
 for nth, key in ipairs(KEYS) do
-  locks[nth] = with_parked(open(key))
+  locks[nth] = open(key)
   look_at_keys(locks[nth])
   limit_set(locks[nth])
 end
