@@ -22,9 +22,7 @@ plain task in the idle worker, one at a time.
 
 Memory is what all keys of the lock server take for 1,000 tasks in line, each less the length that
 its message had in the queue.  The mark that a task is done, by which a late copy of its message is
-known, is kept for two hours after it, or up to four.  Marks are measured once more on a server of
-their own, as what its memory grows by, with many to a line and with few, beside strings of the same
-names.
+known, is kept for two hours after it.
 
 To reach: at most 2 times the plain task's CPU, commands and latency, and under 400 bytes.
 """
@@ -32,7 +30,6 @@ To reach: at most 2 times the plain task's CPU, commands and latency, and under 
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from itertools import pairwise
 from statistics import median
@@ -43,8 +40,6 @@ import redis
 from benchmarks.recorded import ran, worker
 from benchmarks.recorded_tasks import QUEUE, make_app
 from benchmarks.report import Row, ratios
-from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.servers.store import Ending, Store
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -64,8 +59,6 @@ TARGET = 2.0
 TARGET_BYTES = 400
 SCRIPTS = ("eval", "evalsha")
 MARK = b":done:"  # in the name of what tells that a task is done
-MARKS = 10_000  # that are measured by themselves
-DONE_MS = 7_200_000  # for which a string would be kept
 OURS = ("info", "config", "rpush", "scan", "memory")  # that only this benchmark sends
 
 
@@ -203,36 +196,6 @@ class Bench:
         )
 
 
-def marks(client: redis.Redis, url: str, per_line: int) -> Row:
-    """Measure marks of tasks that are done, a number in each line, beside a string for each."""
-    ids = [str(uuid.uuid4()) for _ in range(MARKS)]
-    locks = [f"dislock:{{account:{number // per_line}}}" for number in range(MARKS)]
-    store = Store(url, home="here", hand_over=lambda _turns: None)
-    lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
-
-    def end(task: str, lock: str) -> None:
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked=True)
-        lines.park(lock, f"{task}@w:1/1", RUN_LIMIT, "{}", ticket)
-        store.release([lock], f"{task}@w:1/1", Ending(ticket=ticket.name))
-
-    def grown(before: int) -> float:
-        return (client.info("memory")["used_memory"] - before) / MARKS
-
-    end("warm", "dislock:{warm}")  # the scripts take memory, too
-    client.flushdb()
-    before = client.info("memory")["used_memory"]
-    for task, lock in zip(ids, locks, strict=True):
-        end(task, lock)
-    ours = grown(before)
-    store.close()
-    client.flushdb()
-    for task, lock in zip(ids, locks, strict=True):
-        client.set(f"{lock}{MARK.decode()}{task}:0:0", "1", px=DONE_MS)
-    strings = grown(before)
-    client.flushdb()
-    return Row(f"    {per_line:,} in a line", f"{ours:.0f}", "(strings)", f"{strings:.0f}")
-
-
 def commands(client: redis.Redis) -> Counter[str]:
     """Return how often each command was carried out, without those that only we send."""
     counted: Counter[str] = Counter()
@@ -264,8 +227,6 @@ def run(folder: Path) -> list[Row]:
                 costs[name].append(variant())
             singles.append(bench.single())
         mark = bench.mark()
-    with RedisServer(folder / "marks") as server, server.client() as client:
-        of_marks = [marks(client, server.url, per_line) for per_line in (1, 10, 100, MARKS)]
     plain = costs["plain"]
     added = [
         Cost(*(whole - part for whole, part in zip(parked, straight, strict=True)))
@@ -300,7 +261,6 @@ def run(folder: Path) -> list[Row]:
             reached=in_line < TARGET_BYTES,
         ),
         Row("  memory for 2 h when done, bytes", f"{mark:.0f}"),
-        *of_marks,
     ]
 
 

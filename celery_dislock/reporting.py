@@ -3,7 +3,7 @@
 Celery logs every Ignore, Retry and Reject itself: ``Task … ignored`` gives no reason, ``Task …
 retry: …`` repeats ours, and a Reject comes with a traceback.  If this package has logged what
 happens and why, a filter drops Celery's line about the same exception.  All other lines of Celery
-stay.  The dropped line also stays if the level of our logger hides ours.
+stay.  Celery's line is also kept if the level of our logger hides ours.
 
 Ids and names in our lines come from messages.  A second filter writes them as text that is safe to
 show, whichever module has logged the line.

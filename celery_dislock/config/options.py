@@ -105,10 +105,12 @@ _strategy = one_of(*STRATEGIES)
 
 
 def declare(
-    *, default: Any, check: Check, unit: str, description: str, secret: bool = False
+    *, default: Any, check: Check, description: str, unit: str = "", secret: bool = False
 ) -> Any:
     """Declare an option or a setting: default, check, unit and description in one place."""
     metadata = {"check": check, "unit": unit, "description": description}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, repr=not secret, metadata=metadata)
     return field(default=default, repr=not secret, metadata=metadata)
 
 
@@ -125,7 +127,6 @@ class TaskOptions:
     ) = declare(
         default=None,
         check=lock_key,
-        unit="",
         description=(
             "The name of the lock: a template such as `export:<corp_id>`, a callable that takes "
             "the task's arguments, or a list of them. A list takes all of its keys or none; "
@@ -146,7 +147,6 @@ class TaskOptions:
     max_renew_times: int = declare(
         default=360,
         check=whole_number,
-        unit="",
         description=(
             "The cap: the watchdog stops after this number of renewals, and `lock_on_cap` "
             "applies. 0 or less: no cap. With the default timeout, 360 renewals take one hour."
@@ -161,13 +161,11 @@ class TaskOptions:
     release_on_success: bool = declare(
         default=True,
         check=yes_or_no,
-        unit="",
         description="False: when the body succeeds, the lock is left to expire.",
     )
     release_on_failure: bool = declare(
         default=True,
         check=yes_or_no,
-        unit="",
         description=(
             "False: when the body fails, the lock is left to expire. Retry, Ignore and Reject are "
             "not failures: they release the lock."
@@ -185,7 +183,6 @@ class TaskOptions:
     lock_on_conflict: str | Callable[[Any, Any], str | None] = declare(
         default="skip",
         check=lock_on_conflict,
-        unit="",
         description=(
             "What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. "
             "`raise`: it fails with LockHeldError. `retry`: it is sent again later under its own "
@@ -209,7 +206,6 @@ class TaskOptions:
     lock_queue_limit: int | None = declare(
         default=None,
         check=optional(lock_limit),
-        unit="",
         description=(
             "Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task "
             "that runs, or whose turn it is, does not count. None: no limit."
@@ -224,7 +220,6 @@ class TaskOptions:
     lock_queue_overflow: str = declare(
         default="skip",
         check=one_of("skip", "replace"),
-        unit="",
         description=(
             "Which task is dropped when the line is full: `skip` drops the newcomer, `replace` "
             "drops the oldest task in line. The dropped task ends as REVOKED."
@@ -242,7 +237,6 @@ class TaskOptions:
     lock_hold_on_retry: bool = declare(
         default=False,
         check=yes_or_no,
-        unit="",
         description=(
             "True: when the task retries, its lease is kept for the retry, which takes it over. "
             "The lease ends one timeout after the countdown. False: the lock is released before "
@@ -252,7 +246,6 @@ class TaskOptions:
     lock_dedupe_redelivered: bool = declare(
         default=False,
         check=yes_or_no,
-        unit="",
         description=(
             "True: a redelivery of a task that has already succeeded is acknowledged without "
             "running."
@@ -267,7 +260,6 @@ class TaskOptions:
     lock_on_lost: str = declare(
         default="warn",
         check=one_of("warn", "raise", "terminate"),
-        unit="",
         description=(
             "What happens when the lease is lost and the body still runs. `warn`: a log line. "
             "`raise`: LockLostError is raised in the body. `terminate`: the body is stopped even "
@@ -277,7 +269,6 @@ class TaskOptions:
     lock_on_cap: str = declare(
         default="expire",
         check=one_of("expire", "raise", "terminate"),
-        unit="",
         description=(
             "What happens when the cap is reached and the body still runs. `expire`: the lease "
             "expires while the body goes on. `raise` and `terminate`: as for `lock_on_lost`."
@@ -286,7 +277,6 @@ class TaskOptions:
     lock_mode: str = declare(
         default="exclusive",
         check=one_of("exclusive", "shared"),
-        unit="",
         description=(
             "The two sides of a read-write lock. `exclusive`: one lease at a time, or "
             "`lock_limit` of them. `shared`: any number of leases, but none beside an exclusive "
@@ -296,7 +286,6 @@ class TaskOptions:
     lock_limit: int | None = declare(
         default=1,
         check=optional(lock_limit),
-        unit="",
         description=(
             "Maximum number of exclusive leases at a time: a counting semaphore. If the limit "
             "changes while the lock is held, present holders keep their leases, and each "
@@ -307,7 +296,6 @@ class TaskOptions:
     lock_unique_until: str | None = declare(
         default=None,
         check=optional(one_of(*UNIQUE_UNTIL)),
-        unit="",
         description=(
             "No second message of the same key is sent. `start`: while one waits. `end`: while "
             "one waits or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. "
@@ -326,7 +314,6 @@ class TaskOptions:
     lock_on_duplicate: str = declare(
         default="return",
         check=one_of("return", "raise", "replace"),
-        unit="",
         description=(
             "What `delay()` does if a message of the key is there already. `return`: it returns "
             "the AsyncResult of that message, with `duplicate` True. `raise`: DuplicateTaskError. "
@@ -413,68 +400,40 @@ NEED = {
     "lock_on_duplicate": "lock_unique_until",
 }
 
-# Options of other libraries, which have no effect here: the library, and what to give instead.
+# Options of other libraries, which have no effect here, and what to do about each.
 OF_OTHERS = {
     "unique_on": (
-        "celery-singleton's",
-        (
-            "name the arguments in lock_key: 'export:<user_id>' for unique_on=['user_id'], and "
-            "give lock_unique_until='end'"
-        ),
+        "of celery-singleton: name the arguments in lock_key, as in 'export:<user_id>', and give "
+        "lock_unique_until='end'"
     ),
     "raise_on_duplicate": (
-        "celery-singleton's",
-        (
-            "give lock_on_duplicate='raise' or 'return' with lock_unique_until='end' for what is "
-            "sent, or lock_on_conflict='raise' or 'skip' for what runs"
-        ),
+        "of celery-singleton: give lock_on_duplicate='raise' or 'return' for what is sent, and "
+        "lock_on_conflict='raise' or 'skip' for what runs"
     ),
     "lock_expiry": (
-        "celery-singleton's",
-        (
-            "give lock_unique_for with lock_unique_until='end' for what is sent; when running, "
-            "leave it out, as the lock ends with the task or its process, or give lock_expire"
-        ),
+        "of celery-singleton: give lock_unique_for for what is sent; when running, leave it out, "
+        "or give lock_expire"
     ),
-    "challenge_lock_on_startup": (
-        "celery-singleton's",
-        "leave it out, as the lock ends with the task or its process",
-    ),
-    "simulate": (
-        "another library",
-        "leave it out, and set dislock_enabled=False to run tasks without locks",
-    ),
+    "challenge_lock_on_startup": "of celery-singleton: leave it out, as locks end by themselves",
+    "simulate": "of another library: leave it out, or set dislock_enabled=False",
     "once": (
-        "celery-once's",
-        (
-            "give lock_key='export:<user_id>' for its keys, lock_unique_until='end' or 'start' for "
-            "unlock_before_run, lock_on_duplicate='return' or 'raise' for graceful, and "
-            "lock_unique_for for timeout; lock_on_conflict='skip' or 'raise' is for what runs"
-        ),
+        "of celery-once: give lock_key for its keys, lock_unique_until='end' or 'start' for "
+        "unlock_before_run, lock_on_duplicate='return' for graceful, and lock_unique_for for "
+        "timeout"
     ),
     "heimdall": (
-        "celery-heimdall's",
-        (
-            "give lock_key='export:<user_id>' for its key, lock_unique_until='end' for unique and "
-            "'expiry' for unique_wait_for_expiry, lock_on_duplicate='return' or 'raise' for "
-            "unique_raises, and lock_unique_for for unique_timeout; lock_on_conflict='skip' or "
-            "'raise' is for what runs; there is no limit of tasks per time"
-        ),
+        "of celery-heimdall: give lock_key for its key, lock_unique_until='end' for unique and "
+        "'expiry' for unique_wait_for_expiry, lock_on_duplicate for unique_raises, and "
+        "lock_unique_for for unique_timeout; there is no limit of tasks per time"
     ),
 }
 
-# Names that a decorator of tasks may be given for an option: attributes of Celery, without effect.
+# Names that may be given for an option: attributes of Celery, without effect.
 MEANT = {
     "key": "give lock_key",
     "lock": "give lock_key",
-    "timeout": (
-        "give lock_wait_timeout for how long a task waits for its lock, lock_watchdog_timeout for "
-        "how long the lock outlives a dead process, or lock_expire for a fixed expiry"
-    ),
-    "ttl": (
-        "leave it out, as the lock ends with the task or its process, or give lock_expire for a "
-        "fixed expiry"
-    ),
+    "timeout": "give lock_wait_timeout, lock_watchdog_timeout or lock_expire",
+    "ttl": "leave it out, as locks end by themselves, or give lock_expire for a fixed expiry",
 }
 
 # The only values of these options that several independent lock servers support.

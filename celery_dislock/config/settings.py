@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from celery_dislock.config.checks import (
     NEAR_MISS,
@@ -57,7 +57,6 @@ class AppSettings:
     dislock_enabled: bool | None = declare(
         default=None,
         check=optional(yes_or_no),
-        unit="",
         description=(
             "True: every task with a `lock_key` locks, whatever its base class, and a worker "
             "checks the lock server at start-up (`--dislock`). False: no task takes a lock "
@@ -67,7 +66,6 @@ class AppSettings:
     dislock_url: str | tuple[str, ...] | None = declare(
         default=None,
         check=optional(one_or_several_urls),
-        unit="",
         description=(
             "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
             "or rediss+cluster://. A list of three or more URLs names independent servers, of "
@@ -79,7 +77,6 @@ class AppSettings:
     dislock_on_unavailable: str = declare(
         default="retry",
         check=one_of("retry", "raise", "run"),
-        unit="",
         description=(
             "What a task does when the lock server does not answer. `retry`: it is put off, under "
             "its own id and with its own retries unspent. `raise`: it fails with StoreError. "
@@ -89,26 +86,21 @@ class AppSettings:
     dislock_prefix: str = declare(
         default="dislock",
         check=text,
-        unit="",
         description="First part of every name in Redis: `<prefix>:{<key>}`.",
     )
-    dislock_transport_options: dict[str, Any] = field(
-        default_factory=dict,
-        repr=False,  # may contain a password
-        metadata={
-            "check": mapping,
-            "unit": "",
-            "description": (
-                "Options of the connections to the lock server, as redis-py's Connection takes "
-                "them, such as `socket_timeout`. For sentinel:// also `master_name` and "
-                "`sentinel_kwargs`."
-            ),
-        },
+    dislock_transport_options: dict[str, Any] = declare(  # noqa: RUF009 -- it makes a field
+        default={},
+        check=mapping,
+        description=(
+            "Options of the connections to the lock server, as redis-py's Connection takes "
+            "them, such as `socket_timeout`. For sentinel:// also `master_name` and "
+            "`sentinel_kwargs`."
+        ),
+        secret=True,
     )
     dislock_min_replicas: int = declare(
         default=0,
         check=natural_number,
-        unit="",
         description=(
             "Number of replicas that must confirm an acquisition within one second. If fewer "
             "confirm, the lock is given back, and the lock server counts as away."
@@ -117,7 +109,6 @@ class AppSettings:
     dislock_renew_for_stalled: bool = declare(
         default=True,
         check=yes_or_no,
-        unit="",
         description=(
             "Whether a prefork worker's main process renews the lock of a task whose pool process "
             "is alive but does not renew it: the body holds the GIL, or the process was stopped. "
@@ -127,7 +118,6 @@ class AppSettings:
     dislock_metrics: bool = declare(
         default=False,
         check=yes_or_no,
-        unit="",
         description=(
             "Whether processes count what they do with locks, for metrics. They add their counts "
             "up on the lock server every few seconds."
@@ -227,9 +217,7 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
         if name in MEANT:
             raise _refused(owner, name, value, f"no such option: {MEANT[name]}")
         if name in OF_OTHERS:
-            whose, instead = OF_OTHERS[name]
-            remedy = f"an option of {whose}, without effect here: {instead}"
-            raise _refused(owner, name, value, remedy)
+            raise _refused(owner, name, value, f"no such option here; it is one {OF_OTHERS[name]}")
         if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS):
             refuse_unknown(owner, {name: value}, known)
 
@@ -346,11 +334,26 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
     Raises:
         SettingsError: Names the setting, and the one that is meant.
     """
-    for given in conf:
-        meaning = _meaning(given)
-        if meaning is None:
+    names = list(conf)  # Celery loads its configuration now, and then knows its namespace
+    prefix = getattr(conf, "prefix", None) or ""
+    for given in names:
+        found = _split(given)
+        if found is None:
             continue
-        if meaning.kind == "unknown" and not strict:
+        before, name = found
+        meant = name if name in _SETTINGS else _near(name)
+        read_as = prefix + (meant.upper() if prefix.isupper() else meant)
+        if name in (meant, "lock_key"):
+            if meant in conf or before not in ("", "celery_", prefix.lower()):
+                continue  # it is read, or is somebody else's
+            remedy = f"nobody reads this setting: write it as {read_as}"
+            if not meant:
+                remedy = "an option of a task, and no setting: give it to each task"
+        elif meant:
+            remedy = f"no such setting; did you mean {read_as!r}?"
+        elif strict:
+            remedy = "no such setting"
+        else:
             if given not in _ignored:
                 _ignored.add(given)
                 logger.warning(
@@ -358,66 +361,37 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
                     "ignored.",
                     given,
                 )
-        elif remedy := _remedy(conf, given, *meaning):
-            raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
+            continue
+        raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
 
 
-def _remedy(conf: Mapping[str, Any], given: str, kind: str, before: str, meant: str) -> str:
-    """Return what to do about a setting; empty if it is read, or is somebody else's."""
-    prefix = getattr(conf, "prefix", None) or ""  # of Celery's: the namespace, if there is one
-    if kind == "unknown":
-        return "no such setting"
-    if kind == "misspelt":
-        # With a namespace, Celery uses an upper-case prefix: CELERY_DISLOCK_URL.
-        read_as = _spelt(meant, prefix)
-        if not hasattr(conf, "prefix"):
-            read_as = given[: len(before)] + (meant.upper() if given.isupper() else meant)
-        hint = f" Write it as {read_as}" if (read_as, before) != (meant, "") else ""
-        return f"no such setting; did you mean {meant!r}?{hint}"
-    if before not in ("", "celery_", prefix.lower()) or (meant and meant in conf):
-        return ""
-    if not meant:
-        return "an option of a task, and no setting: give it to each task"
-    return f"nobody reads this setting: write it as {_spelt(meant, prefix)}"
-
-
-class _Meaning(NamedTuple):
-    kind: str  # "setting", "option" (an option's own name), "misspelt" or "unknown"
-    before: str  # what stands before the name, in lower case
-    meant: str  # the setting that is meant; empty if there is none
-
-
-_ignored: set[str] = set()  # settings that this process has told of
-
-
-def _spelt(setting: str, prefix: str) -> str:
-    """Return the name by which Celery reads a setting."""
-    return prefix + (setting.upper() if prefix.isupper() else setting)
+_ignored: set[str] = set()  # settings that this process has warned of
 
 
 @lru_cache(maxsize=4096)  # a task that is bound looks at all settings of its app
-def _meaning(given: str) -> _Meaning | None:
-    """Return what a setting of an app may be meant for; None for one that is somebody else's."""
+def _split(given: str) -> tuple[str, str] | None:
+    """
+    Split a setting that may be meant for this package, in lower case.
+
+    Returns:
+        What stands before the name, and the name: of a setting of ours, whether it exists or not.
+        None: it is somebody else's.
+    """
     lower = given.lower()
     before, found, rest = lower.rpartition("dislock_")
     if found:
-        meant = found + rest
-        if meant in _SETTINGS:
-            return _Meaning("setting", before, meant)
-        near = _near(meant)
-        return _Meaning("misspelt" if near else "unknown", before, near)
-    words = lower.split("_")
-    for start, word in enumerate(words[:2]):
-        head = "".join(f"{one}_" for one in words[:start])
-        if SequenceMatcher(None, word[: len("dislock")], "dislock").ratio() >= NEAR_MISS and (
-            head or given.islower()  # else a setting of somebody else, in a module of a project
-        ):
-            near = _near("_".join(["dislock", *words[start + 1 :]])) or _near(lower[len(head) :])
+        return before, found + rest
+    for before in ("", lower.partition("_")[0] + "_"):
+        if not before and not given.islower():
+            continue  # a setting of somebody else, in a module of a project
+        name = lower.removeprefix(before)
+        if name in _OPTIONS:
+            return before, setting_name(name) or name
+        word, _, rest = name.partition("_")
+        if SequenceMatcher(None, word[: len("dislock")], "dislock").ratio() >= NEAR_MISS:
+            near = _near(f"dislock_{rest}") or _near(name)
             if near:
-                return _Meaning("misspelt", head, near)
-        option = lower[len(head) :]
-        if option in _OPTIONS and (head or given.islower()):
-            return _Meaning("option", head, setting_name(option) or "")
+                return before, near
     return None
 
 
@@ -434,7 +408,7 @@ def _near(given: str) -> str:
             and all(SequenceMatcher(None, *pair).ratio() >= NEAR_WORD for pair in pairs)
         ):
             return setting
-    # Whoever names a lock server under another name must not get the broker instead.
+    # A lock server under a misspelt name must not be replaced by the broker without a word.
     return "dislock_url" if any(word in ("url", "urls") for word in given.split("_")) else ""
 
 
@@ -447,10 +421,6 @@ def reference(kind: type[TaskOptions | AppSettings]) -> str:
         for f in fields(kind)
     ]
     return "\n".join(rows)
-
-
-# What shows the values of settings that may contain a password.
-_HIDDEN_IN = {"dislock_url": shown, "dislock_transport_options": harmless}
 
 
 def _default(option: Field[Any]) -> Any:

@@ -30,12 +30,19 @@ REDIS_PORT = 6379
 
 HIDDEN = "***"  # shown instead of a value that a message must not contain
 
-# Parts of a URL that a message may show; any other text might be a misplaced password.
-_NAME = re.compile(r"[a-z][a-z0-9+]{0,20}")  # scheme
-_USER = re.compile(r"[\w.-]*", re.ASCII)
-_HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>\d{1,5}))?", re.ASCII)
-_DATABASE = re.compile(r"\d{0,5}/?", re.ASCII)
-LAST_PORT = 65535
+# A URL that a message may show but for its password and query.  Any other text might have a
+# misplaced password in it.
+_HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-6]?\d{1,4})?"
+_LOGIN = r"(?P<login>(?:(?P<user>[\w.-]*):)?[^@/?#;,]+@|[^@/?#;,]*@)?"
+_HOSTS = re.compile(
+    rf"(?P<scheme>[a-z][a-z0-9+]{{0,20}})://{_LOGIN}"
+    rf"(?P<place>{_HOST}(?:[;,](?:(?P=scheme)://)?{_HOST})*(?:/\d{{0,5}}/?)?)(?:\?[^@#]*)?",
+    re.ASCII,
+)
+_SOCKET = re.compile(
+    rf"(?P<scheme>unix|redis\+socket)://{_LOGIN}(?P<place>/[^@:?#]*)(?:\?[^@:#]*)?", re.ASCII
+)
+_SCHEME = re.compile(r"([a-z][a-z0-9+]{0,20}://)")
 
 
 class Group(NamedTuple):
@@ -148,62 +155,18 @@ def harmless(value: object) -> Any:
 
 def without_password(url: str) -> str:
     """
-    Return the URL without its password, for a log line; never raises.
+    Return the URL without its password and query, for a log line; never raises.
 
-    The result has the scheme, user, hosts and database.  If the rest of the URL cannot be parsed,
-    the result has the scheme alone; if there is no scheme, it is hidden entirely.
+    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, the URL is
+    hidden entirely.
     """
-    scheme, found, rest = url.partition("://")
-    if not found or not _NAME.fullmatch(scheme):
-        return HIDDEN
-    try:
-        if scheme in {"unix", "redis+socket"}:
-            return f"{scheme}://{_plain_socket(rest)}"
-        if not f"{scheme}://".startswith(SENTINEL + CLUSTER):
-            return f"{scheme}://{''.join(_plain_parts(rest))}"
-        return f"{scheme}://{_plain_hosts(scheme, rest)}"
-    except ValueError:
-        return f"{scheme}://{HIDDEN}"
-
-
-def _plain_hosts(scheme: str, rest: str) -> str:
-    port = _default_port(scheme)
-    hosts, login, path = [], "", ""
-    for nth, part in enumerate(re.split("[;,]", rest)):
-        its_login, host, its_path = _plain_parts(part.removeprefix(f"{scheme}://"))
-        if not host or (nth and its_login and "://" not in part):  # a comma inside a password
-            raise ValueError("not a list of hosts")
-        hosts.append(host if _HOST.fullmatch(host)["port"] else f"{host}:{port}")  # type: ignore[index]
-        login, path = login or its_login, path or its_path.rstrip("/")
-    return f"{login}{','.join(hosts)}{path}"
-
-
-def _plain_parts(rest: str) -> tuple[str, str, str]:
-    """Return login, host and path of a URL; raises ValueError if a part is malformed."""
-    rest, _, query = rest.partition("?")
-    place, slash, path = rest.partition("/")
-    login, at, host = place.rpartition("@")
-    found = _HOST.fullmatch(host)
-    if (host and not found) or (found and int(found["port"] or 0) > LAST_PORT):
-        raise ValueError("not a host")
-    if not _DATABASE.fullmatch(path) or "@" in query or "#" in query:
-        raise ValueError("not a database")
-    return _plain_login(login, at), host, slash + path
-
-
-def _plain_socket(rest: str) -> str:
-    rest, _, query = rest.partition("?")
-    place, slash, path = rest.partition("/")
-    login, at, host = place.rpartition("@")
-    if host or any(sign in path + query for sign in "@#:"):
-        raise ValueError("not a path")
-    return f"{_plain_login(login, at)}{slash}{path}"
-
-
-def _plain_login(login: str, at: str) -> str:
-    user, _, password = login.partition(":")
-    named = password and _USER.fullmatch(user)  # otherwise the user may be the password
-    return f"{f'{user}:' if named else ''}{HIDDEN}@" if at else ""
+    found = _SOCKET.fullmatch(url) or _HOSTS.fullmatch(url)
+    if not found:
+        begins = _SCHEME.match(url)
+        return f"{begins[1] if begins else ''}{HIDDEN}"
+    user = "" if found["user"] is None else f"{found['user']}:"
+    login = f"{user}{HIDDEN}@" if found["login"] else ""
+    return f"{found['scheme']}://{login}{found['place']}"
 
 
 def _default_port(scheme: str) -> int:

@@ -26,7 +26,6 @@ import hashlib
 import inspect
 import re
 import reprlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
@@ -121,35 +120,22 @@ class KeyTemplate:
         markers = _markers(literals, paths)
         self._template = template
         self._signature = signature
-        self._extra, self._keywords = _calling(signature)
+        self._extra = _keywords_name(signature)
         self._head = literals[0]
-        order = list(signature.parameters.values())
-        index = {p.name: i for i, p in enumerate(order) if p.kind is p.POSITIONAL_OR_KEYWORD}
-        default = {p.name: p.default for p in order}
         self._slots = [
-            (path, name, walk, index.get(name, sys.maxsize), default.get(name, _NOT_GIVEN), literal)
+            (path, name, walk, literal)
             for path, (name, *walk), literal in zip(paths, names, literals[1:], strict=True)
         ]
-        encoded = re.compile(f"[{ENCODED}{re.escape(markers)}]")
-        self._needs_encoding, self._encode = encoded.search, encoded.sub
+        self._encode = re.compile(f"[{ENCODED}{re.escape(markers)}]").sub
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
-        given = len(args)
-        # Signature.bind is the slowest step: skip it if the arguments are known to fit.
-        fits = self._keywords.get(given)
-        if fits is None or not fits[0] <= kwargs.keys() <= fits[1]:
-            bound = _bound(self._signature, args, kwargs)
-            kwargs = {**bound.get(self._extra, {}), **bound}
+        bound = _bound(self._signature, args, kwargs)
+        values = {**bound.get(self._extra, {}), **bound}
         parts = [self._head]
-        for path, name, walk, index, default, literal in self._slots:
-            value = args[index] if index < given else kwargs.get(name, default)
-            if walk:
-                value = self._walked(value, path, walk)
-            text = value if type(value) is str else self._text(value, path)
-            if self._needs_encoding(text):
-                text = self._encode(percent_encoded, text)
-            parts += (text, literal)
+        for path, name, walk, literal in self._slots:
+            value = self._walked(values.get(name, _NOT_GIVEN), path, walk)
+            parts += (self._encode(percent_encoded, self._text(value, path)), literal)
         return check_key("".join(parts), declared=self._template)
 
     def _walked(self, value: object, path: str, walk: Sequence[str]) -> object:
@@ -264,7 +250,7 @@ def _split(path: str, signature: inspect.Signature) -> list[str]:
     if private := [part for part in walk if part.startswith("_")]:
         raise InvalidTemplate(f"<{path}>: {private[0]!r} is private; name public attributes only")
     names = list(signature.parameters)
-    if name not in names and not _calling(signature)[0]:
+    if name not in names and not _keywords_name(signature):
         having = f"its arguments are {', '.join(names)}" if names else "it takes none"
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean <{'.'.join((*near, *walk))}>?" if near else ""
@@ -272,27 +258,9 @@ def _split(path: str, signature: inspect.Signature) -> list[str]:
     return [name, *walk]
 
 
-def _calling(
-    signature: inspect.Signature,
-) -> tuple[str, dict[int, tuple[frozenset[str], frozenset[str]]]]:
-    """Return the name of ``**kwargs``, and the keywords that a call must and may have.
-
-    The keywords are a dict by number of positional arguments: (required names, accepted names).
-    The dict is empty if the signature has ``*args``, ``**kwargs`` or ``/``; such calls need
-    `inspect.Signature.bind`.
-    """
-    parameters = list(signature.parameters.values())
-    extra = "".join(p.name for p in parameters if p.kind is p.VAR_KEYWORD)
-    if any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
-        return extra, {}
-    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-    return extra, {
-        given: (
-            frozenset(p.name for p in parameters[given:] if p.default is p.empty),
-            frozenset(p.name for p in parameters[given:]),
-        )
-        for given in range(positional + 1)
-    }
+def _keywords_name(signature: inspect.Signature) -> str:
+    """Return the name of ``**kwargs``; empty if the signature has none."""
+    return "".join(p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD)
 
 
 def _bound(

@@ -20,7 +20,7 @@ from celery_dislock.locks.lease import (
     trust_in,
 )
 from celery_dislock.servers.records import in_words, is_turn
-from celery_dislock.servers.replies import RESERVED, First, Granted, Refused, Replaced
+from celery_dislock.servers.replies import TAKE_UP, First, Granted, Refused, Replaced
 from celery_dislock.servers.store import LateRelease
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
 PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
-UNHEARD = (0.1, 2.0)  # seconds to pause after a failed wait, doubled; below RESERVED_MS
+UNHEARD = (0.1, 2.0)  # seconds to pause after a failed wait, doubled; below TAKE_UP
 UNSAID = 1  # failed waits in a row that are not logged: a connection may just have been closed
 LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milliseconds
 
@@ -235,7 +235,7 @@ class Lock:
         handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
         while isinstance(handed, First):
             # Another was handed the lock.  If it is dead, its lease ends when this time is over.
-            pause = min(until - self.clock(), min(self.timeout, RESERVED) + LATE)
+            pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + LATE)
             if pause <= 0:
                 return None
             handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)

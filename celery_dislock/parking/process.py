@@ -70,8 +70,7 @@ class ParkingProcess(Process):
         """
         if not replaced or self._publisher is None:
             return {}
-        told = self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
-        return told or {}
+        return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
 
     def reservation_of(self, request: Context) -> Reservation | None:
         """Return the reservation that a message brings; None if it brings none."""

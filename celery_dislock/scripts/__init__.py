@@ -36,9 +36,7 @@ class Script:
     @classmethod
     def load(cls, name: str, within: str = "") -> Script:
         """Read a script of this package, with its includes; *within* another, around it."""
-        text = read_lua(name)
-        if within:
-            text = read_lua(within).replace("-- the script\n", text)
+        text = read_lua(name, within)
         return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
     def by_digest(self, keys: Sequence[Argument], *arguments: Argument) -> tuple[Argument, ...]:

@@ -12,7 +12,6 @@
 --
 -- Sent twice, an owner that was granted the lock the first time is granted it again.
 
--- include: _record
 -- include: _unique
 -- include: _states
 
@@ -28,7 +27,7 @@ if is_replaced(it, mark, number) and redis.call('HEXISTS', KEYS[1], ARGV[1]) == 
 end
 
 local function grant()
--- the script
+-- include: the script
 end
 
 local answer = grant()

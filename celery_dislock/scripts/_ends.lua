@@ -9,11 +9,10 @@
 --
 -- Returns   as that script
 
--- include: _record
 -- include: _unique
 
 local function release()
--- the script
+-- include: the script
 end
 
 local answer = release()

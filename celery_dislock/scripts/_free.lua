@@ -1,17 +1,18 @@
 -- _free.lua: the usual case of an acquisition.  Nobody has the lock, and nobody waits for it: the scripts
--- that grant leases say so before they include the rest.
+-- that grant leases answer it before they define the rest, which takes longer than these commands.
 
--- Whether none of these keys of a lock is there.  False also where its slot moves, and a key may be on the
+-- include: _record
+
+-- Whether none of these keys of a lock exists.  Also false while its slot moves, as a key may be on the
 -- other node.
 local function is_free(...)
   local seen, there = pcall(redis.call, 'EXISTS', ...)
   return seen and there == 0
 end
 
--- Returns the token.  Writes what record_of() writes.
+-- Returns the token, as text.
 local function grant_free(lock, owner, ttl_ms, mode, holder)
-  local token = time_as_token()
-  redis.call('HSET', lock, owner, table.concat({'1', now + ttl_ms, token, now, mode, holder}, ' '))
+  write(lock, owner, now + ttl_ms, now_as_token, now, mode, holder)
   redis.call('PEXPIRE', lock, ttl_ms)
-  return token
+  return now_as_token
 end

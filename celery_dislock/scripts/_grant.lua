@@ -1,32 +1,22 @@
--- _grant.lua: whom a lock admits.  Included after _lease.lua by the scripts that grant leases.
+-- _grant.lua: whom a lock admits.
 
--- Whether a lease ends before another; of two that end at once, whether it is the older.
-local function ends_before(lease, other)
-  if not other then return true end
-  if lease.expires ~= other.expires then return lease.expires < other.expires end
-  return lease.token < other.token
-end
+-- include: _lease
 
 -- Read the live leases, and sweep out the others; once in a script.  Returns the lock.
 local function count_leases(lock)
-  if lock.records then return lock end
-  lock.records = {}
-  local found, ended = redis.call('HGETALL', lock.name), {}
+  if lock.leases then return lock end
+  local found, leases, ended = redis.call('HGETALL', lock.name), {}, {}
   for i = 1, #found, 2 do
-    local owner, record = found[i], found[i + 1]
-    local expires, token, acquired, mode, holder = parse(record)
-    lock.newest = math.max(lock.newest, token)
-    if expires <= now then
-      ended[#ended + 1] = owner
+    local lease = read(found[i], found[i + 1])
+    lock.newest = math.max(lock.newest, lease.token)
+    if lease.expires > now then
+      leases[lease.owner] = lease
+      lock[lease.mode] = lock[lease.mode] + 1
     else
-      lock.records[owner] = record
-      lock[mode] = lock[mode] + 1
-      local lease = {
-        owner = owner, expires = expires, token = token, acquired = acquired, holder = holder,
-      }
-      if ends_before(lease, lock.first) then lock.first = lease end
+      ended[#ended + 1] = lease.owner
     end
   end
+  lock.leases = leases
   for _, owner in ipairs(ended) do redis.call('HDEL', lock.name, owner) end  -- when all could be read
   return lock
 end
@@ -34,8 +24,8 @@ end
 -- The live leases of owners that begin with *start*.
 local function leases_of(lock, start)
   local found = {}
-  for owner, record in pairs(count_leases(lock).records) do
-    if string.sub(owner, 1, #start) == start then found[#found + 1] = read(owner, record) end
+  for owner, lease in pairs(count_leases(lock).leases) do
+    if string.sub(owner, 1, #start) == start then found[#found + 1] = lease end
   end
   return found
 end
@@ -74,33 +64,21 @@ local function admits(lock, mode, limit)
   return has_room and not limit_is_hidden(lock)
 end
 
--- Raise the error of a slot that moves, for an asker whom a hidden limit keeps out: its client asks again.
-local function ask_again_if_hidden(lock)
-  if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
-end
-
--- Raise an error if a lease, or one of these other keys, cannot be read, before anything is changed: what a
--- script has done before an error stays.  What a moving slot hides is not looked at.
+-- Raise an error if the leases, or one of these other keys, cannot be read, before anything is changed:
+-- what a script has done before an error stays.  What a moving slot hides is not looked at.
 -- *zsets* and *hashes* have the endings of keys.
 local function look(lock, zsets, hashes)
-  local function is_wrong(seen, found)
-    return not seen and string.find(found.err or found, 'WRONGTYPE')
+  local function check(seen, found)
+    if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
   end
   count_leases(lock)
-  for _, ending in ipairs(zsets) do
-    local key = lock.name .. ending
-    if is_wrong(pcall(redis.call, 'ZCARD', key)) then redis.call('ZCARD', key) end
-  end
-  for _, ending in ipairs(hashes) do
-    local key = lock.name .. ending
-    if is_wrong(pcall(redis.call, 'HLEN', key)) then redis.call('HLEN', key) end
-  end
+  for _, ending in ipairs(zsets) do check(pcall(redis.call, 'ZCARD', lock.name .. ending)) end
+  for _, ending in ipairs(hashes) do check(pcall(redis.call, 'HLEN', lock.name .. ending)) end
 end
 
 -- Returns a token higher than all that this script has seen of the lock.
 local function new_token(lock)
-  count_leases(lock)
-  return math.max(now_us, lock.newest + 1)
+  return math.max(now_us, count_leases(lock).newest + 1)
 end
 
 -- Returns the token of the new lease.
@@ -108,8 +86,7 @@ local function grant(lock, owner, ttl_ms, mode, holder)
   local token = new_token(lock)
   local alone = lock.x + lock.s == 0
   put(lock, {
-    owner = owner, expires = now + ttl_ms, token = token, acquired = now, mode = mode,
-    holder = holder,
+    owner = owner, expires = now + ttl_ms, token = token, acquired = now, mode = mode, holder = holder,
   })
   if alone then redis.call('PEXPIRE', lock.name, ttl_ms) else live_at_least(lock.name, ttl_ms) end
   return token
@@ -118,20 +95,16 @@ end
 local NOT_KNOWN = -1  -- for how long a lock has been held
 
 -- Of the leases in the way, the one that ends first: remaining_ms, owner, holder, held_ms, as a refusal
--- has them.
+-- has them.  Of two that end at once, the older one.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.
 local function in_the_way(lock)
-  local first = count_leases(lock).first
-  if not first then
-    for owner, record in pairs(lock.records) do
-      local lease = read(owner, record)
-      if ends_before(lease, first) then first = lease end
-    end
-    if not first then
-      local limit, note = limit_set(lock)
-      local holder = limit == 0 and cjson.encode({paused = true, note = note}) or '{"parked":true}'
-      return RESERVED_MS, '', holder, NOT_KNOWN
-    end
+  local first
+  for _, lease in pairs(count_leases(lock).leases) do
+    if not first or lease.expires < first.expires
+      or lease.expires == first.expires and lease.token < first.token then first = lease end
   end
-  return first.expires - now, first.owner, first.holder, now - first.acquired
+  if first then return first.expires - now, first.owner, first.holder, now - first.acquired end
+  local limit, note = limit_set(lock)
+  local holder = limit == 0 and cjson.encode({paused = true, note = note}) or '{"parked":true}'
+  return TAKE_UP_MS, '', holder, NOT_KNOWN
 end

@@ -1,16 +1,32 @@
--- _line.lua: how waiters stand in line.  Included after _grant.lua by the scripts that hand locks on.
+-- _line.lua: how waiters stand in line.
 --
--- In <lock>:line stand those who wait; in <lock>:places is what they wait for:
---
---   owner -> "1 deadline_ms ttl_ms mode limit holder"
---
+-- In <lock>:line stand those who wait; in <lock>:places is what they wait for, see _record.lua.
 -- Each has a list <lock>:wake:<owner>, on which it waits for news: "token ttl_ms place_left_ms" when it
 -- was granted the lock, with the time that was left until its place's deadline; empty when it has
--- become the first: another was handed the lock, and has RESERVED_MS to take it up.
+-- become the first: another was handed the lock, and has TAKE_UP_MS to take it up.
 --
 -- Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
 --
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.
+
+-- include: _grant
+-- include: _kept
+
+-- When the next in line joins: after all that are there, also if the clock was set back.
+local function joins_at(lock)
+  local last = redis.call('ZRANGE', lock.line, -1, -1, 'WITHSCORES')[2]
+  return math.max(now_us, tonumber(last or 0) + 1)
+end
+
+local function join_line(lock, owner, place_ms, ttl_ms, mode, limit, holder)
+  local joined = not redis.call('ZSCORE', lock.line, owner) and joins_at(lock)
+  -- Each key is read or written before the next one is changed: one of another type is an error first.
+  redis.call('HSET', lock.places, owner,
+    string.format('1 %.0f %.0f %s %.0f %s', now + place_ms, ttl_ms, mode, limit, holder))
+  if joined then redis.call('ZADD', lock.line, string.format('%.0f', joined), owner) end
+  live_at_least(lock.line, place_ms)
+  live_at_least(lock.places, place_ms)
+end
 
 local function leave_line(lock, owner)
   redis.call('DEL', lock.name .. WAKE .. owner)
@@ -21,24 +37,22 @@ end
 local function wake_up(lock, owner, news)
   local wake = lock.name .. WAKE .. owner
   redis.call('RPUSH', wake, news)
-  redis.call('PEXPIRE', wake, RESERVED_MS)
+  redis.call('PEXPIRE', wake, TAKE_UP_MS)
 end
 
--- Give the one waiter that is first in line the lock, or pass it over where it is dead.
--- Returns false where the lock does not admit it; else true, whether it was woken, and the asker's token.
+-- Give the one waiter that is first in line the lock, or pass it over if it is dead.
+-- Returns false if the lock does not admit it; else true, whether it was woken, and the asker's token.
 local function serve(lock, waiter, asker)
-  local deadline, ttl, mode, limit, holder = string.match(
-    redis.call('HGET', lock.places, waiter) or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
-  if not deadline or tonumber(deadline) <= now then
-    leave_line(lock, waiter)
-    return true
-  end
-  if not admits(lock, mode, tonumber(limit)) then return false end
+  local place = read_place(redis.call('HGET', lock.places, waiter))
+  if place and not admits(lock, place.mode, place.limit) then return false end
   leave_line(lock, waiter)
-  if waiter == asker then return true, false, grant(lock, waiter, tonumber(ttl), mode, holder) end
-  local reserved = math.min(tonumber(ttl), RESERVED_MS)
-  local token = grant(lock, waiter, reserved, mode, holder)
-  wake_up(lock, waiter, string.format('%.0f %.0f %.0f', token, reserved, deadline - now))
+  if not place then return true end
+  if waiter == asker then
+    return true, false, grant(lock, waiter, place.ttl, place.mode, place.holder)
+  end
+  local take_up = math.min(place.ttl, TAKE_UP_MS)
+  local token = grant(lock, waiter, take_up, place.mode, place.holder)
+  wake_up(lock, waiter, string.format('%.0f %.0f %.0f', token, take_up, place.deadline - now))
   return true, true
 end
 
@@ -48,14 +62,37 @@ local function is_parked(member)  -- of a line
   return string.byte(member, -1) == TICKET_ENDS
 end
 
--- Gives a parked task its turn; false where it must wait, and so must all behind it.  Set by
--- _parked.lua, for scripts whose callers can publish what they are given.
+-- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
+local function parse_ticket(record)
+  local joined, times, ttl, mode, limit, home, message =
+    string.match(record or '', '^1 (%d+) (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
+  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #limit > 15 then return nil end
+  return {
+    joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), mode = mode,
+    limit = tonumber(limit), home = home, message = message,
+  }
+end
+
+-- Put parked tasks whose turn has run out back to where they were in line.  Returns whether there were any.
+local function recall(lock)
+  local run_out = redis.call('ZRANGEBYSCORE', lock.handed, '-inf', now)
+  for _, ticket in ipairs(run_out) do
+    redis.call('ZREM', lock.handed, ticket)
+    local parked = parse_ticket(redis.call('HGET', lock.tickets, ticket))
+    redis.call('ZADD', lock.line, string.format('%.0f', parked and parked.joined or 0), ticket .. '#')
+  end
+  if #run_out > 0 then live_at_least(lock.line, KEPT_MS) end
+  return #run_out > 0
+end
+
+-- Gives a parked task its turn; false if it must wait, and so must all behind it.  Set by _parked.lua,
+-- for scripts whose callers can publish what they are given.
 local give_turn
 
--- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker,
--- who is awake.  Whoever is first after that looks at once: one of those before it may be dead,
--- and its lease end in RESERVED_MS.
--- Returns the asker's token where it got the lock.
+-- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker, who is
+-- awake.  Who is first after that is woken, too, and looks again: one of those before it may be dead,
+-- and its lease ends in TAKE_UP_MS.
+-- Returns the asker's token if it got the lock.
 local function hand_off(lock, asker)
   local token, handed = nil, false
   while true do

@@ -6,15 +6,14 @@
 
 local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
 local PLACES = ':places'      -- hash    owner -> what it waits for; see _line.lua
-local WAKE = ':wake:'         -- list    owner: what it is told while it waits
+local WAKE = ':wake:'         -- list    owner: news for it while it waits
 local TICKETS = ':tickets'    -- hash    ticket -> what is parked; see _parked.lua
-local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn has run out
+local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn ends
 local RUNNING = ':running'    -- hash    ticket -> its claim
 local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost its place
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
-local DONE = ':done:'         -- string  ticket: it is done
-local MARKS = ':done:@:'      -- hash    many of them; see _done.lua
+local DONE = ':done:'         -- string  ticket: its mark, when it is done; see _parked.lua
 local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
-local UNIQUE = ':unique'      -- string  which message is reserved for; see _unique.lua
+local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local NEVER = ':?'            -- none    never there; see line_exists()

@@ -1,5 +1,5 @@
--- _parked.lua: how parked tasks are written.  Included after _line.lua and _marks.lua by the scripts
--- that can give them their turn, whose callers publish the messages that they are given.
+-- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn, whose
+-- callers publish the messages that they are given.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 -- Beside the lock, with the endings of _names.lua:
@@ -10,29 +10,36 @@
 --                      "bytes" -> length of all these records together
 --   <lock>:handed      ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
---   <lock>:done:<ticket>   from then on for COPY_MS: a copy that comes later must not run; see _done.lua
---   <lock>:replaced    ticket -> message; another has taken its place, and its end is not told yet
+--   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
+--   <lock>:replaced    ticket -> message; another has taken its place, and its end is not reported yet
 --   <lock>:aside       ticket -> a record or message that nobody could read or run, for people to see
 --
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn
---     ttl_ms     of its lease, and of its first turn; each reserves the lock for twice as long
+--     ttl_ms     of its lease, and of its first turn; each later turn is twice as long
 --     settles_ms IN_BODY while its body runs; then until when its result and what follows are on their
 --                way: a copy that comes meanwhile waits, one that comes later finds that its process died
 --     home       the broker that its message came from: a worker of another one cannot publish it
 --     message    bytes
 --
--- A turn reserves the lock by a lease of the owner "<ticket>#".  The message is given to the caller to
+-- During a turn a lease of the owner "<ticket>#" holds the lock.  The message is given to the caller to
 -- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again.
+--
+-- Only the mark says that a task is done: one of which nothing is known may have been lost.  Each task
+-- that was parked leaves a mark.  No case was found in which no copy of its message can come: an
+-- acknowledgement may be lost after a single turn, and also one that was sent before the task ran.
 
--- include: _recall
+-- include: _line
 
-local TURNS_MOST = 100           -- that one script gives; whoever claims one goes on
-local TURN_MOST_MS = 300000      -- for the last of many turns
-local KEPT_ABOUT_MS = 86400000   -- a day by which lines may end sooner: not set anew each time
+local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
+local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
-local UNTOLD_MOST, UNTOLD_BYTES = 100, 262144  -- replaced tasks in one reply
+local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
+
+local DONE_WITH_LOCK = '1'      -- a mark; any other is the delivery that has taken the task out of this
+                                -- line, and goes on with it: under other locks, or without one
+local ANYBODY = '*'             -- stands for any delivery that has left its name
 
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
@@ -41,23 +48,26 @@ local home = ''                 -- the caller's; empty: it cannot publish
 local turns = {}                -- given here: lock, ticket, message, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
 
--- Adds the keys of parked tasks to a lock that was opened, and returns it.
-local function with_parked(lock)
-  lock.tickets, lock.handed = lock.name .. TICKETS, lock.name .. HANDED
-  lock.running = lock.name .. RUNNING
-  return lock
-end
-
--- As look(), at all keys of the lock.
-local function look_at_all(lock)
+-- As look(), at all keys of the lock but its limit.
+local function look_at_keys(lock)
   look(lock, {LINE, HANDED}, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
-  local seen, total = pcall(redis.call, 'HGET', lock.name .. TICKETS, TOTAL)
+  local seen, total = pcall(redis.call, 'HGET', lock.tickets, TOTAL)
   if seen and total and not string.find(total, '^%-?%d+$') then
     error('dislock: its count of bytes cannot be read', 0)
   end
 end
 
-local function member_of(ticket)  -- of a line; and the owner of its reservation
+-- Returns the lock with all its keys.  If they are not here or one cannot be read, this is an error, before
+-- anything is done.
+local function open_whole(name)
+  local lock = open(name)
+  line_exists(lock)
+  look_at_keys(lock)
+  limit_set(lock)
+  return lock
+end
+
+local function member_of(ticket)  -- of a line; and the owner of its turn's lease
   return ticket .. '#'
 end
 
@@ -66,24 +76,13 @@ local function ticket_of(member)
 end
 
 local function keep(key)
-  if redis.call('PTTL', key) < KEPT_MS - KEPT_ABOUT_MS then redis.call('PEXPIRE', key, KEPT_MS) end
-end
-
--- Returns nothing where a record cannot be read, or there is none.
-local function parse_ticket(record)
-  local joined, times, ttl, mode, limit, its_home, message =
-    string.match(record or '', '^1 (%d+) (%d+) (%d+) ([xs]) (%d+) (%S+) (.*)$')
-  if not joined or #joined > 18 or #times > 15 or #ttl > TIME_DIGITS or #limit > 15 then return nil end
-  return {
-    joined = tonumber(joined), times = tonumber(times), ttl = tonumber(ttl), mode = mode,
-    limit = tonumber(limit), home = its_home, message = message,
-  }
+  live_at_least(key, KEPT_MS)
 end
 
 local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers
 
--- Whether a record is that of a task of this name, as park.lua is given it; empty: of any.  Who knows
--- the id of another's task may send one of his own under it.
+-- Whether a record is that of a task of this name, as park.lua is given it; empty: of any.  Anybody who
+-- knows the id of a task may send another task under it.
 local function is_of(record, task)
   local head = string.match(record, '^[^\n]*')
   local has_name = string.find(head, string.sub(task, 1, MEMBER_SHORT), 1, true)
@@ -123,30 +122,21 @@ local function parse_claim(record)
   return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or IN_BODY
 end
 
-local CLAIMS_FEW = 64  -- that are looked through each time; those of a longer hash, by the sweep
-
--- Claims end by themselves: one whose process died, and one whose last release never came.  A
--- copy that has to find one comes before that.  The hash lives as long as the longest of them.
+-- End the claims of processes that died, and of which no copy has come in time.  The sweep does it; if nobody
+-- sweeps, the hash ends as a whole.
 local function tidy_claims(lock)
-  local last = 0
   local claims = redis.call('HGETALL', lock.running)
   for i = 1, #claims, 2 do
     local _, claimed, settles = parse_claim(claims[i + 1])
     local ends = settles ~= IN_BODY and settles + COPY_MS or claimed + CLAIMED_MS
     if ends <= now then redis.call('HDEL', lock.running, claims[i]) end
-    last = math.max(last, ends)
   end
-  if last > now then redis.call('PEXPIRE', lock.running, last - now) end
-end
-
-local function claims_are_few(lock)
-  return redis.call('HLEN', lock.running) <= CLAIMS_FEW
 end
 
 local function write_claim(lock, ticket, joined, claimed, settles)
   redis.call('HSET', lock.running, ticket,
     string.format('1 %.0f %.0f %.0f', joined, claimed, settles))
-  if claims_are_few(lock) then tidy_claims(lock) else live_at_least(lock.running, CLAIMED_MS) end
+  live_at_least(lock.running, CLAIMED_MS)
 end
 
 local function join(lock, ticket, joined)
@@ -154,19 +144,41 @@ local function join(lock, ticket, joined)
   keep(lock.line)
 end
 
--- Take a ticket out, wherever it is, with what is reserved for it.
--- Returns whether it was anywhere, and whether the lock was reserved for it.
+-- Take a ticket out, wherever it is, and end its turn.  Returns whether it was anywhere, and whether it had
+-- its turn.
 local function forget(lock, ticket)
-  local reservation = lease_of(lock, member_of(ticket))
-  if reservation then drop(lock, reservation) end
+  local turn = lease_of(lock, member_of(ticket))
+  if turn then drop(lock, turn) end
   redis.call('ZREM', lock.line, member_of(ticket))
   redis.call('ZREM', lock.handed, ticket)
   local was_running = redis.call('HDEL', lock.running, ticket) == 1
-  if was_running and claims_are_few(lock) then tidy_claims(lock) end
-  return drop_ticket(lock, ticket) or was_running, reservation and true
+  return drop_ticket(lock, ticket) or was_running, turn and true
 end
 
--- What has no record has nothing to be kept.
+-- What marks the task of a ticket as done; nothing if it is not done.
+local function mark_of(lock, ticket)
+  return redis.call('GET', lock.name .. DONE .. ticket)
+end
+
+-- *goes_on* is the delivery that the asker goes on with: a mark with its name says nothing against it.
+local function is_done(lock, ticket, goes_on)
+  local mark = mark_of(lock, ticket)
+  return mark and (mark == DONE_WITH_LOCK or mark ~= goes_on and goes_on ~= ANYBODY)
+end
+
+local function mark_done(lock, ticket, mark)
+  redis.call('SET', lock.name .. DONE .. ticket, mark, 'PX', COPY_MS)
+end
+
+-- Take a task out of line that must not run.  Its message is kept until its end is reported.
+local function replace(lock, ticket, message)
+  redis.call('HSET', lock.name .. REPLACED, ticket, message)
+  keep(lock.name .. REPLACED)
+  forget(lock, ticket)
+  mark_done(lock, ticket, DONE_WITH_LOCK)
+end
+
+-- Without a record nothing is kept.
 local function set_aside(lock, ticket, what)
   forget(lock, ticket)
   if what == '' then return end
@@ -174,20 +186,20 @@ local function set_aside(lock, ticket, what)
   keep(lock.name .. ASIDE)
 end
 
--- Some of the tasks that have lost their place, and whose end is not told yet: {ticket, message, ...}.
--- Any of them, so that one whose end cannot be told does not keep the others waiting.
-local function untold(lock)
+-- Some of the tasks that were replaced, and whose end is not reported yet: {ticket, message, ...}.
+-- They are chosen at random, so that one whose end cannot be reported does not keep the others waiting.
+local function unreported(lock)
   local key, found, bytes = lock.name .. REPLACED, {}, 0
-  for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNTOLD_MOST)) do
+  for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNREPORTED_MOST)) do
     local message = redis.call('HGET', key, ticket)
     bytes = bytes + #message
-    if #found > 0 and bytes > UNTOLD_BYTES then break end
+    if #found > 0 and bytes > UNREPORTED_BYTES then break end
     found[#found + 1], found[#found + 2] = ticket, message
   end
   return found
 end
 
--- Whom the lock is reserved for, for messages.
+-- The holder of a turn, for messages.
 local function as_holder(ticket)
   return cjson.encode({id = string.match(ticket, '^(.*):%d+:%d+$'), parked = true})
 end
@@ -209,13 +221,13 @@ local function give_ticket_its_turn(lock, member, asker)
   if not admits(lock, parked.mode, parked.limit) then return false end
   if member ~= asker and #turns >= 3 * TURNS_MOST then return false end
 
-  local reserved = math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
+  local lasts = math.min(parked.ttl * 2 ^ parked.times, math.max(parked.ttl, TURN_MOST_MS))
   redis.call('ZREM', lock.line, member)
-  redis.call('ZADD', lock.handed, now + reserved, ticket)
+  redis.call('ZADD', lock.handed, now + lasts, ticket)
   keep(lock.handed)
   parked.times = parked.times + 1
   write_ticket(lock, ticket, parked)
-  grant(lock, member, reserved, parked.mode, as_holder(ticket))
+  grant(lock, member, lasts, parked.mode, as_holder(ticket))
   if member ~= asker then publish(lock, ticket, parked.message) end
   return true
 end
@@ -226,7 +238,7 @@ local function anyone_waits(lock)
   return redis.call('EXISTS', lock.line, lock.handed) > 0
 end
 
--- As hand_off(), after those whose turn has run out were put back in line.
+-- As hand_off(), after tasks whose turn has run out were put back in line.
 local function recall_and_hand_off(lock, asker)
   recall(lock)
   hand_off(lock, asker)

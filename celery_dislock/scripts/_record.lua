@@ -1,4 +1,4 @@
--- _record.lua: how a lease is written.  Included first, also by scripts that do nothing else with it.
+-- _record.lua: how a lease is written, and a waiter's place in line.
 --
 -- A lock is a hash with a field per lease:
 --
@@ -11,27 +11,55 @@
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: task, id, worker, pid, host
 --
--- A script costs the server what it defines before it begins: twenty functions take longer than the
--- five commands of an acquisition.  So a script that can answer in the usual case does so before it
--- includes the rest.
+-- <lock>:places has what each waiter waits for; _line.lua describes the line:
+--
+--   owner -> "1 deadline_ms ttl_ms mode limit holder"
+--
+--     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
+--     ttl_ms       of the lease that it asks for
+--     limit        how many exclusive leases it admits, its own included
 
 -- include: _names
 
-local RESERVED_MS = 5000  -- for a waiter to take up a lease that it was handed
+local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
 -- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver again.
 local COPY_MS = 7200000
 
 -- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.
--- A longer one was written by hand, and could not be written again.
-local TIME_DIGITS, TOKEN_DIGITS = 15, 16
+-- A longer one was written by hand, and could not be written again: Lua writes 14 digits of a number.
+local TIME_DIGITS, TOKEN_DIGITS = 14, 16
 
 local time = redis.call('TIME')
 local now_us = time[1] * 1000000 + time[2]
 local now = math.floor(now_us / 1000)
+local now_as_token = time[1] .. string.sub('00000' .. time[2], -6)  -- numbers of 16 digits are slow to format
 
--- As string.format('%.0f', now_us), for a third of its time: numbers of 16 digits are slow to format.
-local function time_as_token()
-  return time[1] .. string.sub('00000' .. time[2], -6)
+-- Parse a record.  If it cannot be read, the lock cannot be used: it was written by hand, or by a later
+-- version.
+local function read(owner, record)
+  local expires, token, acquired, mode, holder = string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (.*)$')
+  if not expires or #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
+    local shown = string.gsub(string.sub(record, 1, 60), '[^%w%p ]', '?')
+    error('dislock: a lease in it cannot be read: ' .. shown, 0)
+  end
+  return {
+    owner = owner, expires = tonumber(expires), token = tonumber(token), acquired = tonumber(acquired),
+    mode = mode, holder = holder,
+  }
+end
+
+-- Write a lease; the token is text.  The caller sees to the expiry of the hash.
+local function write(name, owner, expires, token, acquired, mode, holder)
+  redis.call('HSET', name, owner, table.concat({'1', expires, token, acquired, mode, holder}, ' '))
+end
+
+-- Parse a place in line; nothing if it cannot be read, or its waiter has died.
+local function read_place(record)
+  local deadline, ttl, mode, limit, holder = string.match(record or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
+  if not deadline or tonumber(deadline) <= now then return nil end
+  return {
+    deadline = tonumber(deadline), ttl = tonumber(ttl), mode = mode, limit = tonumber(limit), holder = holder,
+  }
 end
 
 local function live_at_least(key, ttl_ms)

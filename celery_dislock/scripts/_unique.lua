@@ -1,5 +1,4 @@
 -- _unique.lua: how the reservation of a key is kept, and which of its messages is the newest.
--- Included after _record.lua.
 --
 --   <lock>:unique   "2 state since first id ends nonce number result mark newest confirmed begun kept by"
 --
@@ -31,6 +30,8 @@
 --
 -- A reservation is compared by id, and by number if the mark is the same: nobody ends another's.
 
+-- include: _record
+
 local REPLACED_BY = 5  -- of acquisitions, beside the states of _states.lua
 local WAITS = {s = true, w = true}
 
@@ -55,7 +56,7 @@ end
 local function new_unique(nonce)
   return {
     state = '-', ends = now, since = now, first = now, id = '-', nonce = '-', number = 0, result = '1',
-    mark = time_as_token() .. nonce, newest = 0, confirmed = 0, begun = 0, kept = 0, by = '-',
+    mark = now_as_token .. nonce, newest = 0, confirmed = 0, begun = 0, kept = 0, by = '-',
   }
 end
 

@@ -28,11 +28,10 @@
 -- expiry is reset; one that waits already keeps its place.
 --
 -- While a slot moves, an asker that does not wait is refused as long as the lock is held, and passes a line
--- that cannot be seen; where a limit cannot be seen, it gets an error.  One that waits gets an error.
+-- that cannot be seen; if a limit cannot be seen, it gets an error.  One that waits gets an error.
 
--- include: _record
--- include: _free
 -- include: _states
+-- include: _free
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
@@ -40,45 +39,10 @@ if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .
   return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
 end
 
--- include: _join
-
-local limit, place_ms = tonumber(ARGV[5]), tonumber(ARGV[6])  -- nil: each lock has its own
-local passes_line = ARGV[7] == '0'
-local waits = place_ms > 0
-
--- The usual refusal: the asker wants the lock for itself, and so does the live waiter that is first in
--- line, if there is one; another has the only lease.  Returns the reply; nil in any other case.
-local function refuse(name)
-  if mode ~= 'x' or limit ~= 1 then return nil end
-  local found = redis.call('HGETALL', name)
-  if #found ~= 2 or found[1] == owner then return nil end
-  local expires, token, acquired, its_holder =
-    string.match(found[2], '^1 (%d+) (%d+) (%d+) [xs] (.*)$')
-  if not expires or tonumber(expires) <= now then return nil end
-  if #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
-    return nil  -- damaged: parse() says so below
-  end
-
-  local lock = {line = name .. LINE, places = name .. PLACES}
-  local seen, there = pcall(redis.call, 'EXISTS', lock.line, name .. NEVER, name .. LIMIT)
-  if not seen or there > 1 then return nil end
-  if there == 1 then
-    local head = redis.call('ZRANGE', lock.line, 0, 0)[1]
-    local place = head and redis.call('HGET', lock.places, head)
-    local deadline = place and string.match(place, '^1 (%d+) %d+ x 1 ')
-    if not deadline or tonumber(deadline) <= now then return nil end
-  end
-  if waits then join_line(lock, owner, place_ms, ttl, mode, limit, holder) end
-  return {REFUSED, expires - now, found[1], its_holder, 0, now - acquired}
-end
-
-local refusal = refuse(KEYS[1])  -- of several, too: the asker has none then
-if refusal then return refusal end
-
--- include: _lease
--- include: _grant
 -- include: _line
--- include: _recall
+
+local place_ms, passes_line = tonumber(ARGV[6]), ARGV[7] == '0'
+local waits = place_ms > 0
 
 -- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
 -- anyway; if an operator admits more, the task would run twice at a time.
@@ -87,12 +51,12 @@ local function copy_in(lock)
   return task and leases_of(lock, task)[1]
 end
 
--- Returns the token, and whether its lease is a new one; nothing where the lock refuses.
+-- Returns the token, and whether its lease is a new one; nothing if the lock refuses.
 local function take(lock, limit)
   local mine = lease_of(lock, owner)
   if mine then
     renew(lock, mine, ttl)
-    pcall(redis.call, 'DEL', lock.name .. WAKE .. owner)  -- it ends by itself where the slot moves
+    pcall(redis.call, 'DEL', lock.name .. WAKE .. owner)  -- it ends by itself while the slot moves
     return mine.token, false
   end
 
@@ -128,7 +92,8 @@ for nth, key in ipairs(KEYS) do
   limit_set(lock)
   if not lease_of(lock, owner) then
     admits(lock, mode, limits[nth] or limits[1])
-    ask_again_if_hidden(lock)
+    -- A hidden limit keeps the asker out.  This is the error of a slot that moves: its client asks again.
+    if lock.hidden then redis.call('EXISTS', lock.name .. LIMIT, lock.name .. NEVER) end
   end
 end
 

@@ -13,7 +13,6 @@
 --
 -- Returns   the id of the task by whose message it was replaced, and which runs instead; else nil
 
--- include: _record
 -- include: _unique
 
 local key, id, mark, number = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])

@@ -10,17 +10,9 @@
 -- For tasks that were claimed on another lock server, and whose process may have died: a copy that comes
 -- runs.  Safe to send twice.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
--- include: _done
 
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
+local lock = open_whole(KEYS[1])
 for _, ticket in ipairs(ARGV) do
   if redis.call('HEXISTS', lock.tickets, ticket) == 0 and redis.call('HEXISTS', lock.running, ticket) == 0
     and not is_done(lock, ticket) then

@@ -13,22 +13,9 @@
 --
 -- Messages with lower numbers are replaced from now on, also if another has the key.
 
--- include: _record
+-- include: _unique
 
 local key, id, mark, number, ttl = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-
--- The usual case: a message was just sent that replaces none.
-if number == 0 and ARGV[5] == '0' then
-  local since, its_id, rest =
-    string.match(redis.call('GET', key) or '', '^2 s (%d+ %d+) (%S+) %d+ (%S+ 0 [01] %S+ 0 0 0 0 %-)$')
-  if its_id == id then
-    redis.call('PEXPIRE', key, ttl)  -- see write_unique()
-    redis.call('SET', key, table.concat({'2 w', since, id, now + ttl, rest}, ' '), 'PX', ttl)
-    return 1
-  end
-end
-
--- include: _unique
 
 local it = unique_of(key)
 local is_news = note(it, 'confirmed', id, mark, number)

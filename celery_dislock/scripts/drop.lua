@@ -15,21 +15,11 @@
 --
 -- No copy of its message runs.  Sent twice, the second answers 0.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
--- include: _done
--- include: _replaced
 
 local ticket, note = ARGV[2], ARGV[3]
 home = ARGV[1]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
+local lock = open_whole(KEYS[1])
 
 -- The text of a header has a backslash before each quote in it, so only the member's name matches.
 local function with_note(message)

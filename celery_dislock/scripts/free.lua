@@ -14,20 +14,11 @@
 -- Also ends a lease that is left to expire, and the turn of a parked task, which goes to the end of the
 -- line.  Sent twice, the second answers 0.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _join
--- include: _line
--- include: _marks
 -- include: _parked
 
 local owner, token, or_older = ARGV[1], tonumber(ARGV[2]), ARGV[4] == '1'
 home = ARGV[3]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
+local lock = open_whole(KEYS[1])
 
 local function shown()
   for _, name in ipairs({owner, '~' .. owner}) do

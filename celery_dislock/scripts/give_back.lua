@@ -9,21 +9,13 @@
 --
 -- Gives nobody else the turn: the next sweep does.  Sent twice, the second answers 0.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
 
 local ticket = ARGV[1]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
-local parked, reservation = read_ticket(lock, ticket), lease_of(lock, member_of(ticket))
+local lock = open_whole(KEYS[1])
+local parked, turn = read_ticket(lock, ticket), lease_of(lock, member_of(ticket))
 if not parked or redis.call('ZREM', lock.handed, ticket) == 0 then return 0 end
-if reservation then drop(lock, reservation) end
+if turn then drop(lock, turn) end
 parked.times = 0
 write_ticket(lock, ticket, parked)
 join(lock, ticket, parked.joined)

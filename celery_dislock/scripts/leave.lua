@@ -16,21 +16,12 @@
 --
 -- Sent twice, the second answers 0.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
--- include: _done
 -- include: _states
 
 local ticket, aside, over, goes_on, task = ARGV[2], ARGV[3], ARGV[4] == '1', ARGV[5], ARGV[6]
 home = ARGV[1]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
+local lock = open_whole(KEYS[1])
 local record = redis.call('HGET', lock.tickets, ticket)
   or redis.call('HGET', lock.name .. REPLACED, ticket)
 if record and not is_of(record, task) then return {NOT_THERE, turns} end

@@ -17,18 +17,13 @@
 --
 -- Those who have the lock keep it.  Those who wait stay in line, and are admitted by the new limit.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
 
 local limit, ttl_ms, note = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 home = ARGV[4] or ''
-local lock = with_parked(open(KEYS[1]))
+local lock = open(KEYS[1])
 line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
+look_at_keys(lock)
 
 local key = lock.name .. LIMIT
 local before = string.match(redis.call('GET', key) or '', '^1 (%d+) ') or ''

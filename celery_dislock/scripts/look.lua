@@ -1,8 +1,8 @@
--- look.lua: read all that is known of a lock, for people and tools.
+-- look.lua: tell all that is known of a lock, for people and tools.
 --
 -- KEYS[1]   lock
--- ARGV[1]   first   rank in line of the first waiter, from 0
--- ARGV[2]   most    maximum number of waiters, and of those that have their turn
+-- ARGV[1]   first   rank in line of the first place to tell, from 0
+-- ARGV[2]   most    places to tell; also of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
 -- Touches   the lock, its line and what belongs to it; changes nothing
@@ -12,7 +12,7 @@
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
---   line           {member, joined_us, record, ...}   of an owner what it waits for, see _line.lua; of a
+--   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
 --                  ticket what is parked, see _parked.lua, without the body of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
@@ -20,58 +20,58 @@
 --   limit          see limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
 
--- include: _record
 -- include: _lease
 
 local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read, and is shown as such
 
-local name, first, most = KEYS[1], tonumber(ARGV[1]), tonumber(ARGV[2])
+local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
+local name = lock.name
 
-local function append(list, ...)
+local function add(list, ...)
   for _, part in ipairs({...}) do list[#list + 1] = part end
 end
 
 local function leases()
-  local found, live = redis.call('HGETALL', name), {}
+  local live, found = {}, redis.call('HGETALL', name)
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
-      append(live, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode,
-        lease.holder, lease.acquired)
+      add(live, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode, lease.holder,
+        lease.acquired)
     end
   end
   return live
 end
 
 local function parked(ticket)
-  local record = redis.call('HGET', name .. TICKETS, ticket) or ''
+  local record = redis.call('HGET', lock.tickets, ticket) or ''
   return string.sub(string.match(record, '^[^\n]*'), 1, HEADER_MOST)
 end
 
-local function waiter(member)
+local function waits_for(member)
   if string.sub(member, -1) == '#' then return parked(string.sub(member, 1, -2)) end
-  return redis.call('HGET', name .. PLACES, member) or ''
+  return redis.call('HGET', lock.places, member) or ''
 end
 
--- The members of a sorted set from a rank on: each with its score, and its record.
-local function with_records(key, from, record_of)
+-- The members of a sorted set from a rank on, each with its score and its record.
+local function listed(key, from, record_of)
   if most == 0 then return {} end
-  local found, rows = redis.call('ZRANGE', key, from, from + most - 1, 'WITHSCORES'), {}
-  for i = 1, #found, 2 do append(rows, found[i], found[i + 1], record_of(found[i])) end
-  return rows
+  local list, found = {}, redis.call('ZRANGE', key, from, from + most - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do add(list, found[i], found[i + 1], record_of(found[i])) end
+  return list
 end
 
-if most < 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
-
--- The usual case, of which a list has thousands.
-local seen, there = pcall(redis.call, 'EXISTS',
-  name .. LINE, name .. HANDED, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
+-- In the usual case, of which a list has thousands, there are leases alone.
+local seen, there = true, 0
+if most >= 0 then
+  seen, there = pcall(redis.call, 'EXISTS',
+    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
+end
 if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
 
 return {
-  now, leases(), redis.call('ZCARD', name .. LINE),
-  with_records(name .. LINE, first, waiter), with_records(name .. HANDED, 0, parked),
-  redis.call('HLEN', name .. ASIDE),
+  now, leases(), redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
+  listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

@@ -38,35 +38,20 @@
 -- A task that waits already keeps its place, and so does one that ran in a process that died.  Safe to
 -- send twice: the owner is given the same token, the ticket has the same place.
 
--- include: _record
--- include: _free
--- include: _marks
 -- include: _states
+-- include: _free
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local ticket, marked, goes_on, task = ARGV[7], ARGV[9] ~= '0', ARGV[14], ARGV[15]
 local was_drained = ARGV[9] == '2'
 
 local name = KEYS[1]
-local has_nobody = not marked
-  and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING, name .. LIMIT)
-
-if has_nobody and redis.call('EXISTS', keys_of_mark(name, ticket)) == 0 then
+if not marked and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
+    name .. LIMIT, name .. DONE .. ticket) then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
--- include: _done
-
-if has_nobody and not is_done({name = name}, ticket, goes_on) then  -- others of this line have many marks
-  return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
-end
-
--- include: _lease
--- include: _grant
--- include: _join
--- include: _line
 -- include: _parked
--- include: _replaced
 
 local limit, same_task = tonumber(ARGV[5]), ARGV[8]
 local message = ARGV[10]
@@ -75,7 +60,7 @@ home = ARGV[6]
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 
-local lock = with_parked(open(name))
+local lock = open_whole(name)
 
 local function waiting()  -- for their turn
   return count_tickets(lock) - redis.call('ZCARD', lock.handed)
@@ -95,7 +80,7 @@ end
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local remaining, other, its_holder, held = in_the_way(lock)
-  local replaced = message ~= '' and untold(lock) or {}
+  local replaced = message ~= '' and unreported(lock) or {}
   local place = rank and rank + 1 or waiting()
   return {PARKED, turns, place, remaining, other, its_holder, replaced, held}
 end
@@ -131,51 +116,38 @@ local NO_ROOM, ROOM, OLDEST = 0, 1, 2
 local TAKEN_MOST = 100    -- that make room for one
 local LOOKED_MOST = 1000  -- places, at the head of the line
 
--- Make room in line for a record of this size, where that is wished.
--- Returns NO_ROOM, ROOM, or OLDEST: the task that comes is the one that makes room.
+-- Make room in line for a record of this size; if the line is full, by taking out the oldest, if that is wanted.
+-- Returns NO_ROOM, and nothing is changed; ROOM; or OLDEST: the task that comes is the one that makes room.
 local function make_room(size)
-  local function too_many_bytes()
-    return tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size > most_bytes
+  local goes, is_oldest = {}, false
+  local too_many = most > 0 and waiting() - most + 1 or 0
+  local too_long = tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size - most_bytes
+
+  -- If there are far too many tasks, each that comes takes out some of them.  There are never too many bytes.
+  local function is_room()
+    return too_long <= 0 and (too_many <= 0 or #goes == TAKEN_MOST)
   end
 
-  -- Whether it would be too big even if nobody waited: those that have their turn do not make room.
-  local function too_big()
-    local on_their_way = 0
-    for _, other in ipairs(redis.call('ZRANGE', lock.handed, 0, -1)) do
-      on_their_way = on_their_way + redis.call('HSTRLEN', lock.tickets, other)
+  if is_room() then return ROOM end
+  if not replaces then return NO_ROOM end
+  for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
+    if is_oldest or is_room() or #goes == TAKEN_MOST then break end
+    if is_parked(member) then
+      local other = ticket_of(member)
+      is_oldest = was_sent_before(other)
+      if not is_oldest then
+        goes[#goes + 1] = other
+        too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
+      end
     end
-    return on_their_way + size > most_bytes
   end
-
-  local function take_out(other)
+  if not (is_oldest or is_room()) then return NO_ROOM end
+  for _, other in ipairs(goes) do
     local record = redis.call('HGET', lock.tickets, other)
     local parked = parse_ticket(record)
     if parked then replace(lock, other, parked.message) else set_aside(lock, other, record or '') end
   end
-
-  if too_many_bytes() and too_big() then return NO_ROOM end
-  local too_many = most > 0 and waiting() - most + 1 or 0
-  local too_long = tonumber(redis.call('HGET', lock.tickets, TOTAL) or 0) + size - most_bytes
-  if too_many <= 0 and too_long <= 0 then return ROOM end
-  if not replaces then return NO_ROOM end
-
-  -- A line that is much too long becomes shorter with each that comes; bytes are never too many.
-  local goes = {}
-  for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
-    if #goes == TAKEN_MOST or too_many <= 0 and too_long <= 0 then break end
-    if is_parked(member) then
-      local other = ticket_of(member)
-      if was_sent_before(other) then
-        too_many, too_long = math.huge, 0
-        break
-      end
-      goes[#goes + 1] = other
-      too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
-    end
-  end
-  if too_long > 0 or #goes < TAKEN_MOST and too_many > 0 and too_many < math.huge then return NO_ROOM end
-  for _, other in ipairs(goes) do take_out(other) end
-  return too_many == math.huge and OLDEST or ROOM
+  return is_oldest and OLDEST or ROOM
 end
 
 -- The four cases, of which one answers.
@@ -238,9 +210,6 @@ local function new()
   return put_in_line(joins_at(lock), home, message)
 end
 
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
 local mine = lease_of(lock, owner)
 if mine then return granted_already(mine) end
 
@@ -248,7 +217,7 @@ local parked = redis.call('HGET', lock.tickets, ticket)
 local ran = redis.call('HGET', lock.running, ticket)
 if not (parked or ran) then
   if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
-    return in_line()  -- sent again, and replaced at once the first time: its end is not told yet
+    return in_line()  -- sent again, and replaced at once the first time: its end is not reported yet
   end
   if is_done(lock, ticket, goes_on) then return {DONE_BEFORE, turns} end
   if marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then

@@ -22,76 +22,60 @@
 
 local owner, at_least_ms, ticket = ARGV[1], tonumber(ARGV[2]), ARGV[4] or ''
 
-local has_line  -- whether anyone stands in line; nil where that is not known yet
-
--- What the owner was told, if it was handed the lease and perhaps has not read it.
-local function forget_news(lock, expires)
-  if expires - now <= RESERVED_MS then redis.call('DEL', lock .. WAKE .. owner) end
+-- What the owner was sent, if it was handed the lease and perhaps has not read it.
+local function forget_news(lock, lease)
+  if lease.expires - now <= TAKE_UP_MS then redis.call('DEL', lock .. WAKE .. owner) end
 end
 
--- The usual case: a live lease of a lock that nobody waits for ends now.  Returns whether it has.
-local function end_alone(lock)
-  local record = redis.call('HGET', lock, owner)
-  local expires = record and string.match(record, '^1 (%d+) %d+ %d+ [xs] ')
-  if not expires or tonumber(expires) <= now then return false end
-  redis.call('HDEL', lock, owner)
-  forget_news(lock, expires)
-  return true
+-- The place of a waiter that wants the lock for itself; nothing if it is dead, or has other terms.
+local function place_alone(lock, waiter)
+  local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
+  local place = seen and record and read_place(record)
+  return place and place.mode == 'x' and place.limit == 1 and place
 end
 
--- The usual hand-off: the only lease of a lock ends, and a live waiter is first in line, which wants the
--- lock for itself, as does the one after it.  Does what hand_off() does.  Returns whether it has.
-local function hand_over(lock)
-  local leases = redis.call('HGETALL', lock)
-  if #leases ~= 2 or leases[1] ~= owner then return false end
-  local expires, token = string.match(leases[2], '^1 (%d+) (%d+) %d+ [xs] ')
-  if not expires or tonumber(expires) <= now or #token > TOKEN_DIGITS then return false end
+-- The usual hand-off: the only lease of a lock ends, and the first in line wants the lock for itself, as does
+-- the second.  Does what hand_off() does.  Returns false, and changes nothing, in any other case.
+local function hand_over(lock, lease)
+  local seen, two = pcall(redis.call, 'ZRANGE', lock .. LINE, 0, 1)
+  local first, second = two[1], two[2]
+  if not seen or not first or redis.call('HLEN', lock) ~= 1 then return false end
+  local place = place_alone(lock, first)
+  if not place or second and not place_alone(lock, second) then return false end
 
-  -- If a key is of the wrong type, the lease ends all the same, and what comes after the includes says so.
-  local line, places, wake = lock .. LINE, lock .. PLACES, lock .. WAKE
-  local is_line, first_two = pcall(redis.call, 'ZRANGE', line, 0, 1)
-  local head, next_one = first_two[1], first_two[2]
-  if not (is_line and head) then return false end
-  local are_places, place = pcall(redis.call, 'HGET', places, head)
-  if not (are_places and place) then return false end
-  local deadline, ttl, holder = string.match(place, '^1 (%d+) (%d+) x 1 (.*)$')
-  if not deadline or tonumber(deadline) <= now then return false end
-  if next_one then
-    local kept_until = string.match(redis.call('HGET', places, next_one) or '', '^1 (%d+) %d+ x 1 ')
-    if not kept_until or tonumber(kept_until) <= now then return false end
-  end
-
-  -- The first write is one that a server without memory carries out; it refuses none after that.
-  redis.call('HDEL', lock, owner)
-  redis.call('HDEL', places, head)
-  redis.call('ZREM', line, head)
-  redis.call('DEL', wake .. head, wake .. owner)  -- see forget_news()
-  local reserved = math.min(ttl, RESERVED_MS)
-  if tonumber(token) < now_us then token = time_as_token()
-  else token = string.format('%.0f', token + 1) end
-  redis.call('HSET', lock, head, table.concat({'1', now + reserved, token, now, 'x', holder}, ' '))
-  redis.call('PEXPIRE', lock, reserved)
+  redis.call('HDEL', lock, owner)  -- a server without memory refuses other writes as the first of a script
+  redis.call('HDEL', lock .. PLACES, first)
+  redis.call('ZREM', lock .. LINE, first)
+  redis.call('DEL', lock .. WAKE .. first, lock .. WAKE .. owner)  -- see forget_news()
+  local take_up = math.min(place.ttl, TAKE_UP_MS)
+  local token = lease.token < now_us and now_as_token or string.format('%.0f', lease.token + 1)
+  write(lock, first, now + take_up, token, now, 'x', place.holder)
+  redis.call('PEXPIRE', lock, take_up)
   -- The server writes first to the client that is served last: the one that has the lock.
-  if next_one then
-    pcall(redis.call, 'RPUSH', wake .. next_one, '')
-    redis.call('PEXPIRE', wake .. next_one, RESERVED_MS)
+  local woken = {{first, table.concat({token, take_up, place.deadline - now}, ' ')}}
+  if second then table.insert(woken, 1, {second, ''}) end
+  for _, one in ipairs(woken) do
+    pcall(redis.call, 'RPUSH', lock .. WAKE .. one[1], one[2])
+    redis.call('PEXPIRE', lock .. WAKE .. one[1], TAKE_UP_MS)
   end
-  redis.call('RPUSH', wake .. head, table.concat({token, reserved, deadline - now}, ' '))
-  redis.call('PEXPIRE', wake .. head, RESERVED_MS)
   return true
 end
 
-if #KEYS == 1 then
-  local lock = KEYS[1]
-  local seen, there =
-    pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED, lock .. LIMIT)
-  if seen then
-    if there == 0 then has_line = false end
-    if ticket == '' and at_least_ms <= 0 then
-      if there == 0 and end_alone(lock) or there == 1 and hand_over(lock) then return 1 end
-    end
-  end
+-- The usual cases, which are answered before the rest is defined: one lease ends now, and nobody waits, or
+-- the first in line has the lock next.  Returns whether this was one.
+local function end_at_once(lock)
+  local seen, others = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED, lock .. LIMIT)
+  if not seen or others > 1 then return false end
+  local record = redis.call('HGET', lock, owner)
+  local lease = record and read(owner, record)
+  if not lease or lease.expires <= now then return false end
+  if others == 1 then return hand_over(lock, lease) end
+  redis.call('HDEL', lock, owner)
+  forget_news(lock, lease)
+  return true
 end
+
+if #KEYS == 1 and ticket == '' and at_least_ms <= 0 and end_at_once(KEYS[1]) then return 1 end
 
 -- include: _lease
 
@@ -102,32 +86,27 @@ for _, key in ipairs(KEYS) do
   local live = lease and lease.expires > now
 
   if lease then finish(lock, lease, live and at_least_ms or 0) end  -- what has ended is not revived
-  local in_line = has_line
-  if in_line == nil then in_line = line_exists(lock) end
-  local claim = ticket ~= '' and redis.call('HGET', lock.name .. RUNNING, ticket)
-  local parked = ticket ~= '' and redis.call('HEXISTS', lock.name .. TICKETS, ticket) == 1
-  if in_line or claim or parked then
+  local has_line = line_exists(lock)
+  local claim = ticket ~= '' and redis.call('HGET', lock.running, ticket)
+  local parked = ticket ~= '' and redis.call('HEXISTS', lock.tickets, ticket) == 1
+  if has_line or claim or parked then
     more[#more + 1] = {
-      lock = lock, has_line = in_line, may_wait = not lease, claim = claim, parked = parked,
+      lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
     }
   end
   if live then
-    forget_news(lock.name, lease.expires)
+    forget_news(lock.name, lease)
     released = released + 1
   end
 end
 if #more == 0 then return released end
 
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
--- include: _done
 
 local settles_ms = tonumber(ARGV[5])
 home = ARGV[3] or ''
 
--- The ticket's task has ended.  Returns whether the lock was reserved for it.
+-- The ticket's task has ended.  Returns whether it had its turn.
 local function end_ticket(lock, claim)
   write_first(lock.name)
   if claim and settles_ms > 0 then
@@ -135,13 +114,13 @@ local function end_ticket(lock, claim)
     write_claim(lock, ticket, joined, claimed, now + settles_ms)
     return false
   end
-  local _, was_reserved = forget(lock, ticket)
+  local _, had_turn = forget(lock, ticket)
   mark_done(lock, ticket, DONE_WITH_LOCK)
-  return was_reserved
+  return had_turn
 end
 
 for _, found in ipairs(more) do
-  local lock = with_parked(found.lock)
+  local lock = found.lock
   local hands_off = found.has_line
   if hands_off and found.may_wait then leave_line(lock, owner) end
   if found.claim or found.parked then

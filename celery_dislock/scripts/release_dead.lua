@@ -15,11 +15,6 @@
 -- The caller has seen that process end.  Sent twice, the second answers 0.  While a slot moves, as for
 -- release.lua.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
 
 local start, at_least_ms = ARGV[1], tonumber(ARGV[2])
@@ -27,8 +22,8 @@ home = ARGV[3] or ''
 
 local locks, ended = {}, 0
 for nth, key in ipairs(KEYS) do
-  locks[nth] = with_parked(open(key))
-  look_at_all(locks[nth])
+  locks[nth] = open(key)
+  look_at_keys(locks[nth])
   limit_set(locks[nth])
 end
 for _, lock in ipairs(locks) do

@@ -12,18 +12,10 @@
 -- include: _record
 
 local lock, owner, ttl = KEYS[1], ARGV[1], tonumber(ARGV[2])
-
 local record = redis.call('HGET', lock, owner)
-if not record then return 0 end
-local expires, rest = string.match(record, '^1 (%d+)( %d+ %d+ [xs] .*)$')
-if expires and tonumber(expires) <= now then return 0 end  -- left there: the next token must be higher
-if expires then
-  -- First, and always: a server without memory refuses HSET as the first write of a script.
-  redis.call('PEXPIRE', lock, math.max(ttl, redis.call('PTTL', lock)))
-  redis.call('HSET', lock, owner, string.format('1 %.0f', now + ttl) .. rest)
-  return 1
-end
-
--- include: _lease
-
-parse(record)  -- raises: it cannot be read
+local lease = record and read(owner, record)
+if not lease or lease.expires <= now then return 0 end  -- left there: the next token must be higher
+-- First, and always: a server without memory refuses HSET as the first write of a script.
+redis.call('PEXPIRE', lock, math.max(ttl, redis.call('PTTL', lock)))
+write(lock, owner, now + ttl, string.format('%.0f', lease.token), lease.acquired, lease.mode, lease.holder)
+return 1

@@ -13,7 +13,6 @@
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
 -- taken up is left alone: it is shorter than ttl_ms.
 
--- include: _record
 -- include: _lease
 
 local start, ttl, overdue, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])

@@ -17,27 +17,10 @@
 -- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again
 -- keeps its number, and never takes the key from another.
 
--- include: _record
+-- include: _unique
 
 local key, id, ttl, replaces = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1'
 local nonce, again = ARGV[4], ARGV[6]
-
--- The usual cases: the first message counts, and the key is free, or reserved for another message.
-if not replaces and not again then
-  local record = redis.call('GET', key)
-  if not record then
-    local mark = time_as_token() .. nonce
-    redis.call('SET', key, table.concat({
-      '2 s', now, now, id, now + ttl, nonce, 0, ARGV[5], mark, '0 0 0 0 -',
-    }, ' '), 'PX', ttl)
-    return {1, 0, mark, 0}
-  end
-  local state, its_id, ends, its_nonce, result =
-    string.match(record, '^2 ([swrd]) %d+ %d+ (%S+) (%d+) (%S+) %d+ ([01]) ')
-  if state and tonumber(ends) > now and its_nonce ~= nonce then return {0, its_id, state, result} end
-end
-
--- include: _unique
 
 local it = unique_of(key) or new_unique(nonce)
 

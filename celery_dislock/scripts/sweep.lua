@@ -10,26 +10,18 @@
 -- Returns   {parked, turns, replaced, unclaimed}
 --                           parked: how many are in line or have their turn
 --                           turns: {lock, ticket, message, ...}, to be published
---                           replaced: {ticket, message, ...}, some of those whose end is not told yet
+--                           replaced: {ticket, message, ...}, some of those whose end is not reported yet
 --                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
 --
 -- Changes nothing where the lock is held and no turn has run out, but how long keys are kept.  Sent
 -- twice, what the first gave its turn comes again when that has run out.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
 
 local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still claim the next one
 
 home = ARGV[1]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
+local lock = open_whole(KEYS[1])
 if anyone_waits(lock) then
   recall_and_hand_off(lock)
   for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do
@@ -43,4 +35,4 @@ for _, ticket in ipairs(redis.call('ZRANGE', lock.handed, 0, TURNS_MOST - 1)) do
   local parked = read_ticket(lock, ticket)
   if parked and parked.times > UNCLAIMED then unclaimed[#unclaimed + 1] = ticket end
 end
-return {count_tickets(lock), turns, untold(lock), unclaimed}
+return {count_tickets(lock), turns, unreported(lock), unclaimed}

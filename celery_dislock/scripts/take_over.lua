@@ -11,8 +11,6 @@
 -- in between.  What has ended is not revived.  Of two owners that try, one succeeds; sent twice, the
 -- second answers 0.
 
--- include: _record
--- include: _lease
 -- include: _grant
 
 local taken = 0

@@ -11,7 +11,6 @@
 --
 -- Returns   1 ended   0 it was not there, or another's, or its task runs
 
--- include: _record
 -- include: _unique
 
 local key, id, mark, number, how = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]

@@ -19,28 +19,19 @@
 -- A ticket that was claimed is left alone.  Sent twice, the second answers 0 about a task that was set
 -- aside or has ended; the delivery that goes on with it is answered 1 again, for two hours.
 
--- include: _record
--- include: _lease
--- include: _grant
--- include: _line
--- include: _marks
 -- include: _parked
--- include: _done
 
 local ENDED = '-'  -- a delivery
 
 local ticket, delivery, task = ARGV[2], ARGV[3], ARGV[4]
 home = ARGV[1]
-local lock = with_parked(open(KEYS[1]))
-line_exists(lock)  -- or an error, before anything is done
-look_at_all(lock)
-limit_set(lock)
+local lock = open_whole(KEYS[1])
 
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
 if not record and (delivery == '' or delivery == ENDED) then return {0, turns} end
 if not record then
-  local mark = redis.call('GET', lock.name .. DONE .. ticket)
-  if mark or is_done(lock, ticket) or redis.call('HEXISTS', lock.running, ticket) == 1
+  local mark = mark_of(lock, ticket)
+  if mark or redis.call('HEXISTS', lock.running, ticket) == 1
     or redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {mark == delivery and 1 or 0, turns}
   end

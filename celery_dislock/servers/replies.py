@@ -10,7 +10,7 @@ from celery_dislock.servers.records import holder_of, renewed_ago, text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-RESERVED = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
+TAKE_UP = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
 
 
 class Granted(NamedTuple):
@@ -65,7 +65,7 @@ class Handed(NamedTuple):
 
 
 class First(NamedTuple):
-    """The waiter is the first in line now: another was handed the lock, for RESERVED at most."""
+    """The waiter is the first in line now: another was handed the lock, for TAKE_UP at most."""
 
 
 class Turn(NamedTuple):

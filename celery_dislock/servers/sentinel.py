@@ -65,7 +65,7 @@ class Said(NamedTuple):
     is_replaced: bool = False  # another server is about to become the master
 
 
-class Asked:
+class Sentinel:
     """
     One Sentinel, and the connection to it.
 
@@ -135,7 +135,7 @@ class Sentinels:
 
     def __init__(
         self,
-        sentinels: Iterable[Asked],
+        sentinels: Iterable[Sentinel],
         master: str,
         *,
         others: int = 0,
@@ -194,21 +194,31 @@ class Sentinels:
         Returns:
             Of each Sentinel its address, and why its answer does not count; empty: it does.
         """
+        each = self._timeout / len(self._sentinels)
         with self._mutex:
-            return [
-                (_at(sentinel.address), self._why_not(sentinel)) for sentinel in self._sentinels
-            ]
+            return [(_at(one.address), self._ask_one(one, each)[1]) for one in self._sentinels]
 
-    def _why_not(self, sentinel: Asked) -> str:
+    def _ask_one(self, sentinel: Sentinel, within: float) -> tuple[Said | None, str, bool]:
+        """
+        Ask a Sentinel for the master.
+
+        Returns:
+            The answer if it counts; why it names no master, for messages; and whether the Sentinel
+            timed out.
+        """
+        began = self._clock()
         try:
-            answer = sentinel.ask(self._master, self._timeout / len(self._sentinels), self._others)
+            answer = sentinel.ask(self._master, within, self._others)
         except ResponseError as exc:
-            return reason_of(exc) if isinstance(exc, NoPermissionError) else "knows no such master"
+            forbidden = isinstance(exc, NoPermissionError)
+            return None, reason_of(exc) if forbidden else "knows no such master", False
         except (RedisError, OSError) as exc:
-            return reason_of(exc)
+            took = self._clock() - began
+            sentinel.left_alone_until = began + took * LEFT_ALONE
+            return None, reason_of(exc), isinstance(exc, redis.TimeoutError)
         if answer is None:
-            return "sees too few other Sentinels"
-        return "" if answer.address else "says that the master is down"
+            return None, "sees too few other Sentinels", False
+        return answer, "" if answer.address else "says that the master is down", False
 
     def _confirmed(self) -> Address | None:
         """Return the master that was named last, if that answer still counts."""
@@ -276,29 +286,14 @@ class Sentinels:
         errors: list[str] = []
         slow = False
         for sentinel in sorted(self._sentinels, key=lambda one: one.left_alone_until > now):
-            began = self._clock()
-            if (answers and sentinel.left_alone_until > now) or (errors and began >= until):
+            if (answers and sentinel.left_alone_until > now) or (errors and self._clock() >= until):
                 continue
-            try:
-                answer = sentinel.ask(self._master, each, self._others)
-            except (RedisError, OSError) as exc:
-                why = reason_of(exc)
-                if isinstance(exc, NoPermissionError):
-                    pass
-                elif isinstance(exc, ResponseError):
-                    why = "knows no such master"
-                else:
-                    slow = slow or isinstance(exc, redis.TimeoutError)
-                    took = self._clock() - began
-                    sentinel.left_alone_until = began + took * LEFT_ALONE
+            answer, why, timed_out = self._ask_one(sentinel, each)
+            slow = slow or timed_out
+            if why:
                 errors.append(f"{_at(sentinel.address)}: {why}")
-                continue
-            if answer is None:
-                errors.append(f"{_at(sentinel.address)}: sees too few other Sentinels")
-                continue
-            answers.append(answer)
-            if answer.address is None:
-                errors.append(f"{_at(sentinel.address)}: says that the master is down")
+            if answer:
+                answers.append(answer)
         return answers, errors, slow
 
 
@@ -392,7 +387,7 @@ def watched(
             "app.conf", "dislock_transport_options", "sentinel_kwargs", unknown_option(exc)
         ) from None
     sentinels = Sentinels(
-        (Asked(at, pool.make_connection) for at, pool in zip(addresses, pools, strict=True)),
+        (Sentinel(at, pool.make_connection) for at, pool in zip(addresses, pools, strict=True)),
         master,
         others=others,
         timeout=each * len(addresses),

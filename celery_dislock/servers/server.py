@@ -107,7 +107,7 @@ def server_for(
     kind: Callable[..., Server] = single
     # Imported when asked for: most processes have a single server, and a web process starts fast.
     if not isinstance(url, str):
-        from celery_dislock.servers.quorum.server import Quorum  # noqa: PLC0415
+        from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
 
         kind = Quorum
     elif url.startswith(SENTINEL):

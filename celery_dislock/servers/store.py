@@ -248,7 +248,7 @@ class Store:
 
         Returns:
             The hand-off.  First, which is falsy: another waiter was handed the lock, and this owner
-            is the next.  It may wait on, but must call :meth:`acquire` when RESERVED is over, since
+            is the next.  It may wait on, but must call :meth:`acquire` when TAKE_UP is over, since
             the other waiter may be dead.  None: call :meth:`acquire` again.
 
         Raises:

@@ -12,7 +12,6 @@ command again, or do not.
 from __future__ import annotations
 
 import json
-import struct
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -278,7 +277,7 @@ redis = {call = call, pcall = function(...)
   local done, reply = pcall(call, ...)
   return done and reply or {err = reply}
 end}
-cjson, struct = {encode = encode}, {pack = pack}
+cjson = {encode = encode}
 for _, name in ipairs({'io', 'os', 'require', 'package', 'dofile', 'loadfile', 'python'}) do
   _G[name] = nil
 end
@@ -330,11 +329,6 @@ def _encode(table: Any) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def _pack(form: bytes, *numbers: int) -> bytes:
-    """Stand for ``struct.pack``; its I4 is our I."""
-    return struct.pack(form.decode().replace("I4", "I"), *numbers)
-
-
 def _reply(value: Any) -> Any:
     """Convert what a script has returned, as Redis does."""
     if isinstance(value, bytes):
@@ -370,7 +364,7 @@ class LuaServer:
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         lua = LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        self._lua = lua.execute(COMMANDS.encode(), _encode, _pack)
+        self._lua = lua.execute(COMMANDS.encode(), _encode)
         self._run = self._lua[b"run"]
         self._changed = changed
         self._scripts: dict[str, Any] = {}

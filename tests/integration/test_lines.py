@@ -30,7 +30,6 @@ from tests.integration import driven_clock
 from tests.integration.driven_clock import clocked
 from tests.integration.servers import RedisCluster
 from tests.integration.strange import FAR
-from tests.marks import done_tickets, id_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -1148,10 +1147,11 @@ class TestSettling:
             refused = ask("a", copy=3, marked=marked)
             assert (type(refused), refused.holder["id"]) == (Refused, "a")
 
+    @pytest.mark.parametrize("is_swept", [True, False])
     def test_a_claim_whose_last_release_was_lost_ends_by_itself(
-        self, broker, held, driven, redis_client
+        self, broker, held, driven, redis_client, is_swept
     ):
-        """No sweep comes by any more: it is kept for the two hours in which a copy may come."""
+        """The sweep keeps it for two hours, in which a copy may come; without one it ends, too."""
         broker.park("a")
         broker.end("first")
         broker.ask("a", copy=2, marked=True)
@@ -1159,8 +1159,12 @@ class TestSettling:
         driven(TURN)
         assert isinstance(broker.ask("a", copy=3, marked=True), Granted)  # its process died
         self.settle(broker, "a", copy=3)
+        driven(TURN + 2 * HOUR - 1)
+        broker.sweep()
         assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
-        driven(TURN + 2 * HOUR)
+        driven(1 if is_swept else 7 * 24 * HOUR)
+        if is_swept:
+            broker.sweep()
         assert left(redis_client) == set()
 
     def test_claims_of_bodies_that_run_are_kept_beside_it(self, broker, driven, redis_client):
@@ -1176,21 +1180,6 @@ class TestSettling:
         broker.sweep()
         assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
         driven(7 * 24 * HOUR)
-        assert left(redis_client) == set()
-
-    def test_the_last_of_several_takes_the_time_of_the_others_with_it(
-        self, broker, driven, redis_client
-    ):
-        """A body that is done leaves only what has settled, which ends as if it were alone."""
-        broker.ask("first")
-        for task in "ab":
-            broker.park(task, **SHARED)
-        broker.end("first")
-        for task in "ab":
-            broker.ask(task, copy=2, marked=True, **SHARED)
-        self.settle(broker, "a")
-        broker.end("b", copy=2)
-        driven(TURN + 2 * HOUR)
         assert left(redis_client) == set()
 
 
@@ -1469,204 +1458,40 @@ class TestWhatIsLeft:
         return sum(client.memory_usage(name, samples=0) or 0 for name in names)
 
 
-class TestManyMarks:
-    """A line in which many tasks are done keeps their marks together."""
-
-    PERIOD = 7200  # seconds
-    MANY = tuple(map(id_of, range(300)))
-    BEGINS = tuple(task for task in MANY if task[7] == "0")  # by which a line begins with hashes
-    FEW = tuple(task for task in MANY if task[7] != "0")
+class TestMarks:
+    """A task that is done has a mark."""
 
     @pytest.fixture(autouse=True)
-    def a_period_begins(self, broker, driven):
-        driven(self.PERIOD - driven_clock.START % self.PERIOD)
+    def one_is_done(self, broker):
+        broker.ask("done", marked=True)
+        broker.end("done")
 
-    def finish(self, broker, *tasks):
-        for task in tasks:
-            assert isinstance(broker.ask(task, marked=True), Granted)
-            assert broker.end(task) is True
-
-    def assert_done(self, broker, *tasks):
-        for task in tasks:
-            assert broker.ask(task, copy=2) == Done()
-            assert broker.ask(task, copy=2, marked=True) == Done()
-
-    def singles(self, client):
-        return {key for key in driven_clock.keys(client) if ":done:@:" not in key}
-
-    def hashes(self, client):
-        names = driven_clock.keys(client) - self.singles(client)
-        return {name: set(client.hkeys(name)) for name in names}
-
-    @pytest.fixture
-    def redis_client(self, redis_url, redis_client):
-        """Give a client to which packed tickets are text."""
-        with redis.Redis.from_url(
-            redis_url, decode_responses=True, encoding_errors="backslashreplace"
-        ) as client:
-            yield client
-
-    def test_of_many_only_the_first_have_a_key_each(self, broker, redis_url, redis_client):
-        """Each is known by one mark, of either form, and no other task is taken for one of them."""
-        self.finish(broker, *self.MANY)
-        assert len(self.singles(redis_client)) < 60
-        with redis.Redis.from_url(redis_url) as raw:
-            assert sorted(done_tickets(raw, LOCK)) == sorted(f"{task}:0:0" for task in self.MANY)
-        self.assert_done(broker, *self.MANY)
-        assert isinstance(broker.ask(id_of(300)), Granted)
-
-    def test_a_line_with_few_has_a_key_for_each(self, broker, redis_client):
-        """They are found by workers of older versions, too."""
-        self.finish(broker, *self.FEW[:4])
-        names = {f"{LOCK}:done:{task}:0:0" for task in self.FEW[:4]}
-        assert driven_clock.keys(redis_client) == names
-
-    def test_those_of_a_long_line_are_together_from_the_first_on(self, broker, redis_client):
-        """As long as four are in line, no other reason is needed."""
-        broker.ask("first")
-        for task in self.MANY[:9]:
-            broker.park(task)
-        broker.end("first")
-        for task in self.MANY[:9]:
-            assert isinstance(broker.ask(task, copy=2, marked=True), Granted)
-            assert broker.end(task, copy=2) is True
-        assert not self.singles(redis_client)
-        self.assert_done(broker, *self.MANY[:9])
-
-    def test_a_mark_lives_for_two_hours_at_least(self, broker, driven, redis_client):
-        """One of the end of a period, too; it is gone after two hours more, with all others."""
-        self.finish(broker, *self.MANY)
-        late = id_of(300)
-        driven(self.PERIOD - 1)
-        self.finish(broker, late)
-        assert not any(late in key for key in driven_clock.keys(redis_client))
-        driven(self.PERIOD)
-        self.assert_done(broker, late)
-        driven(1)
-        assert not driven_clock.keys(redis_client)
-        assert isinstance(broker.ask(late, copy=2), Granted)
-
-    def test_a_line_that_had_many_goes_on_so(self, broker, driven, redis_client):
-        """No mark of the next period has a key of its own; those of both are found."""
-        self.finish(broker, *self.MANY)
-        driven(self.PERIOD)
-        self.finish(broker, id_of(300))
-        assert not self.singles(redis_client)
-        self.assert_done(broker, id_of(300), self.MANY[-1])
-
-    def test_a_line_that_had_few_goes_back(self, broker, driven, redis_client):
-        """After a period of three marks the next has a key of its own."""
-        few = [*self.BEGINS[:1], *self.FEW[:2]]
-        self.finish(broker, *few)
-        assert not self.singles(redis_client)
-        driven(self.PERIOD)
-        self.finish(broker, self.FEW[2])
-        assert self.singles(redis_client) == {f"{LOCK}:done:{self.FEW[2]}:0:0"}
-        self.assert_done(broker, *few, self.FEW[2])
-
-    def test_a_clock_that_is_set_back_hides_none(self, broker, driven, redis_client):
-        """A replica that takes over may be behind, in the period before."""
-        self.finish(broker, *self.MANY)
-        redis_client.incrby(driven_clock.CLOCK, -5_000_000)
-        self.assert_done(broker, *self.MANY)
-
-    @pytest.mark.parametrize("number", [64, 64 * 9, 64 * (9 + 8**2)])
-    def test_more_hashes_are_begun_for_more(self, broker, driven, redis_client, number):
-        """Of a line that has had this number of marks, those before and after it are found."""
-        self.finish(broker, *self.MANY[:50])
-        before = self.hashes(redis_client)
-        (first,) = before
-        redis_client.hset(first, "n", number)
-        more = [id_of(number) for number in range(300, 320)]
-        self.finish(broker, *more)
-        added = [held for name, held in self.hashes(redis_client).items() if name not in before]
-        assert len(added) > 5
-        assert sum(map(len, added)) == 20
-        self.assert_done(broker, *self.MANY[:50], *more)
-
-        driven(self.PERIOD)  # the next begins with as many hashes
-        later = [id_of(number) for number in range(320, 340)]
-        self.finish(broker, *later)
-        held = [held for name, held in self.hashes(redis_client).items() if name not in before]
-        assert sum(map(len, held)) == 40 + len({"n", "s"})
-        assert max(map(len, held)) < 9
-        self.assert_done(broker, *self.MANY[:50], *more, *later)
-
-    def test_fewer_hashes_are_begun_after_a_quiet_period(self, broker, driven, redis_client):
-        """A line that was busy once has no more hashes than it needs."""
-        self.finish(broker, *self.MANY)
-        for round_ in range(2):
-            driven(self.PERIOD)
-            self.finish(broker, *(id_of(300 + 10 * round_ + n) for n in range(10)))
-        driven(self.PERIOD)
-        self.finish(broker, id_of(400))
-        assert len(self.hashes(redis_client)) == 2
-
-    def test_a_hash_stays_small(self, broker, redis_client):
-        """Redis stores it in one piece."""
-        self.finish(broker, *self.MANY)
-        encodings = {redis_client.object("encoding", name) for name in self.hashes(redis_client)}
-        assert encodings in ({"listpack"}, {"ziplist"})  # the latter before Redis 7
-
-    def test_what_is_no_copy_has_another_mark(self, broker, redis_client):
+    @pytest.mark.parametrize(
+        "ticket", ["done:1:0", "done:0:1", "DONE:0:0", "done:00:0", "done0:0:0"]
+    )
+    def test_what_is_no_copy_has_another_mark(self, broker, ticket):
         """A retry, a task replaced by itself, and one whose id differs in case are other work."""
-        done = self.MANY[-1]
-        self.finish(broker, *self.MANY)
-        lines = broker.lines
-        for ticket in (
-            f"{done}:1:0",
-            f"{done}:0:1",
-            f"{done.upper()}:0:0",
-            f"{done}:00:0",
-            f"{done}0:0:0",
-        ):
-            shown = Ticket(ticket, "other@", True)
-            answer = lines.park(LOCK, "other@w:1/1", LONG, "{}", shown)
-            assert isinstance(answer, Granted), ticket
-            assert broker.store.release([LOCK], "other@w:1/1", Ending(ticket=ticket))
-            assert lines.park(LOCK, "other@w:1/2", LONG, "{}", shown) == Done()
-        self.assert_done(broker, done)
+        shown = Ticket(ticket, "other@", True)
+        answer = broker.lines.park(LOCK, "other@w:1/1", LONG, "{}", shown)
+        assert isinstance(answer, Granted)
+        assert broker.store.release([LOCK], "other@w:1/1", Ending(ticket=ticket))
+        assert broker.lines.park(LOCK, "other@w:1/2", LONG, "{}", shown) == Done()
+        assert broker.ask("done", copy=2) == Done()
 
-    def test_a_release_that_is_sent_twice_leaves_one_mark(self, broker, redis_client):
-        """The second finds nothing to be done."""
-        self.finish(broker, *self.MANY)
-        before = self.hashes(redis_client)
-        assert broker.end(self.MANY[-1]) is False
-        assert self.hashes(redis_client) == before
+    def test_no_script_runs_such_a_task_again(self, broker):
+        """Whatever asks about it learns that it is done, and changes nothing."""
+        assert broker.withdraw("done", "a delivery") is False
+        assert broker.withdraw("done") is False
+        assert broker.lines.move_out(LOCK, "done:0:0") is True
+        assert broker.end("done") is False
+        assert broker.ask("done", copy=2, marked=True) == Done()
 
-    def test_no_script_runs_such_a_task_again(self, broker, redis_client):
-        """Whoever asks about it is told that it is done, and changes nothing."""
-        self.finish(broker, *self.MANY)
-        done = self.MANY[-1]
-        assert broker.withdraw(done, "a delivery") is False
-        assert broker.withdraw(done) is False
-        assert broker.lines.move_out(LOCK, f"{done}:0:0") is True
-        assert len(self.singles(redis_client)) < 60
-        self.assert_done(broker, done)
-
-    def test_one_that_runs_without_a_lock_is_known_by_its_delivery(self, broker, redis_client):
-        """In a line with many, too, it has a key of its own, which names the delivery."""
-        self.finish(broker, *self.MANY)
-        task = id_of(300)
-        assert broker.withdraw(task, "a delivery") is True
-        assert broker.withdraw(task, "a delivery") is True
-        assert broker.withdraw(task, "another") is False
-        assert redis_client.get(f"{LOCK}:done:{task}:0:0") == "a delivery"
-
-    def test_a_task_that_lost_its_place_is_marked_so_too(self, broker, redis_client):
+    def test_a_task_that_lost_its_place_is_marked_so_too(self, broker):
         """The place of a task in a full line is taken: its copies do not run."""
-        self.finish(broker, *self.MANY)
         broker.ask("first")
-        for number in (300, 301):
-            broker.park(id_of(number), bounds=Bounds(1, overflow="replace"))
-        assert f"{LOCK}:done:{id_of(300)}:0:0" not in self.singles(redis_client)
-        assert broker.ask(id_of(300), copy=2) == Done()
-
-    def test_a_mark_costs_little(self, broker, redis_client):
-        """Less than 40 bytes, of three hundred."""
-        self.finish(broker, *self.MANY)
-        keys = driven_clock.keys(redis_client)
-        assert sum(redis_client.memory_usage(key, samples=0) for key in keys) / 300 < 40
+        for task in ("a", "b"):
+            broker.park(task, bounds=Bounds(1, overflow="replace"))
+        assert broker.ask("a", copy=2) == Done()
 
 
 class TestIndex:

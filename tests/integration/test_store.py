@@ -4,7 +4,6 @@ import json
 import signal
 import threading
 import time
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import hiredis
@@ -12,7 +11,6 @@ import pytest
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.scripts import RENEW
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.reservations import Reservation
@@ -124,11 +122,6 @@ class TestAcquire:
         assert isinstance(store.acquire([LOCK], "a/11", LONG, HOLDER), Refused)
         assert isinstance(store.acquire([LOCK], "a/", LONG, HOLDER), Refused)
 
-    def test_locks_of_other_keys_are_free(self, store):
-        """One key's lease is in nobody else's way."""
-        take(store, "a/1")
-        take(store, "b/1", lock="dislock:{export:8}")
-
     def test_an_expired_lease_is_in_nobodys_way(self, store, redis_client):
         """When a lease has run out the lock is free, and nothing of it is left in Redis."""
         take(store, "a/1", ttl=SHORT)
@@ -209,18 +202,6 @@ class TestRenew:
         )
         assert answers == [True, False] * 50
 
-    def test_a_renewal_creates_nothing(self, store, redis_client):
-        """Renewing a lease that never was answers False and leaves Redis empty."""
-        assert renew(store, "a/1") is False
-        assert state(redis_client) == {}
-
-    def test_a_renewal_after_the_release_creates_nothing(self, store, redis_client):
-        """A renewal that arrives after the release does not bring the lock back."""
-        take(store, "a/1")
-        store.release([LOCK], "a/1")
-        assert renew(store, "a/1") is False
-        assert state(redis_client) == {}
-
     def test_a_renewal_revives_nothing(self, store, redis_client):
         """A lease that has ended stays so, even while its entry is still there."""
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
@@ -235,6 +216,7 @@ class TestRenew:
         take(store, "b/1")
         before, pttl = state(redis_client), redis_client.pttl(LOCK)
         assert renew(store, "a/1", 100 * LONG) is False
+        assert store.release([LOCK], "a/1") is False
         assert state(redis_client) == before
         assert redis_client.pttl(LOCK) <= pttl
 
@@ -248,9 +230,10 @@ class TestRenew:
 
 class TestRelease:
     def test_nothing_is_left(self, store, redis_client):
-        """After a release Redis is empty, and the lock is free at once."""
+        """After a release Redis is empty, also if a renewal comes late, and the lock is free."""
         take(store, "a/1")
         assert store.release([LOCK], "a/1") is True
+        assert renew(store, "a/1") is False
         assert state(redis_client) == {}
         take(store, "b/1")
 
@@ -266,14 +249,6 @@ class TestRelease:
         for other in ("b/1", "a/", "a/11", ""):
             assert store.release([LOCK], other) is False
         assert state(redis_client) == before
-
-    def test_an_old_owner_cannot_release_the_new_lease(self, store, redis_client):
-        """An owner whose lease ran out, and whose lock was taken since, releases nothing."""
-        take(store, "a/1", ttl=SHORT)
-        wait_until_gone(redis_client)
-        take(store, "b/1")
-        assert store.release([LOCK], "a/1") is False
-        assert isinstance(store.acquire([LOCK], "c/1", LONG, HOLDER), Refused)
 
     def test_an_ended_lease_is_not_released_but_removed(self, store, redis_client):
         """Releasing a lease that ended answers False, and its entry goes."""
@@ -329,20 +304,14 @@ class TestReleaseDead:
         assert store.release_dead([LOCK], "id-1@w:7/") == 0
 
     @pytest.mark.parametrize(
-        "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234"]
+        "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w.7/"]
     )
     def test_no_other_executions_lease_is_touched(self, store, redis_client, start):
-        """Another process, task or host, or a name that only occurs further in, ends nothing."""
+        """Another process, task or host, a part of its name, or a pattern, ends nothing."""
         take(store, "id-1@w:7/123")
         before = state(redis_client)
         assert store.release_dead([LOCK], start) == 0
         assert state(redis_client) == before
-
-    @pytest.mark.parametrize("start", ["id-1@w.7/", "id-1@w%:7/", "[i]d-1@w:7/", "id-1@w:7/*"])
-    def test_the_name_is_no_pattern(self, store, start):
-        """Characters that are special to Lua or Redis patterns stand for themselves."""
-        take(store, "id-1@w:7/1")
-        assert store.release_dead([LOCK], start) == 0
 
     def test_at_least_holds_after_a_death_too(self, store, redis_client):
         """lock_at_least_for keeps the lock of a dead execution as it keeps any other."""
@@ -543,28 +512,18 @@ def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Hol
 
 
 class TestFencingToken:
-    def test_it_grows_over_releases(self, store):
+    @pytest.mark.parametrize("end", ["release", "expiry", "death"])
+    def test_it_grows(self, store, redis_client, end):
         """Each new lease has a greater token than all before, though no key stays in between."""
         tokens = []
-        for number in range(300):
-            tokens.append(take(store, f"a/{number}"))
-            store.release([LOCK], f"a/{number}")
-        assert all(token < following for token, following in pairwise(tokens))
-
-    def test_it_grows_over_expiries(self, store, redis_client):
-        """A lease after one that ran out has a greater token."""
-        tokens = []
-        for number in range(5):
-            tokens.append(take(store, f"a/{number}", ttl=0.01))
-            wait_until_gone(redis_client)
-        assert sorted(set(tokens)) == tokens
-
-    def test_it_grows_over_deaths(self, store):
-        """A lease after one that was ended for a dead process has a greater token."""
-        tokens = []
-        for number in range(20):
-            tokens.append(take(store, f"a/{number}"))
-            store.release_dead([LOCK], "a/")
+        for number in range(5 if end == "expiry" else 100):
+            tokens.append(take(store, f"a/{number}", ttl=0.01 if end == "expiry" else LONG))
+            if end == "expiry":
+                wait_until_gone(redis_client)
+            elif end == "release":
+                store.release([LOCK], f"a/{number}")
+            else:
+                store.release_dead([LOCK], "a/")
         assert sorted(set(tokens)) == tokens
 
     def test_it_grows_though_the_servers_clock_was_set_back(self, store, redis_client):
@@ -676,42 +635,20 @@ class TestClear:
 class TestSentTwice:
     """A command whose reply was lost is sent again: the second must mean what the first did."""
 
-    def test_acquire(self, store, redis_client):
-        """Acquire twice: one lease, one token."""
-        assert take(store, "a/1") == take(store, "a/1")
-        assert list(state(redis_client)[LOCK]) == ["a/1"]
-
-    def test_acquire_refused(self, store, redis_client):
-        """Refused twice: nothing has changed."""
-        take(store, "a/1")
-        before = state(redis_client)
-        for _ in range(2):
-            assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
-        assert state(redis_client) == before
-
-    def test_renew(self, store, redis_client):
-        """Renew twice: renewed both times, to the same expiry from now."""
-        take(store, "a/1")
-        assert [renew(store, "a/1"), renew(store, "a/1")] == [True, True]
-        assert redis_client.pttl(LOCK) <= LONG * 1000
-
     @pytest.mark.parametrize("at_least", [0.0, 2 * LONG], ids=["at once", "at least"])
-    def test_release(self, store, redis_client, at_least):
-        """Release twice: the second changes nothing, in particular no expiry."""
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1", Ending(at_least=at_least)) is True
-        before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert store.release([LOCK], "a/1", Ending(at_least=at_least)) is False
-        assert state(redis_client) == before
-        assert redis_client.pttl(LOCK) <= pttl
+    @pytest.mark.parametrize("died", [False, True])
+    def test_release(self, store, redis_client, at_least, died):
+        """Release twice, also after a death: the second changes nothing, nor any expiry."""
 
-    @pytest.mark.parametrize("at_least", [0.0, 2 * LONG], ids=["at once", "at least"])
-    def test_release_dead(self, store, redis_client, at_least):
-        """Released after a death twice: the second changes nothing, in particular no expiry."""
+        def release():
+            if died:
+                return store.release_dead([LOCK], "a/", at_least)
+            return store.release([LOCK], "a/1", Ending(at_least=at_least))
+
         take(store, "a/1")
-        assert store.release_dead([LOCK], "a/", at_least) == 1
+        assert release() == 1
         before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert store.release_dead([LOCK], "a/", at_least) == 0
+        assert release() == 0
         assert state(redis_client) == before
         assert redis_client.pttl(LOCK) <= pttl
 
@@ -750,13 +687,6 @@ class TestScriptsForgotten:
         redis_client.script_flush()
         assert store.renew(batch, within=WITHIN) == [True] * 50
         assert all(redis_client.pttl(lock) > LONG * 500 for (lock,), _, _ in batch)
-
-    def test_the_script_is_then_known(self, store, redis_client):
-        """One SCRIPT LOAD is enough: later batches do not pay for it."""
-        take(store, "a/1")
-        redis_client.script_flush()
-        renew(store, "a/1")
-        assert redis_client.script_exists(RENEW.sha) == [True]
 
 
 class TestErrors:
@@ -1072,51 +1002,9 @@ class TestUrls:
         with pytest.raises(SettingsError):
             Store(url, options)
 
-    @pytest.mark.parametrize(
-        "url",
-        [
-            "redis://:s3cret@host:6379/0",
-            "redis://user:s3cret@host:6379/0",
-            "rediss://user:s3cret@host:6379/0?ssl_cert_reqs=none",
-            "redis://host:6379/0?password=s3cret",
-            "unix://:s3cret@/path/redis.sock?db=1",
-            "unix://user:s3cret@/path/redis.sock",
-            "redis+socket://:s3cret@/path/redis.sock?virtual_host=1",
-            "redis://user:a@s3cret@host:6379/0",
-            "redis://:s3cret/more@host:6379/0",
-            "redis://:more/s3cret@host:6379/0",
-            "redis://:s3cret#more@host:6379/0",
-            "redis://:s3cret?more@host:6379/0",
-            "redis://:s3cret@host:notaport/0",
-            "redis://:s3cret@host:6379/0?no_such_option=s3cret",
-            "http://user:s3cret@host/0",
-        ],
-    )
-    def test_the_password_is_in_no_text(self, url):
-        """Neither the server's name nor an error about its URL shows the password."""
-        try:
-            store = Store(url)
-        except SettingsError as exc:
-            shown = f"{exc} {exc.args!r}"
-        else:
-            shown = store.server
-        assert "s3cret" not in shown
-
     def test_the_password_of_an_option_is_in_no_text(self):
         """A misspelt option is named; the password beside it is not shown."""
         options = {"password": "s3cret", "sokcet_timeout": 3}
         with pytest.raises(SettingsError, match="sokcet_timeout") as raised:
             Store("redis://host:6379/0", options)
         assert "s3cret" not in f"{raised.value} {raised.value.args!r}"
-
-    @pytest.mark.parametrize(
-        ("url", "shown"),
-        [
-            ("redis://:s3cret@host:6379/0", "redis://:***@host:6379/0"),
-            ("redis://user:s3cret@host/2", "redis://user:***@host/2"),
-            ("redis://host:6379/0", "redis://host:6379/0"),
-        ],
-    )
-    def test_the_server_is_named_by_the_rest_of_its_url(self, url, shown):
-        """An operator sees which server it is: scheme, user, host, port and database."""
-        assert Store(url).server == shown

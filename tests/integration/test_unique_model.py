@@ -7,7 +7,6 @@ broken on purpose: those the model must catch.
 from __future__ import annotations
 
 import random
-import re
 from collections import Counter
 
 import pytest
@@ -118,28 +117,6 @@ def test_the_last_moment_of_another_reservation(left):
     assert store.acquire([LOCK], "a@w:1/1", 30.0, "{}", reservation=mine).tokens
     assert store.release([LOCK], "a@w:1/1", Ending(reservation=mine))
     assert all(ttl > 0 for ttl in world.ttls().values())
-
-
-def test_the_usual_cases_are_those_of_the_rest():
-    """The heads of reserve.lua and confirm.lua do what the scripts do without them."""
-    headless, records = [], []
-
-    def without_head(script):
-        if not script.startswith(("-- reserve.lua", "-- confirm.lua")):
-            return script
-        found = re.sub(r"(?ms)\n-- The usual cases?:.*?^end\n(?=\n)", "\n", script)
-        headless.append(found != script)
-        return found
-
-    for world in (LuaWorld(), LuaWorld(without_head)):
-        seen = []
-        world.record = lambda world=world, seen=seen: (
-            seen.append(LuaWorld.record(world)) or seen[-1]
-        )
-        run(world, range(100))
-        records.append(seen)
-    assert headless == [True, True]
-    assert records[0] == records[1]
 
 
 MUTANTS = {

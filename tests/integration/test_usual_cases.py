@@ -1,4 +1,4 @@
-"""The heads of acquire.lua and release.lua about waiters: they do what the rest of the script does.
+"""The head of release.lua does what the rest of the script does.
 
 Each case runs the whole script, and the script without its head, on the same state at the same
 time.  A usual case must be answered by the head alone.
@@ -12,8 +12,7 @@ import re
 import pytest
 import redis
 
-from celery_dislock.scripts import ACQUIRE, RELEASE, Script
-from celery_dislock.scripts.files import read_lua
+from celery_dislock.scripts import RELEASE, Script
 from tests.integration import driven_clock
 from tests.integration.driven_clock import START, STRETCH, clocked
 
@@ -24,7 +23,7 @@ US = START * 1_000_000
 TOKEN = US - 9_000_000
 LIMIT = f"{LOCK}:limit"
 PAUSED, FOR_TWO = {LIMIT: f"1 0 {NOW} by hand"}, {LIMIT: f"1 2 {NOW} "}
-BEGINS = re.compile(r"^if #KEYS == 1\b|^local refusal = refuse.*", re.MULTILINE)
+HEAD = "\nif #KEYS == 1 and "
 
 
 def wake(owner):
@@ -166,37 +165,35 @@ def made(text):
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def without_head(script):
-    off = {"if #KEYS == 1": "if false"}
-    text, heads = BEGINS.subn(lambda found: off.get(found[0], "local refusal"), script.text)
-    assert heads
-    return made(text)
+def without_head():
+    assert RELEASE.text.count(HEAD) == 1
+    return made(RELEASE.text.replace(HEAD, "\nif false and "))
 
 
-def head_of(script):
-    """Return the script up to where all is included."""
-    text = script.text[: script.text.index(read_lua("_lease"))]
+def head():
+    """Return the script up to where the rest is included."""
+    text = RELEASE.text[: RELEASE.text.index("-- _lease.lua: ")]
     return made(text + "return redis.error_reply('not the usual case')")
 
 
-def check(server, script, arguments, before, *, keys=(LOCK,), usual=None):
-    expected = server.run(without_head(script), keys, arguments, before)
-    assert server.run(script, keys, arguments, before) == expected
+def check(server, arguments, before, *, keys=(LOCK,), usual=None):
+    expected = server.run(without_head(), keys, arguments, before)
+    assert server.run(RELEASE, keys, arguments, before) == expected
     if usual is not None:
-        answered = server.run(head_of(script), keys, arguments, before)
+        answered = server.run(head(), keys, arguments, before)
         assert (answered == expected) is usual
 
 
 @pytest.mark.parametrize("case", HAND_OFFS)
 def test_the_usual_hand_off_is_that_of_the_rest(server, case):
     """The first waiter has the lease and is told so, and the next one learns that it leads."""
-    check(server, RELEASE, ENDED, HAND_OFFS[case], usual=True)
+    check(server, ENDED, HAND_OFFS[case], usual=True)
 
 
 @pytest.mark.parametrize("case", OTHER_RELEASES)
 def test_another_release_is_left_to_the_rest(server, case):
     """Where somebody else might have the lock too, or nobody, the head changes nothing."""
-    check(server, RELEASE, ENDED, OTHER_RELEASES[case])
+    check(server, ENDED, OTHER_RELEASES[case])
 
 
 @pytest.mark.parametrize("how", RELEASES)
@@ -204,87 +201,11 @@ def test_another_release_is_left_to_the_rest(server, case):
 def test_a_release_on_other_terms_is_that_of_the_rest(server, case, how):
     """A ticket is ended, and a lease that runs out goes on, while others wait."""
     running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0"}}
-    check(server, RELEASE, RELEASES[how], HAND_OFFS[case] | running)
+    check(server, RELEASES[how], HAND_OFFS[case] | running)
 
 
 def test_several_locks_are_released_by_the_rest(server):
     """Each is handed on."""
     other = LOCK.replace("k", "k2")
     before = state(places=TWO) | {other: {"me": lease()}}
-    check(server, RELEASE, ENDED, before, keys=[LOCK, other])
-
-
-REFUSALS = {
-    "nobody waits": state(lock={"you": lease()}),
-    "one waits": state(lock={"you": lease()}, places=ONE),
-    "two wait": state(lock={"you": lease()}, places=TWO),
-    "it waits": state(lock={"you": lease()}, places=[("me", place(50_000)), *TWO]),
-    "it waits behind one": state(lock={"you": lease()}, places=[*ONE, ("me", place(50_000))]),
-    "the last joined in the future": state(
-        lock={"you": lease()}, places=ONE, keys={LINE: {"a": US + 10**9}}
-    ),
-    "shared by one": state(lock={"you": lease(mode="s")}, places=ONE),
-    "a lease that runs out": state(lock={"~you": lease(900)}, places=ONE),
-}
-
-OTHER_ACQUISITIONS = {
-    "two leases": state(lock={"you": lease(9000, mode="s"), "her": lease(mode="s")}),
-    "one that is shared": state(lock={"you": lease(mode="s")}),
-    "its own": state(lock={"me": lease()}, places=ONE),
-    "one that has ended": state(lock={"you": lease(0)}, places=ONE),
-    "a record of another format": state(lock={"you": "2 0 0"}),
-    "a record cut short": state(lock={"you": lease().partition("x")[0]}),
-    "nobody has it": state(lock={}, places=TWO),
-    "paused": state(lock={"you": lease()}, keys=PAUSED),
-    "paused, and two wait": state(lock={"you": lease()}, places=TWO, keys=PAUSED),
-    "paused, and nobody has it": state(lock={}, keys=PAUSED),
-    "for two now": state(lock={"you": lease()}, keys=FOR_TWO),
-    "for two now, and one waits": state(lock={"you": lease()}, places=ONE, keys=FOR_TWO),
-    "a limit of another format": state(lock={"you": lease()}, keys={LIMIT: "2 0"}),
-    "a limit of another type": state(lock={"you": lease()}, keys={LIMIT: ["a"]}),
-    "its place is over": state(lock={"you": lease()}, places=[("me", place(0)), *TWO]),
-    "the first is dead": state(lock={"you": lease()}, places=[("a", place(0)), ("b", place())]),
-    "the first has no place": state(lock={"you": lease()}, places=[("a", None), ("b", place())]),
-    "the first shares": state(lock={"you": lease(mode="s")}, places=[("a", place(mode="s"))]),
-    "the first takes one of two": state(lock={"you": lease()}, places=[("a", place(limit=2))]),
-    "the first is a parked task": state(lock={"you": lease()}, places=[("t:0:0#", None)]),
-    "a line of another type": state(lock={"you": lease()}, keys={LINE: ["a"]}),
-    "a lock of another type": state(keys={LOCK: ["a"]}),
-}
-
-WAITS = "me", 30_000, '{"id":"me"}', "x", 1, 90_000, 1
-ASKS = "me", 30_000, '{"id":"me"}', "x", 1, 0, 1
-TERMS = {
-    "waits": WAITS,
-    "asks": ASKS,
-    "waits for short": (*WAITS[:5], 9000, 1),
-    "passes the line": (*WAITS[:6], 0),
-}
-OTHER_TERMS = {
-    "shares": (*WAITS[:3], "s", *WAITS[4:]),
-    "one of two": (*WAITS[:4], 2, *WAITS[5:]),
-}
-
-
-@pytest.mark.parametrize("how", TERMS)
-@pytest.mark.parametrize("case", REFUSALS)
-def test_the_usual_refusal_is_that_of_the_rest(server, case, how):
-    """The lease in the way is described, and who waits joins the line or keeps its place there."""
-    check(server, ACQUIRE, TERMS[how], REFUSALS[case], usual=True)
-
-
-@pytest.mark.parametrize("how", {**TERMS, **OTHER_TERMS})
-@pytest.mark.parametrize("case", {**REFUSALS, **OTHER_ACQUISITIONS})
-def test_another_acquisition_is_left_to_the_rest(server, case, how):
-    """Where the lock admits the asker or the first in line, the head changes nothing."""
-    terms, before = {**TERMS, **OTHER_TERMS}[how], {**REFUSALS, **OTHER_ACQUISITIONS}[case]
-    check(server, ACQUIRE, terms, before)
-
-
-def test_several_locks_are_refused_by_the_rest(server):
-    """The first is free, and kept in case the asker waits for the second."""
-    other = LOCK.replace("k", "k2")
-    before = state(places=ONE, lock={"you": lease()})
-    for keys in ([LOCK, other], [other, LOCK]):
-        check(server, ACQUIRE, ASKS, before, keys=keys)
-        check(server, ACQUIRE, WAITS, before, keys=keys)
+    check(server, ENDED, before, keys=[LOCK, other])

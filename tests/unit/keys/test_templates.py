@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
@@ -29,7 +29,7 @@ from celery_dislock.keys.templates import (
 from tests.unit.keys.support import LoudText, assert_valid
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
 # No test is timed: a shared machine may stall.
 examples = partial(settings, deadline=None)
@@ -105,24 +105,6 @@ def variadic(corp_id: object, *args: object, **kwargs: object) -> None:
 
 def no_arguments() -> None:
     """Be a task that takes nothing."""
-
-
-@st.composite
-def signatures(draw: st.DrawFn) -> inspect.Signature:
-    """Draw signatures with every kind of parameter, with and without defaults."""
-    kinds = draw(st.lists(st.sampled_from(list(inspect._ParameterKind)), max_size=5))
-    parameters, defaults = [], False
-    for name, kind in zip("abcde", sorted(kinds), strict=False):
-        if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            if kind not in [parameter.kind for parameter in parameters]:
-                parameters.append(inspect.Parameter(name, kind))
-            continue
-        with_default = draw(st.booleans())
-        if kind is not inspect.Parameter.KEYWORD_ONLY:
-            defaults = with_default = defaults or with_default
-        default = f"default {name}" if with_default else inspect.Parameter.empty
-        parameters.append(inspect.Parameter(name, kind, default=default))
-    return inspect.Signature(parameters)
 
 
 class TestTemplates:
@@ -452,51 +434,6 @@ class TestInjectivity:
             assert_valid(KeyTemplate(template, signature(three)).key((a, b, c), {}))
         for value in (a, [a, b], {a: (b, c)}):
             assert_valid(DigestKey(a or TASK, signature(three)).key((value, b, c), {}))
-
-
-class TestFastPath:
-    """The short way to an argument is `Signature.bind` in all but cost."""
-
-    @staticmethod
-    def outcome(function: Callable[[], object]) -> tuple[type, str]:
-        """Return what a call came to: its result or its error, with their texts."""
-        try:
-            result = function()
-        except (TypeError, LockKeyError) as error:
-            return type(error), str(error)
-        return type(result), str(result)
-
-    @given(
-        declared=signatures(),
-        args=st.lists(st.integers(-3, 9), max_size=6),
-        kwargs=st.dictionaries(st.sampled_from("abcdef"), st.integers(-3, 9), max_size=5),
-    )
-    @examples(max_examples=1000)
-    def test_agrees_with_bind(
-        self, declared: inspect.Signature, args: Sequence[int], kwargs: Mapping[str, int]
-    ):
-        """For any signature and call: the key of the bound arguments, or the error of `bind`."""
-        template = "k-" + "-".join(f"<{name}>" for name in declared.parameters)
-        builder = KeyTemplate(template, declared)
-        # Some versions of bind let **kwargs take the name of a positional-only argument that is
-        # missing: the call itself would fail.
-        taken = [p for p in declared.parameters.values() if p.kind is p.POSITIONAL_ONLY]
-        assume(not any(p.name in kwargs for p in taken[len(args) :]))
-
-        def expected() -> str:
-            bound = declared.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return key_of(template, **bound.arguments)
-
-        assert self.outcome(lambda: builder.key(args, kwargs)) == self.outcome(expected)
-
-    def test_spares_bind(self, monkeypatch):
-        """A call that surely fits costs no `Signature.bind`."""
-        builder = KeyTemplate("<corp_id>:<fmt>", signature(optional))
-        monkeypatch.setattr(inspect.Signature, "bind", None)
-        assert builder.key((7,), {"fmt": "pdf"}) == "7:pdf"
-        with pytest.raises(TypeError, match="not callable"):
-            builder.key((), {})
 
 
 class TestDigests:

@@ -12,7 +12,7 @@ from celery_dislock.exceptions import (
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
-from celery_dislock.servers.replies import RESERVED, First, Handed
+from celery_dislock.servers.replies import TAKE_UP, First, Handed
 from celery_dislock.servers.store import Ending
 
 
@@ -22,7 +22,7 @@ def handing(world):
     other = world.lease(owner="other")
     waits = []
 
-    def hand(after: float, age: float = 0.0, ttl: float = RESERVED) -> None:
+    def hand(after: float, age: float = 0.0, ttl: float = TAKE_UP) -> None:
         def wait(lock, owner, seconds):
             waits.append(seconds)
             world.clock.advance(after)
@@ -64,21 +64,21 @@ def test_it_is_trusted_for_what_was_reserved(world, handing):
     """Trust begins at the hand-off, by the age of the place, and ends before the reservation."""
     handing(after=3.0, age=1.0)
     lease = acquire(world)
-    assert lease.remaining == pytest.approx(RESERVED * 0.9 - 1.0)
+    assert lease.remaining == pytest.approx(TAKE_UP * 0.9 - 1.0)
 
 
 def test_it_is_never_trusted_from_the_future(world, handing):
     """However a server's clock jumps, trust does not begin after the news has come."""
     handing(after=3.0, age=-60.0)
     lease = acquire(world)
-    assert lease.remaining == pytest.approx(RESERVED * 0.9)
+    assert lease.remaining == pytest.approx(TAKE_UP * 0.9)
 
 
 def test_its_first_renewal_gives_it_its_full_length(world, handing):
     """It is renewed within a third of the reservation, which does not count towards the cap."""
     handing(after=3.0)
     lease = acquire(world, max_renew_times=1)
-    world.run(RESERVED / 3)
+    world.run(TAKE_UP / 3)
     assert lease.renewals == 0
     assert lease.remaining == pytest.approx(29.5, abs=0.1)
     world.run(10.5)
@@ -149,14 +149,14 @@ class TestBecomingTheFirstInLine:
         """It knows for how long the lock is reserved, and need not ask for that."""
         told(3.0)
         acquire(world, timeout=25.0)
-        assert handing.waits == [pytest.approx(x) for x in (25.0, RESERVED + LATE, 17.0 - LATE)]
+        assert handing.waits == [pytest.approx(x) for x in (25.0, TAKE_UP + LATE, 17.0 - LATE)]
         assert asked(world) == 3  # at first, after the reservation and at the end
 
     def test_each_hand_off_reserves_the_lock_anew(self, world, handing, told):
         """While it is the first, the lock may be handed to others that pass it."""
         told(3.0, 4.0)
         acquire(world, timeout=25.0)
-        assert handing.waits[1:3] == [pytest.approx(RESERVED + LATE)] * 2
+        assert handing.waits[1:3] == [pytest.approx(TAKE_UP + LATE)] * 2
         assert asked(world) == 3
 
     def test_it_asks_no_later_than_it_would_have(self, world, handing, told):
@@ -184,7 +184,7 @@ class TestBecomingTheFirstInLine:
         told(1.0)
         lease = acquire(world)
         assert (lease.token, asked(world)) == (7, 1)
-        assert lease.remaining == pytest.approx(RESERVED * 0.9)
+        assert lease.remaining == pytest.approx(TAKE_UP * 0.9)
 
 
 def test_a_timeout_ends_the_wait_with_the_conflict(world, handing):

@@ -335,7 +335,7 @@ def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking,
             given.append(within)
             raise redis.ConnectionError
 
-    monkeypatch.setattr(sentinel, "Asked", Silent)
+    monkeypatch.setattr(sentinel, "Sentinel", Silent)
     options = {"master_name": "m", "sentinel_kwargs": asking}
     node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
     with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):

@@ -34,11 +34,11 @@ class TestServerFor:
         ("url", "name"),
         [
             ("redis://u:s3cret@a:1/2?x=s3cret", "redis://u:***@a:1/2"),
-            ("sentinel://u:s3cret@a;sentinel://b:2/3", "sentinel://u:***@a:26379,b:2/3"),
-            ("redis+cluster://u:s3cret@a,b:2", "redis+cluster://u:***@a:6379,b:2"),
+            ("sentinel://u:s3cret@a;sentinel://b:2/3", "sentinel://u:***@a;sentinel://b:2/3"),
+            ("redis+cluster://u:s3cret@a,b:2", "redis+cluster://u:***@a,b:2"),
             ("rediss+cluster://:s3cret@[::1]:7000", "rediss+cluster://:***@[::1]:7000"),
             ("redis://s3cret@a:1/2", "redis://***@a:1/2"),
-            ("sentinel://s3cret@a", "sentinel://***@a:26379"),
+            ("sentinel://s3cret@a", "sentinel://***@a"),
             ("unix:///run/a,b?db=1", "unix:///run/a,b"),
         ],
     )

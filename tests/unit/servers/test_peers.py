@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.servers.quorum.members import (
+from celery_dislock.servers.peers import (
     DOUBLED,
     GRACE,
     RETRY_AFTER,

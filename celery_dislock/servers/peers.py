@@ -50,7 +50,7 @@ class NoReplyError(StoreError):
     """A command was sent and got no reply; the server may still run it at any later time."""
 
 
-class Asked(NamedTuple):
+class Sent(NamedTuple):
     """A command that was sent, and whose reply has not been read."""
 
     connection: redis.Connection
@@ -123,7 +123,7 @@ class Peer:
             self._failures = 0
             logger.info("Lock server %s answers again.", self.name)
 
-    def start(self, first: Command, again: Command, undo: Command | None, within: float) -> Asked:
+    def start(self, first: Command, again: Command, undo: Command | None, within: float) -> Sent:
         """
         Send a command; see :meth:`celery_dislock.servers.connections.Wire.start`.
 
@@ -132,14 +132,14 @@ class Peer:
         """
         try:
             try:
-                return Asked(self._wire.start(first, within=within), again, undo)
+                return Sent(self._wire.start(first, within=within), again, undo)
             except redis.ConnectionError:  # perhaps an idle connection that has ended
                 self._wire.close_idle()
-                return Asked(self._wire.start(again, within=within), again, undo)
+                return Sent(self._wire.start(again, within=within), again, undo)
         except (RedisError, OSError) as exc:
             raise store_error(self.name, exc) from None
 
-    def finish(self, asked: Asked, within: float) -> Any:
+    def finish(self, asked: Sent, within: float) -> Any:
         """
         Read the reply.  Blocks for at most *within* seconds, twice that with a new connection.
 
@@ -281,7 +281,7 @@ class Peers:
         within: float,
     ) -> dict[Peer, Any]:
         until = self._clock() + within
-        asked: dict[Peer, Asked] = {}
+        asked: dict[Peer, Sent] = {}
         replies: dict[Peer, Any] = {}
         for peer in peers:
             try:

@@ -32,7 +32,7 @@ from celery_dislock.scripts import (
     RENEW,
     RENEW_STALLED,
 )
-from celery_dislock.servers.quorum.members import NoReplyError, Peer, Peers
+from celery_dislock.servers.peers import NoReplyError, Peer, Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

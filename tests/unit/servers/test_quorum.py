@@ -17,10 +17,10 @@ from celery_dislock.scripts import (
 from celery_dislock.scripts import (
     FREE as FREE_SCRIPT,
 )
-from celery_dislock.servers.quorum.members import (
+from celery_dislock.servers.peers import (
     NoReplyError,
 )
-from celery_dislock.servers.quorum.server import FORGET_AFTER, PAUSE, Names, Quorum, drift
+from celery_dislock.servers.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
 
