@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
@@ -49,33 +48,6 @@ WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
 logger = logging.getLogger("celery_dislock")
 
 
-@dataclass
-class Counts:
-    """
-    How the renewals have gone since this process began.
-
-    Attributes:
-        renewals: Leases renewed.
-        late: Seconds by which the last renewal was late; an early one counts as 0.
-        worst: The largest value that *late* has had.
-        outages: Times that renewals began to fail.
-        failures: Attempts to renew that failed.
-    """
-
-    renewals: int = 0
-    late: float = 0.0
-    worst: float = 0.0
-    outages: int = 0
-    failures: int = 0
-
-    def renewed(self, lease: Lease, sent_at: float) -> None:
-        """Count a renewal that was sent at *sent_at*; call this before the lease is extended."""
-        self.renewals += 1
-        if lease.due is not None:
-            self.late = max(0.0, sent_at - lease.due)
-            self.worst = max(self.worst, self.late)
-
-
 class Renewals:
     """
     The job that renews leases.
@@ -89,15 +61,11 @@ class Renewals:
 
     Attributes:
         asks: The argument of that name.
-        counts: What was counted for ``celery inspect dislock``.
-        changes: A number that grows with each new lease and each answer.
         failures: Batches that have failed in a row.
     """
 
     def __init__(self, loop: Loop, store: Store, reports: Reports, *, asks: bool = False) -> None:
         self.asks = asks
-        self.counts = Counts()
-        self.changes = 0
         self.failures = 0
         self._loop = loop
         self._store = store
@@ -111,14 +79,9 @@ class Renewals:
         """Return the number of watched leases."""
         return len(self._due)
 
-    def leases(self) -> list[Lease]:
-        """Return the watched leases."""
-        return list(self._due.copy())
-
     def watch(self, lease: Lease) -> None:
         """Renew this lease from now on; does not block."""
         self._due[lease] = when = _next_action(lease)
-        self.changes += 1
         self._loop.wake(when)
 
     def unwatch(self, lease: Lease) -> None:
@@ -230,7 +193,6 @@ class Renewals:
             answer: What :meth:`Store.renew` returned for it.
             sent_at: Time before the renewal was sent.
         """
-        self.changes += 1
         with self._mutex:
             if lease not in self._due:  # its owner has ended it meanwhile
                 return None
@@ -241,7 +203,6 @@ class Renewals:
                 del self._due[lease]
                 lease.lose(GONE_WHEN_RENEWED)
                 return self._reports.lost
-            self.counts.renewed(lease, sent_at)
             lease.extend(sent_at)
             self._due[lease] = _next_action(lease)
             return self._reports.renewed
@@ -253,11 +214,9 @@ class Renewals:
         return now + (min(pause, left / 4) if left > WITHIN_LEAST else left)
 
     def _report_outage(self, errors: list[StoreError]) -> None:
-        self.counts.failures += len(errors)
         if errors:
             self.failures += 1
             if self.failures == 1:
-                self.counts.outages += 1
                 message = "Cannot renew %d lock(s), trying again: %s"
                 self._loop.report(logger.warning, message, len(errors), errors[0])
         elif self.failures:
@@ -267,7 +226,7 @@ class Renewals:
 
     def _stalled(self, since: float, now: float) -> None:
         """Keep asking the server about leases in which the trust ended during a stall."""
-        for lease in self.leases() if self.asks else ():
+        for lease in list(self._due.copy()) if self.asks else ():
             if lease.interval is not None and since < lease.trusted_until <= now:
                 lease.asked_until = now + lease.interval
 

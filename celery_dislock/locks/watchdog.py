@@ -10,7 +10,6 @@ import time
 from typing import TYPE_CHECKING
 
 from celery_dislock.locks.clearing import Clearing
-from celery_dislock.locks.figures import Showing
 from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST, Loop
 from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.renewals import Renewals
@@ -37,7 +36,6 @@ class Watchdog(Loop):
     Attributes:
         renewals: The job that renews leases.
         clearing: The job that releases what could not be released.
-        showing: The job that shows the figures of this process.
         reports: Reports what happens to leases, to the observer among others.
     """
 
@@ -59,9 +57,8 @@ class Watchdog(Loop):
         self.reports = Reports(observer or Observer())
         self.renewals = Renewals(self, store, self.reports, asks=asks)
         self.clearing = Clearing(self, store)
-        self.showing = Showing(self, self.renewals)
         observing = Observing(self, self.reports.observer, self.renewals)
-        self.jobs = [self.renewals, self.clearing, observing, self.showing]
+        self.jobs = [self.renewals, self.clearing, observing]
 
     def __len__(self) -> int:
         """Return the number of leases that are renewed."""
