@@ -732,27 +732,6 @@ def test_a_skipped_task_ends_as_revoked_with_the_reason(app, world):
     assert "lock 'k' is held by t[1] on w (pid 7)" in str(result.result)
 
 
-def test_a_release_cut_short_is_finished_after_the_task(app, world):
-    """A soft time limit in the middle of the release does not leave the lock behind."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        return 1
-
-    release = world.store.release
-    cuts = iter([True])
-
-    def cut_once(*args):
-        if next(cuts, False):
-            raise ValueError
-        return release(*args)
-
-    world.store.release = cut_once
-    task.apply()
-    assert world.store.leases == {}
-    assert len(world.watchdog) == 0
-
-
 def test_an_acquisition_cut_short_is_given_back(app, world):
     """An exception between the server's grant and its answer leaves no lock behind."""
 
