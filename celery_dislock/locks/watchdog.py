@@ -79,7 +79,9 @@ class Observing:
 
     def due_at(self) -> float:
         """Return when the observer is due."""
-        return FOREVER if self._renewals.failures else self._observer.due_at()
+        if self._renewals.failures and len(self._renewals):
+            return FOREVER
+        return self._observer.due_at()
 
     def run(self, now: float) -> None:  # noqa: ARG002 -- a job
         """Let the observer do what it has to do."""

@@ -69,6 +69,15 @@ def test_renewals_go_before_the_observer(world, observer):
     assert len(observer.ran) == 1
 
 
+def test_the_observer_is_run_once_no_lease_is_left_to_renew(world, observer):
+    """An outage has ended all leases: no renewal will succeed that could say that it is over."""
+    world.lease(lock_watchdog_timeout=9)
+    world.store.away = True
+    world.run(30)
+    assert len(world.watchdog) == 0
+    assert len(observer.ran) == 1
+
+
 def test_the_observer_is_told_of_each_renewal(world, observer):
     """As many as the server has granted."""
     lease = world.lease(lock_watchdog_timeout=3)
