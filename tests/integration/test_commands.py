@@ -236,24 +236,6 @@ class TestFree:
         assert "Freed lock export:7. Its holder learns of it within" in freed.stderr
         assert not redis_client.exists(name_of("export:7"))
 
-    def test_a_lease_that_has_ended_meanwhile_is_no_other(
-        self, dislock, store, redis_client, monkeypatch
-    ):
-        """Between question and answer the lock has changed hands: the new holder keeps it."""
-        first = hold(store, "export:7")
-
-        def change_hands(*_args, **_kwargs):
-            store.release([name_of("export:7")], first)
-            hold(store, "export:7")
-            return True
-
-        monkeypatch.setattr("click.confirm", change_hands)
-        answer = dislock("free", "export:7", "--json")
-        assert answer.exit_code == FOUND
-        assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
-        assert "has ended meanwhile" in answer.stderr
-        assert len(redis_client.hkeys(name_of("export:7"))) == 1
-
 
 class TestFreeReservations:
     @pytest.fixture
@@ -282,21 +264,6 @@ class TestFreeReservations:
         freed = dislock("free", "report:7", input="y\n")
         assert (freed.exit_code, freed.stderr.count("Nobody holds")) == (0, 0)
         assert not report.delay(7).duplicate
-
-    def test_a_reservation_that_was_made_meanwhile_stays(self, dislock, report, monkeypatch):
-        """Between question and answer the message has ended, and the next one was sent."""
-        report.apply_async((7,), task_id="same")
-
-        def send_the_next(*_args, **_kwargs):
-            report.lock_for(7).free()
-            report.apply_async((7,), task_id="same")
-            return True
-
-        monkeypatch.setattr("click.confirm", send_the_next)
-        answer = dislock("free", "report:7", "--json")
-        assert answer.exit_code == FOUND
-        assert json.loads(answer.stdout)[0]["outcome"] == "ended meanwhile"
-        assert report.delay(7).duplicate
 
     def test_a_key_that_stays_reserved_is_freed(self, dislock, redis_client):
         """As "expiry" says; it is listed and shown with the age of its end."""
@@ -440,18 +407,6 @@ class TestRun:
         assert code == LOST
         assert "lock 'k' is lost" in err
         wait_for(lambda: not _runs(int(pid.read_text())), "the end of what it started")
-
-    def test_the_options_are_those_of_a_lock(self, redis_url, redis_client):
-        """A shared lease with an expiry of its own."""
-        options = ["--mode", "shared", "--expire", "5m"]
-        script = "echo ready; sleep 300"
-        process = start(redis_url, "run", "k", *options, "--", "sh", "-c", script)
-        assert process.stdout.readline() == "ready\n"
-        (record,) = redis_client.hvals(name_of("k"))
-        assert record.split()[4] == "s"
-        assert 200_000 < redis_client.pttl(name_of("k")) <= 300_000
-        process.terminate()
-        ended(process)
 
 
 def _runs(pid):

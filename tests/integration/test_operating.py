@@ -498,38 +498,6 @@ class TestLockFor:
         assert [one.id for one in handle.free()] == [later.id]
         assert handle.free() == []
 
-    def test_one_id_for_all_is_no_other_reservation(self, app):
-        """A reservation that was shown is not one that was made under the same id since."""
-        export = unique(app, "export:<corp>")
-        handle = export.lock_for(7)
-        for _ in range(2):
-            export.apply_async((7,), task_id="always")
-            shown = handle.state()[0].reservation
-            handle.free()
-        export.apply_async((7,), task_id="always")
-        assert handle.free(shown) == []
-        assert [one.id for one in handle.free()] == ["always"]
-
-    def test_free_ends_the_reservation_of_several_keys(self, app):
-        """They are reserved together, under a name of its own."""
-        move = unique(app, ["b:<corp>", "a:<corp>"])
-        first = move.delay(7)
-        for handle in (move.lock_for(7), Dislock(app).lock_of(["a:7", "b:7"])):
-            assert [one.key for one in handle.state()] == ["a:7", "b:7", "a:7 and others"]
-        assert [one.id for one in handle.free()] == [first.id]
-        assert len(handle.state()) == 2
-        assert not move.delay(7).duplicate
-
-    def test_a_lock_of_which_only_numbers_are_kept_is_none(self, app, redis_client):
-        """They stay for hours after a message that was to replace others, and reserve nothing."""
-        export = unique(app, "export:<corp>", lock_on_duplicate="replace")
-        export.delay(7)
-        handle = export.lock_for(7)
-        assert len(handle.free()) == 1
-        assert redis_client.exists(f"{name_of('export:7')}:unique")
-        (state,) = handle.state()
-        assert (state.exists, state.reservation) == (False, None)
-
 
 class TestTelling:
     def test_a_dropped_task_is_revoked_with_its_own_reason(self, app):
