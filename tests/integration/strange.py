@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.holding import name_of
 
-FAR = 9 * 10**14  # Redis TIME in ms: long after each test
+FAR = 9 * 10**13  # Redis TIME in ms, of 14 digits: long after each test
 HUGE = "9" * 400
 UNREADABLE = [f"1 {HUGE} 5 1 x {{}}", f"1 {FAR} {HUGE} 1 x {{}}", f"1 {FAR} 5 {HUGE} x {{}}", "9"]
 STRANGE = [
