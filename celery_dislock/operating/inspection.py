@@ -18,6 +18,7 @@ from celery_dislock.operating.about import about
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import shown_key
+from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
         why the lock server did not answer, or None, and "leases".
     """
     runtime = runtime_of(app)
-    guards = {name: getattr(task, "dislock_guard", None) for name, task in app.tasks.items()}
-    answer = about(runtime, {name: guard.options for name, guard in guards.items() if guard})
+    answer = about(runtime, {name: guard.options for name, guard in guards_of(app).items()})
     answer["warnings"] = [one for step in worker.steps for one in getattr(step, "warnings", ())]
     answer |= {"errors": 0, "unavailable": None, "leases": []}
     if answer["no_server"] is None and answer["locks"]:
