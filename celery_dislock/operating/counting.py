@@ -182,7 +182,7 @@ class Counters:
             self._expected = True
             self._instruments = instruments()
         if self._instruments is not None:
-            self._instruments.record(event)
+            self._instruments.record(*event)
 
     def flush(
         self, send: Callable[[list[tuple[str | bytes | int, ...]]], list[Any]]

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from celery_dislock.operating.counting import Event
-
 PREFIX = "celery_dislock."
 UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
 SECONDS = {"wait": "Seconds waited for locks", "held": "Seconds for which locks were held"}
@@ -84,16 +82,16 @@ class Instruments:
         )
         self._lease = partial(leases.add)
 
-    def record(self, event: Event) -> None:
+    def record(self, what: str, outcome: str, task: str, worker: str, value: float) -> None:
         """Record what was counted."""
-        about = {"task": event.task, "worker": event.worker}
-        if event.what == "acquired":
+        about = {"task": task, "worker": worker}
+        if what == "acquired":
             self._lease(1, about)
-        elif event.what == "held":
+        elif what == "held":
             self._lease(-1, about)
-        if event.outcome:
-            about["outcome"] = event.outcome
-        self._record[event.what](event.value, about)
+        if outcome:
+            about["outcome"] = outcome
+        self._record[what](value, about)
 
 
 _made: list[Instruments] = []

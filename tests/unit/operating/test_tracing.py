@@ -13,7 +13,6 @@ import celery_dislock
 from celery_dislock import SingletonTask
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.operating import counting, tracing
-from celery_dislock.operating.counting import Event
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.operating.tracing import COUNTED, SECONDS, current_span, instruments
 
@@ -161,7 +160,7 @@ def test_every_metric_has_an_instrument(meter):
     assert set(COUNTED) == known
     assert set(SECONDS) == {counting.WAIT, counting.HELD}
     for what in [*COUNTED, *SECONDS]:
-        instruments().record(Event(what, "", "t", "w", 1))
+        instruments().record(what, "", "t", "w", 1)
     names = {name for name, *_ in meter.recorded}
     assert names == {
         *(f"celery_dislock.{name}" for name, _ in COUNTED.values()),
@@ -173,14 +172,14 @@ def test_every_metric_has_an_instrument(meter):
 def test_leases_go_up_and_down(meter):
     """The number of leases that a process holds is that of its acquisitions less its ends."""
     for what in (counting.ACQUIRED, counting.ACQUIRED, counting.HELD):
-        instruments().record(Event(what, "", "t", "w", 1))
+        instruments().record(what, "", "t", "w", 1)
     steps = [value for name, value, _ in meter.recorded if name == "celery_dislock.leases"]
     assert steps == [1, 1, -1]
 
 
 def test_labels_are_those_of_prometheus(meter):
     """Task and worker, and the outcome where there is one; never the key."""
-    instruments().record(Event(counting.CONFLICT, "skip", "t", "w", 1))
+    instruments().record(counting.CONFLICT, "skip", "t", "w", 1)
     assert meter.recorded == [
         ("celery_dislock.conflicts", 1, {"task": "t", "worker": "w", "outcome": "skip"})
     ]
