@@ -11,12 +11,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery import states
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, told_id
-from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder, key_of
+from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.running import Running, StopTask
@@ -26,7 +25,6 @@ from celery_dislock.messages.outbox import Outbox
 from celery_dislock.messages.unrun import skip
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import acknowledge_done, leave_old_line
-from celery_dislock.parking.store import ENDED, STAYS_IN_LINE, withdraw
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.store import RELEASED
@@ -47,10 +45,6 @@ if TYPE_CHECKING:
     from celery_dislock.servers.records import About
     from celery_dislock.servers.reservations import Reservation
 
-
-# States that end a delivery.  A task that is stopped with its worker has none of them, and its
-# message may be redelivered.
-ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
 
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
 
@@ -179,7 +173,7 @@ class Guard:
         for the lock of the same key here.
         """
         notes, prefix = delivery.notes, self.runtime.settings.dislock_prefix
-        if notes.parked is None or notes.store is None or not self._can_park:
+        if notes.parked is None or notes.store is None or not self.can_park:
             return
         process = self.runtime.process
         try:
@@ -281,8 +275,8 @@ class Guard:
 
     def _leave_old_line(self, delivery: Delivery) -> None:
         """Take a task that takes no lock any more out of the line in which it was parked."""
-        turn = self._turn_of(delivery.request)
-        if turn is None or not self._can_park:
+        turn = self.turn_of(delivery.request)
+        if turn is None or not self.can_park:
             return
         try:
             if not leave_old_line(self.runtime.process.lines, delivery, turn):
@@ -366,54 +360,10 @@ class Guard:
         """Whether this task may be parked, so that its requests must keep their messages."""
         return self._parks and not self.runtime.off
 
-    def ended(self, request: Context, state: str, retval: Any) -> None:
-        """
-        Take a parked task out of line that ended before this guard could claim its turn.
-
-        Its ``before_start`` raised an exception, or its key could not be built from its arguments.
-        A task that failed is set aside.  Another may have sent itself again, so no mark is left.
-        If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
-        raising it; blocks for a round trip.
-        """
-        if state not in ENDS or Delivery.of(request) is not None:
-            return
-        if not self._can_park:
-            return
-        turn = self._turn_of(request)
-        if turn is None:
-            return
-        if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
-            return
-        lines = self.runtime.process.lines
-        what = f"{request.task}[{turn[1]}]"
-        if state == states.FAILURE:
-            withdraw(lines, turn, what, retval, request.task)
-            return
-        try:
-            lines.withdraw(*turn, ENDED, request.task)
-        except StoreError as exc:
-            logger.error(  # noqa: TRY400 -- the reason is enough
-                STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
-            )
-
     @property
-    def _can_park(self) -> bool:
+    def can_park(self) -> bool:
+        """Whether this process can park tasks."""
         return not self.runtime.off and self.runtime.process.can_park
-
-    def revoked(self, request: Context) -> None:
-        """
-        Take a parked task that was revoked or has expired out of line; blocks for a round trip.
-
-        Raises:
-            StoreError: The lock server did not answer.  The task stays in line, and will be revoked
-                again at its next turn.
-        """
-        if not self._can_park:
-            return
-        # Notes.of() warns of forged notes, and own_turn() does not.
-        noted = Notes.of(request, self.runtime.settings.dislock_prefix).parked
-        if noted is not None and noted == self._turn_of(request):
-            self.runtime.process.lines.leave(*noted, request.task)
 
     def keys(self, args: Any, kwargs: Any) -> Sequence[str]:
         """
@@ -463,7 +413,8 @@ class Guard:
     def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
-    def _turn_of(self, request: Context) -> tuple[str, str] | None:
+    def turn_of(self, request: Context) -> tuple[str, str] | None:
+        """Return the lock and the ticket of the turn that a request brings; None if none."""
         return own_turn(request, self.runtime.settings.dislock_prefix)
 
 

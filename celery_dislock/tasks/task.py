@@ -25,9 +25,11 @@ from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.events import events_of
-from celery_dislock.messages.headers import own_turn
+from celery_dislock.messages.headers import Notes, own_turn
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.guard import ENDS, Guard
+from celery_dislock.parking.store import ENDED as ENDED_ITSELF
+from celery_dislock.parking.store import STAYS_IN_LINE, withdraw
+from celery_dislock.tasks.guard import Guard
 from celery_dislock.tasks.sending import outbox_of, send, tell
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.handle import LockHandle
 
 
+# States that end a delivery.  A task that is stopped with its worker has none of them, and its
+# message may be redelivered.
+ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
 # States in which a message has ended that no guard has seen: it comes again only after a retry.
 ENDED = {states.SUCCESS, *ENDS} - {states.RETRY}
 
@@ -217,7 +222,54 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
         if state in ENDED and not (isinstance(retval, Reject) and retval.requeue):
             tell(task.app, "end", request)
         if _is_guarded(task):
-            task.dislock_guard.ended(request, state, retval)
+            _leave_ended(task.dislock_guard, request, state, retval)
+
+
+def _leave_ended(guard: Guard, request: Context, state: str, retval: Any) -> None:
+    """
+    Take a parked task out of line that ended before its guard could claim its turn.
+
+    Its ``before_start`` raised an exception, or its key could not be built from its arguments.
+    A task that failed is set aside.  Another may have sent itself again, so no mark is left.
+    If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
+    raising it; blocks for a round trip.
+    """
+    if state not in ENDS or Delivery.of(request) is not None:
+        return
+    if not guard.can_park:
+        return
+    turn = guard.turn_of(request)
+    if turn is None:
+        return
+    if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
+        return
+    lines = guard.runtime.process.lines
+    what = f"{request.task}[{turn[1]}]"
+    if state == states.FAILURE:
+        withdraw(lines, turn, what, retval, request.task)
+        return
+    try:
+        lines.withdraw(*turn, ENDED_ITSELF, request.task)
+    except StoreError as exc:
+        logger.error(  # noqa: TRY400 -- the reason is enough
+            STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
+        )
+
+
+def _leave_revoked(guard: Guard, request: Context) -> None:
+    """
+    Take a parked task that was revoked or has expired out of line; blocks for a round trip.
+
+    Raises:
+        StoreError: The lock server did not answer.  The task stays in line, and will be revoked
+            again at its next turn.
+    """
+    if not guard.can_park:
+        return
+    # Notes.of() warns of forged notes, and own_turn() does not.
+    noted = Notes.of(request, guard.runtime.settings.dislock_prefix).parked
+    if noted is not None and noted == guard.turn_of(request):
+        guard.runtime.process.lines.leave(*noted, request.task)
 
 
 def _leave_line(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:
@@ -226,7 +278,7 @@ def _leave_line(sender: Task, request: Context, *, terminated: bool, **_kwargs: 
     guard: Guard | None = getattr(sender, "dislock_guard", None)
     if guard is not None:
         try:
-            guard.revoked(request)
+            _leave_revoked(guard, request)
         except StoreError as exc:
             lock, _ = own_turn(request, guard.runtime.settings.dislock_prefix) or ("", "")
             logger.warning(
