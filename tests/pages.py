@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from waitress import wasyncore
 from waitress.server import create_server
+from werkzeug.test import Client, TestResponse
 
 from celery_dislock.operating.web import Page
-from celery_dislock.operating.web.backend import Backend
+from celery_dislock.operating.web.locks import AppLocks
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from celery_dislock.exceptions import DamagedLockError
 
 LIMIT = 10.0  # seconds for a server to end
-PASSWORD = "correct horse"  # noqa: S105 -- of nobody
+ORIGIN = "http://127.0.0.1:8765"
 
 
 def holder(number: int = 1, **changes: Any) -> Holder:
@@ -156,11 +157,11 @@ class FakeActions:
         self._note("limit", name, limit, note)
 
 
-class StagedBackend(Backend):
+class StagedLocks(AppLocks):
     """Reads a made-up lock server, and only notes what is done to its locks."""
 
-    def __init__(self, runtime: Any, app: Any) -> None:
-        super().__init__(runtime, app)
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
         self.staged = FakeOverview()
         self.noted = FakeActions()
 
@@ -173,18 +174,31 @@ class StagedBackend(Backend):
         return self.noted
 
 
-def is_ann(user: str, password: str) -> bool:
-    """Let ann log in."""
-    return (user, password) == ("ann", PASSWORD)
+def ann(_environ: Any) -> str:
+    """Say that ann asks."""
+    return "ann"
 
 
 def staged(**options: Any) -> tuple[Page, FakeOverview, FakeActions]:
     """Make a page, the lock server that it reads, and what it does to the locks there."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     app.conf.dislock_url = "redis://locks.example.com:6379/0"
-    page = Page(app, **{"figures": lambda: None, **options})
-    backend = page._backend = StagedBackend(page._backend.runtime, app)
-    return page, backend.staged, backend.noted
+    page = Page(app, **{"user": ann, "allow_actions": True, **options})
+    locks = page._locks = StagedLocks(app)
+    return page, locks.staged, locks.noted
+
+
+class Visitor(Client):
+    """A browser on this machine: it keeps cookies, and sends forms as the page does."""
+
+    def open(self, *args: Any, **kwargs: Any) -> TestResponse:
+        kwargs.setdefault("buffered", True)  # a browser reads to the end
+        kwargs.setdefault("base_url", ORIGIN)
+        kwargs.setdefault("environ_base", {"REMOTE_ADDR": "127.0.0.1"})
+        return super().open(*args, **kwargs)
+
+    def act(self, path: str, **form: str) -> TestResponse:
+        return self.post(path, data=form, headers={"Origin": ORIGIN})
 
 
 @contextmanager

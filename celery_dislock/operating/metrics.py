@@ -293,18 +293,6 @@ class Metrics:
             reading.values["celery_dislock_server_up"] = {(): float(reading.up)}
             return reading
 
-    def counters(self) -> Mapping[str, Mapping[Labels, float]]:
-        """
-        Read the counters alone, by the metric's name and the values of its labels.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        with self._mutex:
-            reading = Reading()
-            self._counted(reading, self.counts(self._server))
-            return reading.values
-
     @property
     def _server(self) -> Server:
         """A lock server of this reader's own: its batches are for one thread."""

@@ -8,8 +8,8 @@ from celery.exceptions import TaskRevokedError
 from celery_dislock.operating.web import Page
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
-from tests.pages import is_ann
-from tests.unit.operating.web.visitor import Visitor
+from tests.pages import Visitor
+from tests.pages import ann as named_ann
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -21,14 +21,13 @@ QUEUE = scenarios.hold_or_queue
 
 @pytest.fixture
 def ann():
-    """Somebody who is logged in to the page of the scenarios' app."""
-    visitor = Visitor(Page(scenarios.app, login=is_ann, allow_actions=True, show_arguments=True))
-    assert visitor.log_in().status == 200
-    return visitor
+    """Somebody who may act on the page of the scenarios' app."""
+    page = Page(scenarios.app, user=named_ann, allow_actions=True, show_arguments=True)
+    return Visitor(page)
 
 
 def shown(visitor, key):
-    return visitor.get("/api/lock", {"key": key}).told
+    return visitor.get("/api/lock", query_string={"key": key}).json
 
 
 def fields(visitor, key):
@@ -46,7 +45,7 @@ def test_a_lock_is_freed_once(fleet, scene, ann):
     form = fields(ann, scene.key)
     bob = Visitor(ann.page)
     bob.log_in()
-    answers = [visitor.act("/api/free", **form).told["done"] for visitor in (ann, bob)]
+    answers = [visitor.act("/api/free", **form).json["done"] for visitor in (ann, bob)]
     assert answers == [True, False]
     wait_for("the worker says so", lambda: fleet.says(scene.key, "is lost"))
     scene.open_gate()
@@ -63,7 +62,7 @@ def test_a_holder_is_ended_on_the_page(fleet, scene, ann):
     (place,) = shown(ann, scene.key)["line"]
     assert (place["id"], place["parked"]) == (parked.id, True)
     assert scene.key in place["args"]
-    assert ann.act("/api/terminate", **fields(ann, scene.key)).told["done"] is True
+    assert ann.act("/api/terminate", **fields(ann, scene.key)).json["done"] is True
     with pytest.raises(TaskRevokedError):
         holder.get(timeout=LIMIT)
     scene.wait_for_report("begin", id=parked.id)
@@ -81,8 +80,8 @@ def test_a_parked_task_is_dropped_on_the_page(fleet, scene, ann):
     scene.wait_for_line(1)
     told = shown(ann, scene.key)
     form = {"name": told["name"], "ticket": told["line"][0]["ticket"]}
-    assert ann.act("/api/drop", **form).told["done"] is True
-    assert ann.act("/api/drop", **form).told["done"] is False
+    assert ann.act("/api/drop", **form).json["done"] is True
+    assert ann.act("/api/drop", **form).json["done"] is False
     with pytest.raises(TaskRevokedError, match="dropped by an operator"):
         parked.get(timeout=LIMIT)
     scene.open_gate(holder.id)

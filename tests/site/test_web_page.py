@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from tests.pages import PASSWORD, RESERVED, holder, is_ann, lock, place, serving, staged
+from tests.pages import RESERVED, holder, lock, place, serving, staged
 from tests.site.conftest import SIZES
 from tests.site.test_pages import RULES
 
@@ -48,13 +48,6 @@ class Opened(NamedTuple):
         """Let time pass in the browser, and wait for what it then asks."""
         self.tab.clock.run_for(milliseconds)
 
-    def log_in(self) -> None:
-        self.tab.get_by_role("button", name="Log in").first.click()
-        self.tab.get_by_label("Name").fill("ann")
-        self.tab.get_by_label("Password").fill(PASSWORD)
-        self.tab.keyboard.press("Enter")
-        expect(self.tab.locator("#logout")).to_be_visible()
-
     def show(self, key: str) -> None:
         self.tab.get_by_role("link", name=key, exact=True).click()
         expect(self.tab.get_by_role("heading", name=f"Lock {key}")).to_be_focused()
@@ -66,7 +59,7 @@ def opened(browser: Browser) -> Iterator[Callable[..., Opened]]:
     stack: list[Callable[[], None]] = []
 
     def open_page(*locks, size="desktop", scheme="light", start=True, **options) -> Opened:
-        site, overview, actions = staged(**{"login": is_ann, "allow_actions": True, **options})
+        site, overview, actions = staged(**options)
         overview.add(*locks)
         server = serving(site)
         address = server.__enter__()
@@ -226,18 +219,18 @@ def test_a_page_that_never_reached_the_lock_server_says_why(opened):
     expect(tab.locator("#lock-told")).to_be_hidden()
 
 
-def test_without_a_login_there_is_nothing_to_press(opened):
-    """A page for reading has no buttons that change anything."""
-    page = opened(*shop(), login=None, allow_actions=False)
+def test_a_page_for_reading_has_nothing_to_press(opened):
+    """It says so, and has no buttons that change anything."""
+    page = opened(*shop(), allow_actions=False)
+    expect(page.tab.locator("#who")).to_have_text("ann, for reading")
     page.show("account:1")
-    for name in ("Free", "Drop", "Pause", "Limit", "End the", "Log in", "Log out"):
+    for name in ("Free", "Drop", "Pause", "Limit", "End the"):
         assert page.tab.get_by_role("button", name=re.compile(name)).count() == 0
 
 
 def test_what_is_freed_is_what_the_question_showed(opened):
     """Although another has the lock by the time of the answer."""
     page = opened(*shop())
-    page.log_in()
     page.show("account:1")
     page.tab.get_by_role("button", name="Free the lock of shop.export[id-1]").click()
     expect(page.tab.get_by_role("dialog")).to_contain_text("End the task first")
@@ -259,7 +252,6 @@ def test_what_is_freed_is_what_the_question_showed(opened):
 def test_the_reservation_that_ends_is_what_the_question_showed(opened):
     """Although the key is reserved for another message by the time of the answer."""
     page = opened(*shop())
-    page.log_in()
     page.show("account:1")
     page.tab.get_by_role("button", name="End the reservation").click()
     dialog = page.tab.get_by_role("dialog")
@@ -285,7 +277,6 @@ def test_a_task_is_ended_before_its_lock_is_freed(opened):
     page = opened(
         lock("account:1", holders=[holder(1), holder(2, id=None, thread="main", who="thread main")])
     )
-    page.log_in()
     page.show("account:1")
     assert page.tab.get_by_role("button", name=re.compile("^End the task")).count() == 1
     page.tab.get_by_role("button", name="End the task shop.export[id-1]").click()
@@ -299,7 +290,6 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     """Each asks first, and can be cancelled."""
     page = opened(*shop())
     tab, name = page.tab, "dislock:{account:1}"
-    page.log_in()
     page.show("account:1")
     tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
     tab.get_by_role("button", name="Cancel").click()
@@ -365,7 +355,6 @@ def test_a_hostile_key_is_text(opened, key):
     shown = tab.locator("#lock-title").inner_text()
     assert not re.search("[\x00-\x1f\u202e]", shown)
     assert tab.locator("#lock-view").locator("a, img, script").count() == 1  # "All locks"
-    page.log_in()
     tab.get_by_role("button", name=re.compile("^Free the lock of")).click()
     tab.get_by_role("button", name="Free it").click()
     expect(tab.get_by_role("status")).to_contain_text("Freed lock")
@@ -396,7 +385,6 @@ def test_it_can_be_used_with_a_keyboard_alone(opened):
     """Search, open, free, cancel with Escape, and come back; the focus is always somewhere."""
     page = opened(*shop())
     tab = page.tab
-    page.log_in()
 
     def tab_to(locator):
         for _ in range(40):
@@ -434,7 +422,6 @@ def test_a_dialog_that_is_opened_again_at_once_is_asked(opened):
     """The browser says late that the one before was closed, which is no answer to this one."""
     page = opened(*shop())
     tab = page.tab
-    page.log_in()
     page.show("account:1")
     tab.get_by_role("button", name="Free the lock of shop.export[id-1]").click()
     tab.evaluate("document.getElementById('confirm').dispatchEvent(new Event('close'))")
@@ -442,76 +429,46 @@ def test_a_dialog_that_is_opened_again_at_once_is_asked(opened):
     expect(tab.get_by_role("status")).to_contain_text("Freed lock 'account:1'")
 
 
-def test_a_page_left_open_overnight_says_that_the_session_has_ended(opened):
-    """It asks no more, keeps nothing that could be pressed, and goes on after a login."""
-    page = opened(*shop(), read_without_login=False, start=False)
+def test_somebody_who_may_not_look_any_more_sees_nothing(opened):
+    """Nothing that was shown stays, the page says why, and shows all again when they may."""
+    known = ["ann"]
+    page = opened(*shop(), user=lambda _environ: known[0])
     tab = page.tab
-    tab.goto(page.address)
-    expect(tab.get_by_label("Name")).to_be_focused()
-    page.log_in()
     page.show("account:1")
-    page.site._sessions._clock = lambda: 4e9  # the next morning, for the server
+    tab.get_by_role("button", name=re.compile("^Free")).click()
+    known[0] = None
     page.pass_by()
-    expect(tab.get_by_role("alert")).to_have_text("Your session has ended. Log in again.")
-    expect(tab.get_by_role("button", name="Log in")).to_be_visible()
-    expect(tab.locator("#lock-view")).to_be_hidden()
-    page.asked.clear()
-    page.pass_by(3_600_000)
-    assert page.asked == []
-    page.site._sessions._clock = lambda: 1e9
-    tab.get_by_label("Name").fill("ann")
-    tab.get_by_label("Password").fill(PASSWORD)
-    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("alert")).to_contain_text("You may not look at this page")
+    for part in ("#confirm", "#lock-view", "#list-view"):
+        expect(tab.locator(part)).to_be_hidden()
+    for part in ("#who", "#age", "#server"):
+        expect(tab.locator(part)).to_be_empty()
+    expect(tab).to_have_title("Locks")
+    known[0] = "ann"
+    page.pass_by(2 * POLL)
     expect(tab.get_by_role("heading", name="Lock account:1")).to_be_visible()
     expect(tab.get_by_role("alert")).to_be_empty()
 
 
-def test_a_session_that_ends_takes_the_buttons_along(opened):
-    """On this machine one reads on; what was asked with an old token changes nothing."""
-    page = opened(*shop(), session_seconds=3600)
-    page.log_in()
+def test_somebody_who_may_not_act_any_more_loses_the_buttons(opened):
+    """What was asked before changes nothing, and says so."""
+    may_act = [True]
+    page = opened(*shop(), allow_actions=lambda _environ: may_act[0])
     page.show("account:1")
-    page.site._sessions._clock = lambda: 4e9
     page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    may_act[0] = False
     page.tab.get_by_role("button", name="Free it").click()
-    expect(page.tab.get_by_role("alert")).to_contain_text("nothing was changed")
+    expect(page.tab.get_by_role("status")).to_contain_text("Nothing was changed")
     assert page.actions.done == []
-    page.tab.get_by_role("button", name="Cancel").click()
     expect(page.tab.locator("#holders")).to_contain_text("id-1")
     expect(page.tab.get_by_role("button", name=re.compile("^Free"))).to_have_count(0)
-
-
-def test_a_login_that_is_wrong_says_so(opened):
-    """And the focus is where one types again; too many are refused."""
-    page = opened(*shop())
-    tab = page.tab
-    tab.get_by_role("button", name="Log in").click()
-    for _ in range(6):
-        tab.get_by_label("Name").fill("ann")
-        tab.get_by_label("Password").fill("wrong")
-        tab.keyboard.press("Enter")
-        expect(tab.get_by_role("alert")).not_to_be_empty()
-        expect(tab.get_by_label("Password")).to_be_focused()
-    expect(tab.get_by_role("alert")).to_contain_text("Too many logins have failed.")
-    tab.get_by_role("button", name="Cancel").click()
-    expect(tab.locator("#locks")).to_be_visible()
-
-
-def test_logging_out_takes_the_session_away(opened):
-    """On this machine one reads on."""
-    page = opened(*shop())
-    page.log_in()
-    page.tab.get_by_role("button", name="Log out").click()
-    expect(page.tab.get_by_role("button", name="Log in")).to_be_visible()
-    assert page.tab.context.cookies()[0:] == []
-    assert page.tab.evaluate("document.cookie") == ""
 
 
 def test_the_last_state_is_kept_and_marked_while_the_lock_server_is_away(opened):
     """Times stand still, the reason is told once, and all is well again after it."""
     page = opened(*shop())
     tab = page.tab
-    page.site._backend._listing._clock = lambda: 1e9  # due
+    page.site._cache._clock = lambda: 1e9  # due
     page.locks.error = StoreError("redis://locks.example.com:6379/0", "no answer in time")
     page.pass_by()
     expect(tab.get_by_role("alert")).to_contain_text("What you see is old")
@@ -522,7 +479,7 @@ def test_the_last_state_is_kept_and_marked_while_the_lock_server_is_away(opened)
     page.pass_by(30_000)
     assert tab.get_by_role("row", name=re.compile("account:1")).inner_text() == held
     page.locks.error = None
-    page.site._backend._listing._clock = lambda: 2e9
+    page.site._cache._clock = lambda: 2e9
     page.pass_by()
     expect(tab.get_by_role("alert")).to_be_empty()
     expect(tab.locator("#age")).to_contain_text("as of")
@@ -574,7 +531,6 @@ def test_a_hidden_page_asks_nothing(opened):
 def test_an_action_without_an_answer_says_that_it_may_be_done(opened):
     """It does not say that nothing was changed."""
     page = opened(*shop())
-    page.log_in()
     page.show("account:1")
     page.actions.error = StoreError("redis://locks.example.com:6379/0", "no answer in time")
     page.tab.get_by_role("button", name=re.compile("^Free")).click()
@@ -582,38 +538,20 @@ def test_an_action_without_an_answer_says_that_it_may_be_done(opened):
     expect(page.tab.get_by_role("status")).to_contain_text("It may have been done all the same")
 
 
-def test_the_last_hour_is_asked_for_only_while_it_is_open(opened):
-    """With metrics it is a table, without them it says that nobody counts."""
-    task = {"task": "<b>shop.export", "acquired": 31, "refused": 4, "parked": 2, "lost": 1}
-    told = {"tasks": [task], "seconds": 720.0}
-    page = opened(*shop(), figures=lambda: told)
-    page.pass_by()
-    assert not any("figures" in url for url in page.asked)
-    page.tab.get_by_text("The last hour, by task").first.click()
-    expect(page.tab.locator("#figures")).to_contain_text("<b>shop.export")
-    expect(page.tab.locator("#figures")).to_contain_text("31")
-    expect(page.tab.locator("#hour-text")).to_have_text("Of the last 12 min.")
-    off = opened(*shop())
-    off.tab.get_by_text("The last hour, by task").first.click()
-    expect(off.tab.locator("#hour-text")).to_contain_text("metrics are off")
-
-
-VIEWS = ("list", "lock", "question", "login", "old")
+VIEWS = ("list", "lock", "question", "refused", "old")
 
 
 def bring_about(page: Opened, view: str) -> None:
     """Go to a view of the page."""
-    if view != "login":
-        page.log_in()
-    else:
-        page.tab.get_by_role("button", name="Log in").click()
-    if view == "list":
-        page.tab.get_by_text("The last hour, by task").first.click()
     if view in ("lock", "question", "old"):
         page.show("account:1")
         expect(page.tab.locator("#holders li")).to_have_count(1)
     if view == "question":
         page.tab.get_by_role("button", name=re.compile("^Free")).click()
+    if view == "refused":
+        page.site._user = lambda _environ: None
+        page.pass_by()
+        expect(page.tab.get_by_role("alert")).to_contain_text("may not look")
     if view == "old":
         page.tab.route("**/api/**", lambda route: route.abort())
         page.pass_by()
@@ -628,7 +566,7 @@ def test_everybody_can_read_each_view(opened, view, size, scheme):
     damaged = lock("long " * 40 + "x" * 150, holders=[holder(who="w" * 300)])
     page = opened(*shop(), damaged, size=size, scheme=scheme)
     page.locks.known["dislock:{bad}"] = DamagedLockError("redis://x", "wrong type", "dislock:{bad}")
-    page.site._backend.forget()
+    page.site._cache.forget()
     page.pass_by()
     bring_about(page, view)
     assert not page.tab.evaluate(TOO_WIDE)

@@ -1,13 +1,11 @@
-"""The list of all locks, as the lock server was read once: searched, sorted and paged here.
+"""The list of all locks, read from the lock server once, then searched, sorted and paged here.
 
-The browser gets one page of it.  The order is one in which each lock has its place, so that turning
-a page skips no lock that stays.
+The browser gets one page of it.  Each order ends with the key, so that each lock has one place in
+it.
 """
 
 from __future__ import annotations
 
-import time
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
@@ -20,10 +18,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import LockState
 
-PAGE = 50  # locks of a page
 LOCKS_MOST = 50_000  # locks that are listed; the others are found by their key
 WORDS_MOST = 8  # of a search
-FOUND_MOST = 50  # searches of one reading whose results are kept
 
 
 class Row(NamedTuple):
@@ -44,6 +40,26 @@ class Row(NamedTuple):
     state: LockState | None
     problem: str | None
 
+    @property
+    def troubles(self) -> Sequence[str]:
+        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
+        return self.state.troubles if self.state else TROUBLES[:1]
+
+
+class Listing(NamedTuple):
+    """
+    All locks, as they were when they were read.
+
+    Attributes:
+        rows: One for each lock, by key.
+        totals: How many locks there are of each kind that the page counts.
+        is_cut: Whether there are more locks than are listed.
+    """
+
+    rows: Sequence[Row]
+    totals: Mapping[str, int]
+    is_cut: bool
+
 
 SHOWN: Mapping[str, Callable[[Row], object]] = {
     "all": lambda _row: True,
@@ -51,88 +67,46 @@ SHOWN: Mapping[str, Callable[[Row], object]] = {
     "line": lambda row: row.state and row.state.waiting,
     "limited": lambda row: row.state and row.state.limit is not None,
     "reserved": lambda row: row.state and row.state.reservation,
-    "overdue": lambda row: row.state and row.state.is_overdue,
-    "paused": lambda row: row.state and row.state.is_paused,
+    "overdue": lambda row: "overdue" in row.troubles,
+    "paused": lambda row: "paused" in row.troubles,
     "damaged": lambda row: row.problem,
     "trouble": lambda row: row.problem or (row.state and row.state.aside),
 }
 
-TOTALS = ("held", "line", "overdue", "paused", "reserved", "damaged")  # counted for the page
+COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
 
 ORDERS: Mapping[str, Callable[[Row], Any]] = {
     "key": lambda row: row.key,
-    "trouble": lambda row: min(map(TROUBLES.index, _troubles(row)), default=len(TROUBLES)),
+    "trouble": lambda row: min(map(TROUBLES.index, row.troubles), default=len(TROUBLES)),
     "held": lambda row: (
-        -max((one.held for one in row.state.holders), default=0.0) if row.state else 0
+        -max((one.held for one in row.state.holders), default=0.0) if row.state else 0.0
     ),
     "waiting": lambda row: -row.state.waiting if row.state else 0,
 }
 
 
-def _troubles(row: Row) -> Sequence[str]:
-    return row.state.troubles if row.state else ["damaged"]
-
-
-class Listing:
+def listing(overview: Overview) -> Listing:
     """
-    All locks, as they were when they were read.
+    Read all locks.  Blocks; the lock server answers others in between.
 
-    Args:
-        rows: One for each lock, in any order.
-        is_cut: Whether there are more locks than are listed.
-
-    Attributes:
-        at: UNIX time of the reading, by the clock of this process.
-        is_cut: The argument of that name.
+    Raises:
+        StoreError: A server did not answer.
     """
+    rows: list[Row] = []
+    for names in overview.names():
+        rows.extend(_rows(names, overview.look(names)))
+        if len(rows) >= LOCKS_MOST:
+            break
+    rows.sort()  # by key, then by name
+    totals = {kind: sum(map(bool, map(SHOWN[kind], rows))) for kind in COUNTED}
+    return Listing(rows, totals, is_cut=len(rows) >= LOCKS_MOST)
 
-    def __init__(self, rows: Sequence[Row], *, is_cut: bool = False) -> None:
-        self._sorted = {"key": sorted(rows, key=lambda row: (row.key, row.name))}
-        self._found: dict[tuple[str, ...], list[Row]] = {}
-        self.is_cut = is_cut
-        self.at = time.time()
 
-    def __len__(self) -> int:
-        return len(self._sorted["key"])
-
-    @classmethod
-    def read(cls, overview: Overview) -> Listing:
-        """
-        Read all locks.  Blocks; the lock server answers others in between.
-
-        Raises:
-            StoreError: A server did not answer.
-        """
-        rows: list[Row] = []
-        for names in overview.names():
-            rows.extend(_rows(names, overview.look(names)))
-            if len(rows) >= LOCKS_MOST:
-                return cls(rows, is_cut=True)
-        return cls(rows)
-
-    @cached_property
-    def totals(self) -> Mapping[str, int]:
-        """How many locks there are of each kind that the page counts."""
-        rows = self._sorted["key"]
-        return {kind: sum(map(bool, map(SHOWN[kind], rows))) for kind in TOTALS}
-
-    def find(self, search: str, shown: str, order: str) -> list[Row]:
-        """Return the locks that match, in this order; what is equal in it comes by key."""
-        words = search.casefold().split()[:WORDS_MOST]
-        asked = (order, shown, *words)
-        found = self._found.get(asked)
-        if found is None:
-            # Sorting is stable, so each lock has one place.  Two threads may do it at once.
-            rows = self._sorted.get(order)
-            if rows is None:
-                rows = self._sorted[order] = sorted(self._sorted["key"], key=ORDERS[order])
-            found = list(filter(SHOWN[shown], rows)) if shown != "all" else rows
-            for word in words:
-                found = [row for row in found if word in row.words]
-            if len(self._found) >= FOUND_MOST:
-                self._found.clear()
-            self._found[asked] = found
-        return found
+def find(rows: Sequence[Row], search: str, shown: str, order: str) -> list[Row]:
+    """Return the locks that match, in this order; what is equal in it comes by key."""
+    words = search.casefold().split()[:WORDS_MOST]
+    found = [row for row in filter(SHOWN[shown], rows) if all(word in row.words for word in words)]
+    return found if order == "key" else sorted(found, key=ORDERS[order])
 
 
 def _rows(names: Sequence[str], states: Sequence[LockState | StoreError]) -> Iterator[Row]:
@@ -147,9 +121,9 @@ def _rows(names: Sequence[str], states: Sequence[LockState | StoreError]) -> Ite
 
 
 def _words(state: LockState) -> str:
-    told = [state.key]
+    words = [state.key]
     for holder in state.holders:
-        told += filter(None, (holder.who, holder.task, holder.id, holder.worker))
+        words += filter(None, (holder.who, holder.task, holder.id, holder.worker))
     if state.reservation is not None:
-        told.append(state.reservation.id)
-    return "\n".join(map(str, told)).casefold()
+        words.append(state.reservation.id)
+    return "\n".join(words).casefold()

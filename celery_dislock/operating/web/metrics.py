@@ -7,7 +7,7 @@ Mount it at ``/metrics`` of any WSGI application, or serve it alone::
 
     make_server("127.0.0.1", 9540, make_wsgi_app(app)).serve_forever()
 
-It reads the lock server, and needs no worker in its process.  Where a reading takes long, because
+It reads the lock server, and needs no worker in its process.  If a reading takes long, because
 there are very many locks, those who ask meanwhile get the last one.  It answers 200 also if the
 lock server is away: ``celery_dislock_server_up`` is 0 then.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.operating.counting import BUCKETS
 from celery_dislock.operating.metrics import METRICS, Metrics, Reading
-from celery_dislock.operating.web.shared import Outage, Shared
+from celery_dislock.operating.web.cache import Cache
 from celery_dislock.parking.process import runtime_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         runtime: Runtime[Any]
 
 
-QUICK = 0.25  # seconds: such a reading is not kept for others
 NEEDS = "Metrics for Prometheus need prometheus_client: pip install 'celery-dislock[metrics]'"
 
 
@@ -70,8 +69,8 @@ class Collector:
 
     def __init__(self, locks: Dislock | Celery) -> None:
         runtime = getattr(locks, "runtime", None)
-        metrics = Metrics(runtime_of(locks) if runtime is None else runtime)
-        self._shared = Shared(metrics.read, Outage(), fresh=0.0, quick=QUICK)
+        self._metrics = Metrics(runtime_of(locks) if runtime is None else runtime)
+        self._cache = Cache(0.0)  # keeps only what took long to read
 
     def describe(self) -> list[Any]:
         """Return the families without samples, so that a request can choose some by name."""
@@ -79,9 +78,9 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Read the lock server, and return a family for each metric; blocks."""
-        reading = self._shared.get().value
+        reading = self._cache.get("metrics", self._metrics.read).value
         if not reading.up:  # it took long because nobody answered
-            self._shared.forget()
+            self._cache.forget()
         for metric in METRICS:
             yield _family(metric, reading)
 

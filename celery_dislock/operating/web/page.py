@@ -1,21 +1,21 @@
-"""The page as a WSGI application: ``Page(app)`` can be mounted at any path of any framework.
+"""The page as a WSGI application: ``Page(app, user=...)`` can be mounted at any path.
 
-It serves three static files and a little JSON that their script asks for.  Reading changes nothing.
-A change needs a login, a POST from this page itself, and the token of the session.
+It serves three static files and the JSON that their script asks for.  It has no accounts: the
+application that mounts it says at each request who asks.  Reading changes nothing.  A change needs
+a POST that this page itself has sent, by somebody who may change locks.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
-import threading
-from contextlib import suppress
-from functools import partial
-from http import HTTPStatus
+import re
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery import Celery
+from werkzeug.exceptions import BadRequest, Conflict, Forbidden, HTTPException, NotFound
+from werkzeug.routing import Map, Rule
+from werkzeug.utils import redirect
+from werkzeug.wrappers import Request, Response
 
 from celery_dislock.exceptions import (
     DamagedLockError,
@@ -25,486 +25,386 @@ from celery_dislock.exceptions import (
     StoreError,
 )
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.metrics import Metrics
-from celery_dislock.operating.web.backend import Backend, lock_as_json, row_as_json
-from celery_dislock.operating.web.figures import LastHour
-from celery_dislock.operating.web.http import (
-    HEADERS,
-    LOOPBACK,
-    Refused,
-    Request,
-    Response,
-    number,
-    refusal,
-    text,
-)
-from celery_dislock.operating.web.listing import ORDERS, PAGE, SHOWN
-from celery_dislock.operating.web.login import LoginFile
+from celery_dislock.operating.web.cache import Cache
+from celery_dislock.operating.web.listing import ORDERS, SHOWN, find, listing
+from celery_dislock.operating.web.locks import PLACES, AppLocks, as_json
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
-from celery_dislock.operating.web.sessions import (
-    COOKIE,
-    SECRET_LEAST,
-    SESSION,
-    Sessions,
-    Throttle,
-    set_cookie,
-)
-from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.view import ReservationState, shown_key
+from celery_dislock.words import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
-    from celery_dislock.operating.web.sessions import Session
+    from celery_dislock.operating.web.cache import Kept
     from celery_dislock.servers.view import Holder
 
-STATIC = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/static/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/static/page.js": ("page.js", "text/javascript; charset=utf-8"),
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/static/page.css": ("page.css", "text/css"),
+    "/static/page.js": ("page.js", "text/javascript"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
+BODY_MOST = 16 * 1024  # bytes of a form
+LISTED = 50  # locks of a page of the list
+HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
-MEASURING_MOST = 2  # requests for /metrics that are answered at a time
 LIMIT_MOST = 10**6  # of leases
 TOKEN_MOST = 2**63
 
+# The page loads its own files only, runs no inline script, and is shown in no frame.
+POLICY = (
+    "default-src 'none'; "
+    "script-src 'self'; "
+    "style-src 'self'; "
+    "img-src 'self' data:; "
+    "connect-src 'self'; "
+    "form-action 'self'; "
+    "frame-ancestors 'none'; "
+    "base-uri 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",  # "no-referrer" makes browsers send "Origin: null"
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+NO_HOST = "The page does not answer to this host name; see allowed_hosts (--allow-host)."
+NO_USER = (
+    "You may not look at this page. Log in where it is mounted, or open the address with the token "
+    "that `celery dislock web` has printed."
+)
+READ_ONLY = "You may look at this page, and not change anything."
+FROM_ELSEWHERE = "This form was not sent by this page: its Origin is another, or is missing."
+ENDED = "Nothing was changed: it had ended already."
+WRONG = "Something went wrong; the page's log has more."
+
 logger = logging.getLogger("celery_dislock")
+
+
+class Visitor(NamedTuple):
+    """
+    Who asks.
+
+    Attributes:
+        name: The name, for the log.
+        may_act: Whether the visitor may change locks.
+    """
+
+    name: str
+    may_act: bool
+
+
+class PageRequest(Request):
+    """A request whose body is bounded."""
+
+    max_content_length = max_form_memory_size = BODY_MOST
 
 
 class Page:
     """
     The locks of an app in a browser; a WSGI application.
 
-    Reading is open to browsers on this machine, if the page has loopback names only.  All others
-    have to log in.  The lock server is read every few seconds at most, for all browsers together.
-
-    *figures* returns ``{"tasks": [{"task": "shop.export", "acquired": 3, "refused": 1, "parked": 0,
-    "lost": 0}], "seconds": 3600}``, or None if nobody counts.
+    The lock server is read every few seconds at most, for all browsers together.
 
     Args:
         app: The Celery app, or its ``Dislock``.
-        login: Tells whether a password is right: called with user and password.  If it has a method
-            ``stamp``, sessions of a user end when ``stamp(user)`` returns other bytes than before,
-            or None.  Or the path of a login file, see
-            :class:`celery_dislock.operating.web.login.LoginFile`.  None: nobody can log in.
-        allow_actions: Whether those who are logged in may free, drop, pause and limit.
+        user: Says who asks: called with the WSGI environment of each request, returns the name of
+            somebody who may look at the page; None: nobody who may.
+        allow_actions: Whether they may free, drop, pause and limit.  Or a function that says so:
+            called as *user* is, for those who may look.
         show_arguments: Whether arguments of parked tasks are shown.
-        read_without_login: Whether one may read without a login.  None: only on this machine, and
-            only if *allowed_hosts* has no other name.
         allowed_hosts: Host names by which the page is reached, without ports; ``"*"`` is any.
-            Other names are refused: a page of somebody else can give its own name this address.
-            None: the loopback names.
-        secret: Signs the sessions, 16 bytes or more; None: a random one, of this object.  Several
-            processes that serve one page need the same.
-        session_seconds: For how long a login lasts.
-        figures: Returns the last hour's counts, as above; None: those of ``dislock_metrics``.
-        metrics: A WSGI application for ``/metrics``, for those who may read; None: that of
-            :mod:`celery_dislock.operating.web.metrics`, if its extra is installed.
+            Other names are refused: a site of somebody else can give its own name this address.
 
     Raises:
-        SettingsError: An argument cannot be used, or two of them together.
+        SettingsError: An argument cannot be used.
     """
 
-    def __init__(  # noqa: PLR0913 -- each is a parameter of its own
+    def __init__(
         self,
         app: Any,
         *,
-        login: Callable[[str, str], bool] | str | None = None,
-        allow_actions: bool = False,
+        user: Callable[[WSGIEnvironment], str | None],
+        allow_actions: bool | Callable[[WSGIEnvironment], bool] = False,
         show_arguments: bool = False,
-        read_without_login: bool | None = None,
-        allowed_hosts: Sequence[str] | None = None,
-        secret: bytes | str | None = None,
-        session_seconds: float = SESSION,
-        figures: Callable[[], Mapping[str, Any] | None] | None = None,
-        metrics: WSGIApplication | None = None,
+        allowed_hosts: Sequence[str] = LOOPBACK,
     ) -> None:
-        if allow_actions and login is None:
-            remedy = "give a login, too: an action needs somebody who did it"
-            raise SettingsError("the page", "allow_actions", allow_actions, remedy)
         if isinstance(allowed_hosts, str):
             remedy = "give a list of host names"
             raise SettingsError("the page", "allowed_hosts", allowed_hosts, remedy)
-        key = secret.encode() if isinstance(secret, str) else secret
-        if key is not None and len(key) < SECRET_LEAST:
-            remedy = f"use {SECRET_LEAST} bytes at least"
-            raise SettingsError("the page", "secret", "...", remedy)
-        self._login = _checker(login)
+        self._user = user
         self._allow_actions = allow_actions
         self._show_arguments = show_arguments
-        self._read_without_login = read_without_login
-        self._hosts = {
-            name.lower() for name in (LOOPBACK if allowed_hosts is None else allowed_hosts)
-        }
-        self._session_seconds = session_seconds
-        self._backend = _backend(app)
-        self._figures = figures or LastHour(Metrics(self._backend.runtime).counters)
-        self._metrics = metrics or _own_metrics(app)
-        self._sessions = Sessions(
-            key or secrets.token_bytes(32),
-            getattr(self._login, "stamp", lambda _user: b""),
-            seconds=session_seconds,
-        )
-        self._throttle = Throttle()
-        self._measuring = threading.BoundedSemaphore(MEASURING_MOST)
+        self._hosts = {name.lower() for name in allowed_hosts}
+        self._locks = AppLocks(app)
+        self._cache = Cache()
+        self._metrics = _metrics(app)
         static = files("celery_dislock.operating.web").joinpath("static")
-        self._static = {
-            path: (static.joinpath(name).read_bytes(), kind)
-            for path, (name, kind) in STATIC.items()
+        self._files = {
+            path: (static.joinpath(name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
-        self._reads: Mapping[str, Callable[[Request], Response]] = {
-            "/api/session": self._session,
-            "/api/locks": self._locks,
-            "/api/lock": self._lock,
-            "/api/figures": self._last_hour,
+        reads = {"/api/locks": self._list, "/api/lock": self._lock, "/metrics": self._measure}
+        acts = {
+            "/api/free": self._free,
+            "/api/unreserve": self._unreserve,
+            "/api/terminate": self._terminate,
+            "/api/drop": self._drop,
+            "/api/limit": self._limit,
         }
-        self._changes: Mapping[str, Callable[[Request, Session], Response]] = {
-            "/api/logout": self._log_out,
-            "/api/free": self._acting(self._free),
-            "/api/unreserve": self._acting(self._unreserve),
-            "/api/terminate": self._acting(self._terminate),
-            "/api/drop": self._acting(self._drop),
-            "/api/limit": self._acting(self._limit),
-        }
+        rules = [
+            *(Rule(path, endpoint=path, methods=["GET"]) for path in FILES),
+            *(Rule(path, endpoint=read, methods=["GET"]) for path, read in reads.items()),
+            *(Rule(path, endpoint=act, methods=["POST"]) for path, act in acts.items()),
+        ]
+        self._routes = Map(rules, merge_slashes=False).bind("")
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Answer a request."""
-        request = Request(environ)
+        request = PageRequest(environ)
         try:
-            self._check_host(request)
-            if request.path == "/metrics":
-                return self._measured(request, start_response)
             response = self._answer(request)
-        except Refused as exc:
-            response = refusal(exc)
-        except LockKeyError as exc:
-            response = refusal(Refused(HTTPStatus.BAD_REQUEST, str(exc)))
-        except DamagedLockError as exc:  # the others can be used
-            response = refusal(Refused(HTTPStatus.CONFLICT, str(exc)))
-        except StoreError as exc:
-            response = refusal(Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(exc)))
-        except SettingsError as exc:
-            logger.error("The page cannot answer: %s", exc)  # noqa: TRY400 -- it says all
-            told = "The page is not set up right; its log says what is wrong."
-            response = refusal(Refused(HTTPStatus.INTERNAL_SERVER_ERROR, told))
+        except HTTPException as exc:
+            response = _error(exc.description, exc.get_response(environ))
         except DislockError as exc:
-            response = refusal(Refused(HTTPStatus.CONFLICT, str(exc)))
+            response = _error(str(exc), Response(status=_status(exc)))
         except Exception:
             logger.exception("The page cannot answer")
-            told = "Something went wrong; the page's log has more."
-            response = refusal(Refused(HTTPStatus.INTERNAL_SERVER_ERROR, told))
-        return response.send(start_response, without_body=request.method == "HEAD")
-
-    def note(self) -> None:
-        """
-        Note what was counted, for the last hour; blocks for a round trip, every few minutes.
-
-        Called for each reading of the list, and by a server of the page also while nobody looks.
-        """
-        if isinstance(self._figures, LastHour):
-            with suppress(StoreError):  # the next note has what this one lacks
-                self._figures.note()
+            response = _error(WRONG, Response(status=500))
+        response.headers.update(HEADERS)
+        return response(environ, start_response)
 
     def _answer(self, request: Request) -> Response:
-        path = request.path
-        if path == "":  # without a slash at the end, relative addresses lead elsewhere
-            self._check_method(request, "GET", "HEAD")
-            headers = [("Location", f"{request.mount}/")]
-            return Response(b"", "text/plain", HTTPStatus.PERMANENT_REDIRECT, headers)
-        if path in self._static:
-            self._check_method(request, "GET", "HEAD")
-            return Response(*self._static[path])
-        if path in self._reads:
-            self._check_method(request, "GET", "HEAD")
-            if path != "/api/session":
-                self._check_reader(request)
-            return self._reads[path](request)
-        if path == "/api/login":
-            self._check_method(request, "POST")
-            request.check_origin()
-            return self._log_in(request)
-        if path in self._changes:
-            self._check_method(request, "POST")
-            request.check_origin()
-            return self._changes[path](request, self._check_session(request))
-        raise Refused(HTTPStatus.NOT_FOUND, "There is nothing here.")
-
-    def _measured(self, request: Request, start_response: StartResponse) -> Iterable[bytes]:
-        self._check_method(request, "GET", "HEAD")
-        self._check_reader(request)
-        if self._metrics is None:
-            raise Refused(HTTPStatus.NOT_FOUND, NEEDS)
-        if not self._measuring.acquire(blocking=False):  # the others' threads are for the page
-            headers = [("Retry-After", "5")]
-            raise Refused(
-                HTTPStatus.SERVICE_UNAVAILABLE, "Others ask for the metrics now.", headers
-            )
-        try:
-            return list(self._metrics(request.environ, _protected(start_response)))
-        finally:
-            self._measuring.release()
+        self._check_host(request)
+        if not request.environ.get("PATH_INFO"):  # relative addresses need a slash at the end
+            return redirect(root_of(request), 308)
+        endpoint, _ = self._routes.match(request.path, request.method)
+        if endpoint in self._files:
+            content, kind = self._files[endpoint]
+            return Response(content, mimetype=kind)
+        visitor = self._visitor(request)
+        if request.method == "POST":
+            return self._act(endpoint, request, visitor)
+        answer: Response = endpoint(request, visitor)
+        return answer
 
     # Who may do what.
 
     def _check_host(self, request: Request) -> None:
-        if "*" not in self._hosts and request.host[0] not in self._hosts:
-            told = "The page does not answer to this host name; see allowed_hosts (--allow-host)."
-            raise Refused(HTTPStatus.MISDIRECTED_REQUEST, told)
+        host = host_of(request.environ)
+        if not host or self._hosts.isdisjoint({host, "*"}):
+            raise BadRequest(NO_HOST)
 
-    @staticmethod
-    def _check_method(request: Request, *allowed: str) -> None:
-        if request.method not in allowed:
-            told = f"Use {allowed[0]} here."
-            headers = [("Allow", ", ".join(allowed))]
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, told, headers)
-
-    def _user(self, request: Request) -> Session | None:
-        return self._sessions.of(request.cookie(COOKIE)) if self._login is not None else None
-
-    def _may_read(self, request: Request) -> bool:
-        is_open = self._read_without_login
-        if is_open is None:
-            # A page with another name is served past a proxy, perhaps, which hides where a request
-            # comes from.
-            is_open = self._hosts.issubset(LOOPBACK) and request.is_local
-        return is_open or self._user(request) is not None
-
-    def _check_reader(self, request: Request) -> None:
-        if self._may_read(request):
-            return
-        if self._login is None:
-            told = (
-                "From another machine, or past a proxy, one has to log in to read, and this page "
-                "has no login; see login (--login-file) and read_without_login."
-            )
-            raise Refused(HTTPStatus.FORBIDDEN, told)
-        raise _no_session()
-
-    def _check_session(self, request: Request) -> Session:
-        """Return the session of a form, whose token is right."""
-        session = self._user(request)
-        if session is None:
-            raise _no_session()
-        if not self._sessions.is_token(session, text(request.form, "csrf")):
-            raise Refused(HTTPStatus.FORBIDDEN, "The form's token is not that of your session.")
-        return session
-
-    # Logging in and out.
-
-    def _session(self, request: Request) -> Response:
-        return Response.json(self._told_of(request, self._user(request)))
-
-    def _told_of(self, request: Request, session: Session | None) -> dict[str, Any]:
-        return {
-            "user": session.user if session else None,
-            "csrf": self._sessions.token(session) if session else None,
-            "ends": session.ends if session else None,
-            "may_read": session is not None or self._may_read(request),
-            "may_act": session is not None and self._allow_actions,
-            "has_login": self._login is not None,
-            "has_actions": self._allow_actions,
-        }
-
-    def _log_in(self, request: Request) -> Response:
-        if self._login is None:
-            raise Refused(HTTPStatus.FORBIDDEN, "This page has no login.")
-        user, password = text(request.form, "user"), text(request.form, "password")
-        pause = self._throttle.begin(request.address)
-        if pause:
-            logger.warning(
-                "Page: a login as %r from %s was not tried: too many have failed.",
-                *(user[:64], request.address),
-            )
-            told = f"Too many logins have failed. Try again in {pause:.0f} s."
-            headers = [("Retry-After", str(int(pause) + 1))]
-            raise Refused(HTTPStatus.TOO_MANY_REQUESTS, told, headers)
-        if not self._login(user, password):
-            logger.warning("Page: a login as %r from %s failed.", user[:64], request.address)
-            raise Refused(HTTPStatus.UNAUTHORIZED, "The name or the password is wrong.", login=True)
-        self._throttle.succeeded(request.address)
-        logger.info("Page: %r logged in from %s.", user, request.address)
-        session, cookie = self._sessions.begin(user)
-        headers = [set_cookie(request, cookie, self._session_seconds)]
-        return Response.json(self._told_of(request, session), headers=headers)
-
-    def _log_out(self, request: Request, session: Session) -> Response:
-        self._sessions.end(session)
-        told = {**self._told_of(request, None), "may_read": self._may_read(request)}
-        return Response.json(told, headers=[set_cookie(request, "", 0)])
+    def _visitor(self, request: Request) -> Visitor:
+        name = self._user(request.environ)
+        if not name:
+            raise Forbidden(NO_USER)
+        if not isinstance(name, str):  # True, or an anonymous user of a framework
+            raise TypeError(f"user() of the page returned {name!r}: return a name, or None")
+        allow = self._allow_actions
+        return Visitor(name, bool(allow(request.environ) if callable(allow) else allow))
 
     # Reading.
 
-    def _locks(self, request: Request) -> Response:
-        order, shown = request.query.get("order", "key"), request.query.get("show", "all")
+    def _list(self, request: Request, visitor: Visitor) -> Response:
+        order, shown = request.args.get("order", "key"), request.args.get("show", "all")
         if order not in ORDERS or shown not in SHOWN:
-            raise Refused(HTTPStatus.BAD_REQUEST, "There is no such order or choice.")
-        page = number(request.query, "page", 1, PAGES_MOST)
-        reading = self._backend.listing()
-        if reading.away is None:
-            self.note()
-        rows = reading.value.find(request.query.get("search", ""), shown, order)
-        pages = max(1, -(-len(rows) // PAGE))
-        page = min(max(page, 1), pages)
-        return Response.json(
-            {
-                "locks": [row_as_json(row) for row in rows[(page - 1) * PAGE : page * PAGE]],
-                "found": len(rows),
-                "all": len(reading.value),
-                "is_cut": reading.value.is_cut,
-                "totals": reading.value.totals,
-                "page": page,
-                "pages": pages,
-                "first": (page - 1) * PAGE,
-                "age": reading.age,
-                "away": str(reading.away) if reading.away else None,
-                "server": self._backend.server,
-            }
+            raise BadRequest("There is no such order or choice.")
+        kept = self._cache.get("list", lambda: listing(self._locks.overview))
+        rows, totals, is_cut = kept.value
+        found = find(rows, request.args.get("search", ""), shown, order)
+        pages = max(1, -(-len(found) // LISTED))
+        page = min(max(request.args.get("page", 1, int), 1), pages)
+        first = (page - 1) * LISTED
+        answer = {
+            "locks": [
+                {
+                    **(as_json(row.state, most=HOLDERS_LISTED) if row.state else {}),
+                    "key": row.key,
+                    "name": row.name,
+                    "problem": row.problem,
+                }
+                for row in found[first : first + LISTED]
+            ],
+            "found": len(found),
+            "all": len(rows),
+            "is_cut": is_cut,
+            "totals": totals,
+            "page": page,
+            "pages": pages,
+            "first": first,
+            "server": self._locks.server,
+        }
+        return _read(answer, kept, visitor)
+
+    def _lock(self, request: Request, visitor: Visitor) -> Response:
+        key = request.args.get("key")
+        name = self._lock_name(request.args) if key is None else self._locks.name_of(key)
+        first = min(max(request.args.get("first", 0, int), 0), PAGES_MOST)
+        kept = self._cache.get(
+            (name, first), lambda: self._locks.overview.lock(name, first, PLACES)
         )
-
-    def _lock(self, request: Request) -> Response:
-        if "key" in request.query:
-            name = self._backend.name_of(request.query["key"])
-        else:
-            name = self._name(request.query)
-        first = number(request.query, "first", 0, PAGES_MOST)
-        session = self._user(request)
-        reading = self._backend.lock(name, first)
-        told = lock_as_json(
-            reading.value,
-            first,
-            show_owners=session is not None and self._allow_actions,
-            show_arguments=self._show_arguments,
+        answer = as_json(
+            kept.value, show_owners=visitor.may_act, show_arguments=self._show_arguments
         )
-        away = str(reading.away) if reading.away else None
-        return Response.json({**told, "age": reading.age, "away": away})
+        return _read({**answer, "first": first, "places": PLACES}, kept, visitor)
 
-    def _last_hour(self, _request: Request) -> Response:
-        told = self._figures()
-        return Response.json(told if told is not None else {"off": True})
+    def _measure(self, request: Request, _visitor: Visitor) -> Response:
+        if self._metrics is None:
+            raise NotFound(NEEDS)
+        return Response.from_app(self._metrics, request.environ)
 
-    def _name(self, fields: Mapping[str, str]) -> str:
-        name = text(fields, "name")
-        if not self._backend.is_name(name):
-            raise Refused(HTTPStatus.BAD_REQUEST, "This is not the name of a lock.")
+    def _lock_name(self, fields: Mapping[str, str]) -> str:
+        name = fields["name"]
+        if not self._locks.is_name(name):
+            raise BadRequest("This is not the name of a lock.")
         return name
 
-    # Actions.
-
-    def _acting(
-        self, act: Callable[[Request, Session, str], str | None]
-    ) -> Callable[[Request, Session], Response]:
-        return partial(self._act, act)
+    # Actions: each returns what was done, in words; None if there was nothing to do it to.
 
     def _act(
         self,
-        act: Callable[[Request, Session, str], str | None],
+        act: Callable[[Mapping[str, str], str, str], str | None],
         request: Request,
-        session: Session,
+        visitor: Visitor,
     ) -> Response:
-        if not self._allow_actions:
-            raise Refused(HTTPStatus.FORBIDDEN, "This page is for reading only.")
+        check_origin(request)
+        if not visitor.may_act:
+            raise Forbidden(READ_ONLY)
         try:
-            done = act(request, session, self._name(request.form))
-        except SettingsError as exc:  # such as a limit that this lock server cannot keep
-            raise Refused(HTTPStatus.CONFLICT, str(exc)) from exc
+            done = act(request.form, self._lock_name(request.form), visitor.name)
         finally:
-            self._backend.forget()
+            self._cache.forget()
         if done is None:
-            told = "Nothing was changed: it had ended already."
-            return Response.json({"done": False, "text": told})
-        logger.warning("Page: %r %s; asked from %s.", session.user, done, request.address)
-        return Response.json({"done": True, "text": f"{done[:1].upper()}{done[1:]}."})
+            return _json({"done": False, "text": ENDED})
+        logger.warning("Page: %r %s; asked from %s.", visitor.name, done, request.remote_addr)
+        return _json({"done": True, "text": f"{done[:1].upper()}{done[1:]}."})
 
-    def _free(self, request: Request, _session: Session, name: str) -> str | None:
-        holder = self._shown_holder(request, name)
-        if holder is None or not self._backend.actions.free(name, holder.owner, holder.token):
+    def _free(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
+        holder = self._shown_holder(form, name)
+        if holder is None or not self._locks.actions.free(name, holder.owner, holder.token):
             return None
         return f"freed lock {key_of(name)!r} of {_of(holder)}"
 
-    def _unreserve(self, request: Request, _session: Session, name: str) -> str | None:
-        task_id, mark = text(request.form, "id"), text(request.form, "mark")
-        shown = ReservationState(
-            task_id, "", 0, 0, mark, number(request.form, "number", 0, TOKEN_MOST)
-        )
-        if not self._backend.actions.end_reservation(name, shown):
+    def _unreserve(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
+        task_id = form["id"]
+        mark, number = form["mark"], _number(form, "number", TOKEN_MOST)
+        shown = ReservationState(task_id, "", 0, 0, mark, number)
+        if not self._locks.actions.end_reservation(name, shown):
             return None
         return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
 
-    def _terminate(self, request: Request, _session: Session, name: str) -> str | None:
-        holder = self._shown_holder(request, name)
+    def _terminate(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
+        holder = self._shown_holder(form, name)
         if holder is None:
             return None
         if not holder.can_be_terminated:
-            raise Refused(HTTPStatus.CONFLICT, "No worker runs it as a task that could be ended.")
-        self._backend.actions.terminate(holder)
+            raise Conflict("No worker runs it as a task that could be ended.")
+        self._locks.actions.terminate(holder)
         return f"told the workers to end {_of(holder)}, which holds lock {key_of(name)!r}"
 
-    def _shown_holder(self, request: Request, name: str) -> Holder | None:
+    def _shown_holder(self, form: Mapping[str, str], name: str) -> Holder | None:
         """Return the lease that the form names; None if it has ended."""
-        owner = text(request.form, "owner")
-        token = number(request.form, "token", 0, TOKEN_MOST)
-        state = self._backend.look(name)
-        same = [one for one in state.holders if (one.owner, one.token) == (owner, token)]
-        return same[0] if same else None
+        shown = form["owner"], _number(form, "token", TOKEN_MOST)
+        holders = self._locks.overview.lock(name, 0, 0).holders
+        return next((one for one in holders if (one.owner, one.token) == shown), None)
 
-    def _drop(self, request: Request, _session: Session, name: str) -> str | None:
-        ticket = text(request.form, "ticket")
-        if not self._backend.actions.drop(name, ticket):
+    def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
+        ticket = form["ticket"]
+        if not self._locks.actions.drop(name, ticket):
             return None
-        return (
-            f"dropped the parked task of ticket {ticket!r} from the line of lock {key_of(name)!r}"
-        )
+        key = key_of(name)
+        return f"dropped the parked task of ticket {ticket!r} from the line of lock {key!r}"
 
-    def _limit(self, request: Request, session: Session, name: str) -> str | None:
-        key, actions = key_of(name), self._backend.actions
-        if not text(request.form, "limit"):
+    def _limit(self, form: Mapping[str, str], name: str, user: str) -> str | None:
+        key, actions = key_of(name), self._locks.actions
+        if not form["limit"]:
             actions.limit(name, None)
             return f"took back the limit of lock {key!r}"
-        limit = number(request.form, "limit", 0, LIMIT_MOST)
-        why = request.form.get("why", "")
-        note = f"by {session.user}{': ' if why else ''}{why}"
+        limit, why = _number(form, "limit", LIMIT_MOST), form.get("why")
+        note = f"by {user}: {why}" if why else f"by {user}"
         actions.limit(name, limit, note=note)
         done = f"paused lock {key!r}" if limit == 0 else f"limited lock {key!r} to {limit} leases"
         return f"{done}, with the note {note!r}"
+
+
+def host_of(environ: WSGIEnvironment) -> str:
+    """Return the host that a browser asked for, without the port; empty: it named none."""
+    return re.sub(r":\d*$", "", str(environ.get("HTTP_HOST", "")).lower())
+
+
+def check_origin(request: Request) -> None:
+    """
+    Check that a page of this host sends the form.
+
+    The scheme may be another behind a proxy that ends TLS, but a page that came without TLS may
+    send nothing to one with TLS.
+
+    Raises:
+        Forbidden: It comes from elsewhere, or does not say where it comes from.
+    """
+    sender = request.headers.get("Origin", request.headers.get("Referer", "")).lower()
+    scheme, _, rest = sender.partition("://")
+    if (
+        request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin"
+        or scheme not in (("https",) if request.is_secure else ("http", "https"))
+        or rest.partition("/")[0] != request.headers["Host"].lower()
+    ):
+        raise Forbidden(FROM_ELSEWHERE)
+
+
+def root_of(request: Request) -> str:
+    """Return the path at which the page is mounted; slashes in front would name another host."""
+    path = request.root_path.strip("/")
+    return f"/{path}/" if path else "/"
+
+
+def _number(fields: Mapping[str, str], name: str, most: int) -> int:
+    """Return a field as a number from 0 to *most*."""
+    given = fields[name]
+    if not (given.isascii() and given.isdigit()) or int(given[:20]) > most:
+        raise BadRequest(f"{name} is not a number from 0 to {most}.")
+    return int(given)
+
+
+def _json(answer: Mapping[str, Any]) -> Response:
+    return Response(to_json(answer), mimetype="application/json")
+
+
+def _read(answer: Mapping[str, Any], kept: Kept[Any], visitor: Visitor) -> Response:
+    away = str(kept.away) if kept.away else None
+    return _json(
+        {**answer, "age": kept.age, "away": away, "user": visitor.name, "may_act": visitor.may_act}
+    )
+
+
+def _error(text: str | None, response: Response) -> Response:
+    """Say in JSON why a request is refused."""
+    response.data = to_json({"error": text})
+    response.mimetype = "application/json"
+    return response
+
+
+def _status(error: DislockError) -> int:
+    if isinstance(error, LockKeyError):
+        return 400
+    if isinstance(error, StoreError) and not isinstance(error, DamagedLockError):
+        return 503
+    return 409  # the lock is damaged, or what was asked cannot be done to it
 
 
 def _of(holder: Holder) -> str:
     return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"
 
 
-def _protected(start_response: StartResponse) -> StartResponse:
-    """Add our headers to the answer of another application."""
-
-    def start(status: str, headers: list[tuple[str, str]], *exc_info: Any) -> Callable[..., object]:
-        return start_response(status, [*headers, *HEADERS], *exc_info)
-
-    return start
-
-
-def _no_session() -> Refused:
-    return Refused(HTTPStatus.UNAUTHORIZED, "Log in first.", login=True)
-
-
-def _backend(app: Any) -> Backend:
-    if isinstance(app, Celery):
-        return Backend(runtime_of(app), app)
-    runtime = getattr(app, "runtime", None)
-    if runtime is None:
-        raise SettingsError("the page", "app", app, "give a Celery app, or its Dislock")
-    return Backend(runtime, vars(app).get("_app"))
-
-
-def _own_metrics(app: Any) -> WSGIApplication | None:
+def _metrics(app: Any) -> WSGIApplication | None:
     try:
         return make_wsgi_app(app)
     except ImportError:
         return None
-
-
-def _checker(
-    login: Callable[[str, str], bool] | str | None,
-) -> Callable[[str, str], bool] | None:
-    return login if login is None or callable(login) else LoginFile(login)

@@ -12,7 +12,6 @@ const TYPING = 300; // milliseconds after the last key until a search is asked f
 const byId = (id) => document.getElementById(id);
 const alertBox = byId("alert");
 
-let session = {};
 let view = {}; // what the address asks for
 let asked = 0; // counts views, so that a late answer to an earlier one is dropped
 let timer = 0;
@@ -20,7 +19,7 @@ let failures = 0;
 let seenAt = null; // when what is shown was true
 let lastLock = null;
 let searchTimer = 0;
-let needsLogin = false;
+let isRefused = false; // who looks at it may not, or not any more
 
 class Trouble extends Error {
   constructor(status, text) {
@@ -60,51 +59,45 @@ async function ask(path, fields) {
 
 async function poll() {
   clearTimeout(timer);
-  if (document.hidden || needsLogin) return;
+  if (document.hidden) return;
   const mine = asked;
   try {
-    if (session.ends && Date.now() / 1000 > session.ends) await checkSession("Your session has ended. Log in again.");
-    if (needsLogin) return;
-    await (view.name !== null || view.key !== null ? pollLock(mine) : pollList(mine));
+    const isLock = view.name !== null || view.key !== null;
+    const told = await ask(isLock ? lockAddress() : listAddress());
     if (mine !== asked) return;
     failures = 0;
+    shown(told);
+    (isLock ? showLock : showList)(told);
   } catch (error) {
     if (mine !== asked) return;
     if (!(error instanceof Trouble)) throw error;
-    if (error.status === 401) {
-      askForLogin(session.user ? "Your session has ended. Log in again." : "");
-      return;
-    }
     failures += 1;
-    showOld(error.message);
+    if (error.status === 403) refuse(error.message);
+    else showOld(error.message);
   }
   clearTimeout(timer);
   timer = setTimeout(poll, Math.min(POLL * 2 ** failures, POLL_MOST));
 }
 
-async function pollList(mine) {
-  const query = new URLSearchParams({ search: view.search, show: view.show, order: view.order, page: view.page });
-  const told = await ask(`api/locks?${query}`);
-  if (mine !== asked) return;
-  shown(told);
-  showList(told);
-  if (byId("hour").open) showHour(await ask("api/figures"));
+function listAddress() {
+  const { search, show, order, page } = view;
+  return `api/locks?${new URLSearchParams({ search, show, order, page })}`;
 }
 
-async function pollLock(mine) {
-  const query = new URLSearchParams({ first: view.first });
-  if (view.key !== null) query.set("key", view.key);
-  else query.set("name", view.name);
-  const told = await ask(`api/lock?${query}`);
-  if (mine !== asked) return;
-  shown(told);
-  showLock(told);
+function lockAddress() {
+  const { name, key, first } = view;
+  return `api/lock?${new URLSearchParams(key === null ? { name, first } : { key, first })}`;
 }
 
 // What is shown, and whether it still holds.
 
 function shown(told) {
   seenAt = Date.now() - told.age * 1000;
+  setText(byId("who"), plain(told.user) + (told.may_act ? "" : ", for reading"));
+  if (isRefused) {
+    isRefused = false;
+    showSections();
+  }
   if (told.away) {
     showOld(told.away);
   } else {
@@ -118,6 +111,17 @@ function showOld(reason) {
   document.documentElement.classList.add("old");
   setText(alertBox, seenAt === null ? plain(reason) : `What you see is old, of ${clock(seenAt)}. ${plain(reason)}`);
   showAge();
+}
+
+// Nothing that was shown stays on the screen.
+function refuse(reason) {
+  isRefused = true;
+  seenAt = null;
+  document.title = "Locks";
+  if (byId("confirm").open) byId("confirm").close();
+  for (const id of ["who", "server", "result"]) setText(byId(id), "");
+  showOld(reason);
+  showSections();
 }
 
 const isOld = () => document.documentElement.classList.contains("old");
@@ -273,7 +277,7 @@ function fillRow(row, lock) {
     ...(lock.limit === 0 ? [[`paused${ago(lock.limit_age)}`, true]] : lock.limit === null ? [] : [[`limit ${lock.limit}`, true]]),
     ...(first && first.expiring ? [["left to expire", false]] : []),
     ...(first && first.mode === "shared" ? [["shared", false]] : []),
-    ...(lock.reserved ? [[`reserved${ago(lock.reserved_for)}`, false]] : []),
+    ...(lock.reservation ? [[`reserved${ago(lock.reservation.since)}`, false]] : []),
     ...(lock.aside ? [[`${lock.aside} set aside`, true]] : []),
   ]);
 }
@@ -284,22 +288,6 @@ function badges(parent, texts) {
   const items = texts.map(([text, isWarning]) => ({ text, isWarning }));
   sync(parent, items, (item) => item.text,
     (item) => make("span", { className: item.isWarning ? "badge warn" : "badge" }, item.text), () => {});
-}
-
-function showHour(told) {
-  const table = byId("figures");
-  table.hidden = Boolean(told.off) || !told.tasks.length;
-  if (told.off) {
-    setText(byId("hour-text"), "The metrics are off, so nobody counts. Set dislock_metrics to turn them on.");
-    return;
-  }
-  const none = told.tasks.length ? "" : "No task has asked for a lock.";
-  setText(byId("hour-text"), `Of the last ${duration(told.seconds)}. ${none}`.trim());
-  const columns = ["task", "acquired", "refused", "parked", "lost"];
-  sync(table.tBodies[0], told.tasks, (one) => one.task,
-    () => make("tr", { role: "row" }, make("th", { role: "rowheader", scope: "row" }),
-      ...columns.slice(1).map((name) => make("td", { role: "cell", "data-label": name }))),
-    (row, one) => columns.forEach((name, nth) => setText(row.cells[nth], nth ? one[name].toLocaleString() : plain(one[name]) || "plain Python")));
 }
 
 // One lock.
@@ -321,7 +309,7 @@ function showLock(lock) {
   if (lock.troubles.includes("stuck")) told.push("It is stuck: others wait, and nobody holds it.");
   if (lock.aside) told.push(`${countOf(lock.aside, "parked task was", "parked tasks were")} set aside: no worker could read or run it.`);
   setText(byId("lock-text"), told.join(" "));
-  byId("limits").hidden = !session.may_act;
+  byId("limits").hidden = !lock.may_act;
   byId("pause").hidden = lock.limit === 0;
   byId("resume").hidden = lock.limit === null;
   setText(byId("resume"), lock.limit === 0 ? "Resume" : "Take back the limit");
@@ -331,7 +319,7 @@ function showLock(lock) {
   byId("reserved").hidden = !reserved;
   if (reserved) {
     setText(byId("reservation"), `${reservedFor(reserved)} It ends in ${duration(reserved.remaining)}${reserved.state === "ended" ? "" : ", unless it is renewed"}.`);
-    byId("unreserve").hidden = !(session.may_act && reserved.mark !== undefined);
+    byId("unreserve").hidden = !lock.may_act;
   }
   byId("with-turns").hidden = !lock.turns.length;
   sync(byId("turns"), lock.turns, (one) => one.ticket, makePlace, fillPlace);
@@ -371,7 +359,7 @@ function fillHolder(item, holder) {
   const place = [holder.host ? `host ${plain(holder.host)}` : "", holder.pid ? `pid ${holder.pid}` : ""].filter(Boolean).join(", ");
   setText(more, [`${holder.mode}${holder.expiring ? ", left to expire" : ""}`, place, `token ${holder.token}`].filter(Boolean).join(", "));
   const [end, button] = item.querySelectorAll("button");
-  button.hidden = !(session.may_act && holder.owner !== undefined);
+  button.hidden = !lastLock.may_act;
   button.setAttribute("aria-label", `Free the lock of ${plain(holder.who)}`);
   end.hidden = button.hidden || !holder.can_be_terminated;
   end.setAttribute("aria-label", `End the task ${plain(holder.who)}`);
@@ -399,7 +387,7 @@ function fillPlace(item, place) {
     place.args ? plain(place.args) : "",
   ].filter((text, nth) => text || !nth).join(", "));
   const button = item.querySelector("button");
-  button.hidden = !(session.may_act && place.parked);
+  button.hidden = !(lastLock.may_act && place.parked);
   button.setAttribute("aria-label", `Drop ${plain(place.who)} from the line`);
 }
 
@@ -426,15 +414,10 @@ function confirmed(title, text, button) {
 
 async function act(path, fields) {
   try {
-    const told = await ask(path, { ...fields, csrf: session.csrf });
+    const told = await ask(path, fields);
     setText(byId("result"), plain(told.text));
   } catch (error) {
     if (!(error instanceof Trouble)) throw error;
-    setText(byId("result"), "");
-    if (error.status === 401) {
-      askForLogin("Your session has ended, and nothing was changed. Log in again.");
-      return;
-    }
     const isUnsure = error.status === 0 || error.status >= 500;
     setText(byId("result"), `${plain(error.message)}${isUnsure ? " It may have been done all the same: look again." : " Nothing was changed."}`);
   }
@@ -461,7 +444,7 @@ async function unreserve() {
   if (await confirmed(`End the reservation of ${plain(lock.key)}?`, text, "End it")) {
     await act("api/unreserve", { name: lock.name, id, mark, number });
   }
-  if (byId("reserved").hidden && !needsLogin) byId("lock-title").focus();
+  if (byId("reserved").hidden) byId("lock-title").focus();
 }
 
 async function terminate(holder, button) {
@@ -491,7 +474,7 @@ async function limit(value, title, text, button) {
 
 // The focus has gone with the button that was pressed.
 function refocus(button) {
-  if (!button.isConnected && !needsLogin) byId("lock-title").focus();
+  if (!button.isConnected) byId("lock-title").focus();
 }
 
 byId("cancel").addEventListener("click", () => byId("confirm").close());
@@ -503,77 +486,6 @@ byId("limit").addEventListener("submit", (event) => {
   event.preventDefault();
   const leases = byId("leases").value;
   limit(leases, `Limit lock ${plain(lastLock.key)}?`, `At most ${leases} at a time get it from now on, whatever the code says, until that is taken back.`, "Limit it");
-});
-
-// Logging in.
-
-function showSession(told) {
-  session = told;
-  setText(byId("who"), told.user ? `logged in as ${plain(told.user)}` : "");
-  byId("logout").hidden = !told.user;
-  byId("to-login").hidden = Boolean(told.user) || !told.has_login;
-}
-
-async function checkSession(reason) {
-  const told = await ask("api/session");
-  const was = session.user;
-  showSession(told);
-  if (!told.may_read && told.has_login) askForLogin(was ? reason : "");
-  else if (was && !told.user) setText(byId("result"), reason);
-}
-
-function askForLogin(reason) {
-  clearTimeout(timer);
-  asked += 1;
-  needsLogin = true;
-  if (byId("confirm").open) byId("confirm").close();
-  showSession({ ...session, user: null, csrf: null, ends: null, may_act: false });
-  byId("to-login").hidden = true;
-  byId("no-login").hidden = !session.may_read;
-  setText(alertBox, reason);
-  showSections();
-  byId("user").focus();
-}
-
-byId("login").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const fields = { user: byId("user").value, password: byId("password").value };
-  byId("password").value = "";
-  try {
-    showSession(await ask("api/login", fields));
-  } catch (error) {
-    if (!(error instanceof Trouble)) throw error;
-    setText(alertBox, plain(error.message));
-    byId("password").focus();
-    return;
-  }
-  backFromLogin();
-});
-
-function backFromLogin() {
-  needsLogin = false;
-  setText(alertBox, "");
-  go();
-  byId("main").focus({ preventScroll: true });
-  scrollTo(0, 0);
-}
-
-byId("to-login").addEventListener("click", () => askForLogin(""));
-byId("no-login").addEventListener("click", backFromLogin);
-byId("logout").addEventListener("click", async () => {
-  try {
-    showSession(await ask("api/logout", { csrf: session.csrf }));
-  } catch (error) {
-    if (!(error instanceof Trouble)) throw error;
-    if (error.status !== 401) {
-      setText(alertBox, plain(error.message));
-      return;
-    }
-    await checkSession("").catch(() => {});
-  }
-  setText(byId("result"), "");
-  if (session.may_read) go();
-  else askForLogin("You are logged out.");
 });
 
 // Where one is.
@@ -606,9 +518,8 @@ function go() {
 
 function showSections() {
   const isLock = view.name !== null || view.key !== null;
-  byId("login-view").hidden = !needsLogin;
-  byId("list-view").hidden = needsLogin || isLock;
-  byId("lock-view").hidden = needsLogin || !isLock;
+  byId("list-view").hidden = isRefused || isLock;
+  byId("lock-view").hidden = isRefused || !isLock;
 }
 
 function list(changes) {
@@ -650,14 +561,12 @@ for (const [id, step] of [["line-previous", -1], ["line-next", 1]]) {
     location.hash = address({ ...(view.key !== null ? { key: view.key } : { lock: view.name }), first });
   });
 }
-byId("hour").addEventListener("toggle", poll);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   byId("main").focus();
 });
 
 window.addEventListener("hashchange", () => {
-  if (needsLogin) return;
   const was = view;
   go();
   setText(byId("result"), "");
@@ -676,17 +585,4 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("online", () => poll());
 
-async function start() {
-  try {
-    await checkSession("");
-  } catch (error) {
-    if (!(error instanceof Trouble)) throw error;
-    setText(alertBox, plain(error.message));
-    timer = setTimeout(start, Math.min(POLL * 2 ** failures, POLL_MOST));
-    failures += 1;
-    return;
-  }
-  go();
-}
-
-start();
+go();

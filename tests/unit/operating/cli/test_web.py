@@ -1,4 +1,4 @@
-"""The command that serves the page: what it refuses to do, and how it writes passwords."""
+"""The command that serves the page: what it refuses to do, and who may do what there."""
 
 from __future__ import annotations
 
@@ -8,54 +8,64 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from celery_dislock.operating.cli import web
 from celery_dislock.operating.cli.group import dislock
-from celery_dislock.operating.web.login import LoginFile
+from tests.pages import Visitor
 
 
 @pytest.fixture
 def command(app):
     """Run the command with these options."""
 
-    def run(*args, **options):
-        context = SimpleNamespace(app=app)
-        return CliRunner().invoke(dislock, ["web", *args], obj=context, **options)
+    def run(*args):
+        return CliRunner().invoke(dislock, ["web", *args], obj=SimpleNamespace(app=app))
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["--allow-actions"], "--login-file"),
-        (["--host", "0.0.0.0"], "--login-file"),  # noqa: S104 -- refused
-        (["--host", "0.0.0.0", "--read-without-login"], "--allow-host"),  # noqa: S104
-        (["--login-file", "/nowhere/users"], "No such file"),
-        (["--set-password", "ann"], "--login-file"),
-        (["--port", "70000"], "--port"),
-    ],
+    ("args", "named"),
+    [(["--host", "0.0.0.0"], "--allow-host"), (["--port", "70000"], "--port")],  # noqa: S104
 )
-def test_what_would_be_open_to_everybody_is_refused(command, args, told):
-    """The error names the option that is missing."""
+def test_what_cannot_be_served_is_refused(command, args, named):
+    """The error names the option that is missing or wrong."""
     done = command(*args)
     assert done.exit_code == 2
-    assert told in done.output
+    assert named in done.output
 
 
-def test_a_password_is_asked_for_and_written(command, tmp_path):
-    """It is not shown, and the user can log in with it."""
-    path = tmp_path / "users"
-    args = ("--login-file", str(path), "--set-password", "ann")
-    done = command(*args, input="correct horse\ncorrect horse\n")
-    assert done.exit_code == 0
-    assert done.output.endswith(f"{path}: ann can log in with this password.\n")
-    assert "correct horse" not in done.output
-    assert LoginFile(path)("ann", "correct horse")
-    assert command(*args, input="short\nshort\n").exit_code == 2
-
-
-def test_without_a_server_the_error_names_the_extra(command, monkeypatch):
+@pytest.mark.parametrize("missing", ["waitress.server", "celery_dislock.operating.web.page"])
+def test_without_a_server_the_error_names_the_extra(command, monkeypatch, missing):
     """The package itself needs none."""
-    monkeypatch.setitem(sys.modules, "waitress.server", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     done = command()
     assert done.exit_code == 2
     assert 'pip install "celery-dislock[web]"' in done.output
+
+
+NAMED = ("--allow-host", "ops.example.com")
+
+
+@pytest.mark.parametrize(
+    ("args", "shows_token", "is_free", "start"),
+    [
+        ([], False, True, "http://127.0.0.1:8765/"),
+        (["--allow-actions"], True, True, "http://127.0.0.1:8765/?token="),
+        (["--host", "::1"], False, True, "http://[::1]:8765/"),
+        (NAMED, True, False, "http://127.0.0.1:8765/?token="),
+        (["--trusted-proxy", "10.0.0.1"], True, False, "http://127.0.0.1:8765/?token="),
+        (["--host", "0.0.0.0", *NAMED], True, False, "http://ops.example.com:8765/?token="),  # noqa: S104
+    ],
+    ids=str,
+)
+def test_the_token_is_shown_if_it_is_needed(
+    command, monkeypatch, args, shows_token, is_free, start
+):
+    """On this machine one reads without it, unless there may be a proxy."""
+    served, printed = [], []
+    monkeypatch.setattr("waitress.server.create_server", lambda *page, **_: served.append(*page))
+    monkeypatch.setattr(web, "_run", lambda _server, address: printed.append(address))
+    assert command(*args).exit_code == 0
+    assert printed[0].startswith(start)
+    assert ("token=" in printed[0]) is shows_token
+    assert (Visitor(served[0]).get("/metrics").status_code != 403) is is_free

@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.web import listing
-from celery_dislock.operating.web.listing import Listing
+from celery_dislock.operating.web.listing import find
 from tests.pages import RESERVED, FakeOverview, holder, lock
 
 
@@ -24,12 +24,19 @@ def overview():
     return fake
 
 
-def keys(rows):
-    return "".join(row.key for row in rows)
+@pytest.fixture
+def found(overview):
+    """Search the list, and return the keys in a word."""
+
+    def find_keys(search="", shown="all", order="key"):
+        rows = listing.listing(overview).rows
+        return "".join(row.key for row in find(rows, search, shown, order))
+
+    return find_keys
 
 
 @pytest.mark.parametrize(
-    ("search", "found"),
+    ("search", "keys"),
     [
         ("", "abcde"),
         ("shop.export", "ab"),
@@ -41,78 +48,52 @@ def keys(rows):
         (" ".join("abcdefghij"), ""),
     ],
 )
-def test_a_search_looks_into_key_task_id_and_worker(overview, search, found):
+def test_a_search_looks_into_key_task_id_and_worker(found, search, keys):
     """All words must be there, in any case; a lock that has ended is not listed."""
-    assert keys(Listing.read(overview).find(search, "all", "key")) == found
+    assert found(search) == keys
 
 
 @pytest.mark.parametrize(
-    ("shown", "found"),
+    ("shown", "keys"),
     [
-        ("held", "ab"),
+        ("held", "abf"),
         ("line", "b"),
         ("limited", "c"),
         ("reserved", "d"),
         ("trouble", "ce"),
         ("paused", "c"),
         ("damaged", "e"),
-        ("overdue", ""),
+        ("overdue", "f"),
     ],
 )
-def test_a_kind_of_locks_can_be_chosen(overview, shown, found):
+def test_a_kind_of_locks_can_be_chosen_and_is_counted(overview, found, shown, keys):
     """What is held, what waits, what an operator has changed, what is wrong."""
-    assert keys(Listing.read(overview).find("", shown, "key")) == found
+    overview.add(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
+    assert found(shown=shown) == keys
+    assert listing.listing(overview).totals.get(shown, len(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(
-    ("order", "found"),
+    ("order", "keys"),
     [("key", "abcde"), ("held", "abcde"), ("waiting", "bacde"), ("trouble", "ecabd")],
 )
-def test_each_lock_has_its_place_in_each_order(overview, order, found):
+def test_each_lock_has_its_place_in_each_order(found, order, keys):
     """What is equal in it comes by key, so pages neither skip nor repeat a lock."""
-    known = Listing.read(overview)
-    assert keys(known.find("", "all", order)) == found
-    assert keys(known.find("", "all", order)) == found
-
-
-def test_what_can_be_chosen_is_counted(overview):
-    """So that a page shows at a glance whether something is wrong."""
-    overview.add(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
-    known = Listing.read(overview)
-    assert known.totals == {
-        "held": 3,
-        "line": 1,
-        "overdue": 1,
-        "paused": 1,
-        "reserved": 1,
-        "damaged": 1,
-    }
-    assert keys(known.find("", "overdue", "trouble")) == "f"
-    assert keys(known.find("", "all", "trouble")) == "efcabd"
-
-
-def test_searches_that_are_remembered_are_bounded(overview, monkeypatch):
-    """Somebody who types makes a search of each letter."""
-    monkeypatch.setattr(listing, "FOUND_MOST", 3)
-    known = Listing.read(overview)
-    for number in range(10):
-        assert known.find(f"nothing {number}", "all", "key") == []
-    assert keys(known.find("", "all", "key")) == "abcde"
-    assert len(known._found) <= 3
+    assert found(order=order) == keys
 
 
 def test_there_is_a_limit(overview, monkeypatch):
     """The list says that there are more."""
     overview.add(*(lock(f"x{number}", holders=[holder()]) for number in range(300)))
-    assert not Listing.read(overview).is_cut
+    assert not listing.listing(overview).is_cut
     monkeypatch.setattr(listing, "LOCKS_MOST", 150)
-    known = Listing.read(overview)
+    known = listing.listing(overview)
     assert known.is_cut
-    assert 150 <= len(known) <= 250
+    assert 150 <= len(known.rows) <= 250
 
 
 def test_a_server_that_does_not_answer_is_no_damaged_lock(overview):
     """Half a list would look whole."""
     overview.known["dislock:{e}"] = StoreError("redis://fake", "no answer in time")
     with pytest.raises(StoreError):
-        Listing.read(overview)
+        listing.listing(overview)

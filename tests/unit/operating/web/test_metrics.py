@@ -15,6 +15,7 @@ import pytest
 
 from celery_dislock.operating.metrics import METRICS, Distribution, Reading
 from celery_dislock.operating.web import metrics
+from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from tests.unit.fakes import FakeClock
 
@@ -66,7 +67,7 @@ def test_a_reading_that_takes_long_is_read_once_for_all(monkeypatch, reading):
 
     monkeypatch.setattr(metrics, "Metrics", lambda _runtime: SimpleNamespace(read=read))
     collector = metrics.Collector(SimpleNamespace(runtime=object()))
-    collector._shared._clock = clock
+    collector._cache = Cache(0.0, clock)
     for _ in range(20):
         list(collector.collect())
     assert len(asked) == 1
