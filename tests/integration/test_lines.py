@@ -117,7 +117,7 @@ def turn_of(task):
 @pytest.fixture
 def driven(redis_client, monkeypatch):
     """Time that passes when it is told to, for the scripts and the keys."""
-    for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "HOLDERS"):
+    for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "LOOK"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
     for name in ("PARK", "LEAVE", "WITHDRAW", "GIVE_BACK", "SWEEP", "ENLIST", "DELIST", "LINES"):
         monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))

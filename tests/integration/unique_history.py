@@ -311,7 +311,7 @@ class History:
             return
         yield None
         self.seen["freed"] += 1
-        shown = record.of(LOCK)
+        shown = Reservation.of(LOCK, record)
         yield from self.quietly(self.end(Message(record.id, replaces=False, reservation=shown)))
 
     def purge(self) -> None:
