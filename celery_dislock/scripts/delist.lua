@@ -8,7 +8,8 @@
 --
 -- Touches that hash alone.  Sent twice, the second answers 0.
 --
--- Who parks raises the number first.  Whoever needs longer than half of YOUNG_US to park raises it again.
+-- A process that parks a task raises the number first.  If parking takes it longer than half of YOUNG_US, it
+-- raises the number again.
 
 local YOUNG_US = 60000000  -- microseconds
 

@@ -3,11 +3,11 @@
 -- KEYS[1]   lock
 -- ARGV[1]   start of the owner: all of it but the counter of its acquisition
 -- ARGV[2]   ttl_ms       integer > 0, counted from now, not added
--- ARGV[3]   overdue_ms   renew what was not renewed for so long
+-- ARGV[3]   overdue_ms   renew a lease that was not renewed for this time
 -- ARGV[4]   most_ms      > 0: renew for this time after the acquisition   0: without a limit
 --
 -- Returns   > 0   it was renewed: milliseconds since the renewal before
---           < 0   it was not, and is overdue in so many milliseconds
+--           < 0   it was not renewed; the number without its sign: milliseconds until it is overdue
 --           0     there is none, or none to be renewed
 --
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not

@@ -339,7 +339,7 @@ def read(connection: redis.Connection, within: float | None = None) -> Any:
 
 
 def _can_read(connection: redis.Connection, within: float) -> bool:
-    """Return whether a reply begins to arrive within so many seconds."""
+    """Return whether a reply begins to arrive within this time, in seconds."""
     try:
         return bool(connection.can_read(timeout=within))
     except AttributeError:
