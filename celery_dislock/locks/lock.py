@@ -351,7 +351,8 @@ class Lock:
             # The main process of the worker may have renewed it until now.
             renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
             at_least = max(at_least, renewed_at + self.timeout - lease.grant.since)
-        ending = ending._replace(at_least=at_least)
+        if at_least != ending.at_least:
+            ending = ending._replace(at_least=at_least)
         try:
             ended = self.store.release(self.names, lease.owner, ending)
         except StoreError as exc:
