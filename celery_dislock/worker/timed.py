@@ -9,6 +9,8 @@ from celery import bootsteps
 if TYPE_CHECKING:
     from celery.worker import WorkController
 
+AFTER_AN_ERROR = 5.0  # seconds until a step that raised an exception works again
+
 
 class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """
@@ -32,9 +34,12 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._entry = worker.timer.call_after(after, self._run, (worker,))
 
     def _run(self, worker: WorkController) -> None:
-        after = self.work()
-        if self._entry is not None:  # it was not stopped meanwhile
-            self._again(worker, after)
+        after = AFTER_AN_ERROR
+        try:
+            after = self.work()
+        finally:  # Celery's timer logs what it raises
+            if self._entry is not None:  # it was not stopped meanwhile
+                self._again(worker, after)
 
     def stop(self, _worker: WorkController) -> None:
         """End, if it was started."""
@@ -48,7 +53,7 @@ class TimedStep(bootsteps.StartStopStep):  # type: ignore[misc]
         raise NotImplementedError
 
     def work(self) -> float:
-        """Work, without raising; return the seconds until it is due again."""
+        """Work; return the seconds until it is due again."""
         raise NotImplementedError
 
     def end(self) -> None:

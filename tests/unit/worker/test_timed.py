@@ -11,7 +11,7 @@ from celery.worker.components import Pool
 from celery_dislock.worker.reservations import ReservationStep
 from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
-from celery_dislock.worker.timed import TimedStep
+from celery_dislock.worker.timed import AFTER_AN_ERROR, TimedStep
 
 
 class Counting(TimedStep):
@@ -32,6 +32,13 @@ class Counting(TimedStep):
         self.ended += 1
 
 
+class Failing(Counting):
+    """Raises an exception each time."""
+
+    def work(self):
+        raise RuntimeError
+
+
 @pytest.fixture
 def worker():
     """A worker whose timer the test looks at: what is due, and after how many seconds."""
@@ -44,6 +51,14 @@ def worker():
         return entry
 
     return SimpleNamespace(timer=SimpleNamespace(call_after=call_after, due=due))
+
+
+def test_an_error_does_not_end_it(worker):
+    """A step that raises an exception is due again some seconds later."""
+    Failing(worker).start(worker)
+    with pytest.raises(RuntimeError):
+        worker.timer.due.pop().run()
+    assert [entry.after for entry in worker.timer.due] == [AFTER_AN_ERROR]
 
 
 def test_it_works_again_and_again_until_it_is_stopped(worker):
