@@ -210,6 +210,7 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
             assert body_of(second) == body, kind
             assert second.headers.pop("dislock_ticket")[1].startswith(task_id), kind
             assert second.headers.pop("dislock_store"), kind
+            assert second.headers.pop("dislock_since"), kind
             assert second.headers == first.headers, kind
             assert second.content_type == first.content_type, kind
             assert second.content_encoding == first.content_encoding, kind
