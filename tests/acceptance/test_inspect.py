@@ -141,7 +141,7 @@ class TestDoctor:
                 dislock, ["doctor", "--json", "--timeout", "2"], obj=SimpleNamespace(app=app)
             )
             workers = Workers(app, 2)
-            assert "own1@here" in workers.fleet().told
+            assert "own1@here" in workers.fleet().answers
             assert workers.empty() is None  # the app's own queue does not exist
         found = json.loads(result.output)["findings"]
         assert any("own1@here" in one["what"] for one in found if one["check"] == "workers")

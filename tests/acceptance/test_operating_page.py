@@ -43,8 +43,7 @@ def test_a_lock_is_freed_once(fleet, scene, ann):
     holder = fleet.send(scenarios.hold_renewed, scene.key)
     scene.wait_for_report("begin", id=holder.id)
     form = fields(ann, scene.key)
-    bob = Visitor(ann.page)
-    bob.log_in()
+    bob = Visitor(ann.application)
     answers = [visitor.act("/api/free", **form).json["done"] for visitor in (ann, bob)]
     assert answers == [True, False]
     wait_for("the worker says so", lambda: fleet.says(scene.key, "is lost"))

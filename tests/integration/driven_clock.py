@@ -92,12 +92,14 @@ class DrivenServer:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._clients: list[redis.Redis] = []
         self._client = self.client(decode_responses=True)
         self.begin()
 
     def client(self, **options: Any) -> redis.Redis:
         """Return a client of the server."""
-        return redis.Redis.from_url(self._url, **options)
+        self._clients.append(redis.Redis.from_url(self._url, **options))
+        return self._clients[-1]
 
     def store(self, **options: Any) -> store_module.Store:
         """Return a store whose lock server this is."""
@@ -134,5 +136,6 @@ class DrivenServer:
             self._client.delete(name)
 
     def close(self) -> None:
-        """Close the client; a store is closed by who made it."""
-        self._client.close()
+        """Close all clients; a store is closed by who made it."""
+        for client in self._clients:
+            client.close()

@@ -583,6 +583,7 @@ class TestPacking:
 
         monkeypatch.setattr(hiredis, "pack_command", recording)
         store = Store(f"{redis_url}/3?protocol=3", {"min_replicas": 0})  # redis-py 5: 2
+        store.lock_server.send(b"SCRIPT", b"FLUSH")  # so that a script is sent as text, too
         lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
         store.acquire([LOCK], "a/1", LONG, HOLDER)
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -62,8 +63,11 @@ def app(redis_url):
 
 
 @pytest.fixture(params=POOLS)
-def run(app, request):
+def run(app, request, monkeypatch):
     """Send tasks to a worker of this process, and wait for their results."""
+    app.conf.worker_hijack_root_logger = False
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "level", root.level)  # set back at the end
 
     def run(task, *args):
         with start_worker(app, pool=request.param, concurrency=2, perform_ping_check=False):

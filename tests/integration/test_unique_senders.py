@@ -23,7 +23,7 @@ def send(redis_url):
     def send(plugin, way):
         program = ["tests.integration.unique_sender", redis_url, plugin, way]
         told = run_python(*program, folder=ROOT, env=os.environ)
-        assert told.returncode == 0, told.stderr
+        assert (told.returncode, told.stderr) == (0, "")
         return json.loads(told.stdout)
 
     return send

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from contextlib import ExitStack
 
 import pytest
 from celery import Celery
@@ -43,11 +44,12 @@ def page(app):
     return Page(app, user=ann, allow_actions=True)
 
 
-def in_django(page):
+def in_django(page, stack):
     """Show the page in a view, which hands on who is logged in."""
     from django.conf import settings
     from django.core.handlers.wsgi import WSGIHandler
     from django.http import HttpResponse
+    from django.test import override_settings
     from django.urls import re_path
     from django.views.decorators.csrf import csrf_exempt
 
@@ -57,15 +59,18 @@ def in_django(page):
         answer = Response.from_app(page, environ | {"shop.user": request.COOKIES.get("who")})
         return HttpResponse(answer.data, status=answer.status_code, headers=dict(answer.headers))
 
+    import django
+
     if not settings.configured:
-        settings.configure(
+        settings.configure()
+    django.setup()
+    stack.enter_context(
+        override_settings(
             ROOT_URLCONF=__name__,
             ALLOWED_HOSTS=["*"],
             MIDDLEWARE=["django.middleware.csrf.CsrfViewMiddleware"],
         )
-    import django
-
-    django.setup()
+    )
     urlpatterns[:] = [re_path(rf"^{MOUNT[1:]}(?P<path>/.*)?$", locks)]
     return WSGIHandler()
 
@@ -73,7 +78,7 @@ def in_django(page):
 urlpatterns: list[object] = []  # of the Django site
 
 
-def in_flask(page):
+def in_flask(page, _stack):
     """Mount the page beside an application, which knows who a request comes from."""
     from flask import Flask, request
     from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -89,7 +94,7 @@ def in_flask(page):
     return flask
 
 
-def in_starlette(page):
+def in_starlette(page, _stack):
     """Mount the page in an ASGI application, and this in a WSGI server, for the test's client."""
     a2wsgi = pytest.importorskip("a2wsgi")
     from starlette.applications import Starlette
@@ -104,8 +109,15 @@ def in_starlette(page):
     return a2wsgi.ASGIMiddleware(Starlette(routes=routes))
 
 
+@pytest.fixture
+def stack():
+    """What a framework needs for as long as the test runs."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.mark.parametrize("mounted", [in_django, in_flask, in_starlette])
-def test_it_is_mounted_in_a_framework(mounted, app, held):
+def test_it_is_mounted_in_a_framework(mounted, app, held, stack):
     """Its addresses are right below the mount, and the framework says at each request who asks."""
     admins = {"ann"}
     page = Page(
@@ -113,7 +125,7 @@ def test_it_is_mounted_in_a_framework(mounted, app, held):
         user=lambda environ: environ["shop.user"],
         allow_actions=lambda environ: environ["shop.user"] in admins,
     )
-    visitor = Visitor(mounted(page))
+    visitor = Visitor(mounted(page, stack))
     assert visitor.get(MOUNT).location.endswith(f"{MOUNT}/")
     assert visitor.get(f"{MOUNT}/").text.startswith("<!doctype html>")
     assert "setInterval" in visitor.get(f"{MOUNT}/static/page.js").text
