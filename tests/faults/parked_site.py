@@ -261,6 +261,15 @@ class Site:
         event: dict[str, Any] = self.events(what, task_id)[times - 1]
         return event
 
+    def wait_until_it_dies(self, task_id: str, victim: str) -> None:
+        """Wait until the process dies that was to die with this task, with its whole worker perhaps.
+
+        For a while the worker still looks as if it ran on.
+        """
+        self.wait_for_event("dies", task_id)
+        if victim == "worker":
+            wait_for(lambda: len(self.running) < 2, "the end of its worker", LIMIT)
+
     def is_in_line(self, key: str, task_id: str) -> bool:
         """Whether a task waits for its turn."""
         return self.redis.zscore(f"{name_of(key)}:line", f"{task_id}:0:0#") is not None

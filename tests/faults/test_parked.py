@@ -117,7 +117,7 @@ class TestCrashes:
         shared.arm(crash.place, with_whom, victim)
         line_up(shared, key, crash.task, "doomed", "next")
         shared.open_gate(holder)
-        shared.wait_for_event("dies", with_whom)
+        shared.wait_until_it_dies(with_whom, victim)
         shared.wait_for_event("released", following)
         wait_for(lambda: len(shared.events("end", doomed)) >= crash.ends, "its last run", LIMIT)
         shared.wait_until_free(key)
@@ -134,7 +134,7 @@ class TestCrashes:
         holder, doomed = hold(shared, key), f"{key}-doomed"
         shared.arm("parking", doomed, victim)
         shared.send("late", key, doomed)
-        shared.wait_for_event("dies", doomed)
+        shared.wait_until_it_dies(doomed, victim)
         shared.start_pair()
         shared.wait_until_in_line(key, doomed)
         shared.open_gate(holder)
@@ -150,7 +150,7 @@ class TestCrashes:
         holder, doomed = hold(shared, key), f"{key}-doomed"
         shared.arm("parking", doomed, victim)
         shared.send("early", key, doomed)
-        shared.wait_for_event("dies", doomed)
+        shared.wait_until_it_dies(doomed, victim)
         shared.start_pair()
         line_up(shared, key, "early", "next")
         shared.open_gate(holder)

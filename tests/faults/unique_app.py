@@ -83,7 +83,7 @@ def die_at(place):
     setattr(owner, name, dying)
 
 
-def die_when_told(delivery, replaced):
+def die_when_told(_delivery, _replaced, _process):
     """Kill this worker, whose task has learned that it must not run."""
     with redis.Redis.from_url(NOTES) as client:
         while not client.llen("ran"):

@@ -718,7 +718,8 @@ class ParkedMachine(RuleBasedStateMachine):
         assert set(shorts(replaced)) == model.replaced
         assert set(shorts(aside)) == model.aside
         begin = f"{LOCK}:done:".encode()
-        marks = [name for name in self.raw.keys() if name.startswith(begin)]
+        names = self.raw.keys("*")
+        marks = [name for name in names if name.startswith(begin)]
         done = set(shorts(name.removeprefix(begin) for name in marks))
         assert done == model.done
         states = Counter([*shorts(line), *until, *shorts(running), *(done | model.replaced)])
