@@ -262,9 +262,9 @@ class Site:
         return event
 
     def wait_until_it_dies(self, task_id: str, victim: str) -> None:
-        """Wait until the process dies that was to die with this task, with its whole worker perhaps.
+        """Wait until the process that was to die with this task is dead, or its whole worker.
 
-        For a while the worker still looks as if it ran on.
+        The note comes half a second before the death of a worker.
         """
         self.wait_for_event("dies", task_id)
         if victim == "worker":
