@@ -96,7 +96,7 @@ class Holder(NamedTuple):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether two renewals were missed: its process is dead, stopped, or cut off."""
+        """Whether it has missed two renewals, because its process is dead, stopped or cut off."""
         return self.timeout is not None and (self.renewed or 0.0) > OVERDUE * self.timeout
 
     @property

@@ -1,6 +1,6 @@
 """The base class of tasks that lock, what it declares, and what happens beside its body.
 
-The guard around the body is installed by :mod:`celery_dislock.hooks`.
+The guard around the body is installed by ``celery_dislock.hooks``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         @app.task(base=SingletonTask, lock_key="export:<corp_id>")
         def export(corp_id): ...
 
-    Its guard is installed when it is bound to its app; see :mod:`celery_dislock.hooks`.
+    Its guard is installed when it is bound to its app; see ``celery_dislock.hooks``.
     """
 
     abstract = True
