@@ -354,7 +354,7 @@ def declared_options(task: type[Task]) -> dict[str, Any]:
     for cls in reversed(task.__mro__):
         if cls is not SingletonTask and cls not in Task.__mro__:
             found = nearer(
-                found, {n: value for n, value in vars(cls).items() if _is_declared(cls, n)}
+                found, {n: value for n, value in vars(cls).copy().items() if _is_declared(cls, n)}
             )
     return found
 

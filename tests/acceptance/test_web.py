@@ -102,7 +102,8 @@ class Server:
             try:
                 for part in parts:
                     connection.sendall(part)
-                connection.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(OSError):  # it may have answered and closed before
+                    connection.shutdown(socket.SHUT_WR)
                 while more := connection.recv(65536):
                     answer += more
             except (ConnectionError, TimeoutError):

@@ -63,11 +63,10 @@ def app(redis_url):
 
 
 @pytest.fixture(params=POOLS)
-def run(app, request, monkeypatch):
+def run(app, request):
     """Send tasks to a worker of this process, and wait for their results."""
-    app.conf.worker_hijack_root_logger = False
     root = logging.getLogger()
-    monkeypatch.setattr(root, "level", root.level)  # set back at the end
+    level = root.level
 
     def run(task, *args):
         with start_worker(app, pool=request.param, concurrency=2, perform_ping_check=False):
@@ -75,7 +74,8 @@ def run(app, request, monkeypatch):
             result.get(timeout=LIMIT, propagate=False)
         return result
 
-    return run
+    yield run
+    root.setLevel(level)  # the worker has changed it
 
 
 def span_of(exported, task_id):
