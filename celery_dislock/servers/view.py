@@ -357,7 +357,7 @@ def _parked(now_ms: int, nth: int, ticket: str, record: bytes) -> Waiter:
     given = [bounded_text(headers.get(name)) for name in ("argsrepr", "kwargsrepr")]
     return Waiter(
         place=nth,
-        waiting=now_ms / 1000 - int(parked[1]) / 1e6 if parked else 0.0,
+        waiting=max(0.0, now_ms / 1000 - int(parked[1]) / 1e6) if parked else 0.0,
         mode=NAMES[parked[4].decode()] if parked else "exclusive",
         parked=True,
         ticket=ticket,
