@@ -232,8 +232,8 @@ def install(task: type[Task], app: Celery) -> None:
     if not isinstance(request_class, property):  # not inherited from a guarded class
         task.Request = property(lambda _self: recovering(request_class))
     task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
-    signals.lock_lost.connect(tell_lost, dispatch_uid="dislocktell_lost")
-    signals.lock_capped.connect(tell_capped, dispatch_uid="dislocktell_capped")
+    signals.lock_lost.connect(tell_lost, dispatch_uid="dislock_tell_lost")
+    signals.lock_capped.connect(tell_capped, dispatch_uid="dislock_tell_capped")
 
 
 def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -184,27 +184,23 @@ class Counters:
         if self._instruments is not None:
             self._instruments.record(*event)
 
-    def flush(
-        self, send: Callable[[list[tuple[str | bytes | int, ...]]], list[Any]]
-    ) -> float | None:
+    def flush(self, send: Callable[[list[tuple[str | bytes | int, ...]]], list[Any]]) -> None:
         """
-        Add up what was counted, and send it.
+        Add up what was counted, and send it; if something is left, set ``due_at``.
 
         Args:
             send: Runs COUNT for each of these calls; returns the replies or errors.
-
-        Returns:
-            Seconds until the next flush; None if nothing is left to send.
         """
-        if not self._mutex.acquire(blocking=False):
-            return EVERY
+        if not self._mutex.acquire(blocking=False):  # another thread does so, at the process's end
+            self.due_at = self._clock() + EVERY
+            return
         try:
             self.due_at = FOREVER
             self._expected = False  # before the queue is read: what comes later asks for a flush
             self._add_up()
             sent = [(worker, sums) for worker, sums in self._sums.items() if sums.next_batch()]
             if not sent:
-                return None
+                return
             try:
                 replies = send([self._call(worker, sums) for worker, sums in sent])
             except StoreError as exc:
@@ -219,7 +215,6 @@ class Counters:
             self._expected = self._expected or left
             if left:
                 self.due_at = min(self.due_at, self._clock() + EVERY)
-            return EVERY if left else None
         finally:
             self._mutex.release()
 

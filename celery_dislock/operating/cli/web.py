@@ -104,7 +104,7 @@ def web(
         sys.exit(CANNOT_SERVE)
     address = allow_host[0] if not is_here else f"[{host}]" if host == "::1" else host
     query = f"?token={token.value}" if allow_actions or not is_free else ""
-    _run(server, f"http://{address}:{port or server.effective_port}{prefix}/{query}")
+    _run(server, f"http://{address}:{port or _port_of(server)}{prefix}/{query}")
 
 
 def _extra() -> tuple[Any, Any, Any]:
@@ -117,6 +117,13 @@ def _extra() -> tuple[Any, Any, Any]:
     except ImportError as exc:
         raise click.UsageError('the page needs: pip install "celery-dislock[web]"') from exc
     return create_server, Page, Token
+
+
+def _port_of(server: Any) -> int:
+    """Return the free port that was taken; "localhost" may have one for each of its addresses."""
+    listening = getattr(server, "effective_listen", None)
+    port: int = listening[0][1] if listening else server.effective_port
+    return port
 
 
 def _run(server: Any, address: str) -> None:

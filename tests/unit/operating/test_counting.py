@@ -7,11 +7,11 @@ import os
 import pytest
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import counting
 from celery_dislock.operating.counting import (
     ACQUIRED,
     CONFLICT,
-    EVERY,
     HELD,
     OTHER,
     TASKS_MOST,
@@ -79,7 +79,8 @@ def counters(server):
 
 def test_nothing_is_sent_where_nothing_was_counted(counters, server):
     """An idle process costs the server nothing."""
-    assert counters.flush(server.send) is None
+    counters.flush(server.send)
+    assert counters.due_at == FOREVER
     assert server.calls == []
 
 
@@ -88,7 +89,8 @@ def test_counts_are_added_up_by_what_outcome_and_task(counters, server):
     for _ in range(3):
         counters.add(ACQUIRED, HOLDER, "at_once")
     counters.add(CONFLICT, HOLDER, "skip")
-    assert counters.flush(server.send) is None
+    counters.flush(server.send)
+    assert counters.due_at == FOREVER
     assert server.of() == {"acquired at_once shop.export": 3, "conflict skip shop.export": 1}
     assert len(server.calls) == 1
 
@@ -126,12 +128,16 @@ def test_a_batch_whose_reply_was_lost_counts_once(counters, server):
     """It is sent again as it was, under its number; what came since goes in the next one."""
     counters.add(ACQUIRED, HOLDER, "at_once")
     server.loses_replies = True
-    assert counters.flush(server.send) == EVERY
+    counters.flush(server.send)
+    assert counters.due_at < FOREVER
     counters.add(ACQUIRED, HOLDER, "at_once")
-    assert counters.flush(server.send) == EVERY
+    counters.flush(server.send)
+    assert counters.due_at < FOREVER
     server.loses_replies = False
-    assert counters.flush(server.send) == EVERY  # the second one is still to come
-    assert counters.flush(server.send) is None
+    counters.flush(server.send)
+    assert counters.due_at < FOREVER  # the second one is still to come
+    counters.flush(server.send)
+    assert counters.due_at == FOREVER
     assert [number for number, *_ in server.calls] == [1, 1, 1, 2]
     assert server.of() == {"acquired at_once shop.export": 2}
 
@@ -142,7 +148,8 @@ def test_counts_wait_for_a_server_that_is_away(counters, server):
     for _ in range(10):
         for _ in range(100):
             counters.add(ACQUIRED, HOLDER, "at_once")
-        assert counters.flush(server.send) == EVERY
+        counters.flush(server.send)
+        assert counters.due_at < FOREVER
     assert not counters._events
     server.away = False
     counters.finish()
@@ -153,8 +160,10 @@ def test_an_error_of_one_worker_leaves_the_others_alone(counters, server):
     """Only the batch that was refused is sent again."""
     for worker in ("a", "b"):
         counters.add(ACQUIRED, {"task": "t", "worker": worker}, "at_once")
-    assert counters.flush(lambda calls: [server.add(*calls[0]), AWAY]) == EVERY
-    assert counters.flush(server.send) is None
+    counters.flush(lambda calls: [server.add(*calls[0]), AWAY])
+    assert counters.due_at < FOREVER
+    counters.flush(server.send)
+    assert counters.due_at == FOREVER
     assert server.of("a") == server.of("b") == {"acquired at_once t": 1}
     assert len(server.calls) == 2
 
@@ -240,7 +249,8 @@ def test_an_end_during_a_flush_waits_for_it(counters, server, monkeypatch):
     counters.add(ACQUIRED, HOLDER, "at_once")
 
     def send(calls):
-        assert counters.flush(server.send) == EVERY
+        counters.flush(server.send)
+        assert counters.due_at < FOREVER
         counters.add(ACQUIRED, HOLDER, "at_once")
         counters.finish()
         return server.send(calls)

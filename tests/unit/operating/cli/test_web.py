@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import web
 from celery_dislock.operating.cli.group import dislock
+from celery_dislock.operating.cli.web import _port_of
 from tests.pages import Visitor
 
 
@@ -69,3 +70,15 @@ def test_the_token_is_shown_if_it_is_needed(
     assert printed[0].startswith(start)
     assert ("token=" in printed[0]) is shows_token
     assert (Visitor(served[0]).get("/metrics").status_code != 403) is is_free
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        SimpleNamespace(effective_port=8766),
+        SimpleNamespace(effective_listen=[("127.0.0.1", 8766), ("::1", 8767)]),
+    ],
+)
+def test_the_port_that_was_taken_is_known_for_each_kind_of_server(server):
+    """The name localhost may have two addresses, and then a free port for each of them."""
+    assert _port_of(server) == 8766
