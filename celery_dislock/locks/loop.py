@@ -90,6 +90,7 @@ class Loop:
     def wake(self, when: float) -> None:
         """Have the jobs looked at when a job is due at *when*; does not block."""
         if when < self._wakes_at:
+            self._wakes_at = when
             self._bell.ring()
         if self._threaded and (self._thread is None or not self._thread.is_alive()):
             self.start()
@@ -127,8 +128,11 @@ class Loop:
             now = self.clock()
             if job.due_at() <= now:
                 job.run(now)
+        # What it was woken for stays, also if that has ended by now: a process that takes and
+        # releases locks in turn would otherwise wake it for each of them.
+        asked_for = self._wakes_at if self._wakes_at > self.clock() else FOREVER
         self._wakes_at = FOREVER  # what becomes due while the next line runs rings the bell
-        self._wakes_at = due_at = min([job.due_at() for job in self.jobs], default=FOREVER)
+        self._wakes_at = due_at = min([asked_for, *(job.due_at() for job in self.jobs)])
         if due_at == FOREVER:
             self.beat()
             return None

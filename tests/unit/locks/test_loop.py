@@ -63,6 +63,20 @@ def test_only_an_earlier_job_rings(loop, when, rings):
     assert loop._bell._silent.acquire(blocking=False) is rings
 
 
+def test_one_lease_after_the_other_wakes_the_loop_once(loop, clock):
+    """What has ended before the loop looked does not make each that follows wake it, too."""
+    loop.jobs = [Note()]
+    loop.tick()
+    loop.wake(1010)
+    loop._bell.wait(0)
+    assert loop.tick() == 10
+    clock.advance(1)
+    loop.wake(1011)
+    assert not loop._bell._silent.acquire(blocking=False)
+    clock.advance(9)
+    assert loop.tick() is None
+
+
 def test_what_becomes_due_while_the_loop_looks_is_not_missed(loop):
     """A job that was looked at already rings: the loop is about to sleep until a later time."""
     first, last = Note(), Note(1100)
