@@ -6,14 +6,7 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from celery_dislock.config.checks import (
-    Check,
-    one_of,
-    optional,
-    seconds,
-    whole_number,
-    yes_or_no,
-)
+from celery_dislock.config.checks import Check, one_of, optional, seconds, whole_number, yes_or_no
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,11 +97,9 @@ STRATEGIES = ("skip", "raise", "retry", "wait", "queue", "reject")
 _strategy = one_of(*STRATEGIES)
 
 
-def declare(
-    *, default: Any, check: Check, description: str, unit: str = "", secret: bool = False
-) -> Any:
-    """Declare an option or a setting: default, check, unit and description in one place."""
-    metadata = {"check": check, "unit": unit, "description": description}
+def declare(default: Any, check: Check, *, unit: str = "", secret: bool = False) -> Any:
+    """Declare an option or a setting; the comment above it describes it on the reference page."""
+    metadata = {"check": check, "unit": unit}
     if isinstance(default, dict):
         return field(default_factory=default.copy, repr=not secret, metadata=metadata)
     return field(default=default, repr=not secret, metadata=metadata)
@@ -118,218 +109,91 @@ def declare(
 class TaskOptions:
     """How a task takes its lock; see the reference page for each option's meaning."""
 
+    #: The name of the lock: a template such as `export:<corp_id>`, a callable that takes the task's
+    #: arguments, or a list of them. A list takes all of its keys or none; `Key('tenant:<t>',
+    #: limit=3)` in it has a limit of its own. None on a SingletonTask: the task's name and a digest
+    #: of all its arguments. False: this task takes no lock.
     lock_key: (
         str
         | Callable[..., str]
         | tuple[str | Callable[..., str] | Key, ...]
         | Literal[False]
         | None
-    ) = declare(
-        default=None,
-        check=lock_key,
-        description=(
-            "The name of the lock: a template such as `export:<corp_id>`, a callable that takes "
-            "the task's arguments, or a list of them. A list takes all of its keys or none; "
-            "`Key('tenant:<t>', limit=3)` in it has a limit of its own. None "
-            "on a SingletonTask: the task's name and a digest of all its arguments. False: this "
-            "task takes no lock."
-        ),
-    )
-    lock_watchdog_timeout: float = declare(
-        default=30.0,
-        check=seconds(above=0),
-        unit="s",
-        description=(
-            "Expiry of the lease, set when the lock is acquired and reset at each renewal. The "
-            "watchdog renews after each third of it."
-        ),
-    )
-    max_renew_times: int = declare(
-        default=360,
-        check=whole_number,
-        description=(
-            "The cap: the watchdog stops after this number of renewals, and `lock_on_cap` "
-            "applies. 0 or less: no cap. With the default timeout, 360 renewals take one hour."
-        ),
-    )
-    lock_expire: float | None = declare(
-        default=None,
-        check=optional(seconds(above=0)),
-        unit="s",
-        description="A fixed expiry instead of the watchdog: set once, never renewed.",
-    )
-    release_on_success: bool = declare(
-        default=True,
-        check=yes_or_no,
-        description="False: when the body succeeds, the lock is left to expire.",
-    )
-    release_on_failure: bool = declare(
-        default=True,
-        check=yes_or_no,
-        description=(
-            "False: when the body fails, the lock is left to expire. Retry, Ignore and Reject are "
-            "not failures: they release the lock."
-        ),
-    )
-    lock_at_least_for: float = declare(
-        default=0.0,
-        check=seconds(at_least=0),
-        unit="s",
-        description=(
-            "Minimum time for which the lock is held, counted from its acquisition, even if the "
-            "task ends sooner."
-        ),
-    )
-    lock_on_conflict: str | Callable[[Any, Any], str | None] = declare(
-        default="skip",
-        check=lock_on_conflict,
-        description=(
-            "What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. "
-            "`raise`: it fails with LockHeldError. `retry`: it is sent again later under its own "
-            "id. `wait`: it waits in line and occupies its worker slot. `queue`: it is parked in "
-            "line and occupies no slot. `reject`: its message goes to the broker's dead-letter "
-            "exchange. A callable takes the task and the conflict, and returns one of these "
-            "names. With `lock_unique_until='start'` or `lock_on_duplicate='replace'` the default "
-            "is `queue` (`retry` with several keys): a message that was sent while an older one "
-            "ran is not lost."
-        ),
-    )
-    lock_wait_timeout: float = declare(
-        default=10.0,
-        check=seconds(at_least=0),
-        unit="s",
-        description=(
-            "Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with "
-            "`raise`."
-        ),
-    )
-    lock_queue_limit: int | None = declare(
-        default=None,
-        check=optional(lock_limit),
-        description=(
-            "Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task "
-            "that runs, or whose turn it is, does not count. None: no limit."
-        ),
-    )
-    lock_queue_bytes: int = declare(
-        default=2**26,
-        check=lock_limit,
-        unit="bytes",
-        description="Maximum total size of the messages that are parked per key.",
-    )
-    lock_queue_overflow: str = declare(
-        default="skip",
-        check=one_of("skip", "replace"),
-        description=(
-            "Which task is dropped when the line is full: `skip` drops the newcomer, `replace` "
-            "drops the oldest task in line. The dropped task ends as REVOKED."
-        ),
-    )
-    lock_retry_for: float = declare(
-        default=3600.0,
-        check=seconds(above=0),
-        unit="s",
-        description=(
-            "Maximum time of retries with `lock_on_conflict='retry'`, counted from the first "
-            "conflict. On timeout the task fails as with `raise`."
-        ),
-    )
-    lock_hold_on_retry: bool = declare(
-        default=False,
-        check=yes_or_no,
-        description=(
-            "True: when the task retries, its lease is kept for the retry, which takes it over. "
-            "The lease ends one timeout after the countdown. False: the lock is released before "
-            "the retry is sent."
-        ),
-    )
-    lock_dedupe_redelivered: bool = declare(
-        default=False,
-        check=yes_or_no,
-        description=(
-            "True: a redelivery of a task that has already succeeded is acknowledged without "
-            "running."
-        ),
-    )
-    lock_dedupe_for: float = declare(
-        default=3600.0,
-        check=seconds(above=0),
-        unit="s",
-        description="How long `lock_dedupe_redelivered` remembers that a task has succeeded.",
-    )
-    lock_on_lost: str = declare(
-        default="warn",
-        check=one_of("warn", "raise", "terminate"),
-        description=(
-            "What happens when the lease is lost and the body still runs. `warn`: a log line. "
-            "`raise`: LockLostError is raised in the body. `terminate`: the body is stopped even "
-            "if it catches Exception."
-        ),
-    )
-    lock_on_cap: str = declare(
-        default="expire",
-        check=one_of("expire", "raise", "terminate"),
-        description=(
-            "What happens when the cap is reached and the body still runs. `expire`: the lease "
-            "expires while the body goes on. `raise` and `terminate`: as for `lock_on_lost`."
-        ),
-    )
-    lock_mode: str = declare(
-        default="exclusive",
-        check=one_of("exclusive", "shared"),
-        description=(
-            "The two sides of a read-write lock. `exclusive`: one lease at a time, or "
-            "`lock_limit` of them. `shared`: any number of leases, but none beside an exclusive "
-            "one. A waiting task keeps later tasks of the other mode from passing it."
-        ),
-    )
-    lock_limit: int | None = declare(
-        default=1,
-        check=optional(lock_limit),
-        description=(
-            "Maximum number of exclusive leases at a time: a counting semaphore. If the limit "
-            "changes while the lock is held, present holders keep their leases, and each "
-            "acquisition is judged by its own limit. None: the task takes no lock when it runs, "
-            "and is only unique when it is sent (`lock_unique_until`)."
-        ),
-    )
-    lock_unique_until: str | None = declare(
-        default=None,
-        check=optional(one_of(*UNIQUE_UNTIL)),
-        description=(
-            "No second message of the same key is sent. `start`: while one waits. `end`: while "
-            "one waits or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. "
-            "None: every message is sent."
-        ),
-    )
-    lock_unique_for: float = declare(
-        default=3600.0,
-        check=seconds(above=0),
-        unit="s",
-        description=(
-            "How long a key stays reserved if no worker renews the reservation, counted from the "
-            "ETA or countdown if there is one."
-        ),
-    )
-    lock_on_duplicate: str = declare(
-        default="return",
-        check=one_of("return", "raise", "replace"),
-        description=(
-            "What `delay()` does if a message of the key is there already. `return`: it returns "
-            "the AsyncResult of that message, with `duplicate` True. `raise`: DuplicateTaskError. "
-            "`replace`: it sends the new message, and the older one ends as REVOKED."
-        ),
-    )
-    lock_replace_for: float | None = declare(
-        default=None,
-        check=optional(seconds(above=0)),
-        unit="s",
-        description=(
-            "With `lock_on_duplicate='replace'`: seconds after the first of several messages that "
-            "replace each other until which the newest is postponed by its ETA or countdown. None: "
-            "no limit."
-        ),
-    )
+    ) = declare(None, lock_key)
+    #: Expiry of the lease, set when the lock is acquired and reset at each renewal. The watchdog
+    #: renews after each third of it.
+    lock_watchdog_timeout: float = declare(30.0, seconds(above=0), unit="s")
+    #: The cap: the watchdog stops after this number of renewals, and `lock_on_cap` applies. 0 or
+    #: less: no cap. With the default timeout, 360 renewals take one hour.
+    max_renew_times: int = declare(360, whole_number)
+    #: A fixed expiry instead of the watchdog: set once, never renewed.
+    lock_expire: float | None = declare(None, optional(seconds(above=0)), unit="s")
+    #: False: when the body succeeds, the lock is left to expire.
+    release_on_success: bool = declare(True, yes_or_no)
+    #: False: when the body fails, the lock is left to expire. Retry, Ignore and Reject are not
+    #: failures: they release the lock.
+    release_on_failure: bool = declare(True, yes_or_no)
+    #: Minimum time for which the lock is held, counted from its acquisition, even if the task ends
+    #: sooner.
+    lock_at_least_for: float = declare(0.0, seconds(at_least=0), unit="s")
+    #: What a task does when its lock is held. `skip`: it does not run and ends as REVOKED. `raise`:
+    #: it fails with LockHeldError. `retry`: it is sent again later under its own id. `wait`: it
+    #: waits in line and occupies its worker slot. `queue`: it is parked in line and occupies no
+    #: slot. `reject`: its message goes to the broker's dead-letter exchange. A callable takes the
+    #: task and the conflict, and returns one of these names. With `lock_unique_until='start'` or
+    #: `lock_on_duplicate='replace'` the default is `queue` (`retry` with several keys): a message
+    #: that was sent while an older one ran is not lost.
+    lock_on_conflict: str | Callable[[Any, Any], str | None] = declare("skip", lock_on_conflict)
+    #: Maximum wait with `lock_on_conflict='wait'`. On timeout the task fails as with `raise`.
+    lock_wait_timeout: float = declare(10.0, seconds(at_least=0), unit="s")
+    #: Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task that runs,
+    #: or whose turn it is, does not count. None: no limit.
+    lock_queue_limit: int | None = declare(None, optional(lock_limit))
+    #: Maximum total size of the messages that are parked per key.
+    lock_queue_bytes: int = declare(2**26, lock_limit, unit="bytes")
+    #: Which task is dropped when the line is full: `skip` drops the newcomer, `replace` drops the
+    #: oldest task in line. The dropped task ends as REVOKED.
+    lock_queue_overflow: str = declare("skip", one_of("skip", "replace"))
+    #: Maximum time of retries with `lock_on_conflict='retry'`, counted from the first conflict. On
+    #: timeout the task fails as with `raise`.
+    lock_retry_for: float = declare(3600.0, seconds(above=0), unit="s")
+    #: True: when the task retries, its lease is kept for the retry, which takes it over. The lease
+    #: ends one timeout after the countdown. False: the lock is released before the retry is sent.
+    lock_hold_on_retry: bool = declare(False, yes_or_no)
+    #: True: a redelivery of a task that has already succeeded is acknowledged without running.
+    lock_dedupe_redelivered: bool = declare(False, yes_or_no)
+    #: How long `lock_dedupe_redelivered` remembers that a task has succeeded.
+    lock_dedupe_for: float = declare(3600.0, seconds(above=0), unit="s")
+    #: What happens when the lease is lost and the body still runs. `warn`: a log line. `raise`:
+    #: LockLostError is raised in the body. `terminate`: the body is stopped even if it catches
+    #: Exception.
+    lock_on_lost: str = declare("warn", one_of("warn", "raise", "terminate"))
+    #: What happens when the cap is reached and the body still runs. `expire`: the lease expires
+    #: while the body goes on. `raise` and `terminate`: as for `lock_on_lost`.
+    lock_on_cap: str = declare("expire", one_of("expire", "raise", "terminate"))
+    #: The two sides of a read-write lock. `exclusive`: one lease at a time, or `lock_limit` of
+    #: them. `shared`: any number of leases, but none beside an exclusive one. A waiting task keeps
+    #: later tasks of the other mode from passing it.
+    lock_mode: str = declare("exclusive", one_of("exclusive", "shared"))
+    #: Maximum number of exclusive leases at a time: a counting semaphore. If the limit changes
+    #: while the lock is held, present holders keep their leases, and each acquisition is judged by
+    #: its own limit. None: the task takes no lock when it runs, and is only unique when it is sent
+    #: (`lock_unique_until`).
+    lock_limit: int | None = declare(1, optional(lock_limit))
+    #: No second message of the same key is sent. `start`: while one waits. `end`: while one waits
+    #: or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: every message
+    #: is sent.
+    lock_unique_until: str | None = declare(None, optional(one_of(*UNIQUE_UNTIL)))
+    #: How long a key stays reserved if no worker renews the reservation, counted from the ETA or
+    #: countdown if there is one.
+    lock_unique_for: float = declare(3600.0, seconds(above=0), unit="s")
+    #: What `delay()` does if a message of the key is there already. `return`: it returns the
+    #: AsyncResult of that message, with `duplicate` True. `raise`: DuplicateTaskError. `replace`:
+    #: it sends the new message, and the older one ends as REVOKED.
+    lock_on_duplicate: str = declare("return", one_of("return", "raise", "replace"))
+    #: With `lock_on_duplicate='replace'`: seconds after the first of several messages that replace
+    #: each other until which the newest is postponed by its ETA or countdown. None: no limit.
+    lock_replace_for: float | None = declare(None, optional(seconds(above=0)), unit="s")
 
     @property
     def keys(self) -> tuple[str | Callable[..., str] | None, ...]:

@@ -3,8 +3,8 @@
 An option belongs to a task: ``@app.task(lock_watchdog_timeout=60)``.  Its default for a whole app
 is the setting of the same name under ``dislock_``: ``app.conf.dislock_watchdog_timeout = 60``.
 Name, type, default, unit, check and description are declared in one field of :class:`TaskOptions`
-or :class:`AppSettings`.  The error messages, the suggestions for misspelt names and the reference
-page are made from these fields.
+or :class:`AppSettings`; the description is the comment above it.  The error messages, the
+suggestions for misspelt names and the reference page are made from these fields.
 
 A check takes the user's value and returns the value that the code uses, or raises ``ValueError``
 with the remedy.  All checks run when a task is bound, a lock is made or a worker starts.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, fields, replace
 from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -54,75 +54,35 @@ SECRETS = ("password", "credential", "transport_option", "kwargs")
 class AppSettings:
     """Settings that all locks of one app share."""
 
-    dislock_enabled: bool | None = declare(
-        default=None,
-        check=optional(yes_or_no),
-        description=(
-            "True: every task with a `lock_key` locks, whatever its base class, and a worker "
-            "checks the lock server at start-up (`--dislock`). False: no task takes a lock "
-            "(`--no-dislock`). None: only tasks with the base class SingletonTask lock."
-        ),
-    )
+    #: True: every task with a `lock_key` locks, whatever its base class, and a worker checks the
+    #: lock server at start-up (`--dislock`). False: no task takes a lock (`--no-dislock`). None:
+    #: only tasks with the base class SingletonTask lock.
+    dislock_enabled: bool | None = declare(None, optional(yes_or_no))
+    #: URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// or
+    #: rediss+cluster://. A list of three or more URLs names independent servers, of which a
+    #: majority decides. None: the broker if it is a Redis, else the result backend if that is one.
     dislock_url: str | tuple[str, ...] | None = declare(
-        default=None,
-        check=optional(one_or_several_urls),
-        description=(
-            "URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// "
-            "or rediss+cluster://. A list of three or more URLs names independent servers, of "
-            "which a majority decides. None: the broker if it is a Redis, else the result backend "
-            "if that is one."
-        ),
-        secret=True,
+        None, optional(one_or_several_urls), secret=True
     )
-    dislock_on_unavailable: str = declare(
-        default="retry",
-        check=one_of("retry", "raise", "run"),
-        description=(
-            "What a task does when the lock server does not answer. `retry`: it is put off, under "
-            "its own id and with its own retries unspent. `raise`: it fails with StoreError. "
-            "`run`: it runs without its lock."
-        ),
-    )
-    dislock_prefix: str = declare(
-        default="dislock",
-        check=text,
-        description="First part of every name in Redis: `<prefix>:{<key>}`.",
-    )
-    dislock_transport_options: dict[str, Any] = declare(  # noqa: RUF009 -- it makes a field
-        default={},
-        check=mapping,
-        description=(
-            "Options of the connections to the lock server, as redis-py's Connection takes "
-            "them, such as `socket_timeout`. For sentinel:// also `master_name` and "
-            "`sentinel_kwargs`."
-        ),
-        secret=True,
-    )
-    dislock_min_replicas: int = declare(
-        default=0,
-        check=natural_number,
-        description=(
-            "Number of replicas that must confirm an acquisition within one second. If fewer "
-            "confirm, the lock is given back, and the lock server counts as away."
-        ),
-    )
-    dislock_renew_for_stalled: bool = declare(
-        default=True,
-        check=yes_or_no,
-        description=(
-            "Whether a prefork worker's main process renews the lock of a task whose pool process "
-            "is alive but does not renew it: the body holds the GIL, or the process was stopped. "
-            "False: such a task loses its lock after the timeout."
-        ),
-    )
-    dislock_metrics: bool = declare(
-        default=False,
-        check=yes_or_no,
-        description=(
-            "Whether processes count what they do with locks, for metrics. They add their counts "
-            "up on the lock server every few seconds."
-        ),
-    )
+    #: What a task does when the lock server does not answer. `retry`: it is put off, under its own
+    #: id and with its own retries unspent. `raise`: it fails with StoreError. `run`: it runs
+    #: without its lock.
+    dislock_on_unavailable: str = declare("retry", one_of("retry", "raise", "run"))
+    #: First part of every name in Redis: `<prefix>:{<key>}`.
+    dislock_prefix: str = declare("dislock", text)
+    #: Options of the connections to the lock server, as redis-py's Connection takes them, such as
+    #: `socket_timeout`. For sentinel:// also `master_name` and `sentinel_kwargs`.
+    dislock_transport_options: dict[str, Any] = declare({}, mapping, secret=True)  # noqa: RUF009
+    #: Number of replicas that must confirm an acquisition within one second. If fewer confirm, the
+    #: lock is given back, and the lock server counts as away.
+    dislock_min_replicas: int = declare(0, natural_number)
+    #: Whether a prefork worker's main process renews the lock of a task whose pool process is alive
+    #: but does not renew it: the body holds the GIL, or the process was stopped. False: such a task
+    #: loses its lock after the timeout.
+    dislock_renew_for_stalled: bool = declare(True, yes_or_no)
+    #: Whether processes count what they do with locks, for metrics. They add their counts up on the
+    #: lock server every few seconds.
+    dislock_metrics: bool = declare(False, yes_or_no)
 
 
 def setting_name(option: str) -> str | None:
@@ -410,23 +370,6 @@ def _near(given: str) -> str:
             return setting
     # A lock server under a misspelt name must not be replaced by the broker without a word.
     return "dislock_url" if any(word in ("url", "urls") for word in given.split("_")) else ""
-
-
-def reference(kind: type[TaskOptions | AppSettings]) -> str:
-    """Return the Markdown table of options or settings for the documentation."""
-    rows = ["| name | default | unit | meaning |", "|---|---|---|---|"]
-    rows += [
-        f"| `{f.name}` | `{_default(f)!r}` | {f.metadata['unit']} "
-        f"| {f.metadata['description'].replace('|', '&#124;')} |"
-        for f in fields(kind)
-    ]
-    return "\n".join(rows)
-
-
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return option.default_factory()
-    return option.default
 
 
 def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
