@@ -46,7 +46,7 @@ from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
-from celery_dislock.tasks.sending import send, sender_of, tell
+from celery_dislock.tasks.sending import Sending, sender_of, tell
 from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
@@ -97,7 +97,7 @@ def _sending_uniquely() -> None:
         guard = None if task is None else guard_for_sending(task, self)
         if guard is None:
             return publish(**options)
-        return send(self, task, guard, args, kwargs, options, publish)
+        return Sending(self, task, guard, args, kwargs, publish).send(options)
 
     Celery.send_task = send_task
 

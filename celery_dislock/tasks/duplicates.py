@@ -65,6 +65,7 @@ class First:
     Attributes:
         id: Id of the task.
         has_result: Whether its result is stored.
+        reserved: Its reservation, without the parts that its sender has chosen.
         unique_for: Seconds that its message may wait: ``lock_unique_for``.
     """
 
@@ -79,7 +80,7 @@ class First:
         self.id = task_id_of_reserved(found.id)
         self.has_result = found.has_result
         self._locks = locks
-        self._reserved = wanted
+        self.reserved = wanted._replace(id=found.id)
         self._reservations = reservations
         self.unique_for = guard.options.lock_unique_for
         self._holds = guard.interval is not None  # its lock, for as long as it runs
@@ -100,9 +101,9 @@ class First:
         Raises:
             StoreError: The lock server did not answer.
         """
-        state = self._reservations().look(self._reserved.lock)
+        state = self._reservations().look(self.reserved.lock)
         record, holders = state.reservation, state.holders
-        if self._reserved.lock != self._locks[0]:
+        if self.reserved.lock != self._locks[0]:
             holders = self._reservations().look(self._locks[0]).holders
         if self.id in {holder.id for holder in holders}:
             return 0.0
@@ -111,14 +112,14 @@ class First:
         if record.state == "ended":
             return record.since
         # A reservation that nobody renews ends soon, but for "expiry".
-        is_dead = record.state == "running" and self._reserved.until == "expiry" and self._holds
+        is_dead = record.state == "running" and self.reserved.until == "expiry" and self._holds
         return math.inf if is_dead else 0.0
 
     def patience(self, state: str) -> float:
         """Return for how long nothing may be known of the task until no result is expected."""
         # With "end" the reservation is there for as long as the task is, unless it is parked.
         is_unseen = state == PARKED or (
-            self._reserved.until != "end" and (state == states.RETRY or not self._holds)
+            self.reserved.until != "end" and (state == states.RETRY or not self._holds)
         )
         return max(STORED_WITHIN, self.unique_for) if is_unseen else STORED_WITHIN
 

@@ -103,7 +103,6 @@ class Guard:
         options: The task's options.
         timeout: Seconds until a lease of this task expires if it is not renewed.
         interval: Seconds between two renewals; None if leases of this task are not renewed.
-        releases_on_failure: Whether a failed execution releases the lock.
         kept: Seconds for which the reservation of a task that runs is kept at each renewal.
     """
 
@@ -117,30 +116,23 @@ class Guard:
         self.runtime = runtime
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
-        self.releases_on_failure = self.options.release_on_failure
-        declared = self.options.lock_key
         try:
             self._keys = [
-                key_builder(one, signature=_signature(task), task_name=name)
-                for one in self.options.keys
+                key_builder(one, signature=_signature(task), task_name=name) for one in options.keys
             ]
         except InvalidTemplate as exc:
-            raise SettingsError(name, "lock_key", declared, str(exc)) from exc
+            raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
         self._looks_for_copies = (
-            self.options.lock_mode == "shared"
-            or self.options.admits_several
-            or self.options.lock_dedupe_redelivered
+            options.lock_mode == "shared"
+            or options.admits_several
+            or options.lock_dedupe_redelivered
         )
-        self._locks = self.options.lock_limit is not None
-        self._limits = self.options.limits
+        self._locks = options.lock_limit is not None
+        self._limits = options.limits
         # The watchdog renews it with the one lease; else the main process alone does.
         by_watchdog = self.interval is not None and len(self._keys) == 1
-        self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else self.options.lock_unique_for
-        self._parks = self.options.parks and self._locks
-        self._interrupts = (self.options.lock_on_lost, self.options.lock_on_cap) != (
-            "warn",
-            "expire",
-        )
+        self.kept = KEPT_TIMEOUTS * self.timeout if by_watchdog else options.lock_unique_for
+        self._interrupts = options.lock_on_lost != "warn" or options.lock_on_cap != "expire"
 
     def run(
         self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
@@ -358,7 +350,7 @@ class Guard:
     @property
     def parks(self) -> bool:
         """Whether this task may be parked, so that its requests must keep their messages."""
-        return self._parks and not self.runtime.off
+        return self._locks and self.options.parks and not self.runtime.off
 
     @property
     def can_park(self) -> bool:
@@ -370,18 +362,18 @@ class Guard:
         Return the keys that the task locks for these arguments, in the order of their locks.
 
         Raises:
-            Exception: As for :meth:`lock_names`.
+            Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
-        return self._keys_of(args, kwargs)
+        return in_order([builder.key(args, kwargs) for builder in self._keys])
 
     def lock_names(self, args: Any, kwargs: Any) -> Sequence[str]:
         """
         Return the names in Redis of the locks that the task takes for these arguments.
 
         Raises:
-            Exception: The keys cannot be built: LockKeyError, or what a user's callable raises.
+            Exception: As for :meth:`keys`.
         """
-        return self.runtime.lock_names(self._keys_of(args, kwargs))
+        return self.runtime.lock_names(self.keys(args, kwargs))
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """
@@ -400,18 +392,16 @@ class Guard:
             return 0
         names = self.lock_names(args, kwargs)
         store = self.runtime.process.store
-        at_least = self.options.lock_at_least_for if self.releases_on_failure else None
+        options = self.options
+        at_least = options.lock_at_least_for if options.release_on_failure else None
         return store.release_dead(names, owner_start, at_least)
 
     def keys_in_words(self, args: Any, kwargs: Any) -> str:
         """Name the keys of an execution for the log."""
         try:
-            return ", ".join(map(repr, self._keys_of(args, kwargs)))
+            return ", ".join(map(repr, self.keys(args, kwargs)))
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
             return f"unknown: {exc!r}"
-
-    def _keys_of(self, args: Any, kwargs: Any) -> Sequence[str]:
-        return in_order([builder.key(args, kwargs) for builder in self._keys])
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""

@@ -22,7 +22,7 @@ import logging
 import time
 from functools import partial
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from celery._state import get_current_task
 from celery.app.task import Context
@@ -70,6 +70,70 @@ STAYS = "A key may stay reserved until its reservation expires: %s"
 logger = logging.getLogger("celery_dislock")
 
 
+class Sending(NamedTuple):
+    """
+    A guarded task that is about to be sent, or run eagerly.
+
+    Attributes:
+        app: The app that sends it.
+        task: The task.
+        guard: Its guard.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        publish: Publishes the message, or runs the task, and returns its result.
+        eager: Whether *publish* runs the task.
+    """
+
+    app: Celery
+    task: Task
+    guard: Guard
+    args: Any
+    kwargs: Any
+    publish: Callable[..., Any]
+    eager: bool = False
+
+    def send(self, options: dict[str, Any]) -> Any:
+        """Send the message, or run the task; *options* are those of *publish*, and are changed."""
+        outbox = outbox_of(self.task)
+        if outbox is not None and not self.eager and options.get("task_id") == self.task.request.id:
+            # Task.retry(), for example: held back until the lock is released.
+            outbox.add_retry(self._send, options)
+            return self.app.AsyncResult(self.task.request.id)
+        return self._send(**options)
+
+    def _send(self, **options: Any) -> Any:
+        guard = self.guard
+        if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
+            headers = options.get("headers") or {}
+            options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
+        if guard.options.lock_unique_until is None:
+            return self.publish(**options)
+        again = is_sent_again(options)
+        if guard.runtime.off or belongs_to_more(options) or (self.eager and again):
+            if not again:
+                self.count_as("unreserved")
+            return self.publish(**options)
+        return sender_of(self.app).send(self, options)
+
+    def has_result(self, options: Mapping[str, Any]) -> bool:
+        """Tell whether the result of the task is stored."""
+        ignored = options.get("ignore_result")
+        return not (self.task.ignore_result if ignored is None else ignored)
+
+    def locks(self) -> Sequence[str]:
+        """Return the names of the task's locks; none if its key cannot be built."""
+        try:
+            return self.guard.lock_names(tuple(self.args or ()), dict(self.kwargs or {}))
+        except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
+            logger.warning("A message is sent without a reservation, its key is unknown: %r", exc)
+            return ()
+
+    def count_as(self, outcome: str) -> None:
+        """Tell the observer what became of the message."""
+        with contextlib.suppress(SettingsError):  # it has no lock server
+            self.guard.runtime.process.observer.message(self.guard.name, outcome)
+
+
 class Sender:
     """
     Sends the messages of one app's unique tasks.
@@ -98,37 +162,22 @@ class Sender:
         self._refuses = False  # while it is away: it answers, with an error
         self._sent: dict[str, tuple[Reservation, Any]] = {}  # with the result of an eager task
 
-    def send(
-        self,
-        guard: Guard,
-        args: Any,
-        kwargs: Any,
-        options: dict[str, Any],
-        publish: Callable[..., Any],
-        *,
-        has_result: bool = True,
-        eager: bool = False,
-    ) -> Any:
+    def send(self, sending: Sending, options: dict[str, Any]) -> Any:
         """
         Send a message of a unique task, or return the result of the one that is there.
 
         Args:
-            guard: The task's guard.
-            args: The task's arguments.
-            kwargs: Its keyword arguments.
-            options: The options that *publish* takes.
-            publish: Sends the message, or runs the task, and returns its result.
-            has_result: Whether the result of the task is stored.
-            eager: Whether *publish* runs the task.
+            sending: The message.
+            options: The options that publishing it takes.
 
         Raises:
             DuplicateTaskError: A message of the key is there, and ``lock_on_duplicate`` is "raise".
             StoreError: The lock server is away, and ``dislock_on_unavailable`` is "raise".
             Exception: What publishing raises.
         """
-        locks = _locks_of(guard, args, kwargs)
+        guard, publish, locks = sending.guard, sending.publish, sending.locks()
         if not locks or self._clock() < self._away_until:
-            count(guard, "unreserved")
+            sending.count_as("unreserved")
             return publish(**options)
         task_id = options["task_id"] = options.get("task_id") or uuid()
         again, headers = is_sent_again(options), options.get("headers") or {}
@@ -140,17 +189,21 @@ class Sender:
             *_number_in(guard, headers, reserved_lock(locks), again=again),
         )
         try:
-            found = self._reserve(guard, wanted, again=again, has_result=has_result)
+            found = self._reserve(
+                guard, wanted, again=again, has_result=sending.has_result(options)
+            )
             self._answered(took=isinstance(found, Reserved))
         except (SettingsError, StoreError) as exc:  # the former: this process has no lock server
             self._unavailable(guard, exc)
             found = None
         if found is None or (again and isinstance(found, Taken)):
             if not again:
-                count(guard, "unreserved")
+                sending.count_as("unreserved")
             return publish(**options)
         if isinstance(found, Taken):
-            return self._duplicate(guard, locks, wanted, found, options, has_result=has_result)
+            sending.count_as("duplicate")
+            first = First(guard, locks, wanted, found, self._reservations)
+            return self._duplicate(sending, first, options)
 
         reserved = wanted._replace(
             ttl=_kept_for(guard.options, options), mark=found.mark, number=found.number
@@ -158,12 +211,12 @@ class Sender:
         header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
         options["headers"] = {**headers, UNIQUE_HEADER: header}
         self._remember(task_id, reserved)
-        publish = partial(
-            publish, **postponed(options, guard.options.lock_replace_for, found.burst)
+        options = postponed(options, guard.options.lock_replace_for, found.burst)
+        result = (self._run if sending.eager else self._publish)(
+            reserved, partial(publish, **options)
         )
-        result = (self._run if eager else self._publish)(reserved, publish)
         if not again:
-            count(guard, "sent")
+            sending.count_as("sent")
         return result
 
     def _publish(self, reserved: Reservation, publish: Callable[[], Any]) -> Any:
@@ -214,19 +267,8 @@ class Sender:
         with contextlib.suppress(StoreError):  # else it ends after PUBLISH_FOR
             self._reservations().confirm(reserved)
 
-    def _duplicate(
-        self,
-        guard: Guard,
-        locks: Sequence[str],
-        wanted: Reservation,
-        found: Taken,
-        options: Mapping[str, Any],
-        *,
-        has_result: bool,
-    ) -> Any:
-        count(guard, "duplicate")
-        first = First(guard, locks, wanted, found, self._reservations)
-        if guard.options.lock_on_duplicate == "raise":
+    def _duplicate(self, sending: Sending, first: First, options: Mapping[str, Any]) -> Any:
+        if sending.guard.options.lock_on_duplicate == "raise":
             raise DuplicateTaskError(first.key, first.id)
         known, result = self._sent.get(first.id, (None, None))
         if result is not None:  # it ran here
@@ -234,9 +276,9 @@ class Sender:
             again.duplicate = True
             return again
         if known is None:
-            self._remember(first.id, wanted._replace(id=found.id))
+            self._remember(first.id, first.reserved)
         result = duplicate_of(options.get("result_cls") or self._app.AsyncResult, first)
-        result.ignored = not has_result  # as Celery does: get() does not wait then
+        result.ignored = not sending.has_result(options)  # get() does not wait then, as in Celery
         return result
 
     def _remember(self, task_id: str, reserved: Reservation, result: Any = None) -> None:
@@ -294,65 +336,6 @@ def sender_of(app: Celery) -> Sender:
     return sender
 
 
-def send(
-    app: Celery,
-    task: Task,
-    guard: Guard,
-    args: Any,
-    kwargs: Any,
-    options: dict[str, Any],
-    publish: Callable[..., Any],
-    *,
-    eager: bool = False,
-) -> Any:
-    """
-    Send a message of a guarded task, or run it.
-
-    Args:
-        app: The app that sends it.
-        task: The task.
-        guard: Its guard.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        options: The options that *publish* takes; changed.
-        publish: Publishes the message, or runs the task.
-        eager: Whether it runs the task.
-    """
-    outbox = outbox_of(task)
-    if outbox is not None and not eager and options.get("task_id") == task.request.id:
-        # Task.retry(), for example: held back until the lock is released.
-        outbox.add_retry(partial(_send, app, task, guard, args, kwargs, publish), options)
-        return app.AsyncResult(task.request.id)
-    return _send(app, task, guard, args, kwargs, publish, eager=eager, **options)
-
-
-def _send(
-    app: Celery,
-    task: Task,
-    guard: Guard,
-    args: Any,
-    kwargs: Any,
-    publish: Callable[..., Any],
-    *,
-    eager: bool = False,
-    **options: Any,
-) -> Any:
-    if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
-        headers = options.get("headers") or {}
-        options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
-    if guard.options.lock_unique_until is None:
-        return publish(**options)
-    if guard.runtime.off or belongs_to_more(options) or (eager and is_sent_again(options)):
-        if not is_sent_again(options):
-            count(guard, "unreserved")
-        return publish(**options)
-    given = options.get("ignore_result")
-    has_result = not (task.ignore_result if given is None else given)
-    return sender_of(app).send(
-        guard, args, kwargs, options, publish, has_result=has_result, eager=eager
-    )
-
-
 def tell(app: Celery, what: What, request: Context) -> None:
     """
     Tell the lock server what becomes of a message, if it has a reservation; logs a DislockError.
@@ -378,12 +361,6 @@ def outbox_of(task: Task) -> Any:
     stack = task.request_stack  # None: another thread binds the task at this moment
     delivery = Delivery.of(stack.top) if stack is not None else None
     return delivery.outbox if delivery is not None and not delivery.is_eager else None
-
-
-def count(guard: Guard, outcome: str) -> None:
-    """Tell the observer what became of a message that was to be sent."""
-    with contextlib.suppress(SettingsError):  # it has no lock server
-        guard.runtime.process.observer.message(guard.name, outcome)
 
 
 def is_sent_again(options: Mapping[str, Any]) -> bool:
@@ -427,12 +404,3 @@ def postponed(options: dict[str, Any], replace_for: float | None, burst: float) 
     if replace_for is None or not delay or burst + delay <= replace_for:
         return options
     return {**options, "eta": None, "countdown": max(0.0, replace_for - burst)}
-
-
-def _locks_of(guard: Guard, args: Any, kwargs: Any) -> Sequence[str]:
-    """Return the names of the task's locks; none if its key cannot be built."""
-    try:
-        return guard.lock_names(tuple(args or ()), dict(kwargs or {}))
-    except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-        logger.warning("A message is sent without a reservation, its key is unknown: %r", exc)
-        return ()

@@ -25,12 +25,10 @@ from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.events import events_of
-from celery_dislock.messages.headers import Notes, own_turn
+from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import ENDED as ENDED_ITSELF
-from celery_dislock.parking.store import STAYS_IN_LINE, withdraw
 from celery_dislock.tasks.guard import Guard
-from celery_dislock.tasks.sending import outbox_of, send, tell
+from celery_dislock.tasks.sending import Sending, outbox_of, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,13 +41,9 @@ if TYPE_CHECKING:
     from celery_dislock.tasks.handle import LockHandle
 
 
-# States that end a delivery.  A task that is stopped with its worker has none of them, and its
-# message may be redelivered.
-ENDS = (states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED)
-# States in which a message has ended that no guard has seen: it comes again only after a retry.
-ENDED = {states.SUCCESS, *ENDS} - {states.RETRY}
-
-BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
+# States in which Celery leaves a delivery.  A task that is stopped with its worker has none,
+# and its message may be redelivered.
+ENDED = {states.SUCCESS, states.FAILURE, states.RETRY, states.IGNORED, states.REJECTED}
 
 logger = logging.getLogger("celery_dislock")
 
@@ -218,14 +212,16 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     if delivery is not None:
         for call in delivery.after_result:
             call(state)
-    elif request.headers:
-        if state in ENDED and not (isinstance(retval, Reject) and retval.requeue):
+    elif request.headers and state in ENDED:
+        if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
+            return
+        if state != states.RETRY:
             tell(task.app, "end", request)
         if _is_guarded(task):
-            _leave_ended(task.dislock_guard, request, state, retval)
+            _leave_unclaimed(task.dislock_guard, request, state, retval)
 
 
-def _leave_ended(guard: Guard, request: Context, state: str, retval: Any) -> None:
+def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) -> None:
     """
     Take a parked task out of line that ended before its guard could claim its turn.
 
@@ -234,63 +230,47 @@ def _leave_ended(guard: Guard, request: Context, state: str, retval: Any) -> Non
     If another delivery has claimed the turn, nothing is changed.  Logs a StoreError instead of
     raising it; blocks for a round trip.
     """
-    if state not in ENDS or Delivery.of(request) is not None:
-        return
-    if not guard.can_park:
-        return
-    turn = guard.turn_of(request)
+    turn = guard.turn_of(request) if guard.can_park else None
     if turn is None:
         return
-    if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
-        return
-    lines = guard.runtime.process.lines
-    what = f"{request.task}[{turn[1]}]"
+    lines, what = guard.runtime.process.lines, f"{request.task}[{turn[1]}]"
     if state == states.FAILURE:
-        withdraw(lines, turn, what, retval, request.task)
+        store.withdraw(lines, turn, what, retval, request.task)
         return
     try:
-        lines.withdraw(*turn, ENDED_ITSELF, request.task)
+        lines.withdraw(*turn, store.ENDED, request.task)
     except StoreError as exc:
         logger.error(  # noqa: TRY400 -- the reason is enough
-            STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
+            store.STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
         )
 
 
-def _leave_revoked(guard: Guard, request: Context) -> None:
+def _leave_revoked(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:
     """
-    Take a parked task that was revoked or has expired out of line; blocks for a round trip.
+    Take a task that was revoked or has expired out of line, and end its reservation.
 
-    Raises:
-        StoreError: The lock server did not answer.  The task stays in line, and will be revoked
-            again at its next turn.
+    Logs a StoreError instead of raising it: the task stays in line, and is revoked again at its
+    next turn.  Blocks for a round trip.
     """
-    if not guard.can_park:
-        return
-    # Notes.of() warns of forged notes, and own_turn() does not.
-    noted = Notes.of(request, guard.runtime.settings.dislock_prefix).parked
-    if noted is not None and noted == guard.turn_of(request):
-        guard.runtime.process.lines.leave(*noted, request.task)
-
-
-def _leave_line(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:
     if not terminated:  # else the end of its process ends it
         tell(sender.app, "end", request)
     guard: Guard | None = getattr(sender, "dislock_guard", None)
-    if guard is not None:
-        try:
-            _leave_revoked(guard, request)
-        except StoreError as exc:
-            lock, _ = own_turn(request, guard.runtime.settings.dislock_prefix) or ("", "")
-            logger.warning(
-                "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
-                *(sender.name, request.id, key_of(lock), exc),
-            )
+    turn = guard.turn_of(request) if guard is not None and guard.can_park else None
+    if guard is None or turn is None:
+        return
+    try:
+        guard.runtime.process.lines.leave(*turn, request.task)
+    except StoreError as exc:
+        logger.warning(
+            "Task %s[%s] is revoked and stays in line for lock %r until its next turn: %s",
+            *(sender.name, request.id, key_of(turn[0]), exc),
+        )
 
 
 # For every task: one may have a reservation or a turn that takes no lock here, or none any more.
 task_prerun.connect(_before_body, weak=False)
 task_postrun.connect(_after_result, weak=False)
-task_revoked.connect(_leave_line, weak=False)
+task_revoked.connect(_leave_revoked, weak=False)
 
 
 def apply_uniquely(
@@ -304,7 +284,7 @@ def apply_uniquely(
     """Run an eager task, unless it is unique and a message of its key is there."""
     options.update(zip(_APPLY_POSITIONAL, more, strict=False))
     run = partial(apply, args, kwargs)
-    return send(self.app, self, self.dislock_guard, args, kwargs, options, run, eager=True)
+    return Sending(self.app, self, self.dislock_guard, args, kwargs, run, eager=True).send(options)
 
 
 def replace_after_release(on_replace: Callable[..., Any], self: Task, signature: Any) -> Any:

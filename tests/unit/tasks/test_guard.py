@@ -968,6 +968,15 @@ def test_a_replaced_task_gives_up_its_place_in_line_when_its_result_is_stored(
     assert left == [(("dislock:{k}", "1:0:0", task.name), "REVOKED")] * stores
 
 
+def test_a_task_that_is_replaced_when_it_has_its_lock_ends_its_ticket_with_it(app, world):
+    """Its key was another when it was sent.  No copy of it may run."""
+    process = runtime_of(app).process
+    process._publisher, process.lines = object(), FakeLines(world.store)
+    headers = reserved(world, "2", newest=2, confirmed=2, by="2")
+    deliver(declare(app, pytest.fail, lock_key="new", lock_on_conflict="queue"), headers=headers)
+    assert (world.store.done, world.store.leases) == (["1:0:0"], {})
+
+
 # Where locks are off
 
 

@@ -24,6 +24,7 @@ from celery_dislock.tasks.sending import (
     sender_of,
     tell,
 )
+from celery_dislock.tasks.sending import Sending as Call
 from tests.unit.fakes import FakeClock, FakeRecord, FakeReservations
 
 LOCK = "dislock:{edit:1}"
@@ -78,10 +79,12 @@ class Sending:
         self.sent.append(options)
         return Result(options.get("task_id"))
 
-    def send(self, *args, has_result=True, **options):
-        return self.sender.send(
-            self.guard, args or (1,), {}, options, self.publish, has_result=has_result
-        )
+    def sending(self, args, publish, *, eager=False):
+        task = SimpleNamespace(ignore_result=False)
+        return Call(None, task, self.guard, args, {}, publish, eager)
+
+    def send(self, *args, publish=None, **options):
+        return self.sender.send(self.sending(args or (1,), publish or self.publish), options)
 
     def run(self, until, publish=None):
         """Run a task eagerly; its guard would begin and end the reservation."""
@@ -92,7 +95,7 @@ class Sending:
             self.reservations.end(Reservation(LOCK, task_id, until))
             return EagerResult(task_id, 7, "SUCCESS")
 
-        return self.sender.send(self.guard, (1,), {}, {}, publish or run, eager=True)
+        return self.sender.send(self.sending((1,), publish or run, eager=True), {})
 
     def asked(self, name):
         return [call[1:] for call in self.reservations.asked if call[0] == name]
@@ -176,8 +179,8 @@ def test_a_duplicate_can_be_an_error():
 @pytest.mark.parametrize("second", [False, True])
 def test_a_duplicate_knows_of_results_that_are_not_stored(sending, first, second):
     """That of the first, which its sender has said, and its own, as Celery's results do."""
-    sending.send(has_result=first)
-    result = sending.send(has_result=second)
+    sending.send(ignore_result=not first)
+    result = sending.send(ignore_result=not second)
     assert (result.first.has_result, result.ignored) == (first, not second)
 
 
@@ -248,7 +251,7 @@ def test_a_publisher_that_fails_after_its_task_has_begun_leaves_the_key(sending)
         raise ConnectionError("the reply was lost")
 
     with pytest.raises(ConnectionError):
-        sending.sender.send(sending.guard, (1,), {}, {}, publish)
+        sending.send(publish=publish)
     assert sending.reservations.of(LOCK)
 
 
@@ -305,13 +308,13 @@ def test_a_lock_server_that_goes_away_after_publishing_harms_nothing(sending):
         sending.reservations.away = True
         return Result(options["task_id"])
 
-    assert sending.sender.send(sending.guard, (1,), {}, {"task_id": "a"}, publish).id == "a"
+    assert sending.send(task_id="a", publish=publish).id == "a"
     assert len(sending.asked("confirm")) == 1
 
 
 def test_a_key_that_cannot_be_built_sends_all_the_same(sending, caplog):
     """The worker fails the task, and says why."""
-    result = sending.sender.send(sending.guard, (), {}, {}, sending.publish)
+    result = sending.sender.send(sending.sending((), sending.publish), {})
     assert (len(sending.sent), result.duplicate) == (1, False)
     assert "its key is unknown: ValueError('no document')" in caplog.text
 
