@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from datetime import datetime, timezone
 from types import SimpleNamespace
@@ -10,11 +9,10 @@ from unittest.mock import MagicMock as Mock
 
 import pytest
 from celery import Celery, chain
-from celery.app.control import Control
 from celery.worker.control import Panel
 from celery.worker.request import Request
 
-from celery_dislock import SettingsError, SingletonTask, hooks
+from celery_dislock import SingletonTask, hooks
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeRecord
@@ -110,16 +108,6 @@ def test_positional_arguments_of_send_task_are_what_they_were(app, broker, there
     assert there.asked[1][1].ttl == pytest.approx(3700)
 
 
-def test_the_wrapped_methods_look_like_celery_s():
-    """Whoever inspects or documents them finds their signature and their text."""
-    assert list(inspect.signature(Celery.send_task).parameters)[:4] == [
-        *("self", "name", "args", "kwargs")
-    ]
-    assert "countdown" in inspect.signature(Celery.send_task).parameters
-    assert Control.revoke.__doc__.startswith("Tell all")
-    assert Panel.data["revoke"].__name__ == "revoke"
-
-
 def test_what_belongs_to_more_is_never_dropped(app, broker, there):
     """A dropped step would lose the rest of its chain."""
     task = declare(app)
@@ -144,18 +132,12 @@ def test_a_sender_without_a_lock_server_sends_all_the_same(monkeypatch, caplog):
     assert message.startswith("Messages of unique tasks are sent without reservations: ")
 
 
-def test_locks_that_are_off_reserve_nothing(app, broker, there):
-    """--no-dislock, for messages that this process sends."""
-    app.conf.dislock_enabled = False
-    task = declare(app)
-    assert [task.delay(1).duplicate for _ in range(2)] == [False, False]
-    assert there.asked == []
-
-
-def test_a_guarded_task_that_is_not_unique_is_sent_as_it_is(app, broker, there):
+@pytest.mark.parametrize(("off", "until"), [(True, "end"), (False, None)])
+def test_what_is_off_or_not_unique_reserves_nothing(app, broker, there, off, until):
     """Its result can be asked all the same whether it is another's."""
-    result = declare(app, lock_unique_until=None).delay(1)
-    assert result.duplicate is False
+    app.conf.dislock_enabled = False if off else None
+    task = declare(app, lock_unique_until=until)
+    assert [task.delay(1).duplicate for _ in range(2)] == [False, False]
     assert there.asked == []
 
 
@@ -167,15 +149,6 @@ def test_a_message_that_may_be_replaced_in_line_says_when_it_was_sent(app, broke
     task.apply_async((1,), headers={"dislock_sent": 7})
     first, second = [sent["headers"]["dislock_sent"] for sent in broker.sent]
     assert (first > 1.7e15, second) == (True, 7)
-
-
-def test_a_task_with_a_bad_option_is_refused_when_it_is_sent(app, broker):
-    """As when it is used in any other way."""
-    task = declare(app, lock_replace_for=5)
-    for _ in range(2):
-        with pytest.raises(SettingsError):
-            task.delay(1)
-    assert broker.sent == []
 
 
 def test_a_retry_of_a_body_is_sent_under_its_reservation(app, broker, there):
@@ -226,14 +199,6 @@ def test_a_task_that_another_thread_is_making_is_waited_for(app, monkeypatch):
 # Revoking
 
 
-def test_a_message_that_this_process_revokes_frees_its_key(app, broker, there):
-    """At once, whatever its worker does; the answer is Celery's."""
-    task = declare(app)
-    first = task.apply_async((1,), countdown=100)
-    assert app.control.revoke(first.id) == "broadcast"
-    assert task.delay(1).duplicate is False
-
-
 @pytest.mark.parametrize("by", ["result", "list", "nothing"])
 def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, by):
     """A result does it itself; a list is one message to all workers."""
@@ -243,14 +208,6 @@ def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, by):
     else:
         app.control.revoke([first.id, "other"] if by == "list" else [])
     assert (there.of(LOCK) is None) == (by != "nothing")
-
-
-def test_a_task_that_runs_keeps_its_key(app, broker, there):
-    """Until its worker ends it, or its body has ended."""
-    first = declare(app).delay(1)
-    there.of(LOCK).state = "running"
-    first.revoke()
-    assert there.of(LOCK).state == "running"
 
 
 @pytest.fixture
@@ -295,14 +252,6 @@ def test_a_worker_that_is_told_frees_the_key_of_what_its_timer_has(app, there, w
     worker.consumer.timer.schedule.queue = entries
     worker.revoke("a")
     assert there.of(LOCK) is None
-
-
-def test_a_revoke_does_not_fail_with_the_lock_server(app, there, worker, caplog):
-    """The command is done, and the log says what may stay."""
-    there.away = True
-    worker.reserved_requests = [received()]
-    assert "flagged as revoked" in worker.revoke("a")["ok"]
-    assert "A key may stay reserved" in caplog.text
 
 
 WORD = "s3cret"

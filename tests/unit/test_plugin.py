@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task
 from celery.bin.worker import worker as worker_command
-from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
@@ -61,11 +60,6 @@ def test_what_is_no_app_is_answered_with_the_way_to_give_a_url(wrong, told):
         Dislock(wrong)
     assert told in str(caught.value)
     assert "secret" not in str(caught.value)
-
-
-def test_the_current_app_may_stand_for_an_app(app):
-    """Celery's proxy of it is an app, too."""
-    assert Dislock(Proxy(lambda: app)).runtime is runtime_of(app)
 
 
 def test_a_client_logs_which_tasks_it_cannot_guard(app, caplog):
@@ -232,15 +226,6 @@ class TestCommandLine:
         )
         assert app.conf.dislock_url == "redis://a"
 
-    def test_two_are_too_few_to_start_with(self, app):
-        """The worker does not start, and says why."""
-        with pytest.raises(SystemExit, match="3 or more"):
-            LockStep(
-                SimpleNamespace(app=app, hostname="w1@here"),
-                dislock=True,
-                dislock_url=("redis://a", "redis://b"),
-            )
-
     def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
         """A worker whose servers cannot do what a task asks for does not start."""
 
@@ -271,13 +256,6 @@ def test_a_lock_has_no_other_options(app, option, remedy):
         Dislock(app).lock("k", **{option: 5})
     assert (refused.value.option, refused.value.value) == (option, 5)
     assert refused.value.remedy == remedy
-
-
-def test_a_worker_gets_all_steps(plain_app):
-    """Start-up, the sweep, and what the main process renews for others."""
-    Dislock(plain_app)
-    names = {symbol_by_name(step).__name__ for step in plain_app.steps["worker"]}
-    assert {"LockStep", "SweepStep", "StalledStep", "ReservationStep"} <= names
 
 
 class Mine(SingletonTask):

@@ -63,12 +63,6 @@ def test_a_strategy_for_all_tasks_is_one_that_you_say():
     assert task_options("t", {"lock_unique_until": "start"}, conf).lock_on_conflict == "skip"
 
 
-def test_durations_may_be_timedeltas():
-    """A timedelta becomes seconds."""
-    options = task_options("t", {"lock_watchdog_timeout": timedelta(minutes=2)}, {})
-    assert options.lock_watchdog_timeout == 120.0
-
-
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
     [
@@ -479,21 +473,6 @@ class TestSettings:
             with pytest.raises(SettingsError, match=remedy) as raised:
                 Store(urls)
             assert "s3cret" not in str(raised.value)
-
-    def test_a_list_or_a_tuple_of_three(self):
-        """Three different single servers are enough, however they are reached."""
-        assert app_settings({"dislock_url": SEVERAL}).dislock_url == tuple(SEVERAL)
-        assert Store(SEVERAL).server == ", ".join(SEVERAL)
-
-    def test_the_setting_of_the_documentation(self):
-        """The example on the page about lock servers can be used as it stands."""
-        page = DOCS / "how-to" / "set-up-the-lock-server.md"
-        [example] = re.findall(
-            r"^(app\.conf\.dislock_url = \[.*?^\])$", page.read_text(), re.MULTILINE | re.DOTALL
-        )
-        app = SimpleNamespace(conf=SimpleNamespace())
-        exec(example, {"app": app})  # noqa: S102 -- it is our own
-        assert len(app_settings(vars(app.conf)).dislock_url) == 5
 
     def test_replicas_are_not_counted_as_well(self):
         """dislock_min_replicas belongs to a single server."""

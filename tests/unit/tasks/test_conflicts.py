@@ -23,7 +23,6 @@ from celery_dislock.messages.headers import (
     SINCE_HEADER,
 )
 from celery_dislock.messages.message import TaskSkipped
-from celery_dislock.messages.unrun import PUT_OFF_MOST
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.records import holder_of
 from celery_dislock.servers.replies import Full, Parked, Refused
@@ -160,21 +159,17 @@ def test_a_retry_is_the_same_task_with_its_own_retries_unspent(app, world, broke
     assert (sent["task_id"], sent["retries"], sent["headers"]["tenant"]) == ("2", 3, "seven")
 
 
-@pytest.mark.parametrize(("times", "least", "most"), [(0, 0.75, 1.25), (3, 6, 10), (99, 15, 25)])
-def test_a_retry_backs_off_up_to_the_holders_time(app, world, broker, times, least, most):
-    """Each time twice as long, jittered, and never much beyond the end of the holder's lease."""
-    world.lease("k", "other", lock_watchdog_timeout=20)
+@pytest.mark.parametrize(
+    ("times", "held_for", "least", "most"),
+    [(0, 20, 0.75, 1.25), (3, 20, 6, 10), (99, 20, 15, 25), (99, 86_400, 45, 75)],
+)
+def test_a_retry_backs_off_up_to_the_holders_time(app, world, broker, times, held_for, least, most):
+    """Each time twice as long, jittered; never much beyond the holder's lease, or a minute."""
+    world.lease("k", "other", lock_expire=held_for)
     deliver(declare(app, "retry"), "2", **{PUT_OFF_HEADER: times})
     [sent] = broker.sent
     assert least <= sent["countdown"] <= most
     assert sent["headers"][PUT_OFF_HEADER] == times + 1
-
-
-def test_a_retry_of_a_lease_without_end_is_bounded_all_the_same(app, world, broker):
-    """A holder with a long expiry may release early: nobody waits longer than a minute."""
-    world.lease("k", "other", lock_expire=86_400)
-    deliver(declare(app, "retry"), "2", **{PUT_OFF_HEADER: 99})
-    assert broker.sent[0]["countdown"] <= PUT_OFF_MOST * 1.25
 
 
 def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
@@ -377,24 +372,6 @@ def test_a_callable_can_spend_the_tasks_own_retries(app, world, broker):
     assert (sent["retries"], sent["countdown"]) == (1, 5)
 
 
-def test_a_method_can_be_the_callable(app, world):
-    """A task class may have its strategy as a method: self is the task."""
-    world.lease("k", "other")
-
-    class Choosing(SingletonTask):
-        abstract = True
-
-        def lock_on_conflict(self, conflict):
-            return "raise" if conflict.key == "k" and self.name else "skip"
-
-    @app.task(base=Choosing, lock_key="k")
-    def task():
-        raise AssertionError
-
-    deliver(task, "2")
-    assert stored(app)[0] == "FAILURE"
-
-
 # Eager: there is no later, and no queue
 
 
@@ -417,12 +394,6 @@ def test_an_eager_task_ends_at_once(app, world, strategy, state, error):
     assert result.state == state
     assert isinstance(result.result, error)
     assert HELD in str(result.result)
-
-
-def test_an_eager_task_waits(app, world):
-    """Waiting in line needs no queue: apply() waits, too."""
-    world.lease("k", "other", lock_expire=5)
-    assert declare_runnable(app, "wait").apply().get() == {}
 
 
 @pytest.mark.parametrize("task_id", [math.nan, "\ud800x", "x" * 5000, "a\x1b b", 7])
@@ -471,29 +442,24 @@ def counted(world, monkeypatch):
     return events
 
 
-@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "reject"])
-def test_a_conflict_is_counted_by_what_becomes_of_the_task(app, world, broker, counted, strategy):
-    """Once per delivery, under the strategy's name, and no acquisition."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=strategy)
-    def export(): ...
-
+@pytest.mark.parametrize(
+    ("strategy", "task_id", "told"),
+    [
+        *((name, "2", ("conflict", name)) for name in ("skip", "raise", "retry", "reject")),
+        (lambda _task, _conflict: None, "2", ("conflict", "skip")),
+        ("skip", "1", ("conflict", "copy")),
+        ("skip", "away", ("unavailable", "retry")),
+    ],
+)
+def test_what_becomes_of_a_task_is_counted_once(
+    app, world, broker, counted, strategy, task_id, told
+):
+    """Under the strategy's name, and not by that of a callable; a copy counts as one."""
     world.lease()
+    world.store.away = task_id == "away"
     counted.clear()
-    deliver(export, "2")
-    assert counted == [("conflict", strategy)]
-
-
-def test_a_conflict_is_counted_by_what_a_callable_chooses(app, world, broker, counted):
-    """Not by the name of the callable."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict=lambda _task, _conflict: None)
-    def export(): ...
-
-    world.lease()
-    counted.clear()
-    deliver(export, "2")
-    assert counted == [("conflict", "skip")]
+    deliver(declare(app, strategy), task_id)
+    assert counted == [told]
 
 
 @pytest.mark.parametrize("becomes", ["queue", "full", "raise", "copy", "retry"])
@@ -534,18 +500,6 @@ def test_a_replaced_message_is_counted(app, world, counted):
     assert counted == [("message", "replaced")]
 
 
-def test_a_copy_is_counted_as_one(app, world, broker, counted):
-    """Another delivery of the same task is in the way, whatever the strategy."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def export(): ...
-
-    world.lease()
-    counted.clear()
-    deliver(export, "1")
-    assert counted == [("conflict", "copy")]
-
-
 def test_the_wait_of_a_task_that_was_put_off_counts_from_its_first_conflict(
     app, world, broker, counted, monkeypatch
 ):
@@ -577,16 +531,3 @@ def test_a_wait_that_cannot_be_is_not_counted(app, world, counted, since):
 
     deliver(export, "2", headers={SINCE_HEADER: since})
     assert ("acquired", "at_once", 0.0) in counted
-
-
-def test_a_lock_server_that_is_away_is_counted_by_what_becomes_of_the_task(
-    app, world, broker, counted
-):
-    """As dislock_on_unavailable says."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def export(): ...
-
-    world.store.away = True
-    deliver(export, "2")
-    assert counted == [("unavailable", "retry")]

@@ -144,13 +144,6 @@ def test_several_locks_are_reserved_under_another_name(backend):
     assert asked == [("look", "dislock:{a}:and:0"), ("look", "dislock:{a}")]
 
 
-def test_a_lock_server_that_is_away_says_nothing(backend):
-    """The result may come all the same, for as long as a message may wait."""
-    backend.reservations.away = True
-    backend.later[1000.0 + 1800] = lambda: backend.store("SUCCESS", 7)
-    assert backend.duplicate().get() == 7
-
-
 def test_a_lock_server_that_stays_away_is_the_reason(backend):
     """Nobody waits for ever."""
     backend.reservations.away = True
@@ -235,12 +228,6 @@ def test_a_first_whose_sender_wants_no_result_has_none(backend):
     assert (waited, reason) == (0.0, "its sender has asked for none")
 
 
-def test_who_wants_no_result_gets_none(backend):
-    """As of Celery's own: None, without waiting."""
-    backend.ignored = True
-    assert backend.duplicate(has_result=False).get() is None
-
-
 def test_a_task_s_own_error_is_raised(backend):
     """Also if it is the one by which waiting ends, and with the arguments of Celery's get()."""
     error = CeleryTimeoutError("of the task")
@@ -258,12 +245,6 @@ def test_a_timeout_is_kept(backend, seconds):
     with pytest.raises(CeleryTimeoutError, match="timed out"):
         backend.duplicate().get(timeout=seconds)
     assert 1000.0 + seconds <= backend.clock() <= 1000.0 + seconds + 0.01
-
-
-def test_the_old_name_of_get_does_the_same(backend):
-    """Celery has two."""
-    with pytest.raises(NoResultError):
-        backend.duplicate(has_result=False).wait()
 
 
 def test_a_result_of_celery_s_is_one_still(app):

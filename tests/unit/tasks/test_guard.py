@@ -10,7 +10,6 @@ import weakref
 from contextlib import suppress
 
 import pytest
-from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from celery.signals import task_postrun, task_revoked
@@ -31,16 +30,13 @@ from celery_dislock import (
 )
 from celery_dislock.hooks import install
 from celery_dislock.keys.names import reserved_lock, told_id
-from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
-    PUT_OFF_HEADER,
     TICKET_HEADER,
     UNIQUE_HEADER,
 )
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.tasks.task import lease_of
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines, FakeRecord
 
@@ -209,32 +205,6 @@ def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
     assert len(world.store.asked("acquire")) == 1
 
 
-def test_skip_ignores_the_second(app, world):
-    """The body of a skipped task does not run."""
-    ran = []
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        ran.append(1)
-
-    world.lease("k", "other")
-    assert task.apply().state == "IGNORED"
-    assert ran == []
-
-
-def test_raise_fails_the_second(app, world):
-    """With lock_on_conflict="raise" the task fails with the holder in the error."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="raise")
-    def task():
-        raise AssertionError
-
-    world.lease("k", "other")
-    result = task.apply()
-    assert isinstance(result.result, LockHeldError)
-    assert result.result.key == "k"
-
-
 @pytest.mark.parametrize(
     "error", [ValueError, Ignore, Reject, Retry, SystemExit, KeyboardInterrupt]
 )
@@ -252,16 +222,17 @@ def test_every_way_out_of_the_body_releases(app, world, error):
 
 
 @pytest.mark.parametrize(
-    ("error", "kept"),
+    ("option", "error", "kept"),
     [
-        *((None, False), (ValueError, True), (SystemExit, True)),
-        *((Retry, False), (Ignore, False), (Reject, False)),
+        *(("failure", None, False), ("failure", ValueError, True), ("failure", SystemExit, True)),
+        *(("failure", Retry, False), ("failure", Ignore, False), ("failure", Reject, False)),
+        *(("success", None, True), ("success", ValueError, False)),
     ],
 )
-def test_release_on_failure_false_keeps_only_failures(app, world, error, kept):
-    """A failed task's lock is left to expire; Retry, Ignore and Reject are no failures."""
+def test_a_lock_may_be_left_to_expire_after_a_failure_or_a_success(app, world, option, error, kept):
+    """Retry, Ignore and Reject are no failures."""
 
-    @app.task(base=SingletonTask, lock_key="k", release_on_failure=False)
+    @app.task(base=SingletonTask, lock_key="k", **{f"release_on_{option}": False})
     def task():
         if error:
             raise error
@@ -270,19 +241,6 @@ def test_release_on_failure_false_keeps_only_failures(app, world, error, kept):
         task.apply()
     assert bool(world.store.leases) is kept
     assert len(world.watchdog) == 0
-
-
-def test_release_on_success_false_keeps_only_successes(app, world):
-    """A task that succeeded leaves its lock to expire, one that failed does not."""
-
-    @app.task(base=SingletonTask, lock_key="k:<fails>", release_on_success=False)
-    def task(fails):
-        if fails:
-            raise ValueError
-
-    task.apply((True,))
-    task.apply((False,))
-    assert list(world.store.leases) == ["dislock:{k:False}"]
 
 
 def test_the_lock_is_released_before_callbacks_are_called(app, world):
@@ -456,37 +414,6 @@ def test_any_task_with_a_key_can_be_guarded(app, world):
     assert len(world.store.asked("acquire")) == 1
 
 
-def test_false_takes_no_lock(app, world):
-    """lock_key=False lets one task of a SingletonTask family run free."""
-
-    @app.task(base=SingletonTask, lock_key=False)
-    def task():
-        return 1
-
-    assert task.apply().get() == 1
-    assert world.store.calls == []
-
-
-def test_without_a_key_all_arguments_count(app, world):
-    """Equal calls share a key, however they are written; others do not."""
-
-    @app.task(base=SingletonTask)
-    def task(a, b=2):
-        return current_lease().key
-
-    assert task.apply((1,)).get() == task.apply((1, 2)).get() == task.apply((), {"a": 1}).get()
-    assert task.apply((2,)).get() != task.apply((1,)).get()
-
-
-def test_celerys_own_tasks_are_left_alone(world):
-    """With SingletonTask as the app's base class, celery.chord_unlock and the like do not lock."""
-    app = Celery("x", task_cls=SingletonTask, broker="memory://", set_as_current=False)
-    app.finalize()
-    own = [task for name, task in app.tasks.items() if name.startswith("celery.")]
-    assert isinstance(own[0], SingletonTask)
-    assert not any("dislock_guard" in vars(type(task)) for task in own)
-
-
 def test_no_dislock_runs_without_the_lock(app, world):
     """dislock_enabled=False switches every lock off."""
 
@@ -510,29 +437,6 @@ def test_a_key_that_cannot_be_built_fails_the_task_unrun(app, world):
     result = task.apply((1.5,)).result
     assert isinstance(result, LockKeyError)
     assert result.argument == "x"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lock_key": "k:<corp>"}, ["shop.export", "lock_key", "'k:<corp>'", "corp_id"]),
-        ({"lock_key": ""}, ["shop.export", "lock_key", "''"]),
-        ({"lock_watchdog_timeout": 0}, ["shop.export", "lock_watchdog_timeout=0"]),
-        ({"lock_on_conflct": "skip"}, ["did you mean 'lock_on_conflict'"]),
-        ({"max_renew_time": 3}, ["did you mean 'max_renew_times'"]),
-    ],
-)
-def test_a_bad_option_fails_when_the_task_is_bound(app, options, words):
-    """Nothing waits for the first run: task, option and value are in the message."""
-
-    @app.task(base=SingletonTask, name="shop.export", **options)
-    def export(corp_id):
-        raise AssertionError
-
-    with pytest.raises(SettingsError) as caught:
-        app.finalize()
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_a_task_with_a_bad_option_never_runs(app, world):
@@ -591,53 +495,6 @@ def test_the_options_of_a_task_count_for_more_than_those_of_its_base_class(app):
     assert (again.lock_expire, again.lock_watchdog_timeout) == (None, 90)
 
 
-def test_celery_and_user_attributes_are_no_options(app):
-    """Celery's own options and a user's methods are not taken for misspelt ones of ours."""
-
-    class Mine(SingletonTask):
-        lock_timeout_setting = None
-
-        def lock_something(self):
-            pass
-
-    del Mine.lock_timeout_setting
-
-    @app.task(base=Mine, max_retries=5, time_limit=10, rate_limit="1/s", expires=5, lock_key="k")
-    def task():
-        return 1
-
-    assert task.apply().get() == 1
-
-
-def test_an_unreachable_server_never_lets_the_body_run(app, world):
-    """Fail closed: an eager task, which cannot be put off, fails."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        raise AssertionError
-
-    world.store.away = True
-    assert isinstance(task.apply().result, StoreError)
-
-
-def test_an_unreachable_server_puts_the_task_off(app, world, monkeypatch):
-    """In a worker the task is sent again under its id, its own retries unspent, and not run."""
-    sent = []
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        raise AssertionError
-
-    monkeypatch.setattr(app, "send_task", lambda name, *_, **kw: sent.append((name, kw)))
-    world.store.away = True
-    assert deliver(task, retries=2).info.state == "RETRY"
-    [(name, options)] = sent
-    assert name == task.name
-    assert (options["task_id"], options["retries"]) == ("1", 2)
-    assert options["headers"][PUT_OFF_HEADER] == 1
-    assert 0 < options["countdown"] < 2
-
-
 def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
     app, world, monkeypatch
 ):
@@ -667,39 +524,6 @@ def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
     assert world.store.leases == {}
 
 
-def test_another_delivery_of_the_holders_task_is_put_off_never_dropped(app, world, monkeypatch):
-    """The same task id again may be the only copy of that work, whatever the strategy says."""
-    sent = []
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_conflict="skip")
-    def task():
-        raise AssertionError
-
-    monkeypatch.setattr(app, "send_task", lambda *_, **kw: sent.append(kw))
-    world.lock("k").try_acquire(Attempt("other", {"task": task.name, "id": "1"}))
-    assert deliver(task).info.state == "IGNORED"  # the result belongs to the one that runs
-    assert [options["task_id"] for options in sent] == ["1"]
-
-
-def test_with_the_broker_away_too_a_late_acked_task_goes_back_to_its_queue(
-    app, world, monkeypatch, caplog
-):
-    """The broker has the message still, and delivers it again; one line says so."""
-
-    @app.task(base=SingletonTask, lock_key="k", acks_late=True)
-    def task():
-        raise AssertionError
-
-    monkeypatch.setattr(app, "send_task", Broker(times_away=1))
-    world.store.away = True
-    rejection = deliver(task).retval.exception.exc
-    assert isinstance(rejection, Reject)
-    assert rejection.requeue is True
-    [said] = [message for message in caplog.messages if f"{task.name}[" in message]
-    assert "will be delivered again by its broker, which is away: " in said
-    assert "lock 'k'" in said
-
-
 def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, world, monkeypatch):
     """It exists nowhere but here: it is sent as soon as the broker is back."""
 
@@ -716,20 +540,6 @@ def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, wor
     assert len(broker.sent) == 1
     assert pauses == sorted(pauses)
     assert len(pauses) == 3
-
-
-def test_a_skipped_task_ends_as_revoked_with_the_reason(app, world):
-    """A caller's get() ends, and says which lock and who holds it."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        raise AssertionError
-
-    world.lease("k", "other")
-    deliver(task, "2")
-    result = app.AsyncResult("2")
-    assert result.state == "REVOKED"
-    assert "lock 'k' is held by t[1] on w (pid 7)" in str(result.result)
 
 
 def test_an_acquisition_cut_short_is_given_back(app, world):
@@ -751,58 +561,28 @@ def test_an_acquisition_cut_short_is_given_back(app, world):
     assert world.store.leases == {}
 
 
-def test_two_apps_share_nothing(app):
-    """Each app has its own settings, store and watchdog."""
-    other = Celery("other", broker="redis://localhost:1/0", set_as_current=False)
-    assert runtime_of(app) is runtime_of(app)
-    assert runtime_of(other) is not runtime_of(app)
-
-
-def test_the_lease_of_one_thread_is_not_that_of_another(app, world):
-    """current_lease() belongs to the body that runs here."""
-    seen = []
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        thread = threading.Thread(target=lambda: seen.append(current_lease()))
-        thread.start()
-        thread.join()
-        return current_lease().key
-
-    assert task.apply().get() == "k"
-    assert seen == [None]
-    assert not lease_of(task)
-
-
-@pytest.mark.parametrize("action", ["raise", "terminate"])
-def test_a_lease_lost_before_the_body_begins_stops_it(app, world, receiving, action):
-    """A receiver runs between grant and body: what is lost meanwhile is acted on, not forgotten."""
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({"lock_on_lost": "raise"}, 60),
+        ({"lock_on_lost": "terminate"}, 60),
+        ({"lock_on_cap": "raise", "max_renew_times": 1}, 25),
+    ],
+)
+def test_a_lease_that_ends_before_the_body_begins_stops_it(app, world, receiving, options, seconds):
+    """A receiver runs between grant and body: what happens meanwhile is acted on."""
     ran = []
 
-    @app.task(base=SingletonTask, lock_key="k", lock_on_lost=action)
+    @app.task(base=SingletonTask, lock_key="k", **options)
     def task():
         ran.append(1)
 
     def slow_receiver(**_):
-        world.clock.advance(60)
-        world.watchdog.tick()
-
-    with receiving(signals.lock_acquired, slow_receiver):
-        result = task.apply()
-    assert isinstance(result.result, LockLostError)
-    assert ran == []
-
-
-def test_a_cap_reached_before_the_body_begins_stops_it(app, world, receiving):
-    """The same for lock_on_cap."""
-    ran = []
-
-    @app.task(base=SingletonTask, lock_key="k", lock_on_cap="raise", max_renew_times=1)
-    def task():
-        ran.append(1)
-
-    def slow_receiver(**_):
-        world.run(25)
+        if seconds == 60:
+            world.clock.advance(seconds)
+            world.watchdog.tick()
+        else:
+            world.run(seconds)
 
     with receiving(signals.lock_acquired, slow_receiver):
         result = task.apply()
@@ -1004,26 +784,20 @@ def test_a_reservation_begins_and_ends_where_locks_are_off(app, world, off, unti
 
 
 @pytest.mark.parametrize(
-    ("error", "ends"), [(ValueError, True), (Ignore, True), (Reject, True), (Retry, False)]
+    ("error", "ends"),
+    [
+        *((ValueError, True), (Ignore, True), (Reject, True)),
+        *((Retry, False), (Reject(requeue=True), False)),
+    ],
 )
 def test_a_task_that_fails_frees_its_key_where_locks_are_off(app, world, off, error, ends):
-    """A retry comes under the same reservation."""
+    """A retry comes under the same reservation, as does a message that goes back to its queue."""
 
     def body(_task):
         raise error
 
     deliver(declare(app, body), headers=reserved(world))
     assert told(world) == ["begin", "end"][: 1 + ends]
-
-
-def test_a_message_that_goes_back_to_its_queue_keeps_its_key_where_locks_are_off(app, world, off):
-    """It comes again."""
-
-    def body(_task):
-        raise Reject(requeue=True)
-
-    deliver(declare(app, body), headers=reserved(world))
-    assert told(world) == ["begin"]
 
 
 @pytest.mark.parametrize("lock_server", ["replaced", "away", "not configured"])
@@ -1058,12 +832,6 @@ def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded
     deliver(task, headers=reserved(world))
     assert told(world) == ["begin", "end"]
     assert world.store.reservations.of("dislock:{k}") is None
-
-
-def test_a_task_without_a_reservation_tells_nothing(app, world, off):
-    """As almost all tasks."""
-    deliver(declare(app), headers={"mine": 1})
-    assert told(world) == []
 
 
 @pytest.mark.parametrize("terminated", [True, False])

@@ -113,22 +113,15 @@ def test_a_failed_body_has_released_by_itself(alive):
     assert guard.events == ["on_failure"]
 
 
-def test_who_watches_the_worker_hears_of_a_parked_task(alive):
+@pytest.mark.parametrize(
+    ("known", "told"), [((), {}), ((720.0,), {"held_for": 720.0})], ids=["not known", "known"]
+)
+def test_who_watches_the_worker_hears_of_a_parked_task(alive, known, told):
     """Its process sends nothing: the event comes with the outcome, and no lock is released."""
     guard = Guard()
-    parked = failure(TaskParked("k", 3, "t[1]"))
-    recovering(Base)(guard).on_failure(parked)
-    assert guard.events == [
-        ("task-parked", {"key": "k", "place": 3, "holder": "t[1]"}),
-        "on_failure",
-    ]
-
-
-def test_who_watches_the_worker_hears_for_how_long_the_lock_was_held(alive):
-    """Where the lock server has said so."""
-    guard = Guard()
-    recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", 720.0)))
-    assert guard.events[0][1]["held_for"] == 720.0
+    recovering(Base)(guard).on_failure(failure(TaskParked("k", 3, "t[1]", *known)))
+    event = ("task-parked", {"key": "k", "place": 3, "holder": "t[1]", **told})
+    assert guard.events == [event, "on_failure"]
 
 
 REVOKED = {"terminated": False, "signum": None, "expired": False, "state": "REVOKED"}
@@ -183,25 +176,18 @@ def test_monitors_see_a_parked_task_start(monkeypatch, headers, event, fields, s
     assert guard.events == [(event, {**fields, **({"state": state} if state else {})})]
 
 
-@pytest.mark.parametrize("parks", [True, False])
-def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks):
-    """Others have no use for it: it would be sent to the pool process twice."""
-    kept = []
-    monkeypatch.setattr(recovery, "keep_message", kept.append)
+@pytest.mark.parametrize(
+    ("parks", "headers", "kept"),
+    [(True, None, 1), (False, None, 0), (False, {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}, 1)],
+)
+def test_the_message_is_kept_where_the_task_may_be_parked(monkeypatch, parks, headers, kept):
+    """Or was parked before; of others it would be sent to the pool process twice."""
+    requests = []
+    monkeypatch.setattr(recovery, "keep_message", requests.append)
     guard = Guard()
-    guard.parks = parks
-    request = recovering(Base)(guard)
-    assert kept == [request] * parks
-
-
-def test_the_message_of_what_was_parked_is_kept(monkeypatch):
-    """It may be parked again, whatever its strategy is now."""
-    kept = []
-    monkeypatch.setattr(recovery, "keep_message", kept.append)
-    guard = Guard()
-    guard.headers = {TICKET_HEADER: ["dislock:{k}", "1:0:0"]}
+    guard.parks, guard.headers = parks, headers
     recovering(Base)(guard)
-    assert len(kept) == 1
+    assert len(requests) == kept
 
 
 def test_a_hard_time_limit_waits_for_the_child_to_be_gone(alive):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from celery.result import EagerResult
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
-from celery_dislock.servers.reservations import Reservation, Reserved, Taken
+from celery_dislock.servers.reservations import Reservation, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
     PUBLISH_FOR,
@@ -18,10 +17,7 @@ from celery_dislock.tasks.sending import (
     WAIT_FOR_OTHER,
     Sender,
     belongs_to_more,
-    delay_of,
-    is_sent_again,
     postponed,
-    sender_of,
     tell,
 )
 from celery_dislock.tasks.sending import Sending as Call
@@ -151,20 +147,6 @@ def test_the_same_id_again_is_a_duplicate(sending):
     assert len(sending.sent) == 1
 
 
-def test_a_command_that_is_sent_twice_reserves_once(sending):
-    """Its first reply was lost: the second time the key is reserved for this very message."""
-    reserve = sending.reservations.reserve
-
-    def resent(*args, **options):
-        reserve(*args, **options)
-        return reserve(*args, **options)
-
-    sending.reservations.reserve = resent
-    assert sending.send(task_id="a").duplicate is False
-    assert sending.send(task_id="a").duplicate is True
-    assert len(sending.sent) == 1
-
-
 def test_a_duplicate_can_be_an_error():
     """With the key and the id of the first."""
     sending = Sending(lock_on_duplicate="raise")
@@ -215,12 +197,6 @@ def test_a_sender_that_is_publishing_is_waited_for(sending):
     assert sending.send().duplicate is True
     assert sending.clock.now < 1000 + WAIT_FOR_OTHER
     assert len({nonce for _, nonce, *_ in sending.asked("reserve")}) == 1
-
-
-def test_a_sender_that_gives_up_leaves_the_key(sending):
-    """It could not publish: the next has the key."""
-    sending.reservations.answers = [Taken("first", is_sent=False), Reserved(0.0, "ab", 0)]
-    assert sending.send().duplicate is False
 
 
 def test_a_sender_that_died_is_waited_for_a_second(sending):
@@ -360,10 +336,7 @@ def test_what_is_sent_again_is_never_dropped(again):
         None,
         "forged",
         ["dislock:{edit:2}", "start", "ab", 3],
-        [LOCK, "start"],
         [LOCK, "start", "ab", "3x"],
-        [LOCK, "start", "ab", None],
-        [LOCK, "start", ["ab"], 3.5],
     ],
 )
 def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, header):
@@ -373,36 +346,25 @@ def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, heade
     assert (wanted.mark, wanted.number) == ("-", 0)
 
 
-def test_a_first_message_is_not_sent_again():
-    """Outside a task, without retries."""
-    assert not is_sent_again({"task_id": "a"})
-
-
 # For how long
 
 
-@pytest.mark.parametrize("seconds", [2.0, 0.25, 9.0])
-def test_a_short_reservation_is_as_short_as_it_was_asked_for(seconds):
-    """The time to publish, which is longer, is over when it is confirmed."""
-    sending = Sending(lock_unique_for=seconds)
-    sending.send()
-    assert sending.reservations.of(LOCK).ends - sending.clock() == seconds
-
-
-def test_the_reservation_lasts_from_when_the_task_is_due(sending):
-    """lock_unique_for is added to the countdown."""
-    sending.send(task_id="a", countdown=100)
-    assert sending.reservations.of(LOCK).ends - sending.clock() == 3700.0
-
-
 @pytest.mark.parametrize(
-    ("until", "expires", "kept"),
-    [("start", 60, 60.0), ("end", 9000, 3600.0), ("end", -5, 0.001), ("expiry", 60, 3600.0)],
+    ("declared", "sent", "kept"),
+    [
+        ({"lock_unique_for": 0.25}, {}, 0.25),  # shorter than the time to publish
+        ({"lock_unique_for": 9.0}, {}, 9.0),
+        ({}, {"countdown": 100}, 3700.0),
+        ({}, {"expires": 60}, 60.0),
+        ({"lock_unique_until": "end"}, {"expires": 9000}, 3600.0),
+        ({"lock_unique_until": "end"}, {"expires": -5}, 0.001),
+        ({"lock_unique_until": "expiry"}, {"expires": 60}, 3600.0),
+    ],
 )
-def test_the_reservation_is_no_longer_than_its_message(until, expires, kept):
-    """Nobody may ever see one that has expired; "expiry" lasts as long as it says."""
-    sending = Sending(lock_unique_until=until)
-    sending.send(expires=expires)
+def test_for_how_long_a_message_keeps_its_key(declared, sent, kept):
+    """From when its task is due, and no longer than the message; "expiry" as long as it says."""
+    sending = Sending(**declared)
+    sending.send(**sent)
     assert sending.asked("confirm")[0][0].ttl == kept
 
 
@@ -427,17 +389,6 @@ def test_a_burst_has_an_end(options, burst, countdown):
     """From lock_replace_for after its first message on, the newest is due."""
     assert postponed(options, 30, burst).get("countdown") == countdown
     assert postponed(options, None, burst) == options
-
-
-def test_the_delay_of_a_message():
-    """An ETA counts as Celery counts it: a datetime with or without a zone, or its text."""
-    soon = datetime.now(timezone.utc) + timedelta(seconds=60)
-    for eta in (soon, soon.replace(tzinfo=None), soon.isoformat()):
-        assert 55 < delay_of({"eta": eta}) <= 60
-    assert delay_of({"eta": soon - timedelta(seconds=120)}) == 0
-    assert delay_of({"countdown": 7}) == 7
-    assert delay_of({"countdown": -7}) == 0
-    assert delay_of({}) == 0
 
 
 @pytest.mark.parametrize("name", ["link", "link_error", "chain", "chord", "group_id"])
@@ -566,13 +517,6 @@ def test_the_lock_server_is_told_of_a_message(app, there, call, asked):
     assert there.asked == [asked]
 
 
-def test_a_task_that_was_replaced_runs_where_locks_are_off(app, there):
-    """Nothing keeps it from running there."""
-    there.records[LOCK].confirmed = 4
-    tell(app, "begin_unlocked", Request(headers=HEADERS))
-    assert there.asked == [("begin", MINE._replace(ttl=3600.0), True)]
-
-
 @pytest.mark.parametrize("call", ["begin_unlocked", "end", "end_waiting"])
 def test_a_lock_server_that_is_away_is_not_told(app, there, caplog, call):
     """The log says so once; the next messages do not wait for it."""
@@ -583,9 +527,3 @@ def test_a_lock_server_that_is_away_is_not_told(app, there, caplog, call):
     assert [message.split(":")[0] for message in caplog.messages] == [
         "A key may stay reserved until its reservation expires"
     ]
-
-
-def test_each_app_has_a_sender_of_its_own(app, plain_app):
-    """It remembers what was sent, and whether the app's lock server is away."""
-    assert sender_of(app) is sender_of(app)
-    assert sender_of(app) is not sender_of(plain_app)

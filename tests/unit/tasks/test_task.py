@@ -13,27 +13,7 @@ from celery_dislock import SettingsError, SingletonTask, hooks
 from celery_dislock.hooks import install
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.events import events_of
-from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.task import declared_options, lease_of
-from tests.unit.deliveries import Broker
-
-
-def test_an_app_has_one_runtime_which_is_made_when_it_is_asked_for(app):
-    """All tasks of an app share a store and a watchdog."""
-    del app.__dict__["_dislock_runtime"]
-    assert runtime_of(app) is runtime_of(app)
-
-
-def test_a_guard_is_installed_once(app):
-    """A second installation would take the lock inside the lock."""
-
-    @app.task(name="t", base=SingletonTask, lock_key="k")
-    def task(): ...
-
-    kind = type(app.tasks["t"])
-    guard, call = kind.dislock_guard, kind.__call__
-    install(kind, app)
-    assert (kind.dislock_guard, kind.__call__) == (guard, call)
+from celery_dislock.tasks.task import declared_options
 
 
 @pytest.mark.parametrize(
@@ -56,27 +36,6 @@ def test_celerys_own_tasks_and_those_that_say_false_are_left_alone(app, name, ke
     assert ("dislock_guard" in vars(kind)) is guarded
 
 
-def test_a_class_without_a_name_is_left_alone(app):
-    """A base class is bound by whatever looks at it, and its subclasses would inherit a guard."""
-
-    class Base(SingletonTask):
-        abstract = True
-
-    install(Base, app)
-    assert "dislock_guard" not in vars(Base)
-
-
-def test_a_task_with_a_bad_option_is_taken_out_of_the_app(app):
-    """Else the next use would find it registered, and unguarded."""
-
-    @app.task(name="t", base=SingletonTask, lock_limit=0)
-    def task(): ...
-
-    with pytest.raises(SettingsError):
-        app.finalize()
-    assert "t" not in app._tasks
-
-
 def test_only_what_a_user_declared_is_an_option(app):
     """Methods of a class body and what Celery gives every task are not; the nearest class wins."""
 
@@ -95,17 +54,6 @@ def test_only_what_a_user_declared_is_an_option(app):
         "lock_limit": 2,
         "lock_key": "own",
     }
-
-
-def test_a_task_that_does_not_run_has_no_lease(app):
-    """Its property, and the function that any task can be asked with, say "not locked"."""
-
-    @app.task(name="t", base=SingletonTask, lock_key="k")
-    def task(): ...
-
-    assert not app.tasks["t"].lease
-    assert not lease_of(app.tasks["t"])
-    assert repr(app.tasks["t"].lease) == "<Lease: not locked>"
 
 
 def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
@@ -149,24 +97,6 @@ def unique(app, **options):
 
 class TestPatched:
     """A method of Celery's that a test patches is patched for our tasks, too, and no longer."""
-
-    @pytest.fixture(autouse=True)
-    def published(self, app, monkeypatch):
-        published = Broker()
-        monkeypatch.setattr(app.amqp, "send_task_message", published.receive)
-        return published
-
-    @pytest.mark.parametrize("used_before", [False, True])
-    def test_apply_async(self, app, published, used_before):
-        """Whether the task was used before or not, nothing is sent meanwhile."""
-        task = unique(app, lock_unique_until="start")
-        if used_before:
-            assert task.dislock_guard
-        with mock.patch.object(Task, "apply_async") as patched:
-            task.delay()
-        assert (patched.called, published.sent) == (True, [])
-        task.delay()
-        assert (patched.call_count, len(published.sent)) == (1, 1)
 
     @pytest.mark.parametrize("used_before", [False, True])
     def test_apply(self, app, used_before):
