@@ -354,19 +354,6 @@ def guard_for_sending(task: Task, app: Celery) -> Guard | None:
     return guard
 
 
-def guard_new(task: Task, app: Celery) -> None:
-    """Guard a task that was just made, if it has a ``lock_key``.
-
-    Raises:
-        SettingsError: One of its options cannot be used.  The task is not registered any more.
-    """
-    try:
-        _guard_if_keyed(task, app)
-    except SettingsError as exc:
-        refuse(task.name, app, exc)
-        raise
-
-
 def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
     """Guard an app's tasks that have a ``lock_key``, under ``dislock_enabled``; logs errors."""
     if runtime_of(sender).enabled:
@@ -407,7 +394,11 @@ class Guards:
             task = make(*args, **kwargs)
             # In between all of them are guarded at once, and a client logs what is wrong with one.
             if (self._is_final or not self._app.finalized) and runtime_of(self._app).enabled:
-                guard_new(task, self._app)
+                try:
+                    _guard_if_keyed(task, self._app)
+                except SettingsError as exc:
+                    refuse(task.name, self._app, exc)
+                    raise
             return task
 
         return made

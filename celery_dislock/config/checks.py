@@ -47,11 +47,15 @@ def whole_number(value: object) -> int:
     return value
 
 
-def natural_number(value: object) -> int:
-    """Check an integer of 0 or more."""
-    if whole_number(value) < 0:
-        raise ValueError("give 0 or more")
-    return whole_number(value)
+def number_from(least: int) -> Check:
+    """Make a check of an integer that is not below *least*."""
+
+    def check(value: object) -> int:
+        if whole_number(value) < least:
+            raise ValueError(f"give {least} or more")
+        return whole_number(value)
+
+    return check
 
 
 def yes_or_no(value: object) -> bool:

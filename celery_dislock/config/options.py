@@ -6,20 +6,21 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from celery_dislock.config.checks import Check, one_of, optional, seconds, whole_number, yes_or_no
+from celery_dislock.config.checks import (
+    Check,
+    number_from,
+    one_of,
+    optional,
+    seconds,
+    whole_number,
+    yes_or_no,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
 MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
-
-
-def lock_limit(value: object) -> int:
-    """Check a limit: an integer of 1 or more."""
-    if whole_number(value) < 1:
-        raise ValueError("give 1 or more")
-    return whole_number(value)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def lock_on_conflict(value: object) -> object:
 def _is_key(value: object) -> bool:
     if isinstance(value, Key):
         try:
-            lock_limit(value.limit)
+            number_from(1)(value.limit)
         except ValueError as exc:
             raise ValueError(f"the limit of {value!r}: {exc}") from exc
         value = value.key
@@ -148,9 +149,9 @@ class TaskOptions:
     lock_wait_timeout: float = declare(10.0, seconds(at_least=0), unit="s")
     #: Maximum number of parked tasks per key with `lock_on_conflict='queue'`. The task that runs,
     #: or whose turn it is, does not count. None: no limit.
-    lock_queue_limit: int | None = declare(None, optional(lock_limit))
+    lock_queue_limit: int | None = declare(None, optional(number_from(1)))
     #: Maximum total size of the messages that are parked per key.
-    lock_queue_bytes: int = declare(2**26, lock_limit, unit="bytes")
+    lock_queue_bytes: int = declare(2**26, number_from(1), unit="bytes")
     #: Which task is dropped when the line is full: `skip` drops the newcomer, `replace` drops the
     #: oldest task in line. The dropped task ends as REVOKED.
     lock_queue_overflow: str = declare("skip", one_of("skip", "replace"))
@@ -179,7 +180,7 @@ class TaskOptions:
     #: while the lock is held, present holders keep their leases, and each acquisition is judged by
     #: its own limit. None: the task takes no lock when it runs, and is only unique when it is sent
     #: (`lock_unique_until`).
-    lock_limit: int | None = declare(1, optional(lock_limit))
+    lock_limit: int | None = declare(1, optional(number_from(1)))
     #: No second message of the same key is sent. `start`: while one waits. `end`: while one waits
     #: or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: every message
     #: is sent.
@@ -264,33 +265,17 @@ NEED = {
     "lock_on_duplicate": "lock_unique_until",
 }
 
-# Options of other libraries, which have no effect here, and what to do about each.
+# Options of other libraries, which have no effect here: whose, and what to give for them.
 OF_OTHERS = {
-    "unique_on": (
-        "of celery-singleton: name the arguments in lock_key, as in 'export:<user_id>', and give "
-        "lock_unique_until='end'"
-    ),
-    "raise_on_duplicate": (
-        "of celery-singleton: give lock_on_duplicate='raise' or 'return' for what is sent, and "
-        "lock_on_conflict='raise' or 'skip' for what runs"
-    ),
-    "lock_expiry": (
-        "of celery-singleton: give lock_unique_for for what is sent; when running, leave it out, "
-        "or give lock_expire"
-    ),
-    "challenge_lock_on_startup": "of celery-singleton: leave it out, as locks end by themselves",
-    "simulate": "of another library: leave it out, or set dislock_enabled=False",
-    "once": (
-        "of celery-once: give lock_key for its keys, lock_unique_until='end' or 'start' for "
-        "unlock_before_run, lock_on_duplicate='return' for graceful, and lock_unique_for for "
-        "timeout"
-    ),
-    "heimdall": (
-        "of celery-heimdall: give lock_key for its key, lock_unique_until='end' for unique and "
-        "'expiry' for unique_wait_for_expiry, lock_on_duplicate for unique_raises, and "
-        "lock_unique_for for unique_timeout; there is no limit of tasks per time"
-    ),
+    "unique_on": ("celery-singleton", "lock_key and lock_unique_until='end'"),
+    "raise_on_duplicate": ("celery-singleton", "lock_on_duplicate='raise' or lock_on_conflict"),
+    "lock_expiry": ("celery-singleton", "lock_unique_for, or lock_expire when running"),
+    "challenge_lock_on_startup": ("celery-singleton", "nothing, as locks end by themselves"),
+    "simulate": ("celery-singleton", "nothing, or set dislock_enabled=False"),
+    "once": ("celery-once", "lock_key, lock_unique_until, lock_on_duplicate, lock_unique_for"),
+    "heimdall": ("celery-heimdall", "lock_key, lock_unique_until; no limit of tasks per time"),
 }
+MIGRATING = "https://celery-dislock.readthedocs.io/en/stable/migrating.html"  # option by option
 
 # Names that may be given for an option: attributes of Celery, without effect.
 MEANT = {

@@ -23,7 +23,7 @@ from celery_dislock.config.checks import (
     NEAR_MISS,
     did_you_mean,
     mapping,
-    natural_number,
+    number_from,
     one_of,
     one_or_several_urls,
     optional,
@@ -34,6 +34,7 @@ from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
     MEANT,
+    MIGRATING,
     NEED,
     OF_OTHERS,
     TaskOptions,
@@ -75,7 +76,7 @@ class AppSettings:
     dislock_transport_options: dict[str, Any] = declare({}, mapping, secret=True)  # noqa: RUF009
     #: Number of replicas that must confirm an acquisition within one second. If fewer confirm, the
     #: lock is given back, and the lock server counts as away.
-    dislock_min_replicas: int = declare(0, natural_number)
+    dislock_min_replicas: int = declare(0, number_from(0))
     #: Whether a prefork worker's main process renews the lock of a task whose pool process is alive
     #: but does not renew it: the body holds the GIL, or the process was stopped. False: such a task
     #: loses its lock after the timeout.
@@ -177,7 +178,10 @@ def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
         if name in MEANT:
             raise _refused(owner, name, value, f"no such option: {MEANT[name]}")
         if name in OF_OTHERS:
-            raise _refused(owner, name, value, f"no such option here; it is one {OF_OTHERS[name]}")
+            remedy = (
+                f"no such option here; for ours in place of {OF_OTHERS[name]}'s see {MIGRATING}"
+            )
+            raise _refused(owner, name, value, remedy)
         if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS):
             refuse_unknown(owner, {name: value}, known)
 

@@ -240,7 +240,7 @@ def is_redelivered(delivery: Delivery) -> bool:
     return bool((delivery.request.delivery_info or {}).get("redelivered"))
 
 
-def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> bool:
+def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> None:
     """
     Take a task out of the line in which it was parked before its ``lock_key`` was changed.
 
@@ -248,20 +248,17 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> b
     If it is put off, its message names the delivery that has left the line: a worker that has the
     old ``lock_key`` does not take it for a copy then, nor does this one if a reply is lost.
 
-    Returns:
-        False if this delivery is a copy, because another delivery of the task has left that line.
-
     Raises:
+        Ignore: This delivery is a copy, because another one of the task has left that line.
         StoreError: The lock server did not answer.  The task may have left the line.
     """
     notes = delivery.notes
     notes.left = delivery_of(delivery.request.headers, delivery.request.properties)
     if not lines.withdraw(*turn, notes.left, delivery.sent_to):
         if not is_redelivered(delivery):
-            return False
+            acknowledge_done(delivery)
         notes.left = ANYBODY
     notes.parked = None
-    return True
 
 
 def delivery_of(headers: Mapping[str, Any], properties: Mapping[str, Any] | None) -> str:

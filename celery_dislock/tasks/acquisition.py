@@ -17,7 +17,7 @@ from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST, own_turn
 from celery_dislock.messages.unrun import put_off
-from celery_dislock.parking.park import Parking, acknowledge_done, leave_old_line
+from celery_dislock.parking.park import Parking, leave_old_line
 from celery_dislock.servers.replies import Replaced
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ class Acquisition:
 
     def _ask_for_several(self, turn: tuple[str, str]) -> Lease | Conflict:
         """Take the locks for a task that has several keys now, and was parked when it had one."""
-        if not leave_old_line(self._process.lines, self.delivery, turn):
-            acknowledge_done(self.delivery)
+        leave_old_line(self._process.lines, self.delivery, turn)
         return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(

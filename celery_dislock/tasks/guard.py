@@ -24,7 +24,7 @@ from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, rese
 from celery_dislock.messages.outbox import Outbox
 from celery_dislock.messages.unrun import skip
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE
-from celery_dislock.parking.park import acknowledge_done, leave_old_line
+from celery_dislock.parking.park import leave_old_line
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.store import RELEASED
@@ -66,15 +66,14 @@ class Outcome(NamedTuple):
 SUCCEEDED = Outcome(done=True, released_by="release_on_success")
 FAILED = Outcome(done=True, released_by="release_on_failure")
 ENDED_EARLY = Outcome(done=True)  # by one of Celery's predicates
-REQUEUED = Outcome(done=False)
+COMES_AGAIN = Outcome(done=False)
 STOPPED = Outcome(done=False, released_by="release_on_failure")  # with its worker
-INTERRUPTED = Outcome(done=False)  # before it was known how it ends
 
 
 def outcome_of(error: BaseException) -> Outcome:
     """Return the outcome of a body that has raised an exception."""
     if isinstance(error, Reject) and error.requeue:
-        return REQUEUED
+        return COMES_AGAIN
     if isinstance(error, (Retry, Ignore, Reject)):
         return ENDED_EARLY
     return FAILED if isinstance(error, Exception) else STOPPED
@@ -187,7 +186,7 @@ class Guard:
         lease = self._take(delivery, copies)
         delivery.began = True
         delivery.outbox = Outbox()
-        caller, held, outcome = current_caller(), None, INTERRUPTED
+        caller, held, outcome = current_caller(), None, COMES_AGAIN
         if lease is not None:
             held = CallerLease(delivery.lock, delivery.attempt, lease, execution=True)
         try:
@@ -271,8 +270,7 @@ class Guard:
         if turn is None or not self.can_park:
             return
         try:
-            if not leave_old_line(self.runtime.process.lines, delivery, turn):
-                acknowledge_done(delivery)
+            leave_old_line(self.runtime.process.lines, delivery, turn)
         except StoreError as exc:
             logger.warning(
                 "Task %s runs without a lock, and stays in line for lock %s: it may run again: %s",

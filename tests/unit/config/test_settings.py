@@ -166,24 +166,19 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "library"),
     [
-        ("unique_on", ["user_id"], ["celery-singleton", "lock_key", "lock_unique_until='end'"]),
-        ("unique_on", None, ["celery-singleton"]),
-        ("raise_on_duplicate", False, ["lock_on_conflict='raise'", "lock_on_duplicate='raise'"]),
-        ("lock_expiry", 60, ["celery-singleton", "lock_expire", "lock_unique_for"]),
-        ("challenge_lock_on_startup", True, ["celery-singleton", "leave it out"]),
-        ("simulate", True, ["leave it out", "dislock_enabled=False"]),
-        ("once", {"graceful": True}, ["celery-once", "lock_key", "lock_on_duplicate"]),
-        ("heimdall", {"unique": True}, ["celery-heimdall", "lock_key", "lock_unique_until='end'"]),
-        ("heimdall", {"times": 2, "per": 60}, ["no limit of tasks per time"]),
+        ("unique_on", None, "celery-singleton"),
+        ("lock_expiry", 60, "celery-singleton"),
+        ("once", {"graceful": True}, "celery-once"),
+        ("heimdall", {"unique": True}, "celery-heimdall"),
     ],
 )
-def test_an_option_of_another_library_is_answered_with_ours(name, value, words):
+def test_an_option_of_another_library_is_answered_with_where_to_find_ours(name, value, library):
     """A task that was moved here has no options that are silently nothing."""
     error = refused(**{name: value})
     assert (error.option, error.value) == (name, value)
-    assert [word for word in words if word not in error.remedy] == []
+    assert library in error.remedy
 
 
 def decide(task, conflict):
