@@ -47,12 +47,6 @@ def test_errors_survive_a_json_result_backend(error):
     assert vars(copy) == vars(error)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_errors_form_one_tree(error):
-    """Whoever catches DislockError catches them all."""
-    assert isinstance(error, exceptions.DislockError)
-
-
 @pytest.mark.parametrize(
     ("known", "words", "args"),
     [

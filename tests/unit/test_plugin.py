@@ -105,15 +105,7 @@ def test_without_a_flag_only_singleton_tasks_are_guarded(app):
     assert guarded(app, "singleton")
 
 
-def test_the_setting_guards_when_the_apps_tasks_are_final(app):
-    """dislock_enabled=True is --dislock for every process of the app."""
-
-    @app.task(name="keyed", lock_key="k", shared=False)
-    def keyed(): ...
-
-    app.conf.dislock_enabled = True
-    app.finalize()
-    assert guarded(app, "keyed")
+def body(): ...
 
 
 class TestTasksThatComeLate:
@@ -135,50 +127,29 @@ class TestTasksThatComeLate:
         assert not app.finalized
         assert "dislock_guard" in vars(type(keyed._get_current_object()))
 
-    def test_a_task_that_is_declared_after_that_is_guarded(self, app):
-        """As one is whose module is imported late, or after a shared task was used."""
+    @pytest.mark.parametrize("base", [Task, None])
+    def test_a_task_that_is_declared_after_that_is_guarded(self, app, base):
+        """Its module is imported late; Celery has a second way to add a task: a class."""
         app.finalize()
-
-        @app.task(name="keyed", lock_key="k", shared=False)
-        def keyed(): ...
-
-        @app.task(name="plain", shared=False)
-        def plain(): ...
-
+        if base is None:
+            app.task(name="keyed", lock_key="k", shared=False)(body)
+        else:
+            app.register_task(type("Keyed", (base,), {"name": "keyed", "lock_key": "k"})())
+        app.task(name="plain", shared=False)(body)
         assert guarded(app, "keyed")
         assert not guarded(app, "plain")
 
-    def test_a_task_of_a_class_that_is_registered_late_is_guarded(self, app):
-        """Celery has a second way to add a task."""
+    @pytest.mark.parametrize("of_a_command", [False, True])
+    def test_a_late_task_with_a_bad_option_is_refused(self, app, monkeypatch, of_a_command):
+        """Where it is declared; Celery's command line would show a traceback."""
         app.finalize()
-
-        class Keyed(app.Task):
-            name = "keyed"
-            lock_key = "k"
-
-            def run(self): ...
-
-        app.register_task(Keyed())
-        assert guarded(app, "keyed")
-
-    def test_a_late_task_with_a_bad_option_is_refused_where_it_is_declared(self, app):
-        """Its options are checked like those of a SingletonTask, and it is not registered."""
-        app.finalize()
-        with pytest.raises(SettingsError, match="lock_key='k:<x>'"):
-
-            @app.task(name="keyed", lock_key="k:<x>", shared=False)
-            def keyed(): ...
-
+        monkeypatch.setattr(
+            "celery_dislock.tasks.task._command_line_loads_the_app", lambda: of_a_command
+        )
+        error = SystemExit if of_a_command else SettingsError
+        with pytest.raises(error, match="lock_key='k:<x>'"):
+            app.task(name="keyed", lock_key="k:<x>", shared=False)(body)
         assert "keyed" not in app.tasks
-
-    def test_a_command_that_loads_such_an_app_ends_with_the_message(self, app, monkeypatch):
-        """As for a SingletonTask: Celery's command line would show a traceback."""
-        app.finalize()
-        monkeypatch.setattr("celery_dislock.tasks.task._command_line_loads_the_app", lambda: True)
-        with pytest.raises(SystemExit, match="lock_key='k:<x>'"):
-
-            @app.task(name="keyed", lock_key="k:<x>", shared=False)
-            def keyed(): ...
 
     def test_what_is_there_when_the_dislock_is_made_late_is_guarded(self):
         """The app may have been final before."""

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Dropped
@@ -57,12 +56,6 @@ def process():
 def message(**headers):
     about = {"task": "t", "id": "t", **headers}
     return Message("", "q", about, None, None, {}, True, b"").to_bytes()
-
-
-def test_a_lease_is_freed_by_owner_and_token(process):
-    """Both, as they were shown."""
-    assert Actions(None, process).free(LOCK, "me", 5) is True
-    assert process.asked == [("free", LOCK, "me", 5)]
 
 
 def test_a_dropped_task_is_told_with_its_reason(process):
@@ -140,12 +133,6 @@ def test_a_broker_that_is_away_is_told_without_its_password(process):
         Actions(app, process).terminate(holder())
     assert SECRET not in str(told.value)
     assert told.value.__cause__ is None
-
-
-def test_without_an_app_there_are_no_workers(process):
-    """``Dislock.from_url`` has none."""
-    with pytest.raises(SettingsError, match="no workers"):
-        Actions(None, process).terminate(holder())
 
 
 @pytest.mark.parametrize(("ends_after", "ended"), [(0, True), (3, True), (10_000, False)])

@@ -322,28 +322,16 @@ def test_a_subclass_that_forgets_super_is_guarded_all_the_same(app, world):
     assert task.apply().get() == 1
 
 
-def test_a_class_that_extends_a_registered_task_is_guarded_once(app, world):
+@pytest.mark.parametrize(
+    ("own", "locks"),
+    [
+        ({}, ["dislock:{k}"]),
+        ({"lock_key": "l"}, ["dislock:{l}"]),
+        ({"lock_key": False}, []),
+    ],
+)
+def test_a_class_that_extends_a_registered_task_has_one_guard_of_its_own(app, world, own, locks):
     """Two guards around one body would meet each other's lock."""
-
-    class First(SingletonTask):
-        name = "first"
-        lock_key = "k"
-
-        def run(self):
-            return len(world.store.asked("acquire"))
-
-    first = app.register_task(First())
-
-    class Second(First):
-        name = "second"
-
-    second = app.register_task(Second())
-    assert first.apply().get() == 1
-    assert second.apply().get() == 2
-
-
-def test_a_class_that_extends_a_registered_task_may_take_no_lock(app, world):
-    """Its own option counts, not the guard that its base has."""
 
     class First(SingletonTask):
         name = "first"
@@ -351,17 +339,12 @@ def test_a_class_that_extends_a_registered_task_may_take_no_lock(app, world):
         lock_unique_until = "end"
 
         def run(self):
-            return len(world.store.asked("acquire"))
+            return list(world.store.leases), list(world.store.reservations.records)
 
     app.register_task(First())
-
-    class Second(First):
-        name = "second"
-        lock_key = False
-
-    second = app.register_task(Second())
-    assert second.apply().get() == 0
-    assert world.store.reservations.asked == []
+    second = app.register_task(type("Second", (First,), {"name": "second", **own})())
+    assert second.apply().get() == (locks, locks)
+    assert len(world.store.asked("acquire")) == len(locks)
 
 
 def test_a_class_without_a_name_is_guarded_under_the_one_that_celery_gives_it(app, world):

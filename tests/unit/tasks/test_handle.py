@@ -53,12 +53,6 @@ def test_it_is_named_by_its_keys(make):
     assert repr(make("a")) == "<LockHandle 'a'>"
 
 
-def test_it_sends_nothing_until_it_is_asked(make, overview):
-    """Making one costs no round trip."""
-    make("a")
-    assert overview.asked == []
-
-
 def test_holders_and_line_are_those_of_each_key_in_turn(make, overview):
     """Several keys are asked one after the other."""
     overview.put(

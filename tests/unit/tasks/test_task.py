@@ -148,26 +148,6 @@ def test_two_threads_that_install_a_guard_wrap_once(app, world, monkeypatch, at)
     assert [call[0] for call in world.store.reservations.asked].count("reserve") == 1
 
 
-def test_a_class_that_extends_a_unique_one_reserves_its_own_key_once(app, world):
-    """Both have a guard, and both have wrapped what runs an eager task."""
-
-    class First(SingletonTask):
-        name = "first"
-        lock_key = "k"
-        lock_unique_until = "end"
-
-        def run(self):
-            return list(world.store.reservations.records)
-
-    class Second(First):
-        name = "second"
-        lock_key = "l"
-
-    app.register_task(First())
-    assert app.register_task(Second()).apply().get() == ["dislock:{l}"]
-    assert world.store.reservations.of("dislock:{l}") is None
-
-
 class TestEvents:
     """What those who watch the worker hear of the lease of a task that runs."""
 
