@@ -6,18 +6,16 @@ import json
 import pickle
 import threading
 import time
-from datetime import datetime, timedelta, timezone
 from secrets import token_hex
 
 import pytest
-from celery import Celery, chain, chord, group
+from celery import Celery
 from celery.app.task import Context
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.keys.names import reserved_lock, reserved_name
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reservations, Taken
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR, tell
@@ -73,10 +71,6 @@ def numbers(client):
 
 class TestReservations:
     @pytest.fixture
-    def store(self, app):
-        return runtime_of(app).process.store
-
-    @pytest.fixture
     def reservations(self, app, client):
         client.ping()
         return runtime_of(app).process.store.reservations
@@ -114,14 +108,6 @@ class TestReservations:
         reservations.reserve(wanted, "nonce", has_result=has_result)
         assert self.reserve(reservations, "b") == Taken("a", is_sent=False, has_result=has_result)
 
-    @pytest.mark.parametrize("replaces", [True, False])
-    def test_a_call_that_is_sent_again_is_one(self, reservations, replaces):
-        """It is answered as before, and takes no second number."""
-        wanted = Reservation(LOCK, "a", ttl=HOUR)
-        answers = [reservations.reserve(wanted, "nonce", replaces=replaces) for _ in range(2)]
-        assert [answer.number for answer in answers] == [answers[0].number] * 2
-        assert answers[0].mark == answers[1].mark
-
     @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
     def test_any_id_is_compared_as_a_whole(self, reservations, task_id):
         """Ids come from users, and may contain what separates a reservation's parts."""
@@ -139,14 +125,6 @@ class TestReservations:
         assert reserved_for(client) == "a"
         assert client.ttl(f"{LOCK}:unique") <= PUBLISH_FOR
 
-    def test_nobody_ends_what_another_message_of_that_id_has(self, reservations, client):
-        """Users give one id to many messages: then the number tells them apart."""
-        first = self.send(reservations, "a")
-        second = self.send(reservations, "a")
-        assert not reservations.end(first)
-        assert reserved_for(client) == "a"
-        assert reservations.end(second)
-
     def test_one_that_runs_is_not_ended_as_one_that_waits(self, reservations, client):
         """A revoke does not stop a task that runs: its key stays reserved for it."""
         reserved = self.send(reservations, "a")
@@ -154,14 +132,6 @@ class TestReservations:
         assert not reservations.end_waiting(reserved)
         assert reserved_for(client) == "a"
         assert reservations.end(reserved)
-
-    def test_it_expires(self, reservations, client):
-        """Every key has an expiry, also if nothing but the numbers is left."""
-        newest = [self.send(reservations, task_id) for task_id in "ab"][-1]
-        assert {client.ttl(key) > 0 for key in client.scan_iter()} == {True}
-        reservations.end(newest)
-        assert 2 * HOUR < client.ttl(f"{LOCK}:unique") <= 3 * HOUR
-        assert reserved_for(client) is None
 
     def test_without_messages_that_replace_others_nothing_is_left(self, reservations, client):
         """There are no numbers to keep."""
@@ -174,45 +144,6 @@ class TestReservations:
         self.reserve(reservations, "b", replaces=True)
         self.begin(reservations, first)
 
-    def test_the_newest_that_was_sent_replaces_all_before_it(self, reservations):
-        """Also one that comes after a second that was not sent, however often each comes."""
-        older = [self.send(reservations, "a"), self.reserve(reservations, "b", replaces=True)]
-        newest = self.send(reservations, "c")
-        for reserved in older * 2:
-            with pytest.raises(Replaced) as replaced:
-                self.begin(reservations, reserved)
-            assert replaced.value.by == "c"
-        for _ in range(2):
-            self.begin(reservations, newest)
-
-    def test_one_that_has_begun_replaces_all_before_it(self, reservations):
-        """Its sender may have died before it could say that it was sent."""
-        older = self.send(reservations, "a")
-        self.begin(reservations, self.reserve(reservations, "b", replaces=True))
-        with pytest.raises(Replaced):
-            self.begin(reservations, older)
-
-    def test_what_replaces_none(self, reservations):
-        """An old sender knows nothing of "replace": its message ends no other."""
-        older = self.send(reservations, "a")
-        reservations.end(self.reserve(reservations, "dead", replaces=True))
-        plain = self.send(reservations, "b", replaces=False)
-        self.begin(reservations, older)
-        self.begin(reservations, plain)
-        self.send(reservations, "c")
-        for reserved in (older, plain):
-            with pytest.raises(Replaced):
-                self.begin(reservations, reserved)
-
-    def test_a_state_that_was_lost_replaces_nothing(self, reservations, client):
-        """Then both run."""
-        older = self.send(reservations, "a")
-        newer = self.send(reservations, "b")
-        client.flushdb()
-        self.send(reservations, "c")
-        for reserved in (older, newer):
-            self.begin(reservations, reserved)
-
     def test_numbers_that_nobody_was_given(self, reservations, client):
         """Anybody can write a header: it does not end the messages of others."""
         reserved = self.send(reservations, "a")
@@ -220,33 +151,6 @@ class TestReservations:
         reservations.confirm(forged)
         self.begin(reservations, forged)
         self.begin(reservations, reserved)
-
-    def test_a_retry_is_reserved_for_as_long_as_it_waits(self, reservations, client):
-        """It waits like any message: it is kept for longer than a running task, and replaced."""
-        reserved = self.send(reservations, "a")
-        self.begin(reservations, reserved, "end")
-        assert not reservations.confirm(reserved)  # its sender, which was slower
-        again = self.reserve(reservations, "a", ttl=PUBLISH_FOR, again=reserved)
-        assert again.number == reserved.number
-        assert reservations.confirm(again)
-        assert client.get(f"{LOCK}:unique").split(" ")[1] == "w"
-        self.send(reservations, "b")
-        with pytest.raises(Replaced):
-            self.begin(reservations, again)
-
-    def test_a_retry_takes_no_key_of_another(self, reservations):
-        """Also if the other has the same id."""
-        first = self.send(reservations, "a")
-        self.send(reservations, "a")
-        assert self.reserve(reservations, "a", again=first) == Taken("a", is_sent=True)
-
-    def test_a_late_call_is_not_that_of_a_task_which_has_begun_since(self, reservations, client):
-        """Its nonce is that of the call that has reserved the key, and of no other."""
-        wanted = Reservation(LOCK, "a", ttl=PUBLISH_FOR)
-        reservations.reserve(wanted, "nonce", replaces=True)
-        reservations.end(wanted._replace(mark="-"))
-        self.begin(reservations, Reservation(LOCK, "b"), "end")
-        assert reservations.reserve(wanted, "nonce") == Taken("b", is_sent=True)
 
     def test_the_first_of_a_burst_is_remembered(self, reservations):
         """So that a debounce has an end."""
@@ -304,15 +208,6 @@ class TestSending:
         assert (again.id, again.duplicate) == (first.id, True)
         assert messages(client) == 1
 
-    def test_by_name_before_any_task_was_used(self, redis_url, client):
-        """The app is finalized for that, as delay() would do."""
-        app = Celery("late", broker=redis_url, set_as_current=False)
-        with Dislock(app):
-            declare(app)
-            assert app.send_task("unique.edit", (1,)).duplicate is False
-            assert app.send_task("unique.edit", (1,)).duplicate is True
-        app.close()
-
     def test_it_can_be_an_error(self, app, client):
         """DuplicateTaskError has the key and the id, and can be pickled."""
         edit = declare(app, lock_on_duplicate="raise")
@@ -343,14 +238,6 @@ class TestSending:
         assert messages(client) == 2
         assert reserved_for(client) != sent.id
 
-    def test_a_canvas_is_sent_whole(self, app, client):
-        """Each member of a group, each first step of a chain, each member of a chord."""
-        edit = declare(app)
-        group(edit.si(1) for _ in range(3)).apply_async()
-        chain(edit.si(1), edit.si(1)).apply_async()
-        chord([edit.si(1), edit.si(1)])(edit.si(1))
-        assert messages(client) == 6
-
     def test_a_retry_is_sent(self, app, client):
         """The same id passes, also if the key is reserved for another by now."""
         edit = declare(app, lock_on_duplicate="replace")
@@ -362,12 +249,6 @@ class TestSending:
         assert messages(client) == 4
         assert reserved_for(client) == newest.id
 
-    def test_an_id_that_is_given_is_used(self, app, client):
-        """task_id= of the first counts; of a duplicate it is not."""
-        edit = declare(app)
-        assert edit.apply_async((1,), task_id="mine").id == "mine"
-        assert edit.apply_async((1,), task_id="yours").id == "mine"
-
     def test_what_is_not_published_is_not_reserved(self, app, client, monkeypatch):
         """The error is the caller's, and the key is free at once."""
         edit = declare(app)
@@ -376,21 +257,6 @@ class TestSending:
         with pytest.raises(ZeroDivisionError):
             edit.delay(1)
         assert reserved_for(client) is None
-
-    @pytest.mark.parametrize(
-        ("when", "delay"),
-        [
-            (lambda: {"countdown": 600}, 600),
-            (lambda: {"eta": datetime.now(timezone.utc) + timedelta(seconds=600)}, 600),
-            (dict, 0),
-        ],
-        ids=["countdown", "eta", "at once"],
-    )
-    def test_it_is_kept_for_as_long_as_the_message_may_wait(self, app, client, when, delay):
-        """lock_unique_for is counted from the time at which the task is due."""
-        edit = declare(app, lock_unique_for=100)
-        edit.apply_async((1,), **when())
-        assert delay + 60 < client.ttl(f"{LOCK}:unique") <= delay + 100
 
     def test_many_threads_send_one_message(self, app, client):
         """All get the same id, also while the first is publishing."""
@@ -430,14 +296,6 @@ class TestSending:
         request = Context(id=sent.id, task="unique.edit", headers={"dislock_unique": [LOCK, until]})
         tell(app, "end", request)
         assert reserved_for(client) == (sent.id if until == "expiry" else None)
-
-    def test_a_key_that_cannot_be_built_sends_all_the_same(self, app, client, caplog):
-        """The worker says what is wrong with it."""
-        edit = declare(app)
-        for _ in range(2):
-            edit.delay(1.5)
-        assert messages(client) == 2
-        assert "sent without a reservation" in caplog.text
 
     def test_a_task_that_may_be_replaced_in_line_says_when_it_was_sent(self, app, client):
         """A retry is as old as its task; others say nothing."""
@@ -479,18 +337,6 @@ class TestReplacing:
         assert numbered == sorted(set(numbered))
         assert numbers(client) == (numbered[-1], numbered[-1], 0)
 
-    def test_a_debounce_has_an_end(self, app, client):
-        """From lock_replace_for on, the newest is not postponed any more."""
-        edit = declare(app, lock_on_duplicate="replace", lock_replace_for=30)
-        edit.apply_async((1,), countdown=20)
-        record = client.get(f"{LOCK}:unique").split(" ")
-        record[3] = str(int(record[3]) - 25_000)  # the first was sent 25 s ago
-        client.set(f"{LOCK}:unique", " ".join(record), px=100_000)
-        edit.apply_async((1,), countdown=20)
-        message = client.lindex("celery", 0)
-        eta = datetime.fromisoformat(json.loads(message)["headers"]["eta"])
-        assert 0 <= (eta - datetime.now(timezone.utc)).total_seconds() <= 5
-
 
 class TestRunning:
     """What becomes of the reservation, where the lock server is away for a while."""
@@ -531,36 +377,6 @@ class TestRunning:
         assert ran == [1]
         assert reserved_for(client, header[0]) == (None if ends else sent.id)
         assert edit.delay(1).duplicate is not ends
-
-    def test_a_retry_of_a_task_that_ran_without_its_lock_keeps_its_key(self, app, client):
-        """It goes on."""
-        app.conf.dislock_on_unavailable = "run"
-
-        @app.task(
-            name="unique.edit",
-            bind=True,
-            base=SingletonTask,
-            lock_key="edit:<doc>",
-            lock_unique_until="end",
-            shared=False,
-        )
-        def edit(self, doc):
-            away.undo()
-            raise self.retry(countdown=600)
-
-        def fail(*_args, **_kwargs):
-            raise StoreError("redis://x", "away")
-
-        sent = edit.delay(1)
-        away = pytest.MonkeyPatch()
-        away.setattr(Store, "acquire", fail)
-        away.setattr(Reservations, "begin", fail)
-        try:
-            deliver(edit, sent.id, 1, headers={"dislock_unique": [LOCK, "end"]})
-        finally:
-            away.undo()
-        assert messages(client) == 2
-        assert reserved_for(client) == sent.id
 
 
 class TestGoingOn:
@@ -642,11 +458,3 @@ class TestAway:
             assert edit.delay(1).id
         assert messages(client) == 5
         assert caplog.text.count("sent without reservations") == 1
-
-    def test_it_can_be_an_error(self, app, client):
-        """dislock_on_unavailable="raise": the caller decides."""
-        app.conf.dislock_on_unavailable = "raise"
-        edit = declare(app)
-        with pytest.raises(StoreError):
-            edit.delay(1)
-        assert messages(client) == 0

@@ -200,14 +200,6 @@ class TestServers:
         assert not reservations.end(first)
         assert reserved_for(client) == "b"
 
-    def test_a_clock_that_goes_forward_an_hour_forgets_no_replacement(self, reservations, advance):
-        """What was replaced may come for two hours after it may have waited."""
-        older = self.send(reservations, "a", replaces=True)
-        self.send(reservations, "b", replaces=True)
-        advance(2 * HOUR)
-        with pytest.raises(Replaced):
-            reservations.begin(older)
-
     def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(
         self, reservations, advance, client
     ):

@@ -8,7 +8,6 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import DuplicateTaskError
 from tests.integration.test_unique import LOCK, declare, messages, reserved_for
 
 
@@ -101,15 +100,6 @@ def test_beside_a_message_that_waits(app, client, call, until):
     assert reserved_for(client) == first.id
 
 
-def test_it_can_be_an_error(app, client, call):
-    """As when it is sent."""
-    edit = declare(app, lock_on_duplicate="raise")
-    first = edit.delay(1)
-    with pytest.raises(DuplicateTaskError, match=first.id):
-        call(edit, 1)
-    assert reserved_for(client) == first.id
-
-
 def test_a_message_that_is_replaced(app, client, call):
     """With "replace" the eager call is the newest: it runs, and the message ends when it comes."""
     edit = declare(app, lock_on_duplicate="replace")
@@ -138,24 +128,3 @@ def test_a_retry(app, client, call, until):
     assert call(edit, 1).get() == "done"
     assert ran == [0, 1, 2]
     assert (reserved_for(client) is None) is (until != "expiry")
-
-
-@pytest.mark.parametrize("until", ["start", "end"])
-def test_one_that_fails(app, client, call, until):
-    """Its key is free."""
-
-    @app.task(base=SingletonTask, lock_key="edit:<doc>", lock_unique_until=until, shared=False)
-    def edit(doc):
-        raise ValueError(doc)
-
-    for _ in range(2):
-        assert isinstance(call(edit, 1).result, ValueError)
-    assert reserved_for(client) is None
-
-
-def test_off(app, client, call):
-    """dislock_enabled=False: nothing is reserved."""
-    app.conf.dislock_enabled = False
-    edit = declare(app, lock_unique_until="expiry")
-    assert [call(edit, 1).duplicate for _ in range(2)] == [False, False]
-    assert not client.keys("dislock*")

@@ -6,14 +6,11 @@ import contextlib
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from celery import Celery, shared_task
+from celery import Celery, Task, shared_task
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError
-from celery_dislock.tasks.sending import PUBLISH_FOR
-from tests.holding import wait_for
 from tests.integration.test_unique import LOCK, declare, messages, reserved_for
-from tests.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -38,27 +35,6 @@ def make(redis_url):
 
 
 class TestResults:
-    def test_without_a_result_backend(self, make, client):
-        """A duplicate has the id of the first; who wants its result is told what Celery tells."""
-        edit = declare(make())
-        first, second = edit.delay(1), edit.delay(1)
-        assert (second.id, second.duplicate) == (first.id, True)
-        for result in (first, second):
-            with pytest.raises(NotImplementedError, match="No result backend"):
-                result.get(timeout=1)
-        assert messages(client) == 1
-
-    @pytest.mark.parametrize("by", ["the task", "the call"])
-    def test_a_result_that_is_ignored(self, make, client, by):
-        """get() of a duplicate ends at once, as that of the first does."""
-        edit = declare(make(result_backend="cache+memory://"), ignore_result=by == "the task")
-        options = {"ignore_result": True} if by == "the call" else {}
-        first, second = (edit.apply_async((1,), **options) for _ in range(2))
-        assert (second.id, second.duplicate) == (first.id, True)
-        assert (first.ignored, second.ignored) == (True, True)
-        assert (first.get(timeout=1), second.get(timeout=1)) == (None, None)
-        assert messages(client) == 1
-
     def test_a_duplicate_gets_what_the_first_has_returned(self, make):
         """State and result are those of the first."""
         app = make(result_backend="cache+memory://")
@@ -88,14 +64,6 @@ class TestResults:
 
 
 class TestIds:
-    def test_an_id_that_is_given(self, make, client):
-        """It counts if its message is sent; a duplicate has the id of the first all the same."""
-        edit = declare(make())
-        assert edit.apply_async((1,), task_id="mine").id == "mine"
-        assert reserved_for(client) == "mine"
-        assert edit.apply_async((1,), task_id="yours").id == "mine"
-        assert messages(client) == 1
-
     @pytest.mark.parametrize("on_duplicate", ["return", "raise", "replace"])
     def test_an_id_that_is_given_to_all(self, make, client, on_duplicate):
         """Five sends with one id are one message and four duplicates, but for "replace"."""
@@ -113,31 +81,6 @@ class TestIds:
 
 
 class TestApps:
-    def test_two_with_different_prefixes(self, make, client):
-        """A task of the same name in each: each app has its own keys."""
-        sent = []
-        for prefix in ("one", "two"):
-            edit = declare(make(prefix, dislock_prefix=prefix))
-            sent += [edit.delay(1) for _ in range(2)]
-            assert reserved_for(client, f"{prefix}:{{edit:1}}") == sent[-1].id
-        assert [result.duplicate for result in sent] == [False, True, False, True]
-        assert messages(client) == 2
-
-    def test_two_with_different_lock_servers(self, make, client, redis_program, tmp_path):
-        """Each reserves on its own."""
-        with RedisServer(tmp_path / "other") as other, other.client() as there:
-            here, elsewhere = (
-                declare(make("here")),
-                declare(make("elsewhere", dislock_url=other.url)),
-            )
-            first, second = here.delay(1), elsewhere.delay(1)
-            assert (first.duplicate, second.duplicate) == (False, False)
-            assert first.id != second.id
-            assert reserved_for(client) == first.id
-            assert second.id.encode() in there.get(f"{LOCK}:unique")
-            assert elsewhere.delay(1).id == second.id
-        assert messages(client) == 2
-
     def test_a_shared_task(self, make, client):
         """One function, a task of its own in each app, and each app its own keys."""
 
@@ -173,34 +116,23 @@ class TestApps:
         assert messages(client) == 2
         assert not client.keys("dislock*")
 
-    def test_the_option_as_an_annotation(self, make, client):
-        """Celery's setting for options of tasks whose code is not ours."""
-        app = make(task_annotations={"unique.edit": {"lock_unique_until": "start"}})
+    @pytest.mark.parametrize(
+        ("conf", "options"),
+        [
+            ({"task_annotations": {"unique.edit": {"lock_unique_until": "start"}}}, {}),
+            ({"dislock_unique_until": "start"}, {}),
+            ({"dislock_enabled": True}, {"base": Task, "lock_unique_until": "start"}),
+            ({}, {"lock_unique_until": "end"}),
+        ],
+        ids=["annotation", "setting", "a plain task that is guarded", "bound"],
+    )
+    def test_every_way_to_declare_it(self, make, client, conf, options):
+        """An annotation, a setting, any base class; the bound task is no argument of the call."""
+        app = make(**conf)
+        options = {"base": SingletonTask, "lock_key": "edit:<doc>", "shared": False, **options}
 
-        @app.task(name="unique.edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
-        def edit(doc): ...
-
-        assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
-        assert messages(client) == 1
-
-    def test_the_option_as_a_setting(self, make, client):
-        """For all tasks of an app, as every option of a task."""
-        app = make(dislock_unique_until="start")
-
-        @app.task(name="unique.edit", base=SingletonTask, lock_key="edit:<doc>", shared=False)
-        def edit(doc): ...
-
-        assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
-        assert messages(client) == 1
-
-    def test_a_plain_task_that_is_guarded(self, make, client):
-        """dislock_enabled: a task with a lock_key is unique, whatever its base class."""
-        app = make(dislock_enabled=True)
-
-        @app.task(
-            name="unique.edit", lock_key="edit:<doc>", lock_unique_until="start", shared=False
-        )
-        def edit(doc): ...
+        @app.task(name="unique.edit", bind=True, **options)
+        def edit(self, doc): ...
 
         assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
         assert messages(client) == 1
@@ -216,17 +148,6 @@ class TestApps:
 
 
 class TestExpires:
-    @pytest.mark.parametrize("seconds", [2, 0.5])
-    @pytest.mark.parametrize("how", ["lock_unique_for", "expires"])
-    def test_a_short_time_is_kept(self, make, client, how, seconds):
-        """Nothing rounds it up to the time in which a message must be published."""
-        unique_for = seconds if how == "lock_unique_for" else 100
-        edit = declare(make(), lock_unique_for=unique_for)
-        edit.apply_async((1,), **({} if how == "lock_unique_for" else {"expires": seconds}))
-        assert client.pttl(f"{LOCK}:unique") <= seconds * 1000
-        wait_for(lambda: reserved_for(client) is None, "the end of the reservation")
-        assert edit.delay(1).duplicate is False
-
     @pytest.mark.parametrize(
         "expires",
         [lambda: 60, lambda: datetime.now(timezone.utc) + timedelta(seconds=60)],
@@ -238,13 +159,6 @@ class TestExpires:
         edit = declare(make(), lock_unique_until=until)
         edit.apply_async((1,), expires=expires())
         assert most - 30 < client.ttl(f"{LOCK}:unique") <= most
-
-    def test_one_that_has_expired(self, make, client):
-        """It is sent, as Celery does."""
-        edit = declare(make())
-        edit.apply_async((1,), expires=datetime.now(timezone.utc) - timedelta(seconds=60))
-        assert messages(client) == 1
-        assert client.ttl(f"{LOCK}:unique") <= PUBLISH_FOR
 
 
 class TestArguments:
@@ -259,33 +173,3 @@ class TestArguments:
         assert len({edit.apply_async(args, kwargs).id for args, kwargs in calls}) == 1
         assert messages(client) == 1
         assert edit.delay(1, 1).duplicate is False
-
-    def test_a_bound_task(self, make, client):
-        """The task itself is no argument of the call."""
-        app = make()
-
-        @app.task(
-            bind=True, base=SingletonTask, lock_key="<doc>", lock_unique_until="end", shared=False
-        )
-        def edit(self, doc): ...
-
-        assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
-        assert messages(client) == 1
-
-    def test_headers_of_the_caller_stay(self, make, client):
-        """Ours is added to theirs, and theirs is not changed."""
-        edit = declare(make())
-        given = {"mine": 1}
-        edit.apply_async((1,), headers=given)
-        assert given == {"mine": 1}
-        message = client.lindex("celery", 0)
-        assert '"mine": 1' in message
-        assert "dislock_unique" in message
-
-    def test_wrong_arguments_are_refused_as_ever(self, make, client):
-        """Celery's typing raises before anything is reserved."""
-        edit = declare(make())
-        with pytest.raises(TypeError):
-            edit.delay()
-        assert not client.keys("dislock*")
-        assert messages(client) == 0
