@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
+from celery_dislock.exceptions import LockHeldError, NotOwnerError
 from celery_dislock.locks import lock as locks
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
@@ -85,12 +84,6 @@ def wait_in_line(redis_client, count):
     wait_for(lambda: redis_client.zcard(LINE) == count, f"a line of {count}")
 
 
-def take_over(store, redis_client):
-    """Take the lock away from its holder, as an operator's DEL and the next task do."""
-    redis_client.delete(NAME)
-    assert isinstance(store.acquire([NAME], "thief", LONG, HOLDER), Granted)
-
-
 class TestReentry:
     def test_other_threads_are_refused(self, lock):
         """Another thread of the process is told which thread holds the lock, and for how long."""
@@ -100,16 +93,6 @@ class TestReentry:
             assert conflict.holder["thread"] == threading.current_thread().name
             assert 0 < conflict.remaining <= LONG
             assert elsewhere(lambda: lock.lease) is None
-
-    def test_it_takes_as_many_releases(self, lock, redis_client):
-        """The lock is free after as many releases as acquisitions, not before."""
-        for _ in range(3):
-            lock.acquire()
-        for _ in range(2):
-            lock.release()
-            assert lock.locked()
-        lock.release()
-        assert redis_client.keys("*") == []
 
     def test_another_dislock_of_the_process_is_another_owner(self, redis_url, lock):
         """Two of them in one thread, each with its first lock, are not taken for one another."""
@@ -133,31 +116,8 @@ class TestReentry:
             assert isinstance(start(lock.try_acquire), Conflict)
         lease.release()
 
-    def test_a_lost_lock_is_not_entered_again(self, lock, store, redis_client):
-        """Re-entry of a lease that is known to be lost raises, and after release it starts anew."""
-        lock.acquire()
-        take_over(store, redis_client)
-        with pytest.raises(LockLostError):
-            lock.extend()
-        with pytest.raises(LockLostError) as lost:
-            lock.acquire()
-        assert lost.value.key == KEY
-        with pytest.raises(LockLostError):
-            lock.release()
-        assert isinstance(lock.try_acquire(), Conflict)
-        store.release([NAME], "thief")
-        assert lock.acquire(blocking=False)
-        lock.release()
-
 
 class TestOwnership:
-    def test_several_keys_are_one_lock(self, dislock):
-        """Its owner can take the same keys again, and meets itself at one of them alone."""
-        with dislock.lock(["a", "b"]):
-            assert dislock.lock(["a", "b"]).try_acquire()
-            dislock.lock(["a", "b"]).release()
-            assert isinstance(dislock.lock("a").try_acquire(), Conflict)
-
     def test_a_writer_that_stops_writing_stays_a_writer(self, dislock, lock):
         """Until it has stopped to read, too."""
         lock.acquire()
@@ -179,20 +139,6 @@ class TestOwnership:
             assert lock.lease is lease
             lease.ensure_held()
             assert lock.locked()
-
-    @pytest.mark.parametrize("method", ["release", "extend"])
-    def test_nobodys_lock_names_nobody(self, lock, method):
-        """Release and extend of a free lock raise an error that says that nobody holds it."""
-        with pytest.raises(NotOwnerError, match="nobody"):
-            getattr(lock, method)()
-
-    def test_extend_resets_the_expiry(self, lock, redis_client):
-        """Extend renews the lease to its whole time."""
-        with lock as lease:
-            assert redis_client.pexpire(NAME, 5000)
-            lock.extend()
-            assert lease.renewals == 1
-            assert redis_client.pttl(NAME) > LONG / 2 * 1000
 
     def test_all_holders_are_told(self, dislock):
         """Holders tells of each lease its owner, remaining time, token, mode and holder."""
@@ -220,14 +166,6 @@ class TestOwnership:
             assert (next(iter(found.values())).thread or "").startswith("beside")
 
 
-class TestWith:
-    def test_an_exception_releases(self, lock, redis_client):
-        """An exception leaves the block, and the lock free."""
-        with pytest.raises(ZeroDivisionError), lock:
-            raise ZeroDivisionError
-        assert redis_client.keys("*") == []
-
-
 class TestAsking:
     @pytest.mark.parametrize(
         "arguments", [{"blocking": False}, {"timeout": 0}, {"timeout": 0.05}], ids=str
@@ -242,44 +180,6 @@ class TestAsking:
 
 
 class TestKinds:
-    def test_a_limit_admits_so_many(self, dislock, threads):
-        """A lock with a limit admits so many threads, and not one more."""
-        lock = dislock.lock(KEY, limit=2)
-        with lock:
-            done = threading.Event()
-            held = threads.submit(lambda: (lock.acquire(), done.wait(PATIENCE), lock.release()))
-            wait_for(lambda: len(lock.holders()) == 2)
-            assert elsewhere(lock.acquire, blocking=False) is False
-            done.set()
-            held.result(PATIENCE)
-            assert isinstance(taken_elsewhere(lock), Lease)
-
-    def test_shared_leases_keep_an_exclusive_one_out(self, dislock):
-        """Shared leases stand beside each other, and beside no exclusive one."""
-        reader, writer = dislock.lock(KEY, mode="shared"), dislock.lock(KEY)
-        with reader:
-            assert isinstance(taken_elsewhere(reader), Lease)
-            assert isinstance(taken_elsewhere(writer), Conflict)
-
-    def test_a_waiting_writer_stops_later_readers(self, dislock, redis_client, threads):
-        """A reader that comes after a waiting writer is refused, and served after it."""
-        reader, writer = dislock.lock(KEY, mode="shared"), dislock.lock(KEY)
-        order = []
-
-        def take(lock, name):
-            with lock:
-                order.append(name)
-
-        with reader:
-            waiting = [threads.submit(take, writer, "writer")]
-            wait_in_line(redis_client, 1)
-            assert elsewhere(reader.acquire, blocking=False) is False
-            waiting.append(threads.submit(take, reader, "reader"))
-            wait_in_line(redis_client, 2)
-        for future in waiting:
-            future.result(PATIENCE)
-        assert order == ["writer", "reader"]
-
     def test_an_unfair_one_passes_those_who_wait(self, dislock, redis_client, threads):
         """With fair=False a newcomer passes those who wait, where the lock admits it."""
         reader, writer = dislock.lock(KEY, mode="shared"), dislock.lock(KEY)
@@ -397,16 +297,6 @@ class TestWaiting:
         assert [h.owner for h in store.holders(NAME)] == ["next"]
         assert not redis_client.exists(LINE)
 
-    def test_a_place_whose_time_is_over_is_passed_over(self, store, redis_client):
-        """A waiter that has not asked again in time is skipped at the hand-off."""
-        store.acquire([NAME], "holder", LONG, HOLDER)
-        store.acquire([NAME], "dead", LONG, HOLDER, place=0.05)
-        store.acquire([NAME], "alive", LONG, HOLDER, place=LONG)
-        time.sleep(0.1)
-        store.release([NAME], "holder")
-        assert [h.owner for h in store.holders(NAME)] == ["alive"]
-        assert not redis_client.exists(LINE, f"{NAME}:places", f"{NAME}:wake:dead")
-
     def test_a_dead_head_holds_up_the_next_for_its_reservation_only(
         self, dislock, store, redis_client, threads
     ):
@@ -486,14 +376,6 @@ def another_process(program, *arguments):
             process.kill()
 
 
-HOLD = """
-import sys, time
-from celery_dislock import Dislock
-Dislock.from_url(sys.argv[1]).lock(sys.argv[2], watchdog_timeout=1).acquire()
-print("ready", flush=True)
-time.sleep(600)
-"""
-
 WAIT = """
 import sys
 from celery_dislock import Dislock
@@ -503,58 +385,8 @@ print("ready", flush=True)
 Dislock.from_url(sys.argv[1]).lock(sys.argv[2]).acquire()
 """
 
-GREENLETS = """
-from gevent import monkey
-monkey.patch_all()
-import sys
-import gevent
-import gevent.event
-from celery_dislock import Dislock
-
-lock = Dislock.from_url(sys.argv[1]).lock(sys.argv[2])
-order = []
-done = gevent.event.Event()
-
-def hold():
-    with lock as lease:
-        assert lock.try_acquire() is lease
-        lock.release()
-        done.wait()
-        order.append("holder")
-
-def wait(number):
-    assert lock.lease is None
-    assert not lock.acquire(blocking=False)
-    with lock:
-        order.append(number)
-
-holder = gevent.spawn(hold)
-while not lock.locked():
-    gevent.sleep(0.005)
-waiting = []
-for number in range(3):
-    waiting.append(gevent.spawn(wait, number))
-    gevent.sleep(0.2)
-done.set()
-gevent.joinall([holder, *waiting], raise_error=True)
-assert order == ["holder", 0, 1, 2], order
-assert not lock.locked()
-print("ready", flush=True)
-"""
-
 
 class TestProcesses:
-    def test_a_killed_holder_is_followed_by_the_first_in_line(
-        self, dislock, redis_url, redis_client, threads
-    ):
-        """When a holder was killed, the first in line has the lock once the lease has run out."""
-        with another_process(HOLD, redis_url, KEY) as holder:
-            lock = dislock.lock(KEY)
-            waiting = threads.submit(lambda: (lock.acquire(timeout=PATIENCE), lock.release()))
-            wait_in_line(redis_client, 1)
-            holder.kill()
-            assert waiting.result(2 * PATIENCE)[0] is True
-
     def test_a_killed_waiter_is_passed_over(self, lock, redis_url, redis_client, threads):
         """A waiter that was killed loses its place after a while, and the next one is served."""
         with lock:
@@ -566,12 +398,6 @@ class TestProcesses:
             deadline = int(redis_client.hget(f"{NAME}:places", dead).split()[1])
             wait_for(lambda: server_ms(redis_client) > deadline, "the end of its place")
         assert waiting.result(2 * PATIENCE)[0] is True
-
-    def test_the_owner_is_a_greenlet_under_gevent(self, redis_url):
-        """Under gevent each greenlet is an owner of its own, and waits without stopping others."""
-        pytest.importorskip("gevent")
-        with another_process(GREENLETS, redis_url, KEY) as process:
-            assert process.wait(PATIENCE) == 0
 
 
 def server_ms(redis_client: redis.Redis) -> int:
