@@ -15,7 +15,7 @@ import celery_dislock
 from celery_dislock.config.settings import task_options
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock as command
-from tests.docs.page import DOCS, PAGES, README, ROOT, blocks_of, without_code
+from tests.docs.page import DOCS, PAGES, ROOT, blocks_of, without_code
 
 # "So long a task waits ...", "whoever comes first", "the lock is to be released"
 AVOIDED = (
@@ -100,28 +100,10 @@ def test_every_promise_of_a_table_has_its_test(heading):
     assert [name for name in names if f"def {name}(" not in tests] == []
 
 
-def test_the_readme_counts_the_ways_in_which_a_task_can_end():
-    """The number in its list is that of the table's rows."""
-    text = (DOCS / "guarantees.md").read_text("utf-8")
-    table = text.partition("\n## When the next one can start\n")[2].partition("\n## ")[0]
-    rows = len(re.findall(r"^\| ", table, re.MULTILINE)) - 1  # without its heading
-    assert f"[{rows} ways in which a task can end]" in README.read_text("utf-8")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page):
     """Relative links name files that exist, and anchors name headings of theirs."""
     assert dead_links_of(page) == []
-
-
-def test_a_dead_link_is_found(tmp_path):
-    """A link to a file that is gone, and one to a heading that was renamed, are both reported."""
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# The `page`: one\n[good](page.md#the-page-one) [here](#the-page-one) [gone](gone.md)\n"
-        "[renamed\nheading](page.md#the-page) [web](https://example.org/#any)\n"
-    )
-    assert dead_links_of(page) == ["gone.md", "page.md#the-page"]
 
 
 def test_every_word_of_the_glossary_is_linked_from_another_page():

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, scripts
-from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.counting import ACQUIRED, Counters
@@ -280,51 +280,11 @@ def test_a_worker_names_the_command_that_is_missing(limited, admin, command):
     wait_for(lambda: admin.keys() == [], "a server with nothing left behind")
 
 
-def test_all_that_is_missing_is_named_at_once(limited):
-    """The error tells the commands, and the rule that allows them."""
-    rules = without("blpop").replace("+hscan ", "")
-    with pytest.raises(
-        ForbiddenError, match=r"may not run BLPOP, HSCAN; .*SETUSER.* [+]blpop [+]hscan"
-    ):
-        start_worker(limited(rules))
-
-
 @pytest.mark.parametrize("keys", ["~other:*", "~dislock:{*}", "~dislock:{*", ""])
 def test_a_worker_names_the_keys_that_are_missing(limited, keys):
     """A pattern that leaves out some of the names is told, with the one that is needed."""
     with pytest.raises(ForbiddenError, match=re.escape("'dislock'; allow it on every server")):
         start_worker(limited(RULES.replace("~dislock:*", keys)))
-
-
-def test_another_prefix_has_other_keys(limited):
-    """The rules are checked for the names that this app has."""
-    store = Store(limited(RULES.replace("~dislock:*", "~shop:*")))
-    check_rights(store.lock_server, "shop")
-    with pytest.raises(ForbiddenError, match=r"~dislock:[*]"):
-        check_rights(store.lock_server, "dislock")
-    store.close()
-
-
-def test_a_command_that_was_renamed_is_missing(redis_program, tmp_path):
-    """A server that does not have a command at all is no different from one that forbids it."""
-    with RedisServer(tmp_path, args=["--rename-command", "HSCAN", ""]) as server:
-        store = Store(server.url)
-        with pytest.raises(ForbiddenError, match="may not run HSCAN;"):
-            check_rights(store.lock_server, "dislock")
-        store.close()
-
-
-def test_renewals_need_no_command_that_acquisitions_do_not(url, admin):
-    """After the server has forgotten its scripts, leases are renewed with EVAL."""
-    store = Store(url)
-    locks = [name_of(f"renew-{number}") for number in range(5)]
-    for lock in locks[::2]:
-        assert isinstance(store.acquire([lock], "a/1", LONG, HOLDER), Granted)
-    for _ in range(2):
-        admin.execute_command("SCRIPT", "FLUSH")
-        leases = [([lock], "a/1", LONG) for lock in locks]
-        assert store.renew(leases, within=WITHIN) == [True, False, True, False, True]
-    store.close()
 
 
 def test_a_waiter_that_may_not_wait_fails(limited, admin):
@@ -347,15 +307,4 @@ def test_one_server_of_several_that_forbids_is_enough(redis_program, server, lim
         store = Store([first.url, second.url, limited(RULES)])
         second.kill()
         check_rights(store.lock_server, "dislock")
-        store.close()
-
-
-def test_a_server_that_is_away_is_no_matter_of_rights(redis_program, tmp_path):
-    """Whether it answers is asked before; what goes away meanwhile forbids nothing."""
-    with RedisServer(tmp_path) as server:
-        store = Store(server.url)
-        server.kill()
-        check_rights(store.lock_server, "dislock")
-        with pytest.raises(StoreError):
-            store.ping()
         store.close()

@@ -99,8 +99,3 @@ def test_a_command_does_not_wait_long_for_the_broker(make_app, caplog):
         tell_revoked(app, {"1": "why"})
     assert "Event task-revoked was not sent" in caplog.text
     assert "secret" not in caplog.text
-
-
-def test_a_command_that_has_ended_no_task_says_nothing(make_app, silent):
-    """And asks nobody."""
-    tell_revoked(make_app(f"redis://127.0.0.1:{silent}/0"), {})

@@ -7,7 +7,6 @@ import pytest
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.attempt import Conflict
-from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.store import Ending
 from tests.holding import Holding, name_of, wait_for
 
@@ -34,57 +33,7 @@ def take_over(holding, redis_client, key=KEY):
     return holding.take(key, LONG)
 
 
-class TestTaking:
-    def test_a_lease_knows_its_key_owner_token_and_time(self, holding, redis_client):
-        """A new lease is held, was never renewed, and its token is the one in Redis."""
-        attempt = holding.attempt()
-        lease = holding.lock(KEY, LONG).try_acquire(attempt)
-        assert (lease.key, lease.owner, lease.renewals, lease.held) == (KEY, attempt.owner, 0, True)
-        assert str(lease.token) in redis_client.hget(name_of(KEY), attempt.owner)
-        assert 0 < lease.remaining < LONG
-        lease.ensure_held()
-        assert attempt.lease is lease
-
-    def test_an_attempt_made_again_gets_the_same_token(self, holding):
-        """An owner that asks again has the lease it had."""
-        first = holding.take(KEY, LONG)
-        attempt = holding.attempt(first.owner)
-        again = holding.lock(KEY, LONG).try_acquire(attempt)
-        assert isinstance(again, Lease)
-        assert again.token == first.token
-
-    def test_an_abandoned_attempt_leaves_nothing(self, holding, others, redis_client):
-        """What an interrupted acquisition may have taken is given back by abandon()."""
-        attempt = holding.attempt()
-        lock = holding.lock(KEY, LONG)
-        holding.store.acquire(lock.names, attempt.owner, LONG, "{}")
-        lock.abandon(attempt)
-        assert redis_client.keys("*") == []
-        lock.abandon(attempt)
-        others.take(KEY)
-
-    def test_the_token_grows_over_hand_overs(self, holding, others):
-        """Whoever takes the lock after another has the greater token."""
-        tokens = []
-        for turn in range(20):
-            lease = (holding, others)[turn % 2].take(KEY, LONG)
-            tokens.append(lease.token)
-            lease.release()
-        assert sorted(set(tokens)) == tokens
-
-
 class TestReleasing:
-    def test_a_released_lock_is_free_and_leaves_nothing(self, holding, others, redis_client):
-        """After a release the lease is held no more, Redis is empty, the next one gets the lock."""
-        lease = holding.take(KEY, LONG)
-        lease.release()
-        assert not lease.held
-        assert lease.remaining == 0
-        with pytest.raises(LockLostError, match="released"):
-            lease.ensure_held()
-        assert redis_client.keys("*") == []
-        others.take(KEY)
-
     def test_a_lease_that_is_left_runs_out(self, holding, others, redis_client):
         """It keeps the lock taken until its expiry, renews it no more, then it is free."""
         lease = holding.take(KEY, 1.0)
@@ -96,38 +45,6 @@ class TestReleasing:
         (event,) = holding.named("lock_released", lease)
         assert event.arguments == {"lease": lease, "expiring": True}
         assert holding.named("lock_lost") == []
-
-    def test_at_least_for_holds_on_after_the_release(self, holding, others, redis_client):
-        """lock_at_least_for counts from the acquisition, also past the lease's own timeout."""
-        lease = holding.take(KEY, 1.0, lock_at_least_for=LONG)
-        lease.release()
-        assert not lease.held
-        conflict = others.try_take(KEY)
-        assert isinstance(conflict, Conflict)
-        assert LONG / 2 < conflict.remaining <= LONG
-        assert holding.named("lock_lost") == []
-        assert len(holding.named("lock_released", lease)) == 1
-
-    @pytest.mark.parametrize(("timeout", "at_least_for"), [(1.0, LONG), (LONG, 0.01)])
-    def test_a_lease_that_is_left_lasts_as_long_as_it_may(
-        self, holding, redis_client, timeout, at_least_for
-    ):
-        """The longer of its timeout and lock_at_least_for decides."""
-        lease = holding.take(KEY, timeout, lock_at_least_for=at_least_for)
-        lease.release(Ending(expires=True))
-        assert redis_client.pttl(name_of(KEY)) > LONG * 500
-
-    def test_a_release_after_the_lock_was_taken_away_leaves_the_new_holder_alone(
-        self, holding, others, redis_client
-    ):
-        """The old owner's release, and its lock_at_least_for, change nothing for the new one."""
-        lease = holding.take(KEY, LONG, lock_at_least_for=10 * LONG)
-        new = take_over(others, redis_client)
-        before = redis_client.hgetall(name_of(KEY))
-        lease.release()
-        assert redis_client.hgetall(name_of(KEY)) == before
-        assert redis_client.pttl(name_of(KEY)) <= LONG * 1000
-        assert new.held
 
 
 class TestSignals:
@@ -167,14 +84,6 @@ class TestLosing:
         assert new.held
         assert new.token > lease.token
         assert others.named("lock_lost") == []
-
-    def test_a_lost_lease_is_not_brought_back_by_its_release(self, holding, redis_client):
-        """Releasing a lost lease with lock_at_least_for writes nothing to Redis."""
-        lease = holding.take(KEY, 0.6, lock_at_least_for=LONG)
-        redis_client.delete(name_of(KEY))
-        holding.wait_lost(lease)
-        lease.release()
-        assert redis_client.keys("*") == []
 
     def test_a_receiver_that_exits_does_not_keep_the_body_running(self, holding, redis_client):
         """Even when a receiver of lock_lost raises SystemExit, the task's lock_on_lost is done."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 
 import pytest
-import redis
 
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Full, Parked, Refused
 from celery_dislock.servers.store import Reservation, Store
-from tests.redis_server import RedisServer
 
 LOCK, OTHER = "dislock:{k}", "dislock:{k}:and:0a"
 LONG = 60.0
@@ -59,13 +56,6 @@ def test_an_acquisition_is_told(store, redis_client, terms, place):
     if terms.get("limit") == 2:
         hold(redis_client, owner="b/1")
     assert tells_both(store.acquire([LOCK], "me", LONG, "{}", place=place, **terms))
-
-
-def test_it_is_told_of_the_lock_that_refuses(store, redis_client):
-    """Of several, the second one."""
-    hold(redis_client, OTHER)
-    refused = store.acquire([LOCK, OTHER], "me", LONG, "{}")
-    assert (refused.nth, tells_both(refused)) == (1, True)
 
 
 def test_a_unique_task_is_told(store, lines, redis_client):
@@ -125,23 +115,3 @@ def test_a_lease_without_renewals_says_when_it_was_taken_only(store, redis_clien
     refused = store.acquire([LOCK], "me", LONG, "{}")
     assert refused.held_for >= HELD_FOR
     assert refused.renewed is None
-
-
-def test_a_clock_that_was_set_back_tells_nothing(store, redis_client):
-    """The lease was acquired in the server's future."""
-    hold(redis_client, held_for=-100)
-    refused = store.acquire([LOCK], "me", LONG, "{}")
-    assert (refused.held_for, refused.renewed) == (None, None)
-
-
-def test_a_majority_tells_what_its_server_says(redis_program, tmp_path):
-    """The same words as of a single server."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / f"{n}")) for n in range(3)]
-        for server in servers:
-            client = redis.Redis.from_url(server.url, decode_responses=True)
-            stack.callback(client.close)
-            hold(client)
-        store = Store([server.url for server in servers])
-        stack.callback(store.close)
-        assert tells_both(store.acquire([LOCK], "me", LONG, "{}"))

@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,6 @@ from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
-from tests.leaks import SECRET
-from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,32 +70,6 @@ def test_one_screen_can_be_logged(held):
         assert "shop.export[id-1] on w1@here (pid 7)" in result.output
         assert "[red]x[/red]\\x1b[31m" in result.output
         assert "\x1b" not in result.output
-
-
-def test_a_server_that_is_away_ends_it(own_redis_server):
-    """With the exit code of all commands for that, and without the password."""
-    url = own_redis_server.url.replace("redis://", f"redis://:{SECRET}@")
-    own_redis_server.stop()
-    result = run(url, "top", "--once")
-    assert result.exit_code == 3
-    assert SECRET not in result.output
-
-
-def test_one_of_several_servers_may_be_away(redis_program, tmp_path):
-    """The others are read, and the error is shown."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
-        urls = [server.url for server in servers]
-        store = Store(urls)
-        store.acquire(["dislock:{export:7}"], "o", LONG, json.dumps({"task": "t", "id": "1"}))
-        store.close()
-        servers[0].kill()
-        app = Celery("shop", broker="memory://", set_as_current=False)
-        app.conf.dislock_url = urls
-        result = CliRunner().invoke(dislock, ["top"], obj=SimpleNamespace(app=app))
-        assert "held 1" in result.output
-        assert "export:7" in result.output
-        assert "lock server redis://127.0.0.1" in result.output
 
 
 def test_a_terminal_is_refreshed_until_ctrl_c(held):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 import pytest
 from celery import Celery
@@ -191,15 +190,3 @@ def test_the_same_is_counted_through_its_api(app, run, exported, reader):
     assert points["celery_dislock.wait"][0].count == 1
     assert points["celery_dislock.held"][0].count == 1
     assert points["celery_dislock.leases"][0].value == 0
-
-
-def test_a_task_without_a_span_is_not_told(app, run):
-    """No instrumentor: the task runs as ever."""
-    seen = []
-
-    @app.task(base=SingletonTask, lock_key="k", name="shop.export", shared=False)
-    def export():
-        seen.append(threading.current_thread())
-
-    run(export)
-    assert len(seen) == 1

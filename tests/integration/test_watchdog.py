@@ -72,25 +72,6 @@ class TestKeeping:
         assert all(lease.held for lease in leases)
         assert holding.named("lock_lost") == []
 
-    def test_a_released_lease_is_renewed_no_more(self, holding, redis_client):
-        """After a release nothing comes back, while other leases go on being renewed."""
-        other, lease = holding.take("other", 0.9), holding.take(KEY, 0.9)
-        holding.wait_renewed(lease)
-        lease.release()
-        renewals = lease.renewals
-        holding.wait_renewed(other, 3)
-        assert lease.renewals == renewals
-        assert redis_client.keys("*") == [name_of("other")]
-        assert len(holding.watchdog) == 1
-
-    def test_renewals_go_on_after_the_scripts_were_flushed(self, holding, redis_client):
-        """SCRIPT FLUSH on the server costs no lease."""
-        lease = holding.take(KEY, 1.5)
-        holding.wait_renewed(lease)
-        redis_client.script_flush()
-        holding.wait_renewed(lease, 3)
-        assert holding.named("lock_lost") == []
-
     def test_renewals_go_on_after_the_connections_were_killed(self, holding, redis_client):
         """CLIENT KILL costs no lease: the watchdog connects again."""
         lease = holding.take(KEY, 3.0)
@@ -107,22 +88,6 @@ class TestKeeping:
             holding.wait_renewed(short)
             short.release()
         assert holding.named("lock_lost") == []
-
-
-class TestCap:
-    def test_the_lease_ends_after_the_last_renewal(self, holding, others):
-        """After max_renew_times renewals the lease runs out, the lock is free, no loss is told."""
-        lease = holding.take(KEY, 0.6, max_renew_times=2)
-        wait_for(lambda: holding.named("lock_capped", lease), "the cap")
-        assert lease.renewals == 2
-        assert lease.capped
-        wait_for(lambda: not isinstance(others.try_take(KEY, LONG), Conflict), "the free lock")
-        assert not lease.held
-        assert "2 times, its cap" in lease.why_ended
-        lease.release()
-        assert len(holding.named("lock_capped")) == 1
-        assert holding.named("lock_lost") == []
-        assert isinstance(others.try_take(KEY), Conflict)
 
 
 class TestSurviving:
@@ -143,19 +108,6 @@ class TestSurviving:
         wait_for(lambda: calls, f"a call of the receiver of {name}")
         holding.wait_renewed(kept, 2)
         assert kept.held
-
-    def test_an_action_that_raises_costs_no_lease(self, holding, redis_client):
-        """Whatever the end of one lease's body raises, the other leases stay renewed."""
-
-        def bad(lease, action):
-            raise SystemExit("no way to stop it")
-
-        kept, lost = holding.take("kept", 1.5), holding.take("lost", 1.5)
-        lost.on_end = bad
-        redis_client.delete(name_of("lost"))
-        holding.wait_lost(lost)
-        holding.wait_renewed(kept, 3)
-        assert holding.watchdog.errors == 1
 
     def test_one_key_of_another_type_costs_no_other_lease(self, holding, redis_client):
         """A key that was overwritten fails alone, and is lost at its deadline; the rest is kept."""
@@ -204,33 +156,6 @@ class TestBlockedWatchdog:
         lease.release()
         assert len(holding.named("lock_lost", lease)) == 1
         assert holding.named("lock_released") == []
-
-    def test_a_lease_past_its_deadline_is_not_renewed(self, holding, block, redis_client):
-        """A watchdog that wakes up after the deadline does not extend what Redis still has."""
-        inside, gate = block
-        lease = holding.take(KEY, 1.2)
-        assert inside.wait(PATIENCE)
-        redis_client.pexpire(name_of(KEY), 60_000)
-        field = redis_client.hget(name_of(KEY), lease.owner).split(" ")
-        field[1] = str(int(field[1]) + 60_000)
-        redis_client.hset(name_of(KEY), lease.owner, " ".join(field))
-        wait_for(lambda: not lease.held, "the deadline")
-        renewals = lease.renewals
-        gate.set()
-        holding.wait_lost(lease)
-        assert lease.renewals == renewals
-        assert not lease.held
-
-    def test_a_lease_that_was_released_meanwhile_is_not_lost(self, holding, block):
-        """A lease that its owner released while the watchdog was blocked is not reported."""
-        inside, gate = block
-        lease = holding.take(KEY, 1.2)
-        assert inside.wait(PATIENCE)
-        lease.release()
-        marker = holding.take("marker", 0.9)
-        gate.set()
-        holding.wait_renewed(marker, 3)
-        assert holding.named("lock_lost") == []
 
 
 class TestReports:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from contextlib import ExitStack
 
@@ -15,9 +14,7 @@ from celery_dislock.operating.web import Page
 from celery_dislock.operating.web.cache import FRESH
 from celery_dislock.parking.process import runtime_of
 from tests.holding import name_of
-from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.pages import Visitor, ann
-from tests.redis_server import RedisServer
 
 MOUNT = "/ops/locks"
 MANY = 10_000
@@ -196,57 +193,3 @@ def test_a_lock_server_that_comes_back_is_asked_again(own_redis_server):
         page._cache.forget()
         assert visitor.get("/api/locks").json["away"] is None
     runtime_of(app).close()
-
-
-@pytest.fixture(params=["sentinel", "cluster", "quorum"])
-def kind(request, redis_program, tmp_path):
-    """The URL of another kind of lock server."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "quorum":
-            folders = [tmp_path / str(number) for number in range(3)]
-            yield [stack.enter_context(RedisServer(folder)).url for folder in folders]
-        else:
-            is_cluster = request.param == "cluster"
-            made = RedisCluster(tmp_path, node_timeout=60_000) if is_cluster else Watched(tmp_path)
-            yield stack.enter_context(made).url
-
-
-def test_it_shows_the_locks_of_every_kind_of_server(kind):
-    """One list, wherever in it a lock is kept; a pause holds there as well."""
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    app.conf.dislock_url = kind
-    if str(kind).startswith("sentinel"):
-        app.conf.dislock_transport_options = {"master_name": MASTER_NAME}
-    with contextlib.ExitStack() as stack:
-        dislock = stack.enter_context(Dislock(app))
-        keys = [f"export:{number}" for number in range(5)]
-        for key in keys:
-            stack.enter_context(dislock.lock(key))
-        visitor = Visitor(Page(dislock, user=ann, allow_actions=True))
-        assert [one["key"] for one in visitor.get("/api/locks").json["locks"]] == keys
-        told = visitor.get("/api/lock?key=export:3").json
-        assert told["holders"][0]["thread"] == "MainThread"
-        paused = visitor.act("/api/limit", name=name_of("export:9"), limit="0")
-        assert paused.json["done"] is True
-        assert not dislock.lock("export:9").try_acquire()
-
-
-def test_its_metrics_are_those_that_were_counted(page, redis_url):
-    """By processes with dislock_metrics; no key is among them."""
-    with Dislock.from_url(redis_url, metrics=True) as dislock, dislock.lock("export:7"):
-        pass
-    answer = Visitor(page).get("/metrics")
-    assert "celery_dislock_acquisitions_total{" in answer.text
-    assert "celery_dislock_server_up 1.0" in answer.text
-    assert "export:7" not in answer.text
-
-
-def test_a_password_is_never_shown(redis_url):
-    """Not by a server that is away, either."""
-    secret = "sec%2Fret%40word"  # noqa: S105 -- of nobody
-    app = Celery("shop", broker=f"redis://:{secret}@127.0.0.1:1/0", set_as_current=False)
-    answer = Visitor(Page(app, user=ann)).get("/api/locks")
-    assert answer.status_code == 503
-    assert "127.0.0.1:1" in answer.json["error"]
-    for form in ("sec%2Fret", "sec/ret", "word"):
-        assert form not in answer.text

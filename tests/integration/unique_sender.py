@@ -12,7 +12,7 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from celery import Celery, chain, group
+from celery import Celery
 from celery.beat import Scheduler
 
 from celery_dislock import Dislock, SingletonTask
@@ -66,10 +66,7 @@ WAYS = {
     "signature": lambda: [edit.s(1).delay() for _ in range(2)],
     "by name": lambda: [app.send_task("fresh.edit", (1,)) for _ in range(2)],
     "signature of a name": lambda: [app.signature("fresh.edit", (1,)).delay() for _ in range(2)],
-    "chain of one": lambda: [chain(edit.si(1)).apply_async() for _ in range(2)],
     "beat": by_beat,
-    "chain": lambda: [chain(edit.si(1), edit.si(1)).apply_async() for _ in range(2)],
-    "group": lambda: group(edit.si(1), edit.si(1)).apply_async().results,
 }
 
 

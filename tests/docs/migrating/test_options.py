@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import redis
@@ -12,13 +12,15 @@ from celery_dislock import SettingsError, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError
 from celery_dislock.servers.reservations import Reservations
 from tests.docs.migrating.libraries import (
+    ALL,
     CELERY_HEIMDALL,
     CELERY_ONCE,
     CELERY_SINGLETON,
+    DAY,
     HOUR,
     LIBRARIES_WARN,
-    QUEUE,
     QUICK,
+    Library,
     about,
     database,
     expiry_of,
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 pytestmark = LIBRARIES_WARN
 
 
+A_MINUTE = {"lock_unique_for": 60}
+
+
 def refused(app: Celery, **options: Any) -> str:
     """Declare a task of ours with an option of another library, and return what is said."""
     with pytest.raises(SettingsError) as caught:
@@ -46,37 +51,47 @@ def refused(app: Celery, **options: Any) -> str:
     return str(caught.value)
 
 
+class Case(NamedTuple):
+    """How a key gets its expiry: the options, what a call is given, and when the keys end."""
+
+    library: Library
+    theirs: dict[str, Any]
+    ours: dict[str, Any] = A_MINUTE
+    call: dict[str, Any] = {}  # noqa: RUF012 -- nobody changes it
+    ends: tuple[int, int] = (60, 60)
+
+
+EXPIRIES = [
+    Case(CELERY_SINGLETON, {"lock_expiry": 60}),
+    Case(CELERY_ONCE, {"once": {"timeout": 60}}),
+    Case(CELERY_HEIMDALL, {"heimdall": {**QUICK, "unique_timeout": 60}}),
+    # There a call has its own expiry; here the task decides, and `once` does nothing.
+    Case(CELERY_ONCE, {}, {}, {"once": {"timeout": 60}}, (60, HOUR)),
+    *(Case(one, one.drops, {}, {}, (one.expiry, HOUR)) for one in ALL),
+    *(Case(one, one.drops, {}, {"countdown": DAY}, (one.expiry, DAY + HOUR)) for one in ALL),
+]
+
+
 class TestOptions:
     """The tables of options: what they did there, and what does it here."""
 
-    @of_all
-    def test_a_base_class_and_one_option(self, theirs, ours, redis_client, library):
-        """Of two equal calls one is sent, by each of the two."""
-        for task in (theirs(library, library.drops), ours(lock_on_duplicate="return")):
-            redis_client.delete(QUEUE)
-            task.delay(7)
-            task.delay(7)
-            task.delay(8)
-            assert messages(redis_client) == 2
+    @pytest.mark.parametrize("case", EXPIRIES)
+    def test_when_the_key_ends(self, app, theirs, ours, redis_client, case):
+        """Of a message that never runs, as it was purged; ours is counted from when it is due."""
+        theirs(case.library, case.theirs).apply_async((7,), **case.call)
+        ours(**case.ours).apply_async((7,), **case.call)
+        app.control.purge()
+        left = locks_of(redis_client, case.library), reservations(redis_client)
+        assert [expiry_of(redis_client, names) for names in left] == [about(n) for n in case.ends]
 
-    @of_all
-    def test_arguments_that_make_the_key(self, theirs, ours, redis_client, library):
-        """A second export of the same corp in another format is a duplicate."""
-        for task in (theirs(library, library.by_corp), ours(lock_key="export:<corp_id>")):
-            redis_client.delete(QUEUE)
-            task.delay(7, "csv")
-            task.delay(7, "pdf")
-            task.delay(8, "csv")
-            assert messages(redis_client) == 2
-
-    @of_each("different", [2, 1, 2])
-    def test_all_arguments_make_the_key(self, theirs, ours, redis_client, library, different):
-        """Here it does not matter whether an argument is given by its name or by its place."""
-        for task, sent in ((theirs(library, library.drops), different), (ours(), 1)):
-            redis_client.delete(QUEUE)
-            task.delay(7)
-            task.delay(corp_id=7)
-            assert messages(redis_client) == sent
+    @of(CELERY_ONCE)
+    def test_the_setting_once(self, app, theirs, ours, redis_client, library):
+        """Its `default_timeout` is `dislock_unique_for`."""
+        app.conf.ONCE["settings"]["default_timeout"] = app.conf.dislock_unique_for = 60
+        theirs(library, {}).delay(7)
+        ours().delay(7)
+        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
+        assert expiry_of(redis_client, reservations(redis_client)) == about(60)
 
     @of_all
     def test_a_duplicate_is_an_exception(self, theirs, ours, redis_client, library):
@@ -105,65 +120,27 @@ class TestOptions:
         first, second = task.delay(7), task.delay(7)
         assert (second.id, second.duplicate) == (first.id, True)
 
-    @of_each(
-        "options",
-        [
-            {"lock_expiry": 60},
-            {"once": {"timeout": 60}},
-            {"heimdall": {**QUICK, "unique_timeout": 60}},
-        ],
-    )
-    def test_an_expiry(self, theirs, ours, redis_client, library, options):
-        """Counted from the sending, if nobody ends it sooner."""
-        theirs(library, options).delay(7)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
-        ours(lock_unique_for=60).delay(7)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(60)
-
-    @of_all
-    def test_no_expiry_given(self, theirs, ours, redis_client, library):
-        """celery-singleton's never ends; the others' and ours after an hour."""
-        theirs(library, library.drops).delay(7)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(library.expiry)
-        ours().delay(7)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(HOUR)
-
     @of(CELERY_SINGLETON)
-    def test_settings_for_all_tasks_of_singleton(self, app, theirs, ours, redis_client, library):
-        """The app's defaults for a duplicate, the expiry and the names."""
+    def test_settings_for_all_tasks_of_singleton(self, app, theirs, ours, redis_url, library):
+        """The app's defaults for a duplicate, the expiry, the names, the server and redis-py."""
         app.conf.singleton_raise_on_duplicate = True
-        app.conf.singleton_lock_expiry = 60
-        app.conf.singleton_key_prefix = "shop-theirs:"
-        app.conf.dislock_unique_for = 60
         app.conf.dislock_on_duplicate = "raise"
-        app.conf.dislock_prefix = "shop-ours"
-        for task, names in (
-            (theirs(library, {}), "shop-theirs:*"),
-            (ours(), "shop-ours:*:unique"),
-        ):
-            task.delay(7)
-            assert expiry_of(redis_client, redis_client.keys(names)) == about(60)
-            with pytest.raises(Exception, match=r"duplicate|is there already"):
-                task.delay(7)
-
-    @of(CELERY_SINGLETON)
-    def test_the_url_of_the_locks(self, app, theirs, ours, redis_url, library):
-        """Both take the broker if nothing is set, and may use another database."""
+        app.conf.singleton_lock_expiry = app.conf.dislock_unique_for = 60
+        app.conf.singleton_key_prefix, app.conf.dislock_prefix = "shop-theirs:", "shop-ours"
         url = database(redis_url, 1)
         app.conf.singleton_backend_url = app.conf.dislock_url = url
-        with redis.Redis.from_url(url, decode_responses=True) as other:
-            theirs(library, {}).delay(7)
-            ours().delay(7)
-            assert len(locks_of(other, library)) == len(reservations(other)) == 1
-
-    @of(CELERY_SINGLETON)
-    def test_options_of_the_connections(self, app, theirs, ours, redis_client, library):
-        """Both pass them to redis-py; names of clients, for example."""
         app.conf.singleton_backend_kwargs = {"client_name": "theirs"}
         app.conf.dislock_transport_options = {"client_name": "ours"}
-        theirs(library, {}).delay(7)
-        ours().delay(7)
-        assert {"theirs", "ours"} <= {client["name"] for client in redis_client.client_list()}
+        with redis.Redis.from_url(url, decode_responses=True) as other:
+            for task, names in (
+                (theirs(library, {}), "shop-theirs:*"),
+                (ours(), "shop-ours:*:unique"),
+            ):
+                task.delay(7)
+                assert expiry_of(other, other.keys(names)) == about(60)
+                with pytest.raises(Exception, match=r"duplicate|is there already"):
+                    task.delay(7)
+            assert {"theirs", "ours"} <= {client["name"] for client in other.client_list()}
 
     @of(CELERY_SINGLETON)
     def test_clear_locks_leaves_ours(self, app, theirs, ours, redis_client, library):
@@ -194,27 +171,6 @@ class TestOptions:
     def test_an_option_that_was_left_is_refused(self, app, option, told):
         """The error names the option of ours."""
         assert told in refused(app, **option)
-
-    @of(CELERY_ONCE)
-    def test_an_option_of_one_call(self, theirs, ours, redis_client, library):
-        """There a call has its own expiry; here the task decides, and `once` does nothing."""
-        theirs(library, {}).apply_async((7,), once={"timeout": 60})
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
-        task = ours(lock_on_duplicate="raise")
-        task.apply_async((7,), once={"timeout": 60})
-        assert expiry_of(redis_client, reservations(redis_client)) == about(HOUR)
-        with pytest.raises(DuplicateTaskError):
-            task.apply_async((7,), once={"graceful": True})
-
-    @of(CELERY_ONCE)
-    def test_the_setting_once(self, app, theirs, ours, redis_client, library):
-        """Its `default_timeout` is `dislock_unique_for`."""
-        app.conf.ONCE["settings"]["default_timeout"] = 60
-        app.conf.dislock_unique_for = 60
-        theirs(library, {}).delay(7)
-        ours().delay(7)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(60)
 
     @of(CELERY_SINGLETON, CELERY_ONCE)
     def test_one_key_is_freed_by_hand(self, theirs, ours, redis_client, library):

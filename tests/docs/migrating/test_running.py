@@ -68,21 +68,34 @@ class TestWhenRunning:
         assert not meeting.broken
 
     @of_all
-    @pytest.mark.parametrize("outcome", ["success", "failure"])
-    def test_a_task_that_ends_frees_its_key(
-        self, app, theirs, ours, redis_client, library, outcome
-    ):
-        """As in the other libraries, whether it succeeds or fails."""
+    def test_a_task_that_ends_frees_its_key(self, app, theirs, ours, redis_client, library):
+        """However it ends; there the lock stays unless it succeeds or fails."""
+        ended = []
 
-        def body(corp_id):
-            if outcome == "failure":
-                raise ValueError(corp_id)
+        def body(self, how):
+            ended.append(how)
+            if how in errors:
+                raise errors[how]
 
-        both = [theirs(library, library.drops, body).delay(7), ours(body).delay(7)]
-        with worker(app):
-            wait_for(lambda: all(result.ready() for result in both))
-            wait_for(lambda: not locks_of(redis_client, library))
-            wait_for(lambda: not reservations(redis_client))
+        errors = {"failure": ValueError(), "ignored": Ignore(), "rejected": Reject("no")}
+        past = datetime.now(timezone.utc) - timedelta(seconds=1)
+        both = [theirs(library, library.drops, body, bind=True, acks_late=True)]
+        both.append(ours(body, bind=True, acks_late=True))
+        sent = [
+            [task.apply_async((how,), expires=past if how == "expired" else None) for task in both]
+            for how in ("success", *errors, "revoked", "expired")
+        ]
+        revoked = {result.id for result in sent[-2]}
+        state.revoked.update(revoked)
+        try:
+            with worker(app):
+                wait_for(lambda: len(ended) == 8)
+                wait_for(lambda: all(result.state == "REVOKED" for result in sent[-1] + sent[-2]))
+                wait_for(lambda: not reservations(redis_client))
+                wait_for(lambda: len(locks_of(redis_client, library)) == 4)
+        finally:
+            for task_id in revoked:
+                state.revoked.discard(task_id)
 
     @of_each("runs", [1, 2, 1])
     def test_a_retry_runs(self, app, theirs, ours, redis_client, library, runs):
@@ -104,49 +117,6 @@ class TestWhenRunning:
         assert [name for name, _ in ran].count("theirs") == runs
         assert [held for name, held in ran if name == "ours"] == [1, 1]
         assert len(locks_of(redis_client, library)) == (0 if runs == 2 else 1)
-
-    @of_all
-    def test_what_is_revoked_is_free(self, app, theirs, ours, redis_client, library):
-        """The worker that drops the message ends its reservation; there the lock stays."""
-        both = [theirs(library, library.drops).delay(7), ours().delay(7)]
-        state.revoked.update(result.id for result in both)
-        try:
-            with worker(app):
-                wait_for(lambda: all(result.state == "REVOKED" for result in both))
-                wait_for(lambda: not reservations(redis_client))
-        finally:
-            for result in both:
-                state.revoked.discard(result.id)
-        assert len(locks_of(redis_client, library)) == 1
-
-    @of_all
-    def test_what_expires_is_free(self, app, theirs, ours, redis_client, library):
-        """As for a task that is revoked."""
-        both = [
-            task.apply_async((7,), expires=datetime.now(timezone.utc) - timedelta(seconds=1))
-            for task in (theirs(library, library.drops), ours())
-        ]
-        with worker(app):
-            wait_for(lambda: all(result.state == "REVOKED" for result in both))
-            wait_for(lambda: not reservations(redis_client))
-        assert len(locks_of(redis_client, library)) == 1
-
-    @of_all
-    @pytest.mark.parametrize("error", [Ignore, Reject])
-    def test_what_ignores_or_rejects_is_free(self, app, theirs, ours, redis_client, library, error):
-        """There is no result, and no lock is left here; there it stays."""
-        ran = []
-
-        def body(self, corp_id):
-            ran.append(self.name)
-            raise error("none" if error is Ignore else "no")
-
-        theirs(library, library.drops, body, bind=True, acks_late=True).delay(7)
-        ours(body, bind=True, acks_late=True).delay(7)
-        with worker(app):
-            wait_for(lambda: len(ran) == 2)
-            wait_for(lambda: not reservations(redis_client))
-        assert len(locks_of(redis_client, library)) == 1
 
     @of_all
     def test_the_last_step_of_a_chain_is_not_lost(self, app, theirs, ours, redis_client, library):

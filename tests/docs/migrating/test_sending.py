@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import redis
@@ -14,12 +14,11 @@ from kombu.exceptions import OperationalError
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.docs.migrating.libraries import (
-    DAY,
+    ALL,
     HOUR,
     LIBRARIES_WARN,
     LIMIT,
     NOWHERE,
-    QUEUE,
     about,
     expiry_of,
     export,
@@ -31,6 +30,9 @@ from tests.docs.migrating.libraries import (
     wait_for,
     worker,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 pytestmark = LIBRARIES_WARN
 
@@ -53,6 +55,54 @@ assert not any(name.startswith("celery_dislock") for name in sys.modules)
 """
 
 
+class Sends(NamedTuple):
+    """Calls, and how many of them are sent: there, by each library or by all of them, and here."""
+
+    what: str
+    theirs: int | list[int]
+    ours: int
+    send: Callable[[Celery, Any], Any]
+    ours_options: Mapping[str, str] = {}
+
+
+SENDS = [
+    Sends("equal calls", 2, 2, lambda _, task: [task.delay(n) for n in (7, 7, 8)]),
+    Sends(
+        "some arguments make the key",
+        2,
+        2,
+        lambda _, task: [task.delay(*given) for given in ((7, "csv"), (7, "pdf"), (8, "csv"))],
+        {"lock_key": "export:<corp_id>"},
+    ),
+    Sends("by name", [2, 1, 2], 1, lambda _, task: [task.delay(7), task.delay(corp_id=7)]),
+    Sends("a default", 2, 1, lambda _, task: [task.delay(7), task.delay(7, "csv")]),
+    Sends(  # celery-once joins texts with underscores, which the arguments may have in them
+        "different arguments",
+        [2, 1, 2],
+        2,
+        lambda _, task: [task.delay("1_kind-2", "3"), task.delay("1", "2_kind-3")],
+    ),
+    Sends(  # the others look when apply_async of the task is called, and nowhere else
+        "by the name of the task",
+        2,
+        1,
+        lambda app, task: [app.send_task(task.name, (7,)) for _ in range(2)],
+    ),
+    Sends(
+        "a callback, and a chain",
+        1,
+        3,
+        lambda _, task: [
+            task.delay(7),
+            task.apply_async((7,), link=task.si(8)),
+            chain(task.si(7), task.si(8)).delay(),
+        ],
+    ),
+    Sends("group", 1, 2, lambda _, task: group([task.si(7)] * 2).apply_async()),
+    Sends("chord", 1, 2, lambda _, task: chord([task.si(7)] * 2)(task.si(8))),
+]
+
+
 class TestWhenSending:
     """The table of behaviour: what is sent, and what callers get."""
 
@@ -67,26 +117,20 @@ class TestWhenSending:
             assert [result.get(timeout=LIMIT) for result in second] == [theirs_gets, 7]
         assert second[0].state == ("SUCCESS" if theirs_gets else "REJECTED")
 
+    @pytest.mark.parametrize("case", SENDS, ids=lambda case: case.what)
     @of_all
-    def test_a_default_that_is_given_is_the_same_call(self, theirs, ours, redis_client, library):
-        """f(7) and f(7, "csv") mean the same, and are one key here."""
-        for task, sent in ((theirs(library, library.drops), 2), (ours(), 1)):
-            redis_client.delete(QUEUE)
-            task.delay(7)
-            task.delay(7, "csv")
-            assert messages(redis_client) == sent
-
-    @of_each("keys", [2, 1, 2])
-    def test_different_arguments_never_share_a_key(self, theirs, ours, redis_client, library, keys):
-        """celery-once joins texts with underscores, which the arguments may have in them."""
-
-        def join(a, b): ...
-
-        for task, sent in ((theirs(library, library.drops, join), keys), (ours(join), 2)):
-            redis_client.delete(QUEUE)
-            task.delay("1_b-2", "3")
-            task.delay("1", "2_b-3")
-            assert messages(redis_client) == sent
+    def test_how_many_are_sent(self, app, theirs, ours, redis_client, library, case):
+        """By the same calls."""
+        there = case.theirs if isinstance(case.theirs, int) else case.theirs[ALL.index(library)]
+        options = library.by_corp if case.ours_options else library.drops
+        for task, number in (
+            (theirs(library, options), there),
+            (ours(**case.ours_options), case.ours),
+        ):
+            redis_client.flushdb()
+            app.finalize()
+            case.send(app, task)
+            assert messages(redis_client) == number
 
     @of_each("left", [0, 1, 1])
     def test_a_message_that_was_never_sent_frees_its_key(
@@ -122,59 +166,6 @@ class TestWhenSending:
         theirs(library, library.drops).delay(7)
         ours().delay(7)
         assert seen == [about(library.expiry), pytest.approx(PUBLISH_FOR / 2, abs=PUBLISH_FOR / 2)]
-
-    @of_all
-    def test_a_task_that_is_sent_by_its_name_is_unique(
-        self, app, theirs, ours, redis_client, library
-    ):
-        """The others look when apply_async of the task is called, and nowhere else."""
-        for task, sent in ((theirs(library, library.drops), 2), (ours(), 1)):
-            redis_client.delete(QUEUE)
-            app.finalize()
-            for _ in range(2):
-                app.send_task(task.name, (7,))
-            assert messages(redis_client) == sent
-
-    @of_all
-    def test_a_callback_is_not_lost(self, theirs, ours, redis_client, library):
-        """A duplicate with a callback is dropped there with its callback; here it is sent."""
-        for task, sent in ((theirs(library, library.drops), 1), (ours(), 2)):
-            redis_client.delete(QUEUE)
-            task.delay(7)
-            task.apply_async((7,), link=task.si(8))
-            assert messages(redis_client) == sent
-            chain(task.si(7), task.si(8)).delay()
-            assert messages(redis_client) == 2 * sent - 1
-
-    @of_all
-    def test_a_group_is_sent_whole(self, app, theirs, ours, redis_client, library):
-        """So is a chord, which would never end with a member less."""
-        for task, sent in ((theirs(library, library.drops), 1), (ours(), 2)):
-            redis_client.flushdb()
-            group([task.si(7), task.si(7)]).apply_async()
-            assert messages(redis_client) == sent
-            redis_client.flushdb()
-            chord([task.si(7), task.si(7)])(task.si(8))
-            assert messages(redis_client) == sent
-
-    @of_all
-    def test_a_countdown_is_added(self, theirs, ours, redis_client, library):
-        """A task for tomorrow keeps its key until tomorrow, and lock_unique_for more."""
-        theirs(library, library.drops).apply_async((7,), countdown=DAY)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(library.expiry)
-        ours().apply_async((7,), countdown=DAY)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(DAY + HOUR)
-
-    @of_all
-    def test_what_is_purged_is_free_after_its_expiry(
-        self, app, theirs, ours, redis_client, library
-    ):
-        """Nobody hears of a purge; celery-singleton's lock stays for ever."""
-        theirs(library, library.drops).delay(7)
-        ours().delay(7)
-        app.control.purge()
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(library.expiry)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(HOUR)
 
     @of_all
     def test_a_lock_server_that_is_away_stops_no_sender(
