@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 LONG = 1000.0  # seconds
 HOSTILE = "[red]x[/red]\x1b[31m"
 PROGRAM = """
-import sys
-from contextlib import ExitStack
+import signal
 from types import SimpleNamespace
 from celery import Celery
 from celery_dislock.operating.cli import dislock
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 app = Celery("shop", broker={url!r})
 dislock(["top", "--interval", "0.1"], obj=SimpleNamespace(app=app))
 """
