@@ -70,28 +70,13 @@ class Delivery:
             callbacks are sent.
     """
 
-    __slots__ = (
-        "_request",
-        "_request_ref",
-        "after_result",
-        "attempt",
-        "began",
-        "ending",
-        "if_done",
-        "lock",
-        "notes",
-        "options",
-        "outbox",
-        "reservation",
-        "task",
-    )
-
     def __init__(
         self, task: Task, request: Context, lock: Lock, attempt: Attempt, notes: Notes
     ) -> None:
         self.task = task
-        self._request: Context | None = request
-        self._request_ref: ref[Context] | None = None
+        # The request has this object, too.  If each kept the other alive, both would be left to
+        # the garbage collector, which costs more than a third of all that the guard does.
+        self._request = ref(request)
         self.lock = lock
         self.attempt = attempt
         self.notes = notes
@@ -110,22 +95,8 @@ class Delivery:
 
     @property
     def request(self) -> Context:
-        """Celery's request."""
-        request = self._request
-        if request is None and self._request_ref is not None:
-            request = self._request_ref()  # Celery still has it
-        return request
-
-    def let_go(self) -> None:
-        """
-        Leave the request to Celery, at the end of the body.
-
-        The request has this object, too.  If each kept the other alive, both would be left to the
-        garbage collector, which costs more than a third of all that the guard does.
-        """
-        if self._request is not None:
-            self._request_ref = ref(self._request)
-            self._request = None
+        """Celery's request, which Celery has until the result is stored."""
+        return self._request()
 
     @property
     def id(self) -> Any:

@@ -102,7 +102,7 @@ class Notes:
             given = headers.get(header)
             if given is None:
                 continue
-            value = read(given, str(request.id), prefix)
+            value = read(given, str(request.id))
             if value is None:
                 ignored.append(f"{header}={reprlib.repr(given)}")
             else:
@@ -138,7 +138,7 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     """
     headers = request.headers
     given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
-    turn = None if given is None else _ticket(given, str(request.id), prefix)
+    turn = None if given is None else _ticket(given, str(request.id))
     own = ticket_name(request.id, request.retries, request.replaced_task_nesting)
     return turn if turn is not None and turn[1] == own and _is_under(prefix, turn[0]) else None
 
@@ -183,30 +183,30 @@ def _is_under(prefix: str, lock: str) -> bool:
     return lock.startswith(f"{prefix}:{{")
 
 
-def _times(given: Any, _task_id: str, _prefix: str) -> int | None:
+def _times(given: Any, _task_id: str) -> int | None:
     return given if type(given) is int and 0 <= given <= PUT_OFF_MOST_TIMES else None
 
 
-def _time(given: Any, _task_id: str, _prefix: str) -> float | None:
+def _time(given: Any, _task_id: str) -> float | None:
     is_number = type(given) in {int, float} and math.isfinite(given)
     return float(given) if is_number and 0 < given < UNTIL_MOST else None
 
 
-def _owner(given: Any, task_id: str, _prefix: str) -> str | None:
+def _owner(given: Any, task_id: str) -> str | None:
     if not isinstance(given, str):
         return None
     start = owners_start(task_id)
     return given if given.startswith(start) and len(given) - len(start) <= OWNER_MOST else None
 
 
-def _owners(given: Any, task_id: str, prefix: str) -> list[str] | None:
+def _owners(given: Any, task_id: str) -> list[str] | None:
     if not isinstance(given, (list, tuple)) or len(given) > OWNERS_MOST:
         return None
-    owners = [_owner(one, task_id, prefix) for one in given]
+    owners = [_owner(one, task_id) for one in given]
     return None if None in owners else [one for one in owners if one]
 
 
-def _ticket(given: Any, task_id: str, _prefix: str) -> tuple[str, str] | None:
+def _ticket(given: Any, task_id: str) -> tuple[str, str] | None:
     if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- a pair
         return None
     lock, ticket = given
@@ -218,31 +218,27 @@ def _ticket(given: Any, task_id: str, _prefix: str) -> tuple[str, str] | None:
     return (lock, ticket) if is_lock and is_own else None
 
 
-def _store(given: Any, _task_id: str, _prefix: str) -> str | None:
+def _store(given: Any, _task_id: str) -> str | None:
     return given if isinstance(given, str) and STORE_NAME.fullmatch(given) else None
 
 
-def _text(given: Any, _task_id: str, _prefix: str) -> str | None:
-    return readable_reason(given)
-
-
-def readable_reason(given: object) -> str | None:
+def readable_reason(given: object, _task_id: str = "") -> str | None:
     """Return a reason from a message if it can be shown; else None."""
     is_text = isinstance(given, str) and 0 < len(given) <= REASON_MOST and given.isprintable()
     return str(given) if is_text else None
 
 
 # For each header, the attribute of Notes and the function that reads the header.  The function gets
-# the header's value, the task's id and the prefix of the locks' names.  It returns the note, or
-# None if the value is not a valid note.
-READERS: dict[str, tuple[str, Callable[[Any, str, str], Any]]] = {
+# the header's value and the task's id.  It returns the note, or None if the value is not a valid
+# note.
+READERS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     PUT_OFF_HEADER: ("put_off", _times),
     RETRY_UNTIL_HEADER: ("retry_until", _time),
     HELD_HEADER: ("held_by", _owner),
     GIVEN_UP_HEADER: ("given_up", _owners),
     TICKET_HEADER: ("parked", _ticket),
     STORE_HEADER: ("store", _store),
-    LEFT_HEADER: ("left", _text),
-    REPLACED_HEADER: ("replaced", _text),
+    LEFT_HEADER: ("left", readable_reason),
+    REPLACED_HEADER: ("replaced", readable_reason),
     SINCE_HEADER: ("since", _time),
 }

@@ -7,9 +7,7 @@ byte.  The body is never deserialized here.
 from __future__ import annotations
 
 import math
-import reprlib
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
@@ -30,11 +28,10 @@ if TYPE_CHECKING:
 FORMAT = b"1 "
 AS_IT_CAME = "dislock_message"  # key in delivery_info, from the worker to its pool process
 # Message properties that are still valid when the message is published a second time.
-PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id", "timestamp")
+PROPERTIES = ("correlation_id", "reply_to", "message_id", "type", "app_id")
 STAY = {SENT_HEADER, UNIQUE_HEADER}  # of our headers; the others are notes of one delivery
 DEAD_LETTER = ("x-death", "x-first-death", "x-last-death")  # RabbitMQ detects cycles by these
 OCTET_MOST = 255  # as AMQP writes a priority
-TIMESTAMP_MOST = 10.0**11  # UNIX time, about the year 5138
 RETRY = {"max_retries": 1, "interval_start": 0}  # an idle connection may have been closed
 
 
@@ -62,7 +59,7 @@ class TaskParked(Ignore):  # type: ignore[misc]
     """
 
     def __init__(self, key: str, place: int, holder: str, held_for: float | None = None) -> None:
-        super().__init__(key, place, holder, *(() if held_for is None else (held_for,)))
+        super().__init__(key, place, holder, held_for)
         self.key = key
         self.place = place
         self.holder = holder
@@ -152,21 +149,15 @@ class Message:
             raise ValueError(f"it begins with {written[:20]!r}, which is not a known format")
         try:
             message = cls(**loads(about[len(FORMAT) :]), body=body)
+            named = [message.headers.get(name, "") for name in ("id", "task")]
+            texts = (message.exchange, message.routing_key, *named)
+            can_be_sent = [_can_be_sent(*one) for one in message.properties.items()]
         except Exception as exc:  # any malformed content
             raise ValueError(f"it cannot be read: {exc!r}") from exc
-        texts, tables = (
-            (message.exchange, message.routing_key),
-            (message.headers, message.properties),
-        )
-        if not all(isinstance(one, str) for one in texts) or not all(
-            isinstance(one, dict) for one in tables
-        ):
-            raise ValueError("its exchange, routing key, headers or properties are of a wrong type")
-        if not all(isinstance(message.headers.get(name, ""), str) for name in ("id", "task")):
-            raise ValueError("its id or task name is not text")
-        wrong = [one for one in message.properties.items() if not _can_be_sent(*one)]
-        if wrong:
-            raise ValueError(f"it cannot be sent with {reprlib.repr(wrong[0])}")
+        if not all(isinstance(one, str) for one in texts):
+            raise ValueError("its exchange, routing key, id or task name is not text")
+        if not all(can_be_sent):
+            raise ValueError("it has a property that no broker accepts")
         return message
 
     def publish(
@@ -213,9 +204,6 @@ def _can_be_sent(name: str, value: Any) -> bool:
             return False
     if name in {"priority", "delivery_mode"}:
         return isinstance(value, int) and 0 <= value <= OCTET_MOST
-    if name == "timestamp":
-        is_number = isinstance(value, (int, float))
-        return 0 <= value <= TIMESTAMP_MOST if is_number else isinstance(value, datetime)
     return name not in PROPERTIES or isinstance(value, str)
 
 

@@ -12,7 +12,7 @@ or replacement is new work with a ticket of its own, even though Celery copies t
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
 from celery_dislock.exceptions import StoreError
@@ -34,7 +34,7 @@ from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.store import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.messages.delivery import Delivery
@@ -144,25 +144,29 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
-        came_from = self._came_from()
-        if self._is_done_in(came_from):
+        came_from, goes_on = self._came_from(), goes_on_with(delivery)
+        # Its turn is for another lock if its lock_key was changed while it was parked.
+        if came_from not in {"", lock.names[0]} and self._lines.move_out(
+            came_from, self._ticket, goes_on, delivery.sent_to
+        ):
             acknowledge_done(delivery)
-        marked, goes_on = self.was_parked, goes_on_with(delivery)
-        owners, task = owners_start(delivery.id), delivery.sent_to
-        drained = marked and delivery.notes.drained
-        ticket = Ticket(self._ticket, owners, marked, message, goes_on, task, drained)
-        asked_at = lock.clock()
-        attempt.asks(asked_at)
-        answer = self._lines.park(
-            lock.names[0],
-            attempt.owner,
-            lock.timeout,
-            attempt.holder_json,
-            ticket,
+        ticket = Ticket(
+            self._ticket,
+            owners_start(delivery.id),
+            marked=bool(came_from),
+            message=message,
+            goes_on=goes_on,
+            task=delivery.sent_to,
+            drained=bool(came_from) and delivery.notes.drained,
             mode=lock.options.lock_mode,
             limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
             bounds=bounds,
             reservation=attempt.reservation,
+        )
+        asked_at = lock.clock()
+        attempt.asks(asked_at)
+        answer = self._lines.park(
+            lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )
         if isinstance(answer, Parked):
             holder = in_words(answer.conflict.holder)
@@ -185,31 +189,11 @@ class Parking:
         lock, ticket = self._delivery.notes.parked or ("", "")
         return lock if ticket == self._ticket else ""
 
-    def _is_done_in(self, lock: str) -> bool:
-        """
-        Leave the line of another lock, and tell whether this work was done under that lock.
-
-        The lock differs if the task's ``lock_key`` was changed while it was parked.  Its turn is
-        for the old lock then, and it needs the new one.
-        """
-        elsewhere = lock and lock != self._delivery.lock.names[0]
-        return bool(
-            elsewhere
-            and self._lines.move_out(
-                *(lock, self._ticket, goes_on_with(self._delivery)),
-                task=self._delivery.sent_to,
-            )
-        )
-
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery
         if delivery.result_is_ignored:
             return
-        meta = {
-            "key": conflict.key,
-            "place": place,
-            "holder": in_words(conflict.holder),
-        }
+        meta = {"key": conflict.key, "place": place, "holder": in_words(conflict.holder)}
         try:
             delivery.task.backend.store_result(delivery.id, meta, PARKED, request=delivery.request)
         except Exception as exc:  # noqa: BLE001 -- any of the backend's client
@@ -231,13 +215,13 @@ def goes_on_with(delivery: Delivery) -> str:
     or died.  A broker that delivers a turn again may give that delivery another name.
     """
     notes = delivery.notes
-    again = notes.parked is not None and is_redelivered(delivery)
+    again = notes.parked is not None and is_redelivered(delivery.request)
     return notes.left or (ANYBODY if again else "")
 
 
-def is_redelivered(delivery: Delivery) -> bool:
+def is_redelivered(request: Context) -> bool:
     """Tell whether the broker says that it has delivered this message before."""
-    return bool((delivery.request.delivery_info or {}).get("redelivered"))
+    return bool((request.delivery_info or {}).get("redelivered"))
 
 
 def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> None:
@@ -253,19 +237,19 @@ def leave_old_line(lines: Lines, delivery: Delivery, turn: tuple[str, str]) -> N
         StoreError: The lock server did not answer.  The task may have left the line.
     """
     notes = delivery.notes
-    notes.left = delivery_of(delivery.request.headers, delivery.request.properties)
+    notes.left = delivery_of(delivery.request)
     if not lines.withdraw(*turn, notes.left, delivery.sent_to):
-        if not is_redelivered(delivery):
+        if not is_redelivered(delivery.request):
             acknowledge_done(delivery)
         notes.left = ANYBODY
     notes.parked = None
 
 
-def delivery_of(headers: Mapping[str, Any], properties: Mapping[str, Any] | None) -> str:
+def delivery_of(request: Context) -> str:
     """
     Name a delivery, or the one that has left its line before it.
 
     A redelivery has the same name if the broker's client keeps its tag.
     """
-    names = headers.get(LEFT_HEADER), (properties or {}).get("delivery_tag")
+    names = request.headers.get(LEFT_HEADER), (request.properties or {}).get("delivery_tag")
     return next(filter(None, map(readable_reason, names)), None) or uuid4().hex

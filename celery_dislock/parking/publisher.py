@@ -23,9 +23,8 @@ from celery_dislock.keys.names import task_id_of
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, readable_reason
 from celery_dislock.messages.message import Message, store_end
-from celery_dislock.parking.store import withdraw
+from celery_dislock.parking.store import log_unrunnable, withdraw
 from celery_dislock.redaction import reason_of
-from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.replies import Turn
 
 if TYPE_CHECKING:
@@ -85,12 +84,10 @@ class Publisher:
                     turn.lock,
                 )
                 continue
-            try:
-                message = Message.from_bytes(turn.message)
-            except ValueError as exc:
-                pending += _set_aside(lines, turn, exc)
-                continue
-            readable.append((turn, message))
+            message, given = _read(lines, turn, turn.message)
+            pending += given
+            if message is not None:
+                readable.append((turn, message))
         for nth, (turn, message) in enumerate(readable):
             try:
                 self._publish(message, {TICKET_HEADER: [turn.lock, turn.ticket]})
@@ -122,10 +119,9 @@ class Publisher:
         newer = f"a newer task took its place in line for lock {key!r}"
         ended: dict[str, str] = {}
         for ticket, written in replaced.items():
-            try:
-                message = Message.from_bytes(written)
-            except ValueError as exc:
-                self.hand_over(lines, _set_aside(lines, Turn(lock, ticket, written), exc))
+            message, given = _read(lines, Turn(lock, ticket, written), written)
+            if message is None:
+                self.hand_over(lines, given)
                 continue
             try:
                 reason = readable_reason(message.headers.get(REPLACED_HEADER)) or newer
@@ -204,20 +200,20 @@ def _give_back(lines: Lines, turns: Iterable[tuple[Turn, Message]]) -> str:
     return "by the next sweep"
 
 
-def _set_aside(lines: Lines, turn: Turn, error: Exception) -> list[Turn]:
-    """Set aside a task whose message cannot be read; return the turns that are given instead."""
-    next_turns: list[Turn] = []
-    where = f"is set aside in {aside_of(turn.lock)}"
-    if turn.message:  # if empty, the script has set it aside already
-        try:
-            next_turns = lines.set_aside(turn.lock, turn.ticket, turn.message)
-        except StoreError as exc:
-            where = f"stays in line until the lock server answers ({exc})"
-    logger.error(
-        "Parked task %s for lock %r cannot be run, and %s: %s",
-        *(turn.ticket, key_of(turn.lock), where, error),
-    )
-    return next_turns
+def _read(lines: Lines, turn: Turn, written: bytes) -> tuple[Message | None, list[Turn]]:
+    """Read a message, or set its task aside; return the turns that are given instead, too."""
+    given: list[Turn] = []
+    away: StoreError | None = None
+    try:
+        return Message.from_bytes(written), given
+    except ValueError as exc:
+        if written:  # if empty, the script has set it aside already
+            try:
+                given = lines.set_aside(turn.lock, turn.ticket, written)
+            except StoreError as error:
+                away = error
+        log_unrunnable(turn.ticket, turn.lock, exc, away)
+    return None, given
 
 
 def _without_login(url: str) -> str:

@@ -15,29 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kombu.utils.json import dumps
 
+from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.scripts import (
-    ASIDE,
-    CLAIMS,
-    DELIST,
-    DROP,
-    ENLIST,
-    FULL,
-    GIVE_BACK,
-    GRANTED,
-    LEAVE,
-    LIMIT,
-    LINES,
-    PARK,
-    PARK_UNIQUE,
-    PARKED,
-    RAN_HERE,
-    REFUSED,
-    REPLACED_BY,
-    SWEEP,
-    WITHDRAW,
-)
 from celery_dislock.scripts.names import aside_of, index_of_lines
 from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
@@ -67,25 +47,9 @@ ANYBODY = "*"  # stands for whichever delivery has left a line; see _done.lua
 ENDED = "-"  # instead of a delivery: nobody goes on with the task
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip
-SET_ASIDE = "Parked task %s for lock %r cannot be run, and is set aside in %s: %s"
-STAYS_IN_LINE = (
-    "Parked task %s for lock %r cannot be run, and stays in line until the lock server answers "
-    "(%s): %s"
-)
+FIRST = b"0"  # cursor of the first page, and after the last one
 
 logger = logging.getLogger("celery_dislock")
-
-
-class Ticket(NamedTuple):
-    """What a task presents to be parked, or to claim its turn."""
-
-    name: str  # the ticket's name
-    owners: str  # prefix of the owners of all deliveries of the task
-    marked: bool  # the message says that it was parked
-    message: bytes = b""  # stored if the task is parked; empty: do not park
-    goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
-    task: str = ""  # the task's name; empty: not known
-    drained: bool = False  # and it was parked in a store that was drained to this one
 
 
 class Bounds(NamedTuple):
@@ -99,6 +63,22 @@ class Bounds(NamedTuple):
 UNBOUNDED = Bounds()
 
 
+class Ticket(NamedTuple):
+    """What a task presents to be parked, or to claim its turn."""
+
+    name: str  # the ticket's name
+    owners: str  # prefix of the owners of all deliveries of the task
+    marked: bool  # the message says that it was parked
+    message: bytes = b""  # stored if the task is parked; empty: do not park
+    goes_on: str = ""  # the delivery that left this line before, and that this one goes on with
+    task: str = ""  # the task's name; empty: not known
+    drained: bool = False  # and it was parked in a store that was drained to this one
+    mode: str = "exclusive"  # or "shared"
+    limit: int = 1  # maximum number of leases of an exclusive lock
+    bounds: Bounds = UNBOUNDED  # of the line
+    reservation: Reservation | None = None  # see Store.acquire()
+
+
 class Dropped(NamedTuple):
     """A parked task that was taken out of line, and is not to run."""
 
@@ -110,7 +90,11 @@ class Lines:
     """
     The parked tasks of one broker on one lock server.
 
-    Every method blocks for a round trip.  All methods but :meth:`sweep` are thread-safe.
+    Every method blocks for a round trip, and raises StoreError if the server did not answer; what
+    was asked for may have been done then.  All methods but :meth:`sweep` are thread-safe.
+
+    In their arguments, *lock* is the name of a lock in Redis, *ticket* a task's ticket, and *task*
+    a task's name: another task of the same id is left in line.  An empty *task* is not known.
 
     Args:
         server: The lock server.
@@ -127,22 +111,12 @@ class Lines:
         hand_over: Callable[[Sequence[Turn]], None],
     ) -> None:
         self._server = server
-        self._names = index_of_lines(prefix, home)
         self._home = home
         self._hand_over = hand_over
+        self._names = index_of_lines(prefix, home)
 
-    def park(  # noqa: PLR0913 -- each is an argument of the script
-        self,
-        lock: str,
-        owner: str,
-        ttl: float,
-        holder: str,
-        ticket: Ticket,
-        *,
-        mode: str = "exclusive",
-        limit: int = 1,
-        bounds: Bounds = UNBOUNDED,
-        reservation: Reservation | None = None,
+    def park(
+        self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket
     ) -> Granted | Refused | Parked | Full | Done:
         """
         Take a lock for a task or claim its turn; otherwise park the task if it has a message.
@@ -152,11 +126,7 @@ class Lines:
             owner: Name of this acquisition; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0.
             holder: JSON object that describes the holder to others.
-            ticket: The task's ticket, and the message to park.
-            mode: "exclusive" or "shared".
-            limit: Maximum number of leases of an exclusive lock, > 0.
-            bounds: Limits of the line.
-            reservation: See :meth:`celery_dislock.servers.store.Store.acquire`.
+            ticket: The task's ticket, the message to park, and the terms of lock and line.
 
         Returns:
             Granted if the task may run; Refused if the lock is held and nothing was parked; Parked
@@ -168,30 +138,28 @@ class Lines:
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
-        state, given, *rest = self._server.run(
-            PARK if reservation is None else PARK_UNIQUE,
-            [lock],
-            *(owner, milliseconds(ttl), holder, MODES[mode], limit, self._home),
+        reservation = ticket.reservation
+        state, *rest = self._asked(
+            scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
+            lock,
+            *(owner, milliseconds(ttl), holder, MODES[ticket.mode], ticket.limit, self._home),
             *(ticket.name, ticket.owners, ticket.marked + ticket.drained, ticket.message),
-            *bounds,
-            ticket.goes_on,
-            _written(ticket.task),
+            *(*ticket.bounds, ticket.goes_on, _written(ticket.task)),
             *(() if reservation is None else reservation.begins),
         )
-        self._publish(given)
-        if state == REPLACED_BY:
+        if state == scripts.REPLACED_BY:
             raise Replaced(text(rest[0]))
-        if state == GRANTED:
+        if state == scripts.GRANTED:
             token, claimed = rest
             return Granted((int(token),), bool(claimed))
-        if state == REFUSED:
+        if state == scripts.REFUSED:
             remaining_ms, other, other_holder, place, *held_ms = rest
             return refused(remaining_ms, other, other_holder, *held_ms, place=place)
-        if state == PARKED:
+        if state == scripts.PARKED:
             place, remaining_ms, other, other_holder, replaced, *held_ms = rest
             conflict = refused(remaining_ms, other, other_holder, *held_ms)
             return Parked(place, conflict, messages(replaced))
-        if state == FULL:
+        if state == scripts.FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
         return Done()
@@ -200,21 +168,11 @@ class Lines:
         """
         Take a parked task that has ended out of line, and give its turn to the next.
 
-        Args:
-            lock: Name of the lock in Redis.
-            ticket: The task's ticket.
-            task: The task's name: another task of the same id is left in line.  Empty: not known.
-
         Returns:
             Whether the ticket was there: in line, running or replaced.
-
-        Raises:
-            StoreError: The server did not answer.  The task may have left the line.
         """
-        call = (ticket, b"", 1, "", _written(task))
-        left, given = self._server.run(LEAVE, [lock], self._home, *call)
-        self._publish(given)
-        return bool(left)
+        call = (self._home, ticket, b"", 1, "", _written(task))
+        return bool(self._asked(scripts.LEAVE, lock, *call)[0])
 
     def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
         """
@@ -224,19 +182,14 @@ class Lines:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
             goes_on: See :class:`Ticket`.
-            task: See :meth:`leave`.
+            task: The task's name.
 
         Returns:
             True if the task's work was done under that lock; False if the task must run under its
             new lock.
-
-        Raises:
-            StoreError: The server did not answer.  The task may have left the line.
         """
-        call = (ticket, b"", 0, goes_on, _written(task))
-        left, given = self._server.run(LEAVE, [lock], self._home, *call)
-        self._publish(given)
-        return bool(left == RAN_HERE)
+        call = (self._home, ticket, b"", 0, goes_on, _written(task))
+        return bool(self._asked(scripts.LEAVE, lock, *call)[0] == scripts.RAN_HERE)
 
     def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
         """
@@ -247,22 +200,16 @@ class Lines:
             ticket: The task's ticket.
             delivery: Name of the delivery that goes on with the task, under other locks or without
                 one; empty to set the task aside; ENDED if it has ended itself.
-            task: See :meth:`leave`.
+            task: The task's name.
 
         Returns:
             True if the task was in line or had its turn.  With *delivery*, also True if the server
             knows nothing of the task, or if the same delivery asks again.  False if the task has
             claimed its turn, was set aside, or is done, or if there is no task to set aside: then
             nothing was changed.
-
-        Raises:
-            StoreError: The server did not answer.  The task may have left the line.
         """
-        withdrawn, given = self._server.run(
-            WITHDRAW, [lock], self._home, ticket, delivery, _written(task)
-        )
-        self._publish(given)
-        return bool(withdrawn)
+        call = (self._home, ticket, delivery, _written(task))
+        return bool(self._asked(scripts.WITHDRAW, lock, *call)[0])
 
     def drop(self, lock: str, ticket: str, note: str) -> Dropped | None:
         """
@@ -275,26 +222,17 @@ class Lines:
 
         Returns:
             What was dropped; None if the task is not in line: it runs, is done, or was dropped.
-
-        Raises:
-            StoreError: The server did not answer.  The task may be out of the line.
         """
-        reply, resent = self._server.exchange(DROP, [lock], self._home, ticket, note)
-        state, given, *rest = reply
-        self._publish(given)
+        reply, resent = self._server.exchange(scripts.DROP, [lock], self._home, ticket, note)
+        state, *rest = self._published(reply)
         if rest:
             message, ours = rest
             return Dropped(message, bool(ours))
         return Dropped(b"", ours=False) if state or resent else None
 
     def give_back(self, lock: str, ticket: str) -> None:
-        """
-        Put a parked task whose message could not be published back in line.
-
-        Raises:
-            StoreError: The server did not answer.  The turn runs out by itself.
-        """
-        self._server.run(GIVE_BACK, [lock], ticket)
+        """Put a parked task whose message could not be published back in line."""
+        self._server.run(scripts.GIVE_BACK, [lock], ticket)
 
     def aside(self, lock: str, ticket: str = "") -> Iterator[tuple[str, bytes]]:
         """
@@ -306,27 +244,17 @@ class Lines:
 
         Returns:
             Each ticket, with the record or message that was kept.
-
-        Raises:
-            StoreError: The server did not answer.
         """
-        cursor = b"0"
-        while True:
-            cursor, found = self._server.run(ASIDE, [lock], cursor, ASIDE_PAGE)
+        cursor: bytes | None = None
+        while cursor != FIRST:
+            cursor, found = self._server.run(scripts.ASIDE, [lock], cursor or FIRST, ASIDE_PAGE)
             for one, kept in zip(*[iter(found)] * 2, strict=True):
                 if not ticket or text(one) == ticket:
                     yield text(one), kept
-            if cursor == b"0":
-                return
 
     def forget_aside(self, lock: str, ticket: str) -> None:
-        """
-        Forget what was set aside under a ticket.
-
-        Raises:
-            StoreError: The server did not answer.  It may be forgotten.
-        """
-        self._server.run(ASIDE, [lock], b"0", 1, ticket)
+        """Forget what was set aside under a ticket."""
+        self._server.run(scripts.ASIDE, [lock], FIRST, 1, ticket)
 
     def claims(self, lock: str, tickets: Sequence[str] = ()) -> list[str]:
         """
@@ -336,11 +264,8 @@ class Lines:
             lock: Name of the lock in Redis.
             tickets: More that were claimed, in another store; those of which something is known
                 here are left as they are.
-
-        Raises:
-            StoreError: The server did not answer.
         """
-        return [text(one) for one in self._server.run(CLAIMS, [lock], *tickets)]
+        return [text(one) for one in self._server.run(scripts.CLAIMS, [lock], *tickets)]
 
     def set_aside(self, lock: str, ticket: str, message: bytes) -> list[Turn]:
         """
@@ -353,21 +278,13 @@ class Lines:
 
         Returns:
             The turns that are given now; the caller must publish them.
-
-        Raises:
-            StoreError: The server did not answer.  The task may have been set aside.
         """
-        _, given = self._server.run(LEAVE, [lock], self._home, ticket, message, 0, ANYBODY, "")
-        return turns(given)
+        call = (self._home, ticket, message, 0, ANYBODY, "")
+        return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
 
     def enlist(self, lock: str) -> None:
-        """
-        Add a lock to the index, before a task is parked for it.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        self._server.run(ENLIST, [self._names], lock)
+        """Add a lock to the index, before a task is parked for it."""
+        self._server.run(scripts.ENLIST, [self._names], lock)
 
     def delist(self, lock: str, number: bytes) -> None:
         """
@@ -376,40 +293,33 @@ class Lines:
         Args:
             lock: Name of the lock in Redis.
             number: The lock's number from :meth:`page`, read before the line was found empty.
-
-        Raises:
-            StoreError: The server did not answer.
         """
-        self._server.run(DELIST, [self._names], lock, number)
-
-    def any(self) -> bool:
-        """
-        Tell whether the index lists any lock: one that has, or recently had, parked tasks.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        total, *_ = self._server.run(LINES, [self._names], b"0", 1)
-        return bool(total)
+        self._server.run(scripts.DELIST, [self._names], lock, number)
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
         """
-        Read one page of the index of locks that have parked tasks.
+        Read one page of the index of locks that have, or recently had, parked tasks.
 
         Args:
-            cursor: b"0" for the first page, then the cursor that the previous page returned.
+            cursor: FIRST for the first page, then the cursor that the previous page returned.
             count: Approximate number of locks per page.
 
         Returns:
-            The total number of locks, the cursor of the next page (b"0" after the last page), and
+            The total number of locks, the cursor of the next page (FIRST after the last page), and
             the page: each lock's name with its number for :meth:`delist`.
-
-        Raises:
-            StoreError: The server did not answer.
         """
-        total, cursor, found = self._server.run(LINES, [self._names], cursor, count)
+        total, cursor, found = self._server.run(scripts.LINES, [self._names], cursor, count)
         names = {text(lock): seen for lock, seen in zip(*[iter(found)] * 2, strict=True)}
         return total, cursor, names
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of the locks that have, or recently had, parked tasks; read in pages."""
+        cursor: bytes | None = None
+        seen: set[str] = set()
+        while cursor != FIRST:
+            _, cursor, page = self.page(cursor or FIRST, NAMES_TOGETHER)
+            yield from (name for name in page if name not in seen)
+            seen.update(page)
 
     def limit(
         self, lock: str, limit: int | None, *, ttl: float = 0.0, note: str = ""
@@ -426,30 +336,11 @@ class Lines:
 
         Returns:
             The limit that was set until now; None if there was none.
-
-        Raises:
-            StoreError: The server did not answer.  The limit may have been set.
         """
         wanted = "" if limit is None else limit
-        before, given = self._server.run(LIMIT, [lock], wanted, milliseconds(ttl), note, self._home)
-        self._publish(given)
+        call = (wanted, milliseconds(ttl), note, self._home)
+        before, *_ = self._asked(scripts.LIMIT, lock, *call)
         return int(before) if 0 < len(before) <= DIGITS_MOST else None
-
-    def names(self) -> Iterator[str]:
-        """
-        Yield the names of the locks that have, or recently had, parked tasks; read in pages.
-
-        Raises:
-            StoreError: The server did not answer.
-        """
-        cursor = b"0"
-        told: set[str] = set()
-        while True:
-            _, cursor, page = self.page(cursor, NAMES_TOGETHER)
-            yield from (name for name in page if name not in told)
-            told.update(page)
-            if cursor == b"0":
-                return
 
     def sweep(self, locks: Sequence[str]) -> Mapping[str, Swept | DamagedLockError]:
         """
@@ -463,29 +354,29 @@ class Lines:
         Returns:
             By lock: what was found, or the error if the lock is damaged.  Locks that failed for
             another reason are missing.
-
-        Raises:
-            StoreError: The server did not answer.
         """
         if not locks:
             return {}
         calls: list[tuple[Any, ...]] = [(lock, self._home) for lock in locks]
-        replies = self._server.run_many(SWEEP, calls, within=SOCKET_TIMEOUT)
+        replies = self._server.run_many(scripts.SWEEP, calls, within=SOCKET_TIMEOUT)
         found: dict[str, Swept | DamagedLockError] = {}
         for lock, reply in zip(locks, replies, strict=True):
             if isinstance(reply, DamagedLockError):
                 found[lock] = reply
-            if isinstance(reply, StoreError):
-                continue
-            parked, given, replaced, unclaimed = reply
-            self._publish(given)
-            told = tuple(map(text, unclaimed))
-            found[lock] = Swept(parked, messages(replaced), told)
+            if not isinstance(reply, StoreError):
+                parked, replaced, unclaimed = self._published(reply)
+                found[lock] = Swept(parked, messages(replaced), tuple(map(text, unclaimed)))
         return found
 
-    def _publish(self, given: Sequence[bytes]) -> None:
+    def _asked(self, script: scripts.Script, lock: str, *arguments: Any) -> list[Any]:
+        """Run a script that gives turns, and publish them; return the rest of its reply."""
+        return self._published(self._server.run(script, [lock], *arguments))
+
+    def _published(self, reply: Sequence[Any]) -> list[Any]:
+        first, given, *rest = reply
         if given:
             self._hand_over(turns(given))
+        return [first, *rest]
 
 
 def _written(task: str) -> str:
@@ -493,9 +384,11 @@ def _written(task: str) -> str:
     return f'"task":{dumps(task)}' if task else ""
 
 
-def withdraw(lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "") -> None:
+def withdraw(
+    lines: Lines, turn: tuple[str, str], what: str, why: object, task: str = "", delivery: str = ""
+) -> None:
     """
-    Set aside a parked task that cannot claim its turn, and give the turn to the next in line.
+    Take a parked task out of line that cannot claim its turn, and give the turn to the next.
 
     Logs a StoreError instead of raising it.  Does nothing if the task has claimed its turn or left
     the line.
@@ -506,10 +399,21 @@ def withdraw(lines: Lines, turn: tuple[str, str], what: str, why: object, task: 
         what: Name of the task for the log.
         why: Why the task cannot claim its turn, for the log.
         task: The task's name; empty: not known.
+        delivery: See :meth:`Lines.withdraw`.
     """
     lock, ticket = turn
     try:
-        if lines.withdraw(lock, ticket, task=task):
-            logger.error(SET_ASIDE, what, key_of(lock), aside_of(lock), why)
+        if lines.withdraw(lock, ticket, delivery, task) and not delivery:
+            log_unrunnable(what, lock, why)
     except StoreError as exc:
-        logger.error(STAYS_IN_LINE, what, key_of(lock), exc, why)  # noqa: TRY400
+        log_unrunnable(what, lock, why, exc)
+
+
+def log_unrunnable(what: str, lock: str, why: object, error: StoreError | None = None) -> None:
+    """Log that a parked task cannot be run: it is set aside, unless that has failed."""
+    becomes = f"is set aside in {aside_of(lock)}"
+    if error is not None:
+        becomes = f"stays in line until the lock server answers ({error})"
+    logger.error(
+        "Parked task %s for lock %r cannot be run, and %s: %s", what, key_of(lock), becomes, why
+    )

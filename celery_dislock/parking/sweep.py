@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.parking.store import FIRST
 from celery_dislock.servers.replies import Granted
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
 
 PAGE = 100  # lines per step, which blocks the worker's event loop
-FIRST = b"0"  # cursor of the first page
 
 logger = logging.getLogger("celery_dislock")
 
@@ -110,7 +110,7 @@ class Sweep:
     def _look(self) -> int:
         """Sweep one page; return the number of pages."""
         process = self._process
-        if self._looks_first and self._cursor == FIRST and not process.lines.any():
+        if self._looks_first and self._cursor == FIRST and not process.lines.page(FIRST, 1)[0]:
             return 1
         ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
         if not isinstance(

@@ -154,7 +154,6 @@ class Guard:
                 delivery.settle()  # completes a release that an exception interrupted
             finally:
                 current.reset(previous)
-                delivery.let_go()
 
     def _refuse_turn_elsewhere(self, delivery: Delivery) -> None:
         """

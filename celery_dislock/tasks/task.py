@@ -233,16 +233,11 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     turn = guard.turn_of(request) if guard.can_park else None
     if turn is None:
         return
-    lines, what = guard.runtime.process.lines, f"{request.task}[{turn[1]}]"
-    if state == states.FAILURE:
-        store.withdraw(lines, turn, what, retval, request.task)
-        return
-    try:
-        lines.withdraw(*turn, store.ENDED, request.task)
-    except StoreError as exc:
-        logger.error(  # noqa: TRY400 -- the reason is enough
-            store.STAYS_IN_LINE, what, key_of(turn[0]), exc, f"it has ended as {state}"
-        )
+    why, delivery = retval, ""
+    if state != states.FAILURE:
+        why, delivery = f"it has ended as {state}", store.ENDED
+    what, lines = f"{request.task}[{turn[1]}]", guard.runtime.process.lines
+    store.withdraw(lines, turn, what, why, request.task, delivery)
 
 
 def _leave_revoked(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import watch_consumer
 from celery_dislock.messages.headers import TICKET_HEADER, own_turn
 from celery_dislock.messages.message import result_is_ignored
-from celery_dislock.parking.park import delivery_of
+from celery_dislock.parking.park import delivery_of, is_redelivered
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import withdraw
 from celery_dislock.redaction import reason_of
@@ -36,34 +36,28 @@ if TYPE_CHECKING:
     from celery.worker.consumer import Consumer
     from kombu.message import Message
 
-PARTS = 3  # of a body: arguments, keyword arguments and embedded options
+# Types of a body's parts: arguments, keyword arguments and embedded options.
+PARTS: tuple[Any, ...] = (list, tuple), dict, (dict, type(None))
 
 logger = logging.getLogger("celery_dislock")
 
 
 class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
-    """Bootstep of a worker's consumer: checks each message before Celery makes a task of it."""
-
-    label = "Dislock arrivals"
-
-    def __init__(self, consumer: Consumer, **kwargs: Any) -> None:
-        super().__init__(consumer, **kwargs)
-        arrivals = Arrivals(consumer)
-        watch_consumer(consumer, arrivals.dropping, arrivals.looking)
-
-
-class Arrivals:
     """
-    Checks a consumer's messages for turns of parked tasks.
+    Bootstep of a worker's consumer: checks each message before Celery makes a task of it.
 
     Args:
         consumer: The consumer in a worker's main process.
     """
 
-    def __init__(self, consumer: Consumer) -> None:
+    label = "Dislock arrivals"
+
+    def __init__(self, consumer: Consumer, **kwargs: Any) -> None:
+        super().__init__(consumer, **kwargs)
         self._consumer = consumer
         self._app = consumer.app
         self._runtime = runtime_of(consumer.app)
+        watch_consumer(consumer, self.dropping, self.looking)
 
     def dropping(self, drop: Callable[..., Any], nth: int, *, tells: bool) -> Callable[..., Any]:
         """Wrap a method that drops messages, so that parked tasks leave their lines.
@@ -78,14 +72,10 @@ class Arrivals:
             try:
                 return drop(*args)
             finally:
-                message = args[nth]
-                if isinstance(message.headers, dict):
-                    tell(self._app, "end", _context_of(message))
-                request = _request_of(message)
+                request = _request_of(args[nth])
                 if request is not None:
-                    error = args[-1] if isinstance(args[-1], Exception) else None
-                    error = error or InvalidTaskError("the message has no task name")
-                    self._dropped(request, error, tells=tells)
+                    tell(self._app, "end", request)
+                    self._dropped(request, _why(args[-1]), tells=tells)
 
         return dropped
 
@@ -95,16 +85,12 @@ class Arrivals:
             return
         if not tells:
             self._store_failure(request, error)
-        if isinstance(error, KeyError):  # of Celery's task registry
-            error = InvalidTaskError("this worker has no task of that name")
         try:
-            if not self._runtime.process.can_park:
-                return
-            lines = self._runtime.process.lines
+            if self._runtime.process.can_park:
+                what = f"{request.task}[{turn[1]}]"
+                withdraw(self._runtime.process.lines, turn, what, error, request.task or "")
         except DislockError as exc:
             logger.warning("Parked task %s cannot be run, and stays in line: %s", turn[1], exc)
-            return
-        withdraw(lines, turn, f"{request.task}[{turn[1]}]", error, request.task or "")
 
     def _turn_of(self, request: Context) -> tuple[str, str] | None:
         return own_turn(request, self._runtime.settings.dislock_prefix)
@@ -150,7 +136,7 @@ class Arrivals:
             InvalidTaskError: The message's body is damaged.
         """
         request = _request_of(message)
-        turn = self._turn_of(request) if request is not None else None
+        turn = None if request is None else self._turn_of(request)
         if request is None or turn is None:
             return True
         if body is None:
@@ -158,46 +144,50 @@ class Arrivals:
         guard = getattr(self._app.tasks[name], "dislock_guard", None)
         if guard is not None and not self._runtime.off:
             return True
-        lock, ticket = turn
+        what = f"Task {name}[{request.id}]"
         try:
             process = self._runtime.process
-            if not process.can_park or process.lines.withdraw(
-                lock, ticket, delivery_of(request.headers, message.properties), name
-            ):
-                logger.info(
-                    "Task %s[%s] runs without a lock: it was parked for lock %s, and takes none in "
-                    "this worker.",
-                    *(name, request.id, lock),
-                )
-                return True
+            goes_on = (
+                not process.can_park
+                or process.lines.withdraw(*turn, delivery_of(request), name)
+                or is_redelivered(request)
+            )
         except DislockError as exc:
             logger.warning(
-                "Task %s[%s] runs without a lock, and stays in line for lock %s: it may run again: "
-                "%s",
-                *(name, request.id, lock, exc),
+                "%s runs without a lock, and stays in line for lock %s: it may run again: %s",
+                *(what, turn[0], exc),
             )
             return True
-        if message.delivery_info.get("redelivered"):  # may be the delivery that was allowed to run
-            return True
-        logger.info(
-            "Task %s[%s] acknowledged unrun: another copy of it has left the line for lock %s.",
-            *(name, request.id, lock),
-        )
-        return False
+        if goes_on:
+            logger.info(
+                "%s runs without a lock: it was parked for lock %s, and takes none in this worker.",
+                *(what, turn[0]),
+            )
+        else:
+            logger.info(
+                "%s acknowledged unrun: another copy of it has left the line for lock %s.",
+                *(what, turn[0]),
+            )
+        return goes_on
+
+
+def _why(error: object) -> Exception:
+    """Return the error for which Celery has dropped a message."""
+    unnamed: Exception = InvalidTaskError("the message has no task name")
+    unknown: Exception = InvalidTaskError("this worker has no task of that name")
+    if isinstance(error, KeyError):  # of Celery's task registry
+        return unknown
+    return error if isinstance(error, Exception) else unnamed
 
 
 def _request_of(message: Message) -> Context | None:
-    """Return a request with the message's headers; None if they bring no turn."""
+    """Return a request with the message's headers; None if it has none."""
     headers = message.headers
-    if not isinstance(headers, dict) or TICKET_HEADER not in headers:
+    if not isinstance(headers, dict):
         return None
-    return _context_of(message)
-
-
-def _context_of(message: Message) -> Context:
     # In message protocol 1 the headers have no id; the correlation id is the same.
-    headers = message.headers
     about = {"id": message.properties.get("correlation_id"), **headers, "headers": headers}
+    about |= {"properties": message.properties, "delivery_info": message.delivery_info}
     return Context(about)
 
 
@@ -208,14 +198,8 @@ def _check(payload: Any) -> None:
     Raises:
         InvalidTaskError: The body is damaged.
     """
-    if isinstance(payload, dict) and "args" in payload:
+    if isinstance(payload, dict) and "args" in payload:  # message protocol 1
         return
-    if not (isinstance(payload, (list, tuple)) and len(payload) == PARTS):
-        raise InvalidTaskError("its body is damaged: it does not have three parts")
-    args, kwargs, embedded = payload
-    if not (
-        isinstance(args, (list, tuple))
-        and isinstance(kwargs, dict)
-        and isinstance(embedded, (dict, type(None)))
-    ):
-        raise InvalidTaskError("its body is damaged: its arguments have the wrong type")
+    is_list = isinstance(payload, (list, tuple)) and len(payload) == len(PARTS)
+    if not (is_list and all(map(isinstance, payload, PARTS))):
+        raise InvalidTaskError("its body is damaged: it is not three parts of the right types")

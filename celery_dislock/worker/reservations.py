@@ -24,7 +24,7 @@ from celery_dislock.tasks.task import guards_of
 from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
 
     from celery.worker import WorkController
 
@@ -59,36 +59,29 @@ class ReservationStep(TimedStep):
 
     def work(self) -> float:
         """Renew what waits, and what runs."""
+        kept = {False: list(self._waiting()), True: list(self._running())}
         try:
-            waiting = list(self._waiting(list(state.reserved_requests)))
-            if waiting:
-                self._store.reservations.keep(waiting, runs=False, within=WITHIN)
-            running = list(self._running(list(state.active_requests)))
-            if running:
-                self._store.reservations.keep(running, runs=True, within=WITHIN)
+            for runs, reservations in kept.items():
+                if reservations:
+                    self._store.reservations.keep(reservations, runs=runs, within=WITHIN)
         except StoreError as exc:
             logger.debug("Reservations of waiting messages are not renewed: %s", exc)
-        except Exception:
-            logger.exception("Reservations of waiting messages are not renewed.")
         return self._every
 
     def end(self) -> None:
         """Stop renewing: the broker delivers what this worker still has to another."""
         self._store.close()
 
-    def _waiting(self, requests: Iterable[Any]) -> Iterable[Reservation]:
-        for request in requests:
+    def _waiting(self) -> Iterator[Reservation]:
+        for request in set(state.reserved_requests) - set(state.active_requests):
             reservation = self._reservation_of(request)
-            if reservation is None or request in state.active_requests:
-                continue
-            if reservation.until != "expiry" and request.id not in state.revoked:
-                ttl = request.task.dislock_guard.options.lock_unique_for
-                yield reservation._replace(ttl=ttl)
+            if reservation and reservation.until != "expiry" and request.id not in state.revoked:
+                yield reservation._replace(ttl=request.task.dislock_guard.options.lock_unique_for)
 
-    def _running(self, requests: Iterable[Any]) -> Iterable[Reservation]:
-        for request in requests:
+    def _running(self) -> Iterator[Reservation]:
+        for request in list(state.active_requests):
             reservation = self._reservation_of(request)
-            if reservation is not None and reservation.until == "end":
+            if reservation and reservation.until == "end":
                 yield reservation
 
     def _reservation_of(self, request: Any) -> Reservation | None:

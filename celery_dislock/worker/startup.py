@@ -21,6 +21,26 @@ if TYPE_CHECKING:
 VISIBILITY_TIMEOUT = 3600  # seconds; kombu's default for Redis
 NAMED = 5  # maximum number of tasks that a warning names
 
+UNLOCKED = (
+    "These tasks have a lock_key but are no SingletonTask, and get no lock in this worker: "
+    "{tasks}. Start it with --dislock, or make SingletonTask their base."
+)
+ACKNOWLEDGED = (
+    "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
+    "acknowledged before they can be rejected, and never dead-lettered: {tasks}. Give them "
+    "acks_late=True."
+)
+MISSED = (
+    "These tasks have lock_on_conflict='skip', and are sent once until they start, or replace each "
+    "other: a message that comes while an older one runs is dropped, and what it was sent for is "
+    "missed: {tasks}. Leave lock_on_conflict out."
+)
+OUTLIVING = (
+    "These acks_late tasks may run longer than the broker's visibility_timeout of "
+    "{visible_for:g} s, and are then delivered again, and run twice, one after the other: {tasks}. "
+    "Raise broker_transport_options={{'visibility_timeout': ...}}, or set a lower time_limit."
+)
+
 
 def about_tasks(app: Celery) -> Iterator[str]:
     """
@@ -29,51 +49,30 @@ def about_tasks(app: Celery) -> Iterator[str]:
     Args:
         app: The app, whose tasks have their guards already.
     """
+    tasks = app.tasks
     guarded = {name: guard.options for name, guard in guards_of(app).items()}
-    unlocked = [
-        name for name, task in app.tasks.items() if name not in guarded and _asks_for_a_lock(task)
-    ]
-    if unlocked:
-        yield (
-            "These tasks have a lock_key but are no SingletonTask, and get no lock in this "
-            f"worker: {_names(unlocked)}. Start it with --dislock, or make "
-            "SingletonTask their base."
-        )
-    early = {
-        name
-        for name, options in guarded.items()
-        if options.lock_on_conflict == "reject" and not app.tasks[name].acks_late
-    }
-    if early:
-        yield (
-            "These tasks have lock_on_conflict='reject' without acks_late, so their messages are "
-            f"acknowledged before they can be rejected, and never dead-lettered: {_names(early)}. "
-            "Give them acks_late=True."
-        )
-    missing = {
-        name
-        for name, options in guarded.items()
-        if options.newest_counts and options.lock_on_conflict == "skip" and options.lock_limit
-    }
-    if missing:
-        yield (
-            "These tasks have lock_on_conflict='skip', and are sent once until they start, or "
-            "replace each other: a message that comes while an older one runs is dropped, and "
-            f"what it was sent for is missed: {_names(missing)}. Leave lock_on_conflict out."
-        )
     visible_for = _visibility_timeout(app)
-    outliving = {
-        name
-        for name, options in guarded.items()
-        if app.tasks[name].acks_late and _longest(app.tasks[name], options) > visible_for
+    found = {
+        UNLOCKED: [name for name in tasks if name not in guarded and _asks_for_a_lock(tasks[name])],
+        ACKNOWLEDGED: [
+            name
+            for name, options in guarded.items()
+            if options.lock_on_conflict == "reject" and not tasks[name].acks_late
+        ],
+        MISSED: [
+            name
+            for name, options in guarded.items()
+            if options.newest_counts and options.lock_on_conflict == "skip" and options.lock_limit
+        ],
+        OUTLIVING: [
+            name
+            for name, options in guarded.items()
+            if tasks[name].acks_late and _longest(tasks[name], options) > visible_for
+        ],
     }
-    if outliving:
-        yield (
-            "These acks_late tasks may run longer than the broker's visibility_timeout of "
-            f"{visible_for:g} s, and are then delivered again, and run twice, one after the "
-            f"other: {_names(outliving)}. Raise broker_transport_options="
-            "{'visibility_timeout': ...}, or set a lower time_limit."
-        )
+    for warning, names in found.items():
+        if names:
+            yield warning.format(tasks=_names(names), visible_for=visible_for)
 
 
 def _asks_for_a_lock(task: Task) -> bool:
@@ -107,16 +106,14 @@ def _longest(task: Task, options: TaskOptions) -> float:
     )
 
 
-def about_server(info: Mapping[str, str]) -> Iterator[str]:
+def about_server(info: Mapping[str, str]) -> list[str]:
     """
     Warn of a lock server that may evict locks, or that is a replica and accepts none.
 
     Args:
         info: The fields of the server's ``INFO`` reply.
     """
-    for found in (evicts(info), is_replica(info)):
-        if found:
-            yield " ".join(found)
+    return [" ".join(found) for found in (evicts(info), is_replica(info)) if found]
 
 
 def evicts(info: Mapping[str, str]) -> tuple[str, str] | None:

@@ -51,15 +51,11 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         if dislock is not None:
             conf.dislock_enabled = dislock
         if dislock_url:
-            single = dislock_url[0] if len(dislock_url) == 1 else dislock_url
-            conf.dislock_url = single
-        self.locking = runtime_of(
-            worker.app
-        ).enabled  # Celery skips a step whose attribute "enabled" is false
+            conf.dislock_url = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+        self._runtime = runtime_of(worker.app)
         self._check: Any = None
         try:
             self.server, self.warnings = check_lock_server(worker.app)
-            self.prefix = runtime_of(worker.app).settings.dislock_prefix if self.server else ""
         except DislockError as exc:
             raise SystemExit(
                 f"Cannot start with locks: {exc}\nFix that, name another lock server "
@@ -81,8 +77,9 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, _worker: WorkController) -> None:
         """Log whether locks are on, and the warnings."""
         if self.server:
-            logger.info("Locks are on; lock server: %s, prefix: %s", self.server, self.prefix)
-        elif self.locking is False:
+            prefix = self._runtime.settings.dislock_prefix
+            logger.info("Locks are on; lock server: %s, prefix: %s", self.server, prefix)
+        elif self._runtime.enabled is False:
             logger.warning(
                 "LOCKS ARE OFF (--no-dislock): tasks run without their locks in this worker, "
                 "and may run at the same time as in other workers."

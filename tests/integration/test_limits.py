@@ -48,8 +48,8 @@ class Worker:
         return self.store.acquire([LOCK], owner, LONG, json.dumps({"id": owner}), **terms)
 
     def park(self, task, copy=1, *, message=b"m", marked=False, **terms):
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
-        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket, **terms)
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
+        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket)
 
     def release(self, owner):
         return self.store.release([LOCK], owner)

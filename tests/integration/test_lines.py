@@ -63,9 +63,9 @@ class Broker:
 
     def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
         """Take the lock for this copy of the task's message, or claim its turn."""
-        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        shown = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
         owner, holder = owner_of(task, copy), json.dumps({"id": task})
-        return self.lines.park(lock, owner, ttl, holder, shown, **terms)
+        return self.lines.park(lock, owner, ttl, holder, shown)
 
     def park(self, task, copy=1, *, message=None, marked=False, ttl=TURN, **terms):
         """As ask(), but it is put in line where it cannot have the lock."""

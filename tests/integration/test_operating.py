@@ -58,9 +58,9 @@ class Worker:
 
     def park(self, task, copy=1, *, message=None, marked=False, **terms):
         message = message_of(task) if message is None else message
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message)
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
         self.lines.enlist(LOCK)
-        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket, **terms)
+        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket)
 
     def claim(self, task, copy=2):
         return self.park(task, copy, message=b"", marked=True)

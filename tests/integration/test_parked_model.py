@@ -438,16 +438,15 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(task)
         mode, limit = self.model.terms_of(task)
         message = b"" if ask else message_of(task)
-        shown = Ticket(f"{task}:0:0", f"{task}@", execution.marked, message)
+        terms = {"mode": mode, "limit": limit, "bounds": self.bounds}
+        shown = Ticket(f"{task}:0:0", f"{task}@", execution.marked, message, **terms)
         holder = json.dumps({"id": task})
         ran = task in self.model.running
         has_ticket = ran or task in self.tickets()
         held = owner in self.model.leases
         had_turn = f"{task}#" in self.model.leases
         before = self.waiting()
-        answer = self.lines[home].park(
-            LOCK, owner, TTL * UNIT, holder, shown, mode=mode, limit=limit, bounds=self.bounds
-        )
+        answer = self.lines[home].park(LOCK, owner, TTL * UNIT, holder, shown)
         told, given = self.model.park(
             owner, task, home, self.bounds, marked=execution.marked, ask=ask
         )

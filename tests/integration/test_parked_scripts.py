@@ -33,9 +33,9 @@ class Broker:
 
     def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, goes_on="", **terms):
         """Take the lock, or claim a turn; with a message, or be parked."""
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, goes_on)
+        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, goes_on, **terms)
         owner, holder = f"{task}@w:1/{copy}", json.dumps({"id": task})
-        return self.lines.park(LOCK, owner, ttl, holder, ticket, **terms)
+        return self.lines.park(LOCK, owner, ttl, holder, ticket)
 
     def park(self, task, copy=1, **terms):
         return self.ask(task, copy, **{"message": task.encode(), "ttl": TURN, **terms})

@@ -63,7 +63,7 @@ def test_a_unique_task_is_told(store, lines, redis_client):
     hold(redis_client)
     reservation = Reservation(LOCK, "2", "end", LONG)
     assert tells_both(store.acquire([LOCK], "me", LONG, "{}", reservation=reservation))
-    assert tells_both(lines.park(LOCK, "me", LONG, "{}", TICKET, reservation=reservation))
+    assert tells_both(lines.park(LOCK, "me", LONG, "{}", TICKET._replace(reservation=reservation)))
 
 
 def test_a_task_that_may_be_parked_is_told(lines, redis_client):
@@ -73,8 +73,8 @@ def test_a_task_that_may_be_parked_is_told(lines, redis_client):
     parked = lines.park(LOCK, "2@w/1", LONG, "{}", TICKET._replace(message=b"m"))
     assert isinstance(parked, Parked)
     assert tells_both(parked.conflict)
-    third = Ticket("3:0:0", "3@", marked=False, message=b"m")
-    full = lines.park(LOCK, "3@w/1", LONG, "{}", third, bounds=Bounds(most=1))
+    third = Ticket("3:0:0", "3@", marked=False, message=b"m", bounds=Bounds(most=1))
+    full = lines.park(LOCK, "3@w/1", LONG, "{}", third)
     assert isinstance(full, Full)
     assert tells_both(full.conflict)
 

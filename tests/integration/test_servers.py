@@ -887,7 +887,7 @@ class TestParkedInAClusterThatMoves:
 
     def show(self, task, message):
         ticket = Ticket(f"{task}:0:0", f"{task}@", marked=not message, message=message)
-        return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket, limit=1)
+        return self.lines.park(self.lock, f"{task}@w/1", LONG, HOLDER, ticket)
 
     def park(self, task):
         return self.show(task, b"message")

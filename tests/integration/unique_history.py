@@ -489,8 +489,9 @@ class History:
         if self.parks:
             stored = b"%d" % self.messages.index(message)
             ticket = Ticket(self.ticket_of(message), f"{message.id}@", parked, stored)
+            ticket = ticket._replace(reservation=reservation)
             park = partial(self.lines.park, LOCK, owner, LEASE, "{}", ticket)
-            answer = yield self.command("park", message, partial(park, reservation=reservation))
+            answer = yield self.command("park", message, park)
             return answer
         acquire = partial(self.store.acquire, [LOCK], owner, LEASE, "{}", limit=self.limit)
         answer = yield self.command("acquire", message, partial(acquire, reservation=reservation))

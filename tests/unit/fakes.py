@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from celery_dislock.parking.store import Bounds, Ticket
+    from celery_dislock.parking.store import Ticket
     from celery_dislock.servers.replies import Turn
     from celery_dislock.servers.reservations import Reservation
 
@@ -385,7 +385,6 @@ class FakeLines:
         pages: What page is to answer, in order.
         swept: What sweep finds, by lock; nothing is known of the others.
         next_turns: Whose turn it is after each that was set aside.
-        has_lines: Whether there are any.
         ran_without: The deliveries that ran without a lock, by lock and ticket; empty: set aside.
         tasks: Whose tickets they were, as those who took them out of line said.
     """
@@ -398,15 +397,11 @@ class FakeLines:
         self.pages: list[tuple[int, bytes, dict[str, bytes]]] = []
         self.swept: dict[str, Swept] = {}
         self.next_turns: list[list[Turn]] = []
-        self.has_lines = True
         self.ran_without: dict[tuple[str, str], str] = {}
         self.tasks: list[str] = []
 
-    def park(
-        self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket, **terms: Any
-    ) -> Any:
-        bounds: Bounds = terms["bounds"]
-        self.store._round_trip("park", lock, ticket, bounds)
+    def park(self, lock: str, owner: str, ttl: float, holder: str, ticket: Ticket) -> Any:
+        self.store._round_trip("park", lock, ticket)
         if self.answers:
             answer = self.answers.pop(0)
             if isinstance(answer, Exception):
@@ -455,10 +450,6 @@ class FakeLines:
 
     def delist(self, lock: str, number: bytes) -> None:
         self.store._round_trip("delist", lock, number)
-
-    def any(self) -> bool:
-        self.store._round_trip("any")
-        return self.has_lines
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, dict[str, bytes]]:
         self.store._round_trip("page", cursor, count)

@@ -14,38 +14,25 @@ from celery_dislock.servers.store import Ending
 
 
 @pytest.fixture
-def delivery(world):
-    request = Context({"id": "1", "headers": {PUT_OFF_HEADER: 3, "tenant": 7}})
-    notes = Notes.of(request, "dislock")
+def request_():
+    """Celery's, which Celery keeps."""
+    return Context({"id": "1", "headers": {PUT_OFF_HEADER: 3, "tenant": 7}})
+
+
+@pytest.fixture
+def delivery(world, request_):
+    notes = Notes.of(request_, "dislock")
     lock = world.lock()
     attempt = Attempt("me", {"task": "t", "id": "1"})
     lock.try_acquire(attempt)
-    return Delivery(SimpleNamespace(name="t"), request, lock, attempt, notes)
+    return Delivery(SimpleNamespace(name="t"), request_, lock, attempt, notes)
 
 
-def test_a_request_without_a_guard_has_none():
+def test_it_is_found_by_its_request(delivery, request_):
     """Nothing of ours hangs on a request that no guard has seen."""
-    assert Delivery.of(Context({"id": "1"})) is None
-
-
-def test_it_is_found_by_its_request(delivery):
-    """Under the one name of ours there is."""
-    delivery.request.dislock = delivery
-    assert Delivery.of(delivery.request) is delivery
-
-
-def test_what_runs_after_the_body_finds_the_request(delivery):
-    """It is Celery's then, and may be let go of twice, as when an exception interrupts."""
-    request = delivery.request
-    delivery.let_go()
-    delivery.let_go()
-    assert delivery.request is request
-    assert delivery.id == "1"
-
-
-def test_it_reads_well(delivery):
-    """As Celery names a task in its log."""
-    assert str(delivery) == "t[1]"
+    assert Delivery.of(request_) is None
+    request_.dislock = delivery
+    assert Delivery.of(request_) is delivery
 
 
 def test_its_notes_are_forgotten_with_their_headers(delivery):

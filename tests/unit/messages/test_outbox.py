@@ -46,25 +46,32 @@ def retrying(app, countdown=0, body=None, **options):
 
 def test_a_retry_is_sent_when_the_lock_is_free(app, world, broker):
     """The message cannot be received before the lock of the body that sent it is released."""
-    assert deliver(retrying(app)).info.state == "RETRY"
+    assert deliver(retrying(app, autoretry_for=(KeyError,))).info.state == "RETRY"
     [sent] = broker.sent
     assert sent["held_by"] is None
     assert (sent["task_id"], sent["retries"]) == ("1", 1)
 
 
-def test_the_lock_is_held_until_the_body_has_ended(app, world, broker):
-    """What a body does after it has asked for a retry, it does under the lock."""
+@pytest.mark.parametrize("how", ["retry", "autoretry", "replace", "replace by a chain"])
+def test_the_lock_is_held_until_the_body_has_ended(app, world, broker, how):
+    """What a body does after it has asked for another message, it does under the lock."""
     seen = []
 
     def body(task):
+        ways = {
+            "retry": lambda: task.retry(countdown=0),
+            "autoretry": lambda: {}[how],
+            "replace": lambda: task.replace(task.si()),
+            "replace by a chain": lambda: task.replace(task.si() | task.si()),
+        }
         try:
-            raise task.retry(countdown=0)
+            return ways[how]()
         finally:
             seen.append((task.lease.held, len(broker.sent)))
 
-    deliver(retrying(app, body=body))
+    deliver(retrying(app, body=body, autoretry_for=(KeyError,)))
     assert seen == [(True, 0)]
-    assert len(broker.sent) == 1
+    assert [sent["held_by"] for sent in broker.sent] == [None]
 
 
 @pytest.mark.parametrize("ending", ["throw=False", "swallowed", "another error"])
@@ -87,32 +94,6 @@ def test_a_retry_is_sent_however_the_body_ends(app, world, broker, ending):
     assert app.AsyncResult("1").state == ("FAILURE" if ending == "another error" else "SUCCESS")
 
 
-def test_autoretry_is_sent_when_the_lock_is_free(app, world, broker):
-    """Celery's autoretry_for goes the same way."""
-
-    @app.task(base=SingletonTask, lock_key="k", autoretry_for=(ValueError,), max_retries=3)
-    def task():
-        raise ValueError
-
-    deliver(task)
-    assert [sent["held_by"] for sent in broker.sent] == [None]
-
-
-def test_no_more_retries_leave_the_body_its_lock(app, world, broker):
-    """Where Celery sends nothing, nothing is released before its time."""
-    seen = []
-
-    def body(task):
-        try:
-            raise task.retry(countdown=0, max_retries=-1)
-        except task.MaxRetriesExceededError:
-            seen.append(task.lease.held)
-
-    deliver(retrying(app, body=body))
-    assert seen == [True]
-    assert broker.sent == []
-
-
 def test_a_retry_that_cannot_be_sent_is_rejected_as_celery_does(app, world, broker):
     """The broker is away: the delivery ends as it does without a lock."""
     broker.times_away = 1
@@ -122,10 +103,16 @@ def test_a_retry_that_cannot_be_sent_is_rejected_as_celery_does(app, world, brok
     assert world.store.leases == {}
 
 
-def test_an_eager_retry_takes_the_lock_again(app, world):
-    """apply() runs the retry on the spot, after the release."""
-    assert retrying(app).apply().get() == "k"
-    assert [call[0] for call in world.store.calls] == ["acquire", "release"] * 2
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_eager_message_takes_the_lock_again(app, world, replaced):
+    """A retry and a replacement run on the spot, after the release."""
+
+    def body(task):
+        return task.replace(task.si().set(retries=1))
+
+    assert retrying(app, body=body if replaced else None).apply().get() == "k"
+    calls = [call[0] for call in world.store.calls]
+    assert calls == ["acquire", "release"] * 2
 
 
 def test_other_messages_are_sent_at_once(app, world, broker):
@@ -138,31 +125,6 @@ def test_other_messages_are_sent_at_once(app, world, broker):
 
     deliver(retrying(app, body=body))
     assert seen == [1]
-
-
-def test_a_replacement_is_sent_when_the_lock_is_free(app, world, broker):
-    """self.replace() publishes after the release, too, whatever the replacement is made of."""
-
-    def body(task):
-        return task.replace(task.si() | task.si())
-
-    assert deliver(retrying(app, body=body)).info.state == "IGNORED"
-    assert [sent["held_by"] for sent in broker.sent] == [None]
-
-
-def test_the_lock_is_held_until_a_replaced_body_has_ended(app, world, broker):
-    """What a body does after it was replaced, in finally, it does under the lock."""
-    seen = []
-
-    def body(task):
-        try:
-            return task.replace(task.si())
-        finally:
-            seen.append((task.lease.held, len(broker.sent)))
-
-    deliver(retrying(app, body=body))
-    assert seen == [(True, 0)]
-    assert len(broker.sent) == 1
 
 
 def test_a_users_on_replace_is_kept(app, world, broker):
@@ -183,15 +145,6 @@ def test_a_users_on_replace_is_kept(app, world, broker):
     deliver(task)
     assert seen == [task.name]
     assert len(broker.sent) == 1
-
-
-def test_an_eager_replacement_finds_the_lock_free(app, world):
-    """It runs within the body that it takes the place of, which is over."""
-
-    def body(task):
-        return task.replace(task.si().set(retries=1))
-
-    assert retrying(app, body=body).apply().get() == "k"
 
 
 # lock_hold_on_retry
@@ -227,22 +180,18 @@ def test_the_retry_takes_over_the_lease_and_releases_it(app, world, broker):
     assert world.store.leases == {}
 
 
-def test_of_two_copies_of_a_retry_one_takes_over(app, world, broker):
-    """The second finds the lease taken by its own task, and is put off."""
+@pytest.mark.parametrize(("taken", "state"), [(True, "IGNORED"), (False, None)])
+def test_a_retry_whose_lease_is_gone_asks_anew(app, world, broker, taken, state):
+    """A copy of it has taken it over, and this one is put off; or it has run out."""
     task = retrying(app, lock_hold_on_retry=True)
     deliver(task)
     headers = broker.sent[0]["headers"]
-    world.store.take_over([LOCK], headers[HELD_HEADER], "the first", '{"id": "1"}')
-    assert deliver(task, retries=1, **headers).info.state == "IGNORED"
-    assert len(broker.sent) == 2
-
-
-def test_a_retry_whose_lease_has_run_out_takes_the_lock_anew(app, world, broker):
-    """A queue that is longer than the timeout costs the lease, not the task."""
-    task = retrying(app, lock_hold_on_retry=True)
-    deliver(task)
-    world.clock.advance(31)
-    assert deliver(task, retries=1, **broker.sent[0]["headers"]).retval == "k"
+    world.clock.advance(0 if taken else 31)
+    if taken:
+        world.store.take_over([LOCK], headers[HELD_HEADER], "the first", '{"id": "1"}')
+    outcome = deliver(task, retries=1, **headers)
+    assert (outcome.info and outcome.info.state) == state
+    assert len(broker.sent) == 1 + taken
 
 
 def test_of_several_leases_all_are_taken_over_or_none(app, world, broker):

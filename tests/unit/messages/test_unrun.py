@@ -13,12 +13,17 @@ from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
 
 
 @pytest.fixture
-def delivery(app, world):
+def request_():
+    """Celery's, which Celery keeps."""
+    return Context({"id": "1", "task": "t", "retries": 2, "args": (), "headers": {}})
+
+
+@pytest.fixture
+def delivery(app, world, request_):
     @app.task(base=SingletonTask, lock_key="k")
     def task(): ...
 
-    request = Context({"id": "1", "task": task.name, "retries": 2, "args": (), "headers": {}})
-    return Delivery(app.tasks[task.name], request, world.lock(), None, Notes())
+    return Delivery(app.tasks[task.name], request_, world.lock(), None, Notes())
 
 
 def delay(delivery, **terms):

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import traceback
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
-from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_revoked
 
 from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError
-from celery_dislock.config.settings import app_settings
-from celery_dislock.locks import runtime
 from celery_dislock.locks.running import StopTask
 from celery_dislock.messages.headers import (
     LEFT_HEADER,
@@ -23,7 +19,7 @@ from celery_dislock.messages.headers import (
     TICKET_HEADER,
 )
 from celery_dislock.messages.message import Message, TaskParked
-from celery_dislock.parking.process import ParkingProcess, runtime_of
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ANYBODY, Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from tests.unit.deliveries import arrived, deliver, run
@@ -105,8 +101,14 @@ def marked(lock=LOCK, ticket="2:0:0"):
 
 
 def asked(world):
-    """What park was asked: tickets, without those that the fakes were asked beside."""
-    return [ticket for _, ticket, _ in world.store.asked("park")]
+    """Return the tickets with which park was asked."""
+    return [ticket for _, ticket in world.store.asked("park")]
+
+
+def again(broker):
+    """Return our headers of the one message that was sent."""
+    [sent] = broker.sent
+    return {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
 
 
 # Parked
@@ -128,8 +130,11 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
         Ticket("2:0:0", "2@", marked=False, task="shop.export"),
         Ticket("2:0:0", "2@", marked=False, message=written, task="shop.export"),
     ]
+    assert message.headers[STORE_HEADER] == STORE
     assert f"shop.export[2] parked: place 1 in line for lock 'k', held by {HOLDER}" in caplog.text
     assert [owner for owner, _, _ in world.store.leases.values()] == ["other"]
+    assert stored(app) == ("PARKED", {"key": "k", "place": 1, "holder": HOLDER})
+    assert runtime_of(app).process._publisher.told == []
 
 
 def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
@@ -138,13 +143,8 @@ def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
     """Once in line it may run and end anywhere: its result would be overwritten."""
     world.lease("k", "other")
     come(declare(app))
-    told = ("park", "store_result", "enlist")
-    assert [call[0] for call in world.store.calls if call[0] in told] == [
-        "park",
-        "store_result",
-        "enlist",
-        "park",
-    ]
+    calls = [call[0] for call in world.store.calls if call[0] != "acquire"]
+    assert calls == ["park", "store_result", "enlist", "park"]
     assert world.store.asked("enlist") == [(LOCK,)]
 
 
@@ -155,22 +155,14 @@ def test_a_line_is_listed_again_by_one_that_took_long_to_park(
     """A sweep may have found the line empty meanwhile, and have struck it off."""
     park = lines.park
 
-    def slowly(*given, **terms):
+    def slowly(*given):
         world.clock.advance(seconds if given[-1].message else 0.0)
-        return park(*given, **terms)
+        return park(*given)
 
     monkeypatch.setattr(lines, "park", slowly)
     lines.answers = [OTHERS, Parked(1, OTHERS)]
     assert isinstance(ended(come(declare(app))), TaskParked)
     assert world.store.asked("enlist") == [(LOCK,)] * times
-
-
-def test_a_caller_sees_that_the_task_is_in_line(app, world, lines):
-    """PARKED, with key, place and holder; place and holder are those of that moment."""
-    lines.answers = [OTHERS]
-    world.lease("k", "other")
-    come(declare(app))
-    assert stored(app) == ("PARKED", {"key": "k", "place": 3, "holder": HOLDER})
 
 
 @pytest.mark.parametrize(("limit", "place"), [(None, 3), (2, 2), (3, 3), (9, 3)])
@@ -182,21 +174,11 @@ def test_no_place_is_beyond_the_end_of_the_line(app, world, lines, limit, place)
     assert stored(app)[1]["place"] == place
 
 
-@pytest.mark.parametrize(
-    ("option", "asked_for", "state"),
-    [
-        (False, None, "PARKED"),
-        (True, None, "PENDING"),
-        (False, True, "PENDING"),
-        (True, False, "PARKED"),
-    ],
-)
-def test_no_state_is_stored_where_results_are_ignored(app, world, lines, option, asked_for, state):
-    """The message says whether its result is wanted; where it does not, the task's option does."""
+def test_no_state_is_stored_where_results_are_ignored(app, world, lines):
+    """It is parked all the same."""
     world.lease("k", "other")
-    headers = {} if asked_for is None else {"ignore_result": asked_for}
-    come(declare(app, ignore_result=option), **headers)
-    assert stored(app)[0] == state
+    come(declare(app, ignore_result=True))
+    assert stored(app)[0] == "PENDING"
     assert len(lines.parked) == 1
 
 
@@ -219,44 +201,32 @@ def test_the_options_bound_the_line(app, world, lines):
     """Limit, bytes and overflow are told to the script; None is any number."""
     world.lease("k", "other")
     come(declare(app, lock_queue_limit=1, lock_queue_bytes=99, lock_queue_overflow="replace"))
-    assert world.store.asked("park")[1][2] == Bounds(1, 99, "replace")
+    assert asked(world)[1].bounds == Bounds(1, 99, "replace")
     app.tasks.pop("shop.export")
     come(declare(app), "3")
-    assert world.store.asked("park")[3][2] == Bounds(0, 2**26, "skip")
+    assert asked(world)[3].bounds == Bounds(0, 2**26, "skip")
 
 
-def test_who_had_to_make_room_is_told(app, world, lines):
-    """By the one that took its place."""
+def test_the_worker_hears_who_had_to_make_room(app, world, lines, monkeypatch):
+    """The one that took the place ends it, and its outcome says so, for the events."""
+    told = []
+    monkeypatch.setattr(Postman, "tell_replaced", lambda *given: told.append(given) or {"9": "why"})
     replaced = {"9:0:0": b"message"}
     lines.answers = [OTHERS, Parked(1, OTHERS, replaced)]
-    come(declare(app))
-    assert runtime_of(app).process._publisher.told == [(LOCK, replaced)]
-
-
-def test_the_worker_hears_whom_it_has_ended(app, world, lines, monkeypatch):
-    """With the outcome of the one that took their place, for the events."""
-    monkeypatch.setattr(Postman, "tell_replaced", lambda *_: {"9": "why"})
-    lines.answers = [OTHERS, Parked(1, OTHERS, {"9:0:0": b"message"})]
     assert ended(come(declare(app))).replaced == {"9": "why"}
+    assert [given[2:4] for given in told] == [(LOCK, replaced)]
 
 
-def test_a_parked_task_says_for_how_long_the_lock_has_been_held(app, world, lines, caplog):
-    """In its line of the log, and to its worker."""
+def test_a_parked_task_says_who_holds_the_lock_and_for_how_long(app, world, lines, caplog):
+    """A lock may be reserved for another task in line."""
     caplog.set_level("INFO", "celery_dislock")
-    held = Refused(*OTHERS)
+    held = Refused("9:0:0#", 5.0, {"id": "9", "parked": True}, place=1)
     held.held_for = 720.0
     lines.answers = [held, Parked(1, held)]
-    assert ended(come(declare(app))).held_for == 720.0
-    assert f"parked: place 1 in line for lock 'k', held by {HOLDER}, for 12 min so far." in (
-        caplog.text
-    )
-
-
-def test_nobody_is_told_who_made_no_room(app, world, lines):
-    """As almost always."""
-    world.lease("k", "other")
-    come(declare(app))
-    assert runtime_of(app).process._publisher.told == []
+    parked = ended(come(declare(app)))
+    assert (parked.holder, parked.held_for) == ("task 9, whose turn it is", 720.0)
+    assert stored(app)[1]["holder"] == parked.holder
+    assert f"held by {parked.holder}, for 12 min so far." in caplog.text
 
 
 def test_a_task_that_is_in_line_already_stays_there(app, world, lines, backend):
@@ -267,13 +237,15 @@ def test_a_task_that_is_in_line_already_stays_there(app, world, lines, backend):
     assert world.store.asked("store_result") == world.store.asked("enlist") == []
 
 
-def test_a_full_line_ends_the_newcomer_as_revoked(app, world, lines):
-    """Its result says that the line is full, and how many wait in it."""
+@pytest.mark.parametrize(("marks", "state"), [({}, "REVOKED"), (marked(), "RETRY")])
+def test_a_full_line_ends_the_newcomer(app, lines, broker, caplog, marks, state):
+    """The record of one that says that it was parked may have been lost: that one is put off."""
+    caplog.set_level(logging.INFO)
     lines.answers = [OTHERS, Full(7, OTHERS)]
-    assert isinstance(ended(come(declare(app))), Ignore)
-    state, error = stored(app)
-    assert (state, type(error)) == ("REVOKED", TaskRevokedError)
-    assert str(error) == "the line for lock 'k' is full: 7 tasks wait in it"
+    come(declare(app), **marks)
+    assert stored(app)[0] == state
+    assert "the line for lock 'k' is full: 7 tasks wait in it" in caplog.text
+    assert [sent["headers"][TICKET_HEADER] for sent in broker.sent] == list(marks.values())
 
 
 def test_a_lock_that_became_free_meanwhile_is_had(app, world, lines):
@@ -287,11 +259,9 @@ def test_a_lock_that_became_free_meanwhile_is_had(app, world, lines):
 # Its turn, and copies
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_a_message_with_its_own_ticket_is_marked(app, world, lines, kind):
+def test_a_message_with_its_own_ticket_is_marked(app, world, lines):
     """It claims its turn, and the body sees no note of it."""
-    headers = {TICKET_HEADER: kind([LOCK, "2:0:0"])}
-    assert come(declare(app, lambda self: self.request.headers), **headers).retval in ({}, None)
+    assert come(declare(app, lambda self: self.request.headers), **marked()).retval in ({}, None)
     assert asked(world) == [Ticket("2:0:0", "2@", marked=True, task="shop.export")]
 
 
@@ -305,13 +275,6 @@ def test_the_ticket_of_another_delivery_of_work_is_no_mark(app, world, lines, ca
     assert world.store.asked("move_out") == []
 
 
-@pytest.mark.parametrize("note", ["2:0:0", [], [LOCK], [LOCK, "2:0:0", 1], {"a": 1, "b": 2}, 7])
-def test_what_is_no_ticket_is_no_mark(app, world, lines, note):
-    """A header that somebody else has written does not break a task."""
-    come(declare(app, lambda _: None), **{TICKET_HEADER: note})
-    assert asked(world) == [Ticket("2:0:0", "2@", marked=False, task="shop.export")]
-
-
 def test_a_task_parked_under_another_key_leaves_that_line_and_asks_here(app, world, lines):
     """Its key was declared in another way meanwhile: here it is parked anew."""
     lines.parked["dislock:{old}", "2:0:0"] = b"message"
@@ -322,18 +285,15 @@ def test_a_task_parked_under_another_key_leaves_that_line_and_asks_here(app, wor
     assert list(lines.parked) == [(LOCK, "2:0:0")]
 
 
-def test_a_task_that_left_another_keys_line_unrun_runs_here(app, world, lines):
-    """It left with an earlier delivery, whose process died or was put off: it is not done."""
+@pytest.mark.parametrize("done", [False, True])
+def test_who_has_left_another_keys_line_runs_here_unless_it_is_done(app, world, lines, done):
+    """It left with an earlier delivery, whose process died, or it has run under the other key."""
+    if done:
+        lines.done.add(("dislock:{old}", "2:0:0"))
     ran = []
     come(declare(app, lambda self: ran.append(self.request.id)), **marked("dislock:{old}"))
-    assert ran == ["2"]
-
-
-def test_a_task_that_was_done_in_another_keys_line_is_done(app, world, lines):
-    """It is a copy of what has run under the other key."""
-    lines.done.add(("dislock:{old}", "2:0:0"))
-    assert isinstance(ended(come(declare(app), **marked("dislock:{old}"))), Ignore)
-    assert asked(world) == []
+    assert ran == ([] if done else ["2"])
+    assert len(asked(world)) == len(ran)
 
 
 def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, backend, caplog):
@@ -347,24 +307,13 @@ def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, ba
     assert world.store.leases == {}
 
 
-def test_a_copy_of_a_task_that_runs_is_put_off(app, world, lines, broker, backend):
+@pytest.mark.parametrize("before", [[], [OTHERS]], ids=["at once", "after all"])
+def test_a_copy_of_a_task_that_runs_is_put_off(app, world, lines, broker, before):
     """It may be the only one if that process dies; it keeps its ticket, and is not parked."""
     running = {"task": "shop.export", "id": "2", "worker": "w", "pid": 7}
-    lines.answers = [Refused("2@w:7/1", 30.0, running)]
-    error = ended(come(declare(app), **marked()))
-    assert type(error) is Ignore
-    [sent] = broker.sent
-    assert (sent["task_id"], sent["headers"][TICKET_HEADER]) == ("2", [LOCK, "2:0:0"])
-    assert world.store.asked("store_result") == []
-    assert len(asked(world)) == 1
-
-
-def test_a_copy_that_came_first_after_all_is_put_off_too(app, world, lines, broker):
-    """Between asking and parking another delivery of the task may have got the lock."""
-    running = {"task": "shop.export", "id": "2", "worker": "w", "pid": 7}
-    lines.answers = [OTHERS, Refused("2@w:7/1", 30.0, running)]
-    assert type(ended(come(declare(app)))) is Ignore
-    assert [sent["task_id"] for sent in broker.sent] == ["2"]
+    lines.answers = [*before, Refused("2@w:7/1", 30.0, running)]
+    assert type(ended(come(declare(app), **marked()))) is Ignore
+    assert again(broker)[TICKET_HEADER] == [LOCK, "2:0:0"]
     assert lines.parked == {}
 
 
@@ -413,21 +362,6 @@ def test_a_lock_server_that_parks_has_answered(app, world, lines, broker, caplog
     assert caplog.text.count("answers again") == 1
 
 
-def test_a_stop_in_the_middle_gives_back_what_was_granted(app, world, lines, monkeypatch):
-    """A termination between the script and its answer leaves no lock behind."""
-    park = lines.park
-
-    def cut(*args, **terms):
-        park(*args, **terms)
-        raise SystemExit
-
-    monkeypatch.setattr(lines, "park", cut)
-    with pytest.raises(SystemExit):
-        come(declare(app))
-    assert world.store.leases == {}
-    assert world.store.done == [""]  # the message comes again
-
-
 # Where nothing can be parked
 
 
@@ -439,16 +373,6 @@ def test_without_its_message_a_task_is_put_off(app, world, lines, broker):
     assert isinstance(stored(app)[1], LockHeldError)
     assert world.store.asked("enlist") == []
     assert lines.parked == {}
-
-
-def test_an_eager_task_fails(app, world, lines):
-    """apply() has no message to park; it takes its lock as any other."""
-    world.lease("k", "other")
-    task = declare(app, lambda self: self.lease.key)
-    assert isinstance(task.apply().result, LockHeldError)
-    world.store.leases.clear()
-    assert task.apply().get() == "k"
-    assert asked(world) == []
 
 
 def test_a_process_that_cannot_park_fails_the_task(app, world, lines):
@@ -481,6 +405,9 @@ def test_other_strategies_ask_as_ever(app, world, lines):
 # What ends a ticket
 
 
+CLAIMED = Granted((1,), claimed=True)
+
+
 @pytest.mark.parametrize(
     "error", [None, ValueError, Retry, Ignore, Reject, StopTask(LockLostError("k", "why"))]
 )
@@ -502,12 +429,12 @@ def test_the_ticket_of_a_delivery_that_comes_again_stays(app, world, lines, erro
     def body(_):
         raise error
 
+    lines.answers = [CLAIMED]
     try:
         come(declare(app, body, acks_late=True))
     except BaseException as exc:  # noqa: BLE001 -- SystemExit and the like come through
         assert exc is error  # noqa: PT017
     assert world.store.done == [""]
-    assert world.store.leases == {}
 
 
 def test_the_ticket_of_a_body_that_has_not_ended_stays(app, world, lines, monkeypatch):
@@ -517,65 +444,33 @@ def test_the_ticket_of_a_body_that_has_not_ended_stays(app, world, lines, monkey
     assert world.store.done == [""]
 
 
-@pytest.mark.parametrize(
-    ("option", "fails"), [("release_on_success", False), ("release_on_failure", True)]
-)
-def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(
-    app, world, lines, option, fails
-):
+def test_a_lease_that_is_left_to_expire_ends_its_ticket_all_the_same(app, world, lines):
     """The lock is kept until its expiry; the work is done."""
-
-    def body(_):
-        if fails:
-            raise ValueError
-
-    come(declare(app, body, **{option: False}))
+    come(declare(app, lambda _: None, release_on_success=False))
     assert world.store.done == ["2:0:0"]
-    [(owner, expires, _)] = world.store.leases.values()
+    [(owner, _, _)] = world.store.leases.values()
     assert owner.startswith("~2@")
-    assert expires - world.clock() == pytest.approx(30.0)
-
-
-CLAIMED = Granted((1,), claimed=True)
 
 
 @pytest.mark.parametrize("error", [None, ValueError, Retry])
-def test_the_ticket_of_a_task_acknowledged_late_settles_with_its_result(app, world, lines, error):
-    """Its message may come again until its result is stored: two steps, as its process may die."""
+@pytest.mark.parametrize(
+    ("answers", "late", "settling"),
+    [([CLAIMED], True, [7, 0]), ([CLAIMED], False, [0]), ([], True, [7])],
+    ids=["acknowledged late", "acknowledged early", "not parked"],
+)
+def test_the_ticket_of_a_task_settles_with_its_result(
+    app, world, lines, error, answers, late, settling
+):
+    """If its message may come again until then: two steps, as its process may die."""
 
     def body(_):
         if error is not None:
             raise error
 
-    lines.answers = [CLAIMED]
-    come(declare(app, body, acks_late=True, lock_watchdog_timeout=7))
-    assert world.store.done == ["2:0:0", "2:0:0"]
-    assert world.store.settling == [7, 0]
-
-
-def test_a_task_acknowledged_early_is_done_with_its_release(app, world, lines):
-    """Nothing can deliver it again: one round trip."""
-    lines.answers = [CLAIMED]
-    come(declare(app, lambda _: None))
-    assert world.store.done == ["2:0:0"]
-    assert world.store.settling == [0]
-
-
-def test_a_task_that_was_not_parked_has_nothing_to_settle(app, world, lines):
-    """It has no ticket: one round trip."""
-    come(declare(app, lambda _: None, acks_late=True))
-    assert world.store.done == ["2:0:0"]
-
-
-def test_the_ticket_of_a_delivery_that_comes_again_is_not_settled(app, world, lines):
-    """The copy is to run."""
-
-    def body(_):
-        raise Reject("why", requeue=True)
-
-    lines.answers = [CLAIMED]
-    come(declare(app, body, acks_late=True))
-    assert world.store.done == [""]
+    lines.answers = list(answers)
+    come(declare(app, body, acks_late=late, lock_watchdog_timeout=7))
+    assert world.store.done == ["2:0:0"] * len(settling)
+    assert world.store.settling == settling
 
 
 def test_a_ticket_that_cannot_be_settled_does_not_fail_its_task(
@@ -593,16 +488,6 @@ def test_a_ticket_that_cannot_be_settled_does_not_fail_its_task(
     come(declare(app, lambda _: None, acks_late=True))
     assert stored(app)[0] == "SUCCESS"
     assert "Task shop.export[2] has ended, but a copy of it may run again: " in caplog.text
-
-
-@pytest.mark.parametrize("strategy", ["queue", "skip", "reject"])
-def test_what_ends_a_delivery_unrun_has_hardly_a_traceback(app, world, lines, strategy):
-    """Celery copies each of its frames, and sends them to the main process."""
-    world.store.leases[LOCK] = ("other", world.clock() + 30, {"task": "t", "id": "1"})
-    error = ended(come(declare(app, None, strategy)))
-    frames = list(traceback.walk_tb(error.__traceback__))
-    assert len(frames) <= 4  # there are twelve where it is raised
-    assert error.__cause__ is None
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["locked", "without its lock"])
@@ -630,16 +515,6 @@ def test_a_task_that_lost_its_place_ends_as_revoked_unrun(app, world, lines):
     assert world.store.calls == []
 
 
-def test_its_chord_is_told(app, world, lines, monkeypatch):
-    """This is why it was published once more."""
-    told = []
-    monkeypatch.setattr(
-        app.backend, "on_chord_part_return", lambda _request, state, _: told.append(state)
-    )
-    come(declare(app), chord={"task": "body"}, group="g", **{REPLACED_HEADER: "why"})
-    assert told == ["REVOKED"]
-
-
 def revoke(task, **headers):
     request = arrived(task, "2", **headers)._context
     return task_revoked.send(task, request=request, terminated=False)
@@ -650,18 +525,13 @@ def parking_task(app, lines):
     return declare(app)
 
 
-def test_a_revoked_task_leaves_the_line_of_its_header(app, world, parking_task):
-    """The main process discards it before any guard sees it: its turn is given on."""
+@pytest.mark.parametrize("strategy", ["queue", "skip"])
+def test_a_revoked_task_leaves_the_line_of_its_header(app, world, lines, strategy):
+    """The main process discards it before any guard sees it; it may not park any more."""
+    declare(app, lock_on_conflict=strategy)
     app.finalize()
     revoke(app.tasks["shop.export"], **marked("dislock:{old}"))
     assert world.store.asked("leave") == [("dislock:{old}", "2:0:0")]
-
-
-def test_a_revoked_task_without_a_ticket_was_not_in_line(app, world, parking_task):
-    """Nobody is asked."""
-    app.finalize()
-    revoke(app.tasks["shop.export"])
-    assert world.store.calls == []
 
 
 def test_a_lock_server_that_is_away_does_not_disturb_a_revocation(app, world, parking_task, caplog):
@@ -679,22 +549,11 @@ def test_a_lock_server_that_is_away_does_not_disturb_a_revocation(app, world, pa
     )
 
 
-def test_a_revoked_task_that_does_not_park_any_more_leaves_its_line(app, world, parking_task):
-    """It was parked before its strategy was another one."""
-
-    @app.task(name="skips", base=SingletonTask, lock_key="k")
-    def skips(): ...
-
-    app.finalize()
-    revoke(app.tasks["skips"], **marked())
-    assert world.store.asked("leave") == [(LOCK, "2:0:0")]
-
-
-@pytest.mark.parametrize("ticket", ["1:0:0", "2:1:0", "2:0:1", "bytes", ""])
+@pytest.mark.parametrize("ticket", ["1:0:0", "2:1:0", "2:0:1", "bytes", "", None])
 def test_a_revoked_task_leaves_the_line_for_itself_alone(app, world, parking_task, ticket):
     """A header that names another task, or other work of this one, takes nobody out of line."""
     app.finalize()
-    revoke(app.tasks["shop.export"], **{TICKET_HEADER: [LOCK, ticket]})
+    revoke(app.tasks["shop.export"], **({} if ticket is None else marked(ticket=ticket)))
     assert world.store.calls == []
 
 
@@ -720,58 +579,6 @@ def test_without_locks_nothing_is_parked_and_no_message_kept(app, world, lines):
     assert "dislock_message" not in info
     revoke(task._get_current_object(), **marked())
     assert asked(world) == world.store.asked("leave") == []
-
-
-# What the processes of an app share
-
-
-def process_of(conf, publisher):
-    """Make the process of an app that publishes so."""
-    return ParkingProcess(conf, app_settings(conf), publisher)
-
-
-def test_only_one_lock_server_and_an_app_can_park():
-    """Several servers keep no line, and plain Python has no messages to publish."""
-    one, several = (
-        {"dislock_url": "redis://a"},
-        {"dislock_url": ["redis://a", "redis://b", "redis://c"]},
-    )
-    parks = [
-        process_of(conf, publisher).can_park
-        for conf in (one, several)
-        for publisher in (Postman(), None)
-    ]
-    assert parks == [True, False, False, False]
-
-
-def test_a_lock_server_that_gives_turns_gives_them_to_the_postman():
-    """Whatever script gives them; and a process without a postman has none to publish."""
-    given = []
-    postman = SimpleNamespace(home="home", hand_over=lambda *told: given.append(told))
-    process = process_of({"dislock_url": "redis://a"}, postman)
-    process._hand_over(["turn"])
-    assert given == [(process.lines, ["turn"])]
-    alone = process_of({"dislock_url": "redis://a"}, None)
-    alone._hand_over(["turn"])
-    alone.tell_replaced(LOCK, {"1:0:0": b"message"})
-
-
-def test_the_sweep_of_each_broker_has_a_lease_of_its_own():
-    """In a slot of its own, too; the prefix keeps installations apart."""
-    conf = {"dislock_url": "redis://a", "dislock_prefix": "staging"}
-    assert process_of(conf, Postman()).sweep_name == "staging:sweep:{home}"
-    assert process_of(conf, None).sweep_name == "staging:sweep:{}"
-    made = runtime.Runtime(lambda: conf, partial(ParkingProcess, publisher=Postman()))
-    assert made.new_process().store is not made.process.store
-
-
-def test_who_is_in_the_way_may_be_parked_too(app, world, lines):
-    """A lock that is reserved for a task in line names that task."""
-    reserved = Refused("9:0:0#", 5.0, {"id": "9", "parked": True}, place=1)
-    lines.answers = [reserved, Parked(1, reserved)]
-    parked = ended(come(declare(app)))
-    assert parked.holder == "task 9, whose turn it is"
-    assert stored(app)[1]["holder"] == parked.holder
 
 
 def test_a_turn_is_trusted_as_any_lease(app, world, lines):
@@ -822,73 +629,44 @@ def test_what_was_parked_under_one_key_comes_again_until_it_has_several(app, wor
     task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
     assert isinstance(ended(come(task, **marked())), Retry)
     assert lines.parked == {}
-    [sent] = broker.sent
-    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
-    assert TICKET_HEADER not in again
-    app.tasks.pop("shop.export")
-    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
-    assert isinstance(ended(come(task, **again)), Retry)
-
-
-@pytest.fixture
-def put_off(app, world, lines, broker):
-    """The headers of a task that had its turn, and was put off by a worker with two keys for it."""
-    lines.parked[LOCK, "2:0:0"] = b"message"
-    world.lease("b", "other")
-    come(declare(app, lock_key=["a", "b"], lock_on_conflict="retry"), **marked())
-    app.tasks.pop("shop.export")
-    [sent] = broker.sent
-    return {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
+    assert TICKET_HEADER not in again(broker)
+    assert isinstance(ended(come(task, **again(broker))), Retry)
 
 
 def test_what_left_its_line_for_several_keys_says_so_to_a_worker_with_one(
-    app, world, lines, put_off
+    app, world, lines, broker
 ):
     """It asks as the one that goes on with the work, and it is parked, whatever the strategy is."""
+    lines.parked[LOCK, "2:0:0"] = b"message"
     world.lease("k", "other")
-    assert isinstance(ended(come(declare(app, lock_on_conflict="skip"), **put_off)), TaskParked)
+    come(declare(app, lock_key=["a", "k"], lock_on_conflict="retry"), **marked())
+    app.tasks.pop("shop.export")
+    one_key = declare(app, lock_on_conflict="skip")
+    assert isinstance(ended(come(one_key, **again(broker))), TaskParked)
     name = lines.ran_without[LOCK, "2:0:0"]
     assert [(one.marked, one.goes_on) for one in asked(world)] == [(False, name)] * 2
     kept = Message.from_bytes(lines.parked[LOCK, "2:0:0"])
     assert LEFT_HEADER not in kept.headers  # its next turn is another one
 
 
-def test_what_left_its_line_with_the_reply_lost_goes_on(app, world, lines, broker, monkeypatch):
-    """It does not know that it has left, and comes again with its ticket: it is no copy."""
+@pytest.mark.parametrize("lost", ["withdraw", "acquire"])
+def test_a_server_that_goes_away_does_not_make_what_left_its_line_a_new_task(
+    app, world, lines, broker, monkeypatch, lost
+):
+    """It may not know that it has left; the strategy "skip" does not drop it later."""
     lines.parked[LOCK, "2:0:0"] = b"message"
-    withdraw = lines.withdraw
+    server = lines if lost == "withdraw" else world.store
+    call = getattr(server, lost)
 
-    def withdrawn(*given):
-        withdraw(*given)
+    def away(*given, **terms):
+        call(*given, **terms)
         raise StoreError("redis://x", "the reply was lost")
 
-    monkeypatch.setattr(lines, "withdraw", withdrawn)
+    monkeypatch.setattr(server, lost, away)
     task = declare(app, lambda _self: "ran", lock_key=["a", "b"], lock_on_conflict="skip")
     assert isinstance(ended(come(task, **marked())), Retry)
-    monkeypatch.setattr(lines, "withdraw", withdraw)
-    [sent] = broker.sent
-    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
-    assert come(task, **again).retval == "ran"
-
-
-def test_a_server_that_is_away_after_it_has_left_does_not_make_it_a_new_task(
-    app, world, lines, broker, monkeypatch
-):
-    """It was put off for that alone: the strategy "skip" does not drop it later."""
-    lines.parked[LOCK, "2:0:0"] = b"message"
-    acquire = world.store.acquire
-
-    def away(*_, **__):
-        raise StoreError("redis://x", "away")
-
-    monkeypatch.setattr(world.store, "acquire", away)
-    task = declare(app, lock_key=["a", "b"], lock_on_conflict="skip")
-    assert isinstance(ended(come(task, **marked())), Retry)
-    monkeypatch.setattr(world.store, "acquire", acquire)
-    world.lease("b", "other")
-    [sent] = broker.sent
-    again = {name: value for name, value in sent["headers"].items() if name.startswith("dislock")}
-    assert isinstance(ended(come(task, **again)), Retry)
+    monkeypatch.setattr(server, lost, call)
+    assert come(task, **again(broker)).retval == "ran"
 
 
 def test_a_turn_that_is_delivered_again_is_not_taken_for_a_copy(app, world, lines):
@@ -1010,16 +788,6 @@ def test_a_lock_server_that_is_away_keeps_what_cannot_be_run(app, world, lines, 
 # A forged ticket
 
 
-def test_who_says_that_it_was_parked_does_not_pass_a_full_line(app, lines, broker, caplog):
-    """Its record may have been lost, so it is not dropped: it is put off until there is room."""
-    caplog.set_level(logging.INFO)
-    lines.answers = [OTHERS, Full(2, OTHERS)]
-    outcome = come(declare(app), **marked())
-    assert outcome.info.state == "RETRY"
-    assert "the line for lock 'k' is full: 2 tasks wait in it" in caplog.text
-    assert broker.sent[0]["headers"][TICKET_HEADER] == [LOCK, "2:0:0"]
-
-
 def test_who_leaves_a_line_says_which_task_it_is(app, world, lines):
     """Another task's id in a message of one's own takes nobody out of line."""
     task = declare(app, lock_on_conflict="retry", lock_key=["a", "b"])
@@ -1041,14 +809,6 @@ def test_a_task_that_is_known_by_two_names_is_the_one_of_its_message(app, world,
 
 
 OTHER_STORE = "f" * 16
-
-
-def test_a_parked_task_says_in_which_store_it_was_parked(app, world, lines):
-    """A worker with another lock server or prefix is not to take its turn for one of its own."""
-    world.lease(owner="other")
-    come(declare(app))
-    message = Message.from_bytes(lines.parked[LOCK, "2:0:0"])
-    assert message.headers[STORE_HEADER] == STORE
 
 
 @pytest.mark.parametrize("lock", [LOCK, "old:{k}"])
@@ -1086,7 +846,7 @@ def test_a_turn_in_a_store_that_was_taken_over_is_one_here(app, world, lines, lo
     identity = runtime_of(app).process.identity
     (identity.drained if drained else identity.ours).add(OTHER_STORE)
     come(declare(app, lambda _self: None), **marked(lock), **{STORE_HEADER: OTHER_STORE})
-    [(name, ticket, _)] = world.store.asked("park")
+    [(name, ticket)] = world.store.asked("park")
     assert (name, ticket.name, ticket.marked, ticket.drained) == (LOCK, "2:0:0", True, drained)
 
 

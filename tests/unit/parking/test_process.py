@@ -29,6 +29,7 @@ class Publisher:
 
     def tell_replaced(self, lines, lock, replaced, end_reservation):
         self.given.append((lines, lock, replaced, end_reservation))
+        return {"t": "why"}
 
     def end_unclaimed(self, lines, lock, tickets):
         self.given.append((lines, lock, tickets))
@@ -41,14 +42,6 @@ def publisher():
 
 def process(publisher, url="redis://a"):
     return ParkingProcess({"dislock_url": url}, AppSettings(), publisher)
-
-
-def test_an_app_with_one_lock_server_can_park(publisher):
-    """Its store publishes for its own broker, and its sweep is named after it."""
-    made = process(publisher)
-    assert made.can_park
-    assert made.store.home == "broker"
-    assert made.sweep_name == "dislock:sweep:{broker}"
 
 
 @pytest.mark.parametrize(("known", "url"), [(True, SEVERAL), (False, "redis://a")])
@@ -64,10 +57,15 @@ def test_without_a_publisher_or_with_several_servers_nothing_is_parked(publisher
 
 
 def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
-    """The publisher is given the lines of this process, so that it can set a message aside."""
+    """The publisher is given the lines of this process; its sweep is named after its broker."""
     made = process(publisher)
+    assert made.can_park
+    assert made.store.home == "broker"
+    assert made.sweep_name == "dislock:sweep:{broker}"
     made._hand_over(["turn"])
-    made.tell_replaced("lock", {"t:0": b"m"})
+    made.tell_replaced("lock", {})
+    made.end_unclaimed("lock", [])
+    assert made.tell_replaced("lock", {"t:0": b"m"}) == {"t": "why"}
     made.end_unclaimed("lock", ["t:0"])
     assert publisher.given == [
         (made.lines, ["turn"]),
@@ -90,17 +88,3 @@ def test_a_message_that_ends_frees_its_key(publisher, caplog, away):
     assert [text.split(":")[0] for text in caplog.messages] == away * [
         "Task t[a] has ended, and its key 'k' stays reserved until that expires"
     ]
-
-
-def test_what_was_ended_is_passed_on(publisher):
-    """For the events about it."""
-    publisher.tell_replaced = lambda *_: {"t": "why"}
-    assert process(publisher).tell_replaced("lock", {"t:0": b"m"}) == {"t": "why"}
-
-
-def test_nothing_is_published_where_nobody_had_to_go(publisher):
-    """An empty answer is the usual one."""
-    made = process(publisher)
-    made.tell_replaced("lock", {})
-    made.end_unclaimed("lock", [])
-    assert publisher.given == []

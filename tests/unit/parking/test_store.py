@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Bounds, Dropped, Lines, Ticket
-from celery_dislock.scripts import DELIST, DROP, ENLIST, LEAVE, LINES, PARK, SWEEP, WITHDRAW
+from celery_dislock.scripts import DROP, LEAVE, PARK, SWEEP, WITHDRAW
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
@@ -52,10 +52,6 @@ def lines(server, published):
     return Lines(server, "dislock", "home", published.append)
 
 
-def park(lines, **terms):
-    return lines.park(LOCK, "owner", 30.0004, "{}", TICKET, **terms)
-
-
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
@@ -71,102 +67,61 @@ def park(lines, **terms):
 def test_an_answer_says_what_became_of_a_task(lines, server, published, reply, answer):
     """Five answers, each with what its receiver needs to know."""
     server.reply = reply
-    assert (park(lines), published) == (answer, [])
+    assert lines.park(LOCK, "owner", 30.0, "{}", TICKET) == answer
+    assert published == []
 
 
 @pytest.mark.parametrize("reply", [[0, GIVEN, *LEASE, 4], [1, GIVEN, b"5", 1], [3, GIVEN]])
 def test_turns_that_an_answer_brings_are_published(lines, server, published, reply):
     """Whatever it says: whoever asks first after a crash, hands on."""
     server.reply = reply
-    park(lines)
+    lines.park(LOCK, "owner", 30.0, "{}", TICKET)
     assert published == [TURNS]
 
 
 def test_the_script_is_told_all_it_needs(lines, server):
     """Milliseconds rounded up, the mode's letter, the home, the ticket and the line's bounds."""
     server.reply = [3, []]
-    park(lines, mode="shared", limit=2, bounds=Bounds(10, 2000, "replace"))
+    terms = {"mode": "shared", "limit": 2, "bounds": Bounds(10, 2000, "replace")}
+    lines.park(LOCK, "owner", 30.0004, "{}", TICKET._replace(**terms))
     first = ("owner", 30001, "{}", "s", 2, "home")
     ticket = ("1:0:0", "1@", 1, b"m")
     assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace", "", NAMED))]
 
 
-def test_without_bounds_any_number_may_wait(lines, server):
-    """But not messages without end; and who only asks shows none."""
-    server.reply = [3, []]
-    lines.park(LOCK, "owner", 1, "{}", Ticket("1:0:0", "1@", marked=False))
-    assert server.asked[0][2][8:] == (0, b"", 0, 2**26, "skip", "", "")
-
-
-def test_who_leaves_gives_its_turn_on(lines, server, published):
-    """What comes next is published, and the caller is told whether the task was there."""
-    server.reply = [1, GIVEN]
-    assert lines.leave(LOCK, "1:0:0", "a.b") is True
+@pytest.mark.parametrize(
+    ("call", "state", "answer", "sent"),
+    [
+        ("leave", 1, True, (LEAVE, b"", 1, "", NAMED)),
+        ("leave", 0, False, (LEAVE, b"", 1, "", NAMED)),
+        ("move_out", 2, True, (LEAVE, b"", 0, "a delivery", NAMED)),
+        ("move_out", 1, False, (LEAVE, b"", 0, "a delivery", NAMED)),
+        ("withdraw", 1, True, (WITHDRAW, "a delivery", NAMED)),
+        ("withdraw", 0, False, (WITHDRAW, "a delivery", NAMED)),
+    ],
+)
+def test_who_leaves_gives_its_turn_on(lines, server, published, call, state, answer, sent):
+    """What comes next is published, and the caller is told what became of the task."""
+    server.reply = [state, GIVEN]
+    delivery = [] if call == "leave" else ["a delivery"]
+    assert getattr(lines, call)(LOCK, "1:0:0", *delivery, "a.b") is answer
+    script, *told = sent
+    assert server.asked == [(script, [LOCK], ("home", "1:0:0", *told))]
     assert published == [TURNS]
-    server.reply = [0, []]
-    assert lines.leave(LOCK, "1:0:0") is False
-    assert len(published) == 1
-    assert server.asked[0] == (LEAVE, [LOCK], ("home", "1:0:0", b"", 1, "", NAMED))
-
-
-@pytest.mark.parametrize(("told", "done"), [(0, False), (1, False), (2, True)])
-def test_who_moves_out_is_told_whether_its_work_was_done(lines, server, published, told, done):
-    """What left, or is not known, is to run elsewhere; its turn is given on."""
-    server.reply = [told, GIVEN]
-    assert lines.move_out(LOCK, "1:0:0", "a delivery", "a.b") is done
-    assert published == [TURNS]
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"", 0, "a delivery", NAMED))]
-
-
-@pytest.mark.parametrize("delivery", ["", "a delivery"])
-def test_who_cannot_claim_gives_its_turn_on(lines, server, published, delivery):
-    """What comes next is published, and the caller is told whether the task was there."""
-    server.reply = [1, GIVEN]
-    assert lines.withdraw(LOCK, "1:0:0", delivery, "a.b") is True
-    assert published == [TURNS]
-    server.reply = [0, []]
-    assert lines.withdraw(LOCK, "1:0:0", delivery, "a.b") is False
-    assert server.asked == [(WITHDRAW, [LOCK], ("home", "1:0:0", delivery, NAMED))] * 2
-
-
-def test_who_sets_aside_publishes_what_comes_next(lines, server, published):
-    """It is in the middle of publishing: the turns are the caller's."""
-    server.reply = [1, GIVEN]
-    assert lines.set_aside(LOCK, "1:0:0", b"rubbish") == TURNS
-    assert published == []
-    assert server.asked == [(LEAVE, [LOCK], ("home", "1:0:0", b"rubbish", 0, "*", ""))]
-
-
-def test_the_lines_of_each_broker_are_noted_apart(lines, server):
-    """One hash for each home, outside the slots of the locks."""
-    names = ["dislock:lines:home"]
-    server.reply = [2, b"17", [b"dislock:{a}", b"1", b"dislock:{b}", b"5"]]
-    lines.enlist(LOCK)
-    lines.delist(LOCK, b"5")
-    assert lines.page(b"0", 500) == (2, b"17", {"dislock:{a}": b"1", "dislock:{b}": b"5"})
-    assert server.asked == [
-        (ENLIST, names, (LOCK,)),
-        (DELIST, names, (LOCK, b"5")),
-        (LINES, names, (b"0", 500)),
-    ]
 
 
 def test_a_sweep_publishes_and_tells_what_it_found(lines, server, published):
-    """One pipeline; a line that could not be looked at is missing from what was found."""
+    """A line that could not be looked at is missing; a ticket of any bytes ends no sweep."""
     away = StoreError("redis://fake", "away")
-    server.reply = [[2, GIVEN, [b"2:0:0", b"old"], [b"3:0:0"]], away, [0, [], [], []]]
+    server.reply = [[2, GIVEN, [b"2:0:0", b"old"], [b"\xff:0:0"]], away, [0, [], [], []]]
     assert lines.sweep(["a", "b", "c"]) == {
-        "a": Swept(2, {"2:0:0": b"old"}, ("3:0:0",)),
+        "a": Swept(2, {"2:0:0": b"old"}, ("\ufffd:0:0",)),
         "c": Swept(0, {}),
     }
     assert published == [TURNS]
     assert server.asked == [(SWEEP, [("a", "home"), ("b", "home"), ("c", "home")])]
-
-
-def test_a_ticket_of_any_bytes_ends_no_sweep(lines, server):
-    """Somebody wrote it by hand; the other lines are swept."""
-    server.reply = [[1, [], [], [b"\xff:0:0"]], [2, [], [], []]]
-    assert lines.sweep(["a", "b"]) == {"a": Swept(1, {}, ("\ufffd:0:0",)), "b": Swept(2, {})}
+    assert lines.sweep([]) == {}
+    assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(("before", "told"), [(b"9" * 5000, None), (b"", None), (b"3", 3)])
@@ -174,29 +129,6 @@ def test_a_limit_that_nobody_has_set_is_none(lines, server, before, told):
     """The number before was written by hand; the new one is set, and that is no error."""
     server.reply = [before, []]
     assert lines.limit(LOCK, 1) == told
-
-
-def test_a_sweep_of_no_lines_asks_nobody(lines, server):
-    """A page may be empty."""
-    assert lines.sweep([]) == {}
-    assert server.asked == []
-
-
-def test_an_error_of_the_server_is_the_callers(lines, server, published):
-    """Nothing is published of an answer that did not come."""
-    server.reply = StoreError("redis://fake", "away")
-    for call in (
-        lambda: park(lines),
-        lambda: lines.leave(LOCK, "1:0:0"),
-        lambda: lines.move_out(LOCK, "1:0:0"),
-        lambda: lines.set_aside(LOCK, "1:0:0", b"m"),
-        lambda: lines.enlist(LOCK),
-        lambda: lines.delist(LOCK, b"5"),
-        lambda: lines.page(b"0", 500),
-    ):
-        with pytest.raises(StoreError):
-            call()
-    assert published == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.parking.sweep import FIRST, PAGE, Sweep, interval
+from celery_dislock.parking.store import FIRST
+from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.servers.replies import Swept
 from tests.unit.fakes import FakeIdentity, FakeLines
 
@@ -143,6 +144,7 @@ def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
         sweep.step()
         asked.append(process.identity.asked)
     assert asked == [0, 1, 1]
+    assert cursors(process) == [FIRST, FIRST, b"17"]
 
 
 def test_a_name_that_cannot_be_had_keeps_no_line_waiting(process, sweep):
@@ -166,21 +168,6 @@ def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
     assert sweep.step() == 0.0
 
 
-def test_it_goes_on_where_the_page_ended(process, sweep):
-    """Page after page, and from the last one to the first."""
-    process.lines.pages = [(PAGE * 2, b"17", {}), (PAGE * 2, FIRST, {}), (PAGE * 2, b"17", {})]
-    for _ in range(3):
-        sweep.step()
-    assert cursors(process) == [FIRST, b"17", FIRST]
-
-
-def test_the_lines_of_a_page_are_looked_at_together(process, sweep):
-    """One pipelined round trip for all of them."""
-    process.lines.pages = [(2, FIRST, empty("a", "b"))]
-    sweep.step()
-    assert process.store.asked("sweep") == [("a", "b")]
-
-
 def test_an_empty_line_is_struck_off_with_the_number_that_was_seen(process, sweep):
     """Another worker may have enlisted it again meanwhile; one that was not seen stays listed."""
     process.lines.pages = [(4, FIRST, {"a": b"1", "b": b"7", "c": b"3", "d": b"4"})]
@@ -193,21 +180,15 @@ def test_an_empty_line_is_struck_off_with_the_number_that_was_seen(process, swee
     assert process.store.asked("delist") == [("b", b"7")]
 
 
-def test_who_lost_a_place_and_was_not_told_is_told(process, sweep):
-    """The one that was to tell it has died, or could not."""
-    process.lines.pages = [(2, FIRST, empty("a", "b"))]
-    process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"}), "b": Swept(1, {})}
-    sweep.step()
-    assert process.told[0] == ("a", {"1:0:0": b"message"})
-
-
 def test_the_worker_hears_whom_the_sweep_has_ended(process, sweep):
-    """For the events about them; of nobody where there is none."""
+    """Who was to end it has died, or could not; of nobody where there is none."""
     ended = []
     sweep.tell = ended.append
     process.lines.pages = [(2, FIRST, empty("a", "b"))]
     process.lines.swept = {"a": Swept(1, {"1:0:0": b"message"}), "b": Swept(1, {})}
     sweep.step()
+    assert process.store.asked("sweep") == [("a", "b")]
+    assert process.told[0] == ("a", {"1:0:0": b"message"})
     assert ended == [{"1": "why"}]
 
 
@@ -271,7 +252,7 @@ def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):
 
 def test_a_worker_that_parks_nothing_writes_nothing_where_there_are_no_lines(process, world):
     """One question for each interval, and no lease that stays on the server."""
-    process.lines.has_lines = False
+    process.lines.pages = [(0, FIRST, {})]
     sweep = Sweep(process, NAME, "w1@here", EVERY, looks_first=True, clock=world.clock)
     assert sweep.step() > 0
-    assert [call[0] for call in process.store.calls] == ["any"]
+    assert [call[0] for call in process.store.calls] == ["page"]

@@ -10,7 +10,7 @@ from celery.app.task import Context
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.worker import reservations
-from celery_dislock.worker.reservations import EVERY_LEAST, RENEWALS, ReservationStep
+from celery_dislock.worker.reservations import RENEWALS, ReservationStep
 from tests.unit.fakes import without_strangers
 
 LOCK = "dislock:{edit:1}"
@@ -113,10 +113,21 @@ def test_what_waits_is_renewed(app, world):
     assert world.worker.timer.due[0] == 60 / RENEWALS  # two timeouts of a lease are less
 
 
-@pytest.mark.parametrize("header", [None, "x", [LOCK, "expiry"], ["other:{k}", "start"]])
-def test_what_has_no_reservation_to_renew_is_left_alone(app, world, header):
-    """None, a forged one, or one that ends at a certain time."""
-    world.state.reserved_requests = {Request(app.tasks["edit"], header)}
+@pytest.mark.parametrize(
+    ("name", "header", "revoked"),
+    [
+        ("edit", None, False),
+        ("edit", "x", False),
+        ("edit", [LOCK, "expiry"], False),
+        ("edit", ["other:{k}", "start"], False),
+        ("edit", [LOCK, "start"], True),
+        ("plain", [LOCK, "end"], False),
+    ],
+)
+def test_what_has_no_reservation_to_renew_is_left_alone(app, world, name, header, revoked):
+    """None, a forged one, one that ends at a certain time, or that of a message that is revoked."""
+    world.state.reserved_requests = {Request(app.tasks[name], header)}
+    world.state.revoked = {"a"} if revoked else set()
     world.tick()
     assert world.store.kept == []
 
@@ -132,26 +143,10 @@ def test_what_runs_is_renewed(app, world, name, ttl):
     assert world.store.kept_of_running == [[(LOCK, "a", "end", ttl)]]
 
 
-def test_what_is_revoked_is_not_renewed(app, world):
-    """It does not run, and its key is free for another message."""
+def test_nothing_stops_it(app, world):
+    """The next step tries again; other errors are those of every step."""
     world.state.reserved_requests = {Request(app.tasks["edit"], [LOCK, "start"])}
-    world.state.revoked = {"a"}
-    world.tick()
-    assert world.store.kept == []
-
-
-def test_other_tasks_are_left_alone(app, world):
-    """They have no guard."""
-    world.state.reserved_requests = {Request(app.tasks["plain"], [LOCK, "end"])}
-    world.tick()
-    assert world.store.kept == []
-
-
-@pytest.mark.parametrize("error", [StoreError("redis://x", "away"), ZeroDivisionError()])
-def test_nothing_stops_it(app, world, error):
-    """The next step tries again."""
-    world.state.reserved_requests = {Request(app.tasks["edit"], [LOCK, "start"])}
-    world.store.fails = error
+    world.store.fails = StoreError("redis://x", "away")
     world.tick()
     world.store.fails = None
     world.tick()
@@ -164,33 +159,14 @@ def test_it_stops_with_the_worker(world):
     assert world.store.kept == ["closed"]
 
 
-def test_a_worker_without_unique_tasks_does_not_step(plain_app):
-    """Nor one of a task whose reservations end at a certain time."""
+def test_a_worker_without_unique_tasks_does_not_step(plain_app, app):
+    """Nor one of a task whose reservations end at a certain time, nor one that locks nothing."""
+    app.conf.dislock_enabled = False
+    assert not ReservationStep(SimpleNamespace(app=app)).include_if(SimpleNamespace(app=app))
     worker = SimpleNamespace(app=without_strangers(plain_app))
 
     @plain_app.task(base=SingletonTask, lock_unique_until="expiry", shared=False)
     def once(): ...
 
     assert once.name
-    assert not ReservationStep(worker).include_if(worker)
-
-
-def test_short_reservations_are_not_renewed_without_a_pause(app):
-    """The worker's event loop has other things to do."""
-
-    @app.task(base=SingletonTask, lock_unique_until="start", lock_unique_for=0.1, shared=False)
-    def brief(): ...
-
-    assert brief.name
-    worker = SimpleNamespace(app=app, timer=Timer())
-    step = ReservationStep(worker)
-    assert step.include_if(worker)
-    step.start(worker)
-    assert worker.timer.due[0] == EVERY_LEAST
-
-
-def test_a_worker_that_locks_nothing_does_not_step(app):
-    """It has no need of the lock server."""
-    app.conf.dislock_enabled = False
-    worker = SimpleNamespace(app=app)
     assert not ReservationStep(worker).include_if(worker)

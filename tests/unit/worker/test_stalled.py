@@ -10,7 +10,6 @@ from celery.concurrency import prefork, solo
 
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Looked
 from celery_dislock.servers.store import Execution
 from celery_dislock.worker import stalled
@@ -159,31 +158,28 @@ def test_what_is_overdue_soon_is_looked_at_soon(clock):
     assert len(store.asked) == 2
 
 
+class Fixed(Guard):
+    """The guard of a task whose lease is not renewed."""
+
+    interval = None
+
+
 @pytest.mark.parametrize(
     "request_",
-    [Request(None), Request(Guard(), pid=os.getpid()), Request(Guard(), pid=None)],
-    ids=["without a lock", "in a thread of this process", "not begun"],
+    [
+        Request(None),
+        Request(Guard(), pid=os.getpid()),
+        Request(Guard(), pid=None),
+        Request(Fixed()),
+        Request(Guard(), pid=CHILD + 1),
+    ],
+    ids=["without a lock", "in a thread of this process", "not begun", "fixed expiry", "dead"],
 )
-def test_others_are_left_alone(clock, request_):
-    """Only what runs under a lock in a pool process is looked at."""
+def test_others_are_left_alone(clock, alive, request_):
+    """Only what runs under a renewed lock in a pool process that lives is looked at."""
     store = Store(HEALTHY)
+    alive.add(CHILD + 1)
     run(StalledKeeper(store, clock), clock, [request_], 10 * INTERVAL)
-    assert store.asked == []
-
-
-def test_a_fixed_expiry_is_left_alone(clock):
-    """A lease without renewals ends when it was said to."""
-    guard, store = Guard(), Store(HEALTHY)
-    guard.interval = None
-    run(StalledKeeper(store, clock), clock, [Request(guard)], 10 * INTERVAL)
-    assert store.asked == []
-
-
-def test_a_dead_process_is_not_renewed_for(clock, alive):
-    """Its lock is released by the one who learns of its death."""
-    store = Store(HEALTHY)
-    alive.add(CHILD)
-    run(StalledKeeper(store, clock), clock, [Request(Guard())], 10 * INTERVAL)
     assert store.asked == []
 
 
@@ -249,13 +245,6 @@ def test_nothing_stops_it(clock, caplog, monkeypatch):
     assert len(store.asked) == 1
 
 
-def test_ended_executions_are_forgotten(clock):
-    """What is known of a request goes with it."""
-    keeper = StalledKeeper(Store(HEALTHY), clock)
-    keeper.look([Request(Guard())])
-    assert len(keeper._watched) == 0
-
-
 class TestStep:
     @pytest.fixture
     def app(self, plain_app):
@@ -279,15 +268,16 @@ class TestStep:
         assert self.included(app)[0]
         assert not self.included(app, solo.TaskPool)[0]
 
+    @pytest.mark.parametrize("setting", ["dislock_renew_for_stalled", "dislock_enabled"])
+    def test_a_setting_turns_it_off(self, app, setting):
+        """A process that stalls loses its locks; without locks there is nothing to do."""
+        app.conf[setting] = False
+        assert not self.included(app)[0]
+
     def test_the_shortest_timeout_decides_how_often_it_steps(self, app):
         """So that an overdue lease is found within a part of its interval."""
         _, step = self.included(app)
         assert step._every == pytest.approx(6 / 3 / 4)
-
-    def test_the_setting_turns_it_off(self, app):
-        """dislock_renew_for_stalled=False: a process that stalls loses its locks."""
-        app.conf.dislock_renew_for_stalled = False
-        assert not self.included(app)[0]
 
     def test_without_tasks_that_lock_there_is_nothing_to_do(self, plain_app):
         """And with fixed expiries alone."""
@@ -297,9 +287,3 @@ class TestStep:
         def fixed(): ...
 
         assert not self.included(plain_app)[0]
-
-    def test_a_worker_that_locks_nothing_does_not_step(self, app):
-        """--no-dislock."""
-        app.conf.dislock_enabled = False
-        assert runtime_of(app).off
-        assert not self.included(app)[0]

@@ -11,7 +11,7 @@ from celery.worker.components import Pool
 from celery_dislock.worker.reservations import ReservationStep
 from celery_dislock.worker.stalled import StalledStep
 from celery_dislock.worker.steps import LockStep, SweepStep
-from celery_dislock.worker.timed import AFTER_AN_ERROR, TimedStep
+from celery_dislock.worker.timed import EVERY, TimedStep
 
 
 class Counting(TimedStep):
@@ -58,7 +58,7 @@ def test_an_error_does_not_end_it(worker):
     Failing(worker).start(worker)
     with pytest.raises(RuntimeError):
         worker.timer.due.pop().run()
-    assert [entry.after for entry in worker.timer.due] == [AFTER_AN_ERROR]
+    assert [entry.after for entry in worker.timer.due] == [EVERY]
 
 
 def test_it_works_again_and_again_until_it_is_stopped(worker):
