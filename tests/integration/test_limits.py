@@ -11,9 +11,9 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
+from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.operating.cli import dislock
-from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import store as store_module
 from celery_dislock.servers.overview import Overview
@@ -67,7 +67,7 @@ def passes(redis_client, monkeypatch):
     for name in ("ACQUIRE", "ACQUIRE_UNIQUE", "RENEW", "RELEASE", "RELEASE_DEAD"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
     for name in ("PARK", "PARK_UNIQUE", "LIMIT", "SWEEP", "LEAVE"):
-        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
+        monkeypatch.setattr(scripts, name, clocked(getattr(scripts, name)))
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
 

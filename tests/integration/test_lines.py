@@ -14,10 +14,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
+from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
 from celery_dislock.messages.message import Message
-from celery_dislock.parking import store as lines_module
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
@@ -120,7 +120,7 @@ def driven(redis_client, monkeypatch):
     for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "LOOK"):
         monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
     for name in ("PARK", "LEAVE", "WITHDRAW", "GIVE_BACK", "SWEEP", "ENLIST", "DELIST", "LINES"):
-        monkeypatch.setattr(lines_module, name, clocked(getattr(lines_module, name)))
+        monkeypatch.setattr(scripts, name, clocked(getattr(scripts, name)))
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
 
@@ -1608,9 +1608,9 @@ class TestInACluster:
 
     def test_one_sweep_looks_at_lines_of_all_nodes(self, broker, cluster, monkeypatch):
         """A page names locks of many slots; each has its turn from one call."""
-        text = lines_module.DELIST.text.replace("YOUNG_US = 60000000", "YOUNG_US = 0")
+        text = scripts.DELIST.text.replace("YOUNG_US = 60000000", "YOUNG_US = 0")
         at_once = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-        monkeypatch.setattr(lines_module, "DELIST", at_once)
+        monkeypatch.setattr(scripts, "DELIST", at_once)
         locks = [name_of(f"key{number}") for number in range(30)]
         assert len({cluster_node(cluster, lock) for lock in locks}) == 3
         for number, lock in enumerate(locks):
