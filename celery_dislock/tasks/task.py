@@ -25,6 +25,7 @@ from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.events import events_of
+from celery_dislock.messages.headers import Notes
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.guard import Guard
@@ -250,8 +251,11 @@ def _leave_revoked(sender: Task, request: Context, *, terminated: bool, **_kwarg
     if not terminated:  # else the end of its process ends it
         tell(sender.app, "end", request)
     guard: Guard | None = getattr(sender, "dislock_guard", None)
-    turn = guard.turn_of(request) if guard is not None and guard.can_park else None
-    if guard is None or turn is None:
+    if guard is None or not guard.can_park:
+        return
+    Notes.of(request, guard.runtime.settings.dislock_prefix)  # warns of those that are forged
+    turn = guard.turn_of(request)
+    if turn is None:
         return
     try:
         guard.runtime.process.lines.leave(*turn, request.task)

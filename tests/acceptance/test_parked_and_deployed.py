@@ -87,7 +87,7 @@ def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, c
     assert_set_aside(scene, aside, new, first, second)
     errors = {
         "gone": NotRegistered,
-        "another argument": "account",
+        "another argument": "unexpected keyword argument",
         "before_start fails": "not today",
     }
     error = first.result
