@@ -8,7 +8,7 @@ local function count_leases(lock)
   local found, leases, ended = redis.call('HGETALL', lock.name), {}, {}
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
-    lock.newest = math.max(lock.newest, lease.token)
+    lock.newest = math.max(lock.newest, tonumber(lease.token))
     if lease.expires > now then
       leases[lease.owner] = lease
       lock[lease.mode] = lock[lease.mode] + 1
@@ -76,9 +76,10 @@ local function look(lock, zsets, hashes)
   for _, ending in ipairs(hashes) do check(pcall(redis.call, 'HLEN', lock.name .. ending)) end
 end
 
--- Returns a token higher than all that this script has seen of the lock.
+-- Returns a token higher than all that this script has seen of the lock, as text.
 local function new_token(lock)
-  return math.max(now_us, count_leases(lock).newest + 1)
+  local newest = count_leases(lock).newest
+  return newest < now_us and now_as_token or string.format('%.0f', newest + 1)
 end
 
 -- Returns the token of the new lease.
@@ -100,8 +101,8 @@ local NOT_KNOWN = -1  -- for how long a lock has been held
 local function in_the_way(lock)
   local first
   for _, lease in pairs(count_leases(lock).leases) do
-    if not first or lease.expires < first.expires
-      or lease.expires == first.expires and lease.token < first.token then first = lease end
+    local sooner = first and lease.expires - first.expires
+    if not first or sooner < 0 or sooner == 0 and lease.token - first.token < 0 then first = lease end
   end
   if first then return first.expires - now, first.owner, first.holder, now - first.acquired end
   local limit, note = limit_set(lock)

@@ -47,6 +47,10 @@ local function write_first(name)
   redis.call('HDEL', name, NEVER)
 end
 
+local function live_at_least(key, ttl_ms)
+  if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end
+end
+
 local function take_out(lock, owner)
   local lease = lock.leases and lock.leases[owner]
   if not lease then return end
@@ -56,9 +60,8 @@ end
 
 -- Write a live lease.  The caller sees to the expiry of the hash.
 local function put(lock, lease)
-  write(lock.name, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.acquired, lease.mode,
-    lease.holder)
-  lock.newest = math.max(lock.newest, lease.token)
+  write(lock.name, lease.owner, lease.expires, lease.token, lease.acquired, lease.mode, lease.holder)
+  lock.newest = math.max(lock.newest, tonumber(lease.token))
   if not lock.leases then return end
   take_out(lock, lease.owner)
   lock.leases[lease.owner] = lease
@@ -68,7 +71,7 @@ end
 -- Take a lease away.
 local function drop(lock, lease)
   redis.call('HDEL', lock.name, lease.owner)
-  lock.newest = math.max(lock.newest, lease.token)
+  lock.newest = math.max(lock.newest, tonumber(lease.token))
   take_out(lock, lease.owner)
 end
 

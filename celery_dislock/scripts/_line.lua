@@ -1,6 +1,6 @@
 -- _line.lua: how waiters stand in line.
 --
--- In <lock>:line stand those who wait; in <lock>:places is what they wait for, see _record.lua.
+-- In <lock>:line stand those who wait; in <lock>:places is what they wait for, see _place.lua.
 -- Each has a list <lock>:wake:<owner>, on which it waits for news: "token ttl_ms place_left_ms" when it
 -- was granted the lock, with the time that was left until its place's deadline; empty when it has
 -- become the first: another was handed the lock, and has TAKE_UP_MS to take it up.
@@ -10,6 +10,7 @@
 -- A place whose deadline is over belongs to a waiter that died: it is passed over.
 
 -- include: _grant
+-- include: _place
 -- include: _kept
 
 -- When the next in line joins: after all that are there, also if the clock was set back.
@@ -52,7 +53,7 @@ local function serve(lock, waiter, asker)
   end
   local take_up = math.min(place.ttl, TAKE_UP_MS)
   local token = grant(lock, waiter, take_up, place.mode, place.holder)
-  wake_up(lock, waiter, string.format('%.0f %.0f %.0f', token, take_up, place.deadline - now))
+  wake_up(lock, waiter, string.format('%s %.0f %.0f', token, take_up, place.deadline - now))
   return true, true
 end
 

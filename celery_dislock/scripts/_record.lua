@@ -1,4 +1,4 @@
--- _record.lua: how a lease is written, and a waiter's place in line.
+-- _record.lua: how a lease is written.
 --
 -- A lock is a hash with a field per lease:
 --
@@ -10,14 +10,6 @@
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: task, id, worker, pid, host
---
--- <lock>:places has what each waiter waits for; _line.lua describes the line:
---
---   owner -> "1 deadline_ms ttl_ms mode limit holder"
---
---     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
---     ttl_ms       of the lease that it asks for
---     limit        how many exclusive leases it admits, its own included
 
 -- include: _names
 
@@ -34,8 +26,8 @@ local now_us = time[1] * 1000000 + time[2]
 local now = math.floor(now_us / 1000)
 local now_as_token = time[1] .. string.sub('00000' .. time[2], -6)  -- numbers of 16 digits are slow to format
 
--- Parse a record.  If it cannot be read, the lock cannot be used: it was written by hand, or by a later
--- version.
+-- Parse a record.  Token and acquired stay text, as they are seldom compared and slow to convert.
+-- If it cannot be read, the lock cannot be used: it was written by hand, or by a later version.
 local function read(owner, record)
   local expires, token, acquired, mode, holder = string.match(record, '^1 (%d+) (%d+) (%d+) ([xs]) (.*)$')
   if not expires or #expires > TIME_DIGITS or #token > TOKEN_DIGITS or #acquired > TIME_DIGITS then
@@ -43,25 +35,12 @@ local function read(owner, record)
     error('dislock: a lease in it cannot be read: ' .. shown, 0)
   end
   return {
-    owner = owner, expires = tonumber(expires), token = tonumber(token), acquired = tonumber(acquired),
-    mode = mode, holder = holder,
+    owner = owner, expires = tonumber(expires), token = token, acquired = acquired, mode = mode,
+    holder = holder,
   }
 end
 
--- Write a lease; the token is text.  The caller sees to the expiry of the hash.
+-- Write a lease.  The caller sees to the expiry of the hash.
 local function write(name, owner, expires, token, acquired, mode, holder)
   redis.call('HSET', name, owner, table.concat({'1', expires, token, acquired, mode, holder}, ' '))
-end
-
--- Parse a place in line; nothing if it cannot be read, or its waiter has died.
-local function read_place(record)
-  local deadline, ttl, mode, limit, holder = string.match(record or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
-  if not deadline or tonumber(deadline) <= now then return nil end
-  return {
-    deadline = tonumber(deadline), ttl = tonumber(ttl), mode = mode, limit = tonumber(limit), holder = holder,
-  }
-end
-
-local function live_at_least(key, ttl_ms)
-  if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end
 end

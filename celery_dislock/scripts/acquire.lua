@@ -112,7 +112,7 @@ for nth, lock in ipairs(locks) do
     local remaining, other, its_holder, held = in_the_way(lock)
     return {REFUSED, remaining, other, its_holder, nth - 1, held}
   end
-  granted[nth + 1] = string.format('%.0f', token)
+  granted[nth + 1] = token
   if is_new then new[#new + 1] = lock end
 end
 return granted

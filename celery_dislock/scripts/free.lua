@@ -23,7 +23,8 @@ local lock = open_whole(KEYS[1])
 local function shown()
   for _, name in ipairs({owner, '~' .. owner}) do
     local lease = lease_of(lock, name)
-    if lease and (lease.token == token or or_older and lease.token < token) then return lease end
+    local its = lease and tonumber(lease.token)
+    if lease and (its == token or or_older and its < token) then return lease end
   end
 end
 

@@ -12,7 +12,7 @@
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
---   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
+--   line           {member, joined_us, record, ...}   of an owner what it waits for, see _place.lua; of a
 --                  ticket what is parked, see _parked.lua, without the body of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
@@ -36,8 +36,7 @@ local function leases()
   for i = 1, #found, 2 do
     local lease = read(found[i], found[i + 1])
     if lease.expires > now then
-      add(live, lease.owner, lease.expires, string.format('%.0f', lease.token), lease.mode, lease.holder,
-        lease.acquired)
+      add(live, lease.owner, lease.expires, lease.token, lease.mode, lease.holder, tonumber(lease.acquired))
     end
   end
   return live

@@ -69,7 +69,7 @@ end
 -- What is answered.
 
 local function granted(token, claimed)
-  return {GRANTED, turns, string.format('%.0f', token), claimed}
+  return {GRANTED, turns, token, claimed}
 end
 
 local function refused()

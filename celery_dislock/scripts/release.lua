@@ -27,6 +27,22 @@ local function forget_news(lock, lease)
   if lease.expires - now <= TAKE_UP_MS then redis.call('DEL', lock .. WAKE .. owner) end
 end
 
+-- The usual cases are answered before the rest is defined.  First: one lease ends now, and nobody waits.
+local name, lease = KEYS[1]
+if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
+  local seen, others = pcall(redis.call, 'EXISTS', name .. LINE, name .. NEVER, name .. HANDED, name .. LIMIT)
+  local record = seen and others <= 1 and redis.call('HGET', name, owner)
+  lease = record and read(owner, record)
+  if lease and lease.expires <= now then lease = nil end
+  if lease and others == 0 then
+    redis.call('HDEL', name, owner)
+    forget_news(name, lease)
+    return 1
+  end
+end
+
+-- include: _place
+
 -- The place of a waiter that wants the lock for itself; nothing if it is dead, or has other terms.
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
@@ -48,7 +64,7 @@ local function hand_over(lock, lease)
   redis.call('ZREM', lock .. LINE, first)
   redis.call('DEL', lock .. WAKE .. first, lock .. WAKE .. owner)  -- see forget_news()
   local take_up = math.min(place.ttl, TAKE_UP_MS)
-  local token = lease.token < now_us and now_as_token or string.format('%.0f', lease.token + 1)
+  local token = tonumber(lease.token) < now_us and now_as_token or string.format('%.0f', lease.token + 1)
   write(lock, first, now + take_up, token, now, 'x', place.holder)
   redis.call('PEXPIRE', lock, take_up)
   -- The server writes first to the client that is served last: the one that has the lock.
@@ -61,21 +77,7 @@ local function hand_over(lock, lease)
   return true
 end
 
--- The usual cases, which are answered before the rest is defined: one lease ends now, and nobody waits, or
--- the first in line has the lock next.  Returns whether this was one.
-local function end_at_once(lock)
-  local seen, others = pcall(redis.call, 'EXISTS', lock .. LINE, lock .. NEVER, lock .. HANDED, lock .. LIMIT)
-  if not seen or others > 1 then return false end
-  local record = redis.call('HGET', lock, owner)
-  local lease = record and read(owner, record)
-  if not lease or lease.expires <= now then return false end
-  if others == 1 then return hand_over(lock, lease) end
-  redis.call('HDEL', lock, owner)
-  forget_news(lock, lease)
-  return true
-end
-
-if #KEYS == 1 and ticket == '' and at_least_ms <= 0 and end_at_once(KEYS[1]) then return 1 end
+if lease and hand_over(name, lease) then return 1 end
 
 -- include: _lease
 

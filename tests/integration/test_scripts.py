@@ -41,7 +41,7 @@ local lives = 1
 for _, lease in ipairs(leases_of(lock, '')) do
   if redis.call('PTTL', KEYS[1]) < lease.expires - now then lives = 0 end
 end
-return {known(lock), known(open(KEYS[1])), new_token(lock) > kept and 1 or 0, lives}
+return {known(lock), known(open(KEYS[1])), tonumber(new_token(lock)) > kept and 1 or 0, lives}
 """
 STEPS = st.lists(
     st.tuples(
