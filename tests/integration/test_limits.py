@@ -92,13 +92,6 @@ def quorum(redis_program, tmp_path):
 
 
 class TestPause:
-    def test_nobody_is_admitted_to_a_free_lock(self, worker):
-        """The refusal says that an operator has paused it, and why."""
-        worker.lines.limit(LOCK, 0, note="by ana: reindex")
-        answer = worker.take("a")
-        assert isinstance(answer, Refused)
-        assert in_words(answer.holder) == "an operator, who has paused it (by ana: reindex)"
-
     def test_nobody_is_admitted_beside_a_shared_lease(self, worker):
         """A pause concerns shared leases, too."""
         worker.take("a", **SHARED)
@@ -115,14 +108,6 @@ class TestPause:
         assert worker.store.extend([LOCK], "a", LONG)
         assert worker.release("a")
 
-    def test_several_locks_are_refused_by_the_one_that_is_paused(self, worker):
-        """And none of the others is taken."""
-        other = name_of("limits-2")
-        worker.lines.limit(other, 0)
-        answer = worker.store.acquire([LOCK, other], "a", LONG, "{}")
-        assert (type(answer), answer.nth) == (Refused, 1)
-        assert worker.store.holders(LOCK) == []
-
     @pytest.mark.parametrize("waiters", [1, 2, 3])
     def test_who_waits_is_not_handed_the_lock_until_it_goes_on(self, worker, waiters):
         """A release hands it to nobody; the end of the pause hands it to the first."""
@@ -136,15 +121,6 @@ class TestPause:
         assert worker.lines.limit(LOCK, None) == 0
         assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
         assert worker.overview.lock(LOCK).waiting == waiters - 1
-
-    def test_who_comes_to_wait_stands_in_line(self, worker):
-        """First come, first served, also of those that came to a lock that was paused."""
-        worker.lines.limit(LOCK, 0)
-        for owner in ("w0", "w1"):
-            assert isinstance(worker.take(owner, place=LONG), Refused)
-        worker.lines.limit(LOCK, None)
-        assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
-        assert isinstance(worker.take("w1", place=LONG), Refused)
 
     def test_who_would_pass_the_line_is_not_admitted(self, worker):
         """fair=False passes waiters, not an operator."""
@@ -175,14 +151,6 @@ class TestPause:
         assert worker.park("t", 2, marked=True).place == 1
         worker.lines.limit(LOCK, None)
         assert worker.given() == ["t"]
-
-    def test_the_lock_of_a_dead_process_is_handed_to_nobody(self, worker):
-        """Crash release ends its lease, and the line stays."""
-        worker.take("a@w:1/1")
-        worker.park("t")
-        worker.lines.limit(LOCK, 0)
-        assert worker.store.release_dead([LOCK], "a@w:1/") == 1
-        assert worker.given() == []
 
     @pytest.mark.parametrize("parks", [False, True])
     def test_a_unique_task_is_not_admitted(self, worker, parks):
@@ -288,14 +256,6 @@ class TestLimit:
         worker.lines.limit(LOCK, 1)
         for owner in "abc":
             assert isinstance(worker.take(owner, **SHARED), Granted)
-
-    def test_who_has_set_it_is_shown(self, worker):
-        """With the time at which it ends, if it does."""
-        worker.lines.limit(LOCK, 2, ttl=60, note="by ana, for the night")
-        shown = worker.overview.lock(LOCK)
-        assert (shown.limit, shown.limit_note) == (2, "by ana, for the night")
-        assert shown.limit_since is not None
-        assert shown.exists
 
     def test_a_note_of_any_text_is_a_note(self, worker):
         """Newlines and quotes neither end the record nor break the refusal."""

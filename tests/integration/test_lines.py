@@ -177,11 +177,6 @@ def left(client):
 
 
 class TestJoining:
-    def test_a_free_lock_is_taken_and_nothing_is_parked(self, broker, redis_client):
-        """A task that shows its message and need not wait leaves no more than its lease."""
-        assert isinstance(broker.park("a"), Granted)
-        assert driven_clock.keys(redis_client) == {LOCK}
-
     def test_who_only_asks_learns_its_place_and_leaves_no_trace(
         self, broker, held, redis_client, redis_url
     ):
@@ -199,14 +194,6 @@ class TestJoining:
         assert answer == Parked(1, Refused(owner_of("first"), LONG, {"id": "first"}), {})
         assert broker.park("b").place == 2
 
-    def test_sent_again_it_has_the_same_place(self, broker, held, redis_url):
-        """The command that parks can be sent twice: the second changes nothing."""
-        first = broker.park("a")
-        broker.park("b")
-        before = snapshot(redis_url)
-        assert broker.park("a") == first
-        assert snapshot(redis_url) == before
-
     def test_a_grant_sent_again_has_the_same_token(self, broker, redis_url):
         """Neither a first grant nor a claim that is sent again gives a second lease."""
         assert broker.park("first") == broker.park("first")
@@ -217,45 +204,6 @@ class TestJoining:
         assert isinstance(claimed, Granted)
         assert broker.ask("a", copy=2, marked=True) == claimed
         assert snapshot(redis_url) == before
-
-    @pytest.mark.parametrize("message", [b"", b"whatever it says"])
-    def test_a_copy_of_what_waits_is_acknowledged(self, broker, held, redis_url, message):
-        """Its worker died between parking and acknowledging: the ticket speaks for the message."""
-        broker.park("a")
-        before = snapshot(redis_url)
-        answer = broker.ask("a", copy=2, message=message)
-        assert (type(answer), answer.place) == (Parked, 1)
-        assert snapshot(redis_url) == before
-
-    def test_a_copy_that_finds_the_lock_free_runs(self, broker, driven, redis_client):
-        """Where the holder died unseen, the copy of the first in line need not wait for a sweep."""
-        broker.ask("first", ttl=10)
-        broker.park("a")
-        driven(10)
-        assert isinstance(broker.ask("a", copy=2), Granted)
-        assert broker.given() == []
-        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
-
-    def test_nobody_passes_those_in_line(self, broker, driven):
-        """A newcomer that finds the lock free gives those before it their turn, and is refused."""
-        broker.ask("first", ttl=10)
-        broker.park("a")
-        broker.park("b")
-        driven(10)
-        answer = broker.ask("c")
-        assert answer == Refused("a:0:0#", TURN, {"id": "a", "parked": True}, place=2)
-        assert broker.given() == ["a"]
-
-    def test_tasks_come_in_the_order_of_their_parking(self, broker, held):
-        """First come, first served, however many wait."""
-        tasks = [f"t{number}" for number in range(10)]
-        assert [broker.park(task).place for task in tasks] == list(range(1, 11))
-        broker.end("first")
-        for task in tasks:
-            assert broker.given() == [task]
-            assert isinstance(broker.ask(task, copy=2, marked=True), Granted)
-            assert broker.end(task, copy=2) is True
-        assert broker.given() == []
 
 
 class TestTurns:
@@ -270,105 +218,12 @@ class TestTurns:
         assert (reserved.id, reserved.turn) == ("a", True)
         assert isinstance(broker.store.acquire([LOCK], "x", LONG, "{}"), Refused)
 
-    def test_the_claim_takes_up_what_was_reserved(self, broker, held, redis_client):
-        """The published message gets a lease of its own, and the next waits for its end."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
-        broker.given()
-        assert isinstance(broker.ask("a", copy=2, marked=True), Granted)
-        assert [h.owner for h in broker.store.holders(LOCK)] == [owner_of("a", 2)]
-        assert line(redis_client) == ["b"]
-        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
-        assert broker.given() == []
-
     def test_an_unmarked_copy_can_claim_the_turn(self, broker, held):
         """Whichever copy comes first has the turn; the other is a copy of what runs."""
         broker.park("a")
         broker.end("first")
         assert isinstance(broker.ask("a", copy=2), Granted)
         assert broker.ask("a", copy=3, marked=True).owner == owner_of("a", 2)
-
-    @pytest.mark.parametrize("message", AWKWARD)
-    def test_messages_come_back_byte_for_byte(self, broker, held, message):
-        """A message is bytes: with a release, a sweep, a replacement they are the same."""
-        broker.park("a", message=message)
-        broker.end("first")
-        assert broker.published == [Turn(LOCK, "a:0:0", message)]
-        broker.ask("a", copy=2, marked=True)
-        broker.park("b", message=message)
-        replaced = broker.park("c", bounds=Bounds(1, overflow="replace")).replaced
-        assert replaced == {"b:0:0": message}
-
-    def test_a_copy_of_what_runs_is_refused_by_its_holder(self, broker, held):
-        """Marked or not, with a message or without: it is told who runs, and has no place."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True)
-        running = Refused(owner_of("a", 2), LONG, {"id": "a"}, place=0)
-        for marked in (True, False):
-            assert broker.ask("a", copy=3, marked=marked) == running
-            assert broker.park("a", copy=3, marked=marked) == running
-
-    @pytest.mark.parametrize("marked", [True, False])
-    def test_what_ran_in_a_dead_process_runs_again_before_those_in_line(
-        self, broker, held, driven, marked
-    ):
-        """A copy of a claimed ticket takes the lock that its dead process left."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True, ttl=10)
-        broker.park("b")
-        broker.given()
-        driven(10)
-        assert isinstance(broker.ask("a", copy=3, marked=marked), Granted)
-        assert broker.given() == []
-
-    def test_what_ran_in_a_dead_process_joins_the_line_where_it_was(
-        self, broker, held, driven, redis_client
-    ):
-        """Where another has the lock meanwhile, it waits before all that came after it."""
-        for task in "abc":
-            broker.park(task)
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True, ttl=10)
-        driven(10)
-        broker.sweep()
-        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
-        assert broker.ask("a", copy=3, marked=True).owner == owner_of("b", 2)
-        assert broker.park("a", copy=3, marked=True).place == 1
-        assert line(redis_client) == ["a", "c"]
-        assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
-        broker.given()
-        broker.end("b", copy=2)
-        assert broker.given() == ["a"]
-
-    def test_it_joins_the_line_where_it_was_after_another_crash_too(
-        self, broker, held, driven, redis_client
-    ):
-        """A task that runs again after its process died keeps the place in which it was parked."""
-        for task in "abc":
-            broker.park(task)
-        broker.end("first")
-        for copy in 2, 3:
-            assert isinstance(broker.ask("a", copy=copy, marked=True, ttl=10), Granted)
-            driven(10)
-        broker.sweep()
-        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
-        assert broker.park("a", copy=4, marked=True).place == 1
-        assert line(redis_client) == ["a", "c"]
-
-    @pytest.mark.parametrize("marked", [True, False])
-    def test_a_copy_of_what_is_done_is_not_to_run(self, broker, held, marked):
-        """After the release of a task that was parked, its copies are told so; sent again, too."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True)
-        assert broker.end("a", copy=2) is True
-        assert broker.ask("a", copy=3, marked=marked) == Done()
-        assert broker.park("a", copy=3, marked=marked) == Done()
-        assert broker.end("a", copy=2) is False
-        assert broker.park("a", copy=3, marked=marked) == Done()
 
     def test_a_parked_task_of_which_nothing_is_known_runs_once(self, broker, redis_client):
         """Its record was lost, in a failover say: it is not done, and from then on it is known."""
@@ -379,74 +234,6 @@ class TestTurns:
         assert broker.end("a") is True
         assert broker.ask("a", copy=2, marked=True) == Done()
         assert not left(redis_client)
-
-    def test_a_parked_task_of_which_nothing_is_known_waits_for_its_lock(self, broker, held):
-        """Where the lock is held it joins the end of the line, as a new one does."""
-        broker.park("a")
-        assert isinstance(broker.ask("b", marked=True), Refused)
-        assert broker.park("b", marked=True).place == 2
-        broker.end("first")
-        assert broker.given() == ["a"]
-
-    def test_a_release_without_its_ticket_lets_it_come_again(self, broker, held):
-        """A worker that is stopped gives its message back: its copy is no copy of work done."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True)
-        assert broker.end("a", copy=2, done=False) is True
-        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
-
-    def test_what_was_never_parked_leaves_no_mark(self, broker, held, redis_client):
-        """The ticket of a task that had the lock at once is not kept: a release tidies all."""
-        broker.end("first")
-        assert not driven_clock.keys(redis_client)
-        assert isinstance(broker.ask("first", copy=2), Granted)
-
-    def test_a_late_release_ends_the_ticket_that_was_parked_again(
-        self, broker, held, driven, redis_client
-    ):
-        """A body that lost its lease and still ended has done the work: its copy leaves line."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True, ttl=10)
-        driven(10)
-        assert isinstance(broker.ask("b"), Granted)
-        assert isinstance(broker.park("a", copy=3, marked=True), Parked)
-        assert broker.end("a", copy=2) is False
-        assert line(redis_client) == []
-        assert broker.ask("a", copy=4, marked=True) == Done()
-
-    def test_a_late_release_gives_on_the_turn_of_its_ticket(self, broker, held, driven):
-        """What was reserved for a copy of work that has ended is the next one's at once."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True, ttl=10)
-        broker.park("b")
-        driven(10)
-        broker.given()
-        assert isinstance(broker.ask("c", ttl=10), Refused)  # "b" has its turn
-        assert isinstance(broker.park("a", copy=3, marked=True), Parked)
-        broker.ask("b", copy=2, marked=True)
-        broker.park("c")
-        broker.given()
-        broker.end("b", copy=2)
-        assert broker.given() == ["a"]
-        assert broker.end("a", copy=2) is False
-        assert broker.given() == ["c"]
-
-    def test_a_turn_that_nobody_claims_is_given_again(self, broker, held, driven, redis_client):
-        """The releaser died before it published: the sweep has the message, not before its time."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
-        broker.given()
-        driven(TURN - 1)
-        broker.sweep()
-        assert broker.given() == []
-        driven(1)
-        broker.sweep()
-        assert broker.published == [turn_of("a")]
-        assert line(redis_client) == ["b"]
 
     def test_each_turn_is_twice_as_long_and_none_longer_than_five_minutes(
         self, broker, held, driven
@@ -466,6 +253,32 @@ class TestTurns:
             broker.sweep()
             assert broker.given() == ["a"]
         assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
+
+    def test_it_joins_the_line_where_it_was_after_another_crash_too(
+        self, broker, held, driven, redis_client
+    ):
+        """A task that runs again after its process died keeps the place in which it was parked."""
+        for task in "abc":
+            broker.park(task)
+        broker.end("first")
+        for copy in 2, 3:
+            assert isinstance(broker.ask("a", copy=copy, marked=True, ttl=10), Granted)
+            driven(10)
+        broker.sweep()
+        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
+        assert broker.park("a", copy=4, marked=True).place == 1
+        assert line(redis_client) == ["a", "c"]
+
+    @pytest.mark.parametrize("message", AWKWARD)
+    def test_messages_come_back_byte_for_byte(self, broker, held, message):
+        """A message is bytes: with a release, a sweep, a replacement they are the same."""
+        broker.park("a", message=message)
+        broker.end("first")
+        assert broker.published == [Turn(LOCK, "a:0:0", message)]
+        broker.ask("a", copy=2, marked=True)
+        broker.park("b", message=message)
+        replaced = broker.park("c", bounds=Bounds(1, overflow="replace")).replaced
+        assert replaced == {"b:0:0": message}
 
     def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
         self, broker, held, driven, redis_client
@@ -488,13 +301,6 @@ class TestTurns:
         broker.sweep()
         assert broker.given() == ["a"]
 
-    def test_a_turn_that_is_given_back_can_be_claimed(self, broker, held):
-        """The message was published all the same: it is the first in line, and runs."""
-        broker.park("a")
-        broker.end("first")
-        broker.lines.give_back(LOCK, "a:0:0")
-        assert isinstance(broker.ask("a", 2, marked=True), Granted)
-
     def test_who_has_no_turn_gives_none_back(self, broker, held, redis_client):
         """What waits, runs or is unknown stays as it is."""
         broker.park("a")
@@ -507,45 +313,6 @@ class TestTurns:
         assert line(redis_client) == []
         assert redis_client.hlen(LOCK) == 1
 
-    def test_a_message_that_comes_after_its_turn_has_its_place(self, broker, held, driven):
-        """Its turn ran out on the way: it runs where the lock is free, and else waits in front."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
-        driven(TURN)
-        broker.given()
-        assert isinstance(broker.ask("a", copy=2, marked=True), Granted)
-        assert broker.given() == []
-        broker.end("a", copy=2)
-        assert broker.given() == ["b"]
-
-    def test_a_message_that_comes_too_late_is_parked_again(
-        self, broker, held, driven, redis_client
-    ):
-        """Where another had the lock before its turn was given again, it is the first in line."""
-        broker.park("a")
-        broker.end("first")
-        driven(TURN)
-        passed = broker.store.acquire([LOCK], "plain", LONG, "{}", fair=False)
-        assert isinstance(passed, Granted)
-        broker.park("b")
-        answer = broker.ask("a", copy=2, marked=True)
-        assert (type(answer), answer.place) == (Parked, 1)
-        assert line(redis_client) == ["a", "b"]
-
-    def test_another_broker_is_not_given_what_it_cannot_publish(
-        self, broker, elsewhere, held, redis_client
-    ):
-        """Its releaser leaves the first in line where it is, and nobody behind passes."""
-        elsewhere.park("theirs")
-        broker.park("ours")
-        broker.end("first")
-        assert (broker.given(), elsewhere.given()) == ([], [])
-        assert line(redis_client) == ["theirs", "ours"]
-        assert broker.ask("new") == Refused("", TURN, {"parked": True}, place=3)
-        assert elsewhere.sweep() == Swept(2, {})
-        assert (broker.given(), elsewhere.given()) == ([], ["theirs"])
-
     def test_who_cannot_publish_gives_no_turns(self, broker, held, redis_url, redis_client):
         """A lock released by a program without a broker waits for the sweep."""
         store = Store(redis_url, hand_over=lambda turns: pytest.fail(f"given {turns}"))
@@ -555,20 +322,6 @@ class TestTurns:
         assert line(redis_client) == ["a"]
         broker.sweep()
         assert broker.given() == ["a"]
-
-    def test_what_a_dead_process_held_is_handed_on(self, broker, held):
-        """Who sees a process die gives the turn of what that held."""
-        broker.park("a")
-        assert broker.store.release_dead([LOCK], "first@w:1/") == 1
-        assert broker.given() == ["a"]
-
-    def test_a_claimed_ticket_outlives_its_process(self, broker, held):
-        """The lease of a process that died is ended; its copy claims again."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True)
-        broker.store.release_dead([LOCK], "a@w:1/")
-        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
 
     def test_its_token_is_newer_though_the_clock_was_set_back(self, broker, held, driven):
         """A claimed turn has a greater token than the holder before it, whatever the clock says."""
@@ -658,22 +411,6 @@ class TestWaitersAndParked:
 
 
 class TestManyAtATime:
-    def test_shared_ones_leave_together(self, broker, held, redis_client):
-        """All shared tasks at the head have their turn; the exclusive behind them waits."""
-        for task in "abc":
-            broker.park(task, **SHARED)
-        broker.park("x")
-        broker.park("d", **SHARED)
-        broker.end("first")
-        assert broker.given() == ["a", "b", "c"]
-        assert line(redis_client) == ["x", "d"]
-        for task in "abc":
-            assert isinstance(broker.ask(task, copy=2, marked=True, **SHARED), Granted)
-        for task in "abc":
-            assert broker.given() == []
-            broker.end(task, copy=2)
-        assert broker.given() == ["x"]
-
     def test_a_long_line_of_shared_ones_leaves_in_parts(self, broker, held, redis_client):
         """No script gives more than a hundred turns: whoever claims one has the next ones given."""
         tasks = [f"s{n}" for n in range(230)]
@@ -686,68 +423,6 @@ class TestManyAtATime:
         assert isinstance(broker.ask("s3", 2, marked=True, **SHARED), Granted)
         assert broker.given() == tasks[200:]
         assert line(redis_client) == []
-
-    def test_a_shared_one_does_not_pass_an_exclusive(self, broker, redis_client):
-        """Though the lock would admit it: the exclusive one would never have its turn."""
-        broker.ask("first", **SHARED)
-        broker.park("x")
-        assert isinstance(broker.ask("s", **SHARED), Refused)
-        assert broker.park("s", **SHARED).place == 2
-        assert line(redis_client) == ["x", "s"]
-        assert broker.given() == []
-
-    def test_counted_ones_leave_up_to_the_limit(self, broker, redis_client):
-        """Where the lock admits three, three have their turn, and one more with each release."""
-        for number in range(3):
-            assert isinstance(broker.ask(f"f{number}", limit=3), Granted)
-        for task in "abcd":
-            broker.park(task, limit=3)
-        broker.end("f0")
-        assert broker.given() == ["a"]
-        broker.store.release_dead([LOCK], "f")
-        assert broker.given() == ["b", "c"]
-        assert line(redis_client) == ["d"]
-
-    def test_a_short_turn_does_not_cut_a_longer_one(self, broker, driven):
-        """Of two turns given in one step, the second does not end the first before its time."""
-        broker.ask("first", ttl=10)
-        broker.park("a", **SHARED)
-        driven(10)
-        broker.sweep()
-        broker.park("x")
-        broker.park("b", **SHARED)
-        broker.leave("x")
-        driven(TURN)
-        broker.sweep()
-        before = {holding.owner: round(holding.remaining) for holding in broker.store.holders(LOCK)}
-        driven(1)
-        after = {holding.owner: round(holding.remaining) for holding in broker.store.holders(LOCK)}
-        assert after == {owner: left - 1 for owner, left in before.items()}
-        driven(min(after.values()))
-        last = [owner for owner, left in after.items() if left > min(after.values())]
-        assert [holding.owner for holding in broker.store.holders(LOCK)] == last
-
-    def test_a_lease_is_not_cut_by_what_is_reserved_in_the_same_step(self, broker, driven):
-        """A waiter that gets a counted lock itself, and lets the next in, keeps its own lease."""
-        for owner in ("x", "y"):
-            broker.store.acquire([LOCK], owner, 10, "{}", limit=2)
-        for owner in ("w1", "w2"):
-            broker.store.acquire([LOCK], owner, 30, "{}", limit=2, place=LONG)
-        driven(10)
-        assert isinstance(
-            broker.store.acquire([LOCK], "w1", 30, "{}", limit=2, place=LONG), Granted
-        )
-        driven(6)
-        assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
-
-    def test_a_claim_lets_those_behind_in(self, broker, driven):
-        """Shared tasks behind a turn that ran out leave the line with it."""
-        broker.ask("first", ttl=10)
-        broker.park("a", **SHARED)
-        broker.park("b", **SHARED)
-        driven(10)
-        assert isinstance(broker.ask("a", copy=2, **SHARED), Granted)
-        assert broker.given() == ["b"]
 
     def test_a_turn_is_not_claimed_in_another_mode(self, broker, redis_client):
         """A task that was parked as shared, and is exclusive now, does not run beside others."""
@@ -772,40 +447,6 @@ class TestManyAtATime:
 
 
 class TestSweep:
-    def test_it_finds_the_line_of_a_dead_holder(self, broker, driven):
-        """Nobody releases what a crashed worker held: the first has its turn from the sweep."""
-        broker.ask("first", ttl=10)
-        broker.park("a")
-        broker.park("b")
-        driven(10)
-        assert broker.sweep() == Swept(2, {})
-        assert broker.published == [turn_of("a")]
-
-    def test_it_does_nothing_to_a_held_lock(self, broker, held, redis_url):
-        """Held, or with a turn on its way: nothing changes."""
-        broker.park("a")
-        broker.park("b")
-        before = snapshot(redis_url)
-        assert broker.sweep() == Swept(2, {})
-        assert snapshot(redis_url) == before
-        broker.end("first")
-        broker.given()
-        before = snapshot(redis_url)
-        assert broker.sweep() == Swept(2, {})
-        assert snapshot(redis_url) == before
-        assert broker.given() == []
-
-    def test_it_tells_who_is_left(self, broker, held):
-        """Those in line and those with their turn are counted; what runs is not parked any more."""
-        broker.park("a")
-        assert broker.sweep().parked == 1
-        broker.end("first")
-        assert broker.sweep().parked == 1
-        broker.ask("a", copy=2, marked=True)
-        assert broker.sweep() == Swept(0, {})
-        broker.end("a", copy=2)
-        assert broker.sweep() == Swept(0, {})
-
     def test_a_line_that_is_swept_does_not_end_by_itself(self, broker, held, driven, redis_client):
         """Half a year behind one holder: a line lives as long as somebody looks at it."""
         broker.park("a")
@@ -899,11 +540,6 @@ class TestBounds:
         assert broker.park("c", bounds=bounds) == Full(2, holder)
         assert snapshot(redis_url) == before
 
-    def test_who_is_in_line_already_needs_no_room(self, broker, held):
-        """A command sent again is not refused for the place that it has itself."""
-        for _ in range(2):
-            assert broker.park("a", bounds=Bounds(1)).place == 1
-
     @pytest.mark.parametrize("room", [{"most": 1}, {"most_bytes": 300}])
     def test_a_message_that_says_it_was_parked_needs_room_too(
         self, broker, held, redis_client, room
@@ -916,22 +552,6 @@ class TestBounds:
         parked = broker.park("b", message=b"m" * 200, marked=True, bounds=replacing)
         assert parked.replaced == {"a:0:0": b"m" * 200}
         assert line(redis_client) == ["b"]
-
-    def test_who_has_its_turn_does_not_count(self, broker, held):
-        """The bound is of those that wait."""
-        broker.park("a", bounds=Bounds(1))
-        broker.end("first")
-        assert isinstance(broker.park("b", bounds=Bounds(1)), Parked)
-        assert isinstance(broker.park("c", bounds=Bounds(1)), Full)
-
-    def test_the_oldest_makes_room(self, broker, held, redis_client):
-        """Any burst becomes one run now and one run after, of the newest."""
-        bounds = Bounds(1, overflow="replace")
-        assert broker.park("a", bounds=bounds).replaced == {}
-        assert broker.park("b", bounds=bounds).replaced == {"a:0:0": message_of("a")}
-        assert line(redis_client) == ["b"]
-        broker.end("first")
-        assert broker.given() == ["b"]
 
     @pytest.mark.parametrize(
         ("in_line", "comes", "stays"),
@@ -954,18 +574,6 @@ class TestBounds:
         (goes,) = {"a", "b"} - {stays}
         assert (type(answer), answer.place) == (Parked, 1)
         assert answer.replaced == {f"{goes}:0:0": messages[goes]}
-
-    def test_one_that_was_sent_before_is_done_when_its_end_is_told(self, broker, held):
-        """Until then it is answered as at first, like one that was in line and lost its place."""
-        bounds = Bounds(1, overflow="replace")
-        messages = [b'1 {"headers":{"dislock_sent":%d}}' % at for at in (2, 1)]
-        broker.park("a", message=messages[0], bounds=bounds)
-        for copy in (1, 2):
-            found = broker.park("b", copy=copy, message=messages[1], bounds=bounds)
-            assert isinstance(found, Parked)
-        assert broker.sweep().replaced == {"b:0:0": messages[1]}
-        assert broker.leave("b") is True
-        assert isinstance(broker.park("b", message=messages[1], bounds=bounds), Done)
 
     @pytest.mark.parametrize(
         "written",
@@ -992,19 +600,6 @@ class TestBounds:
         wait([LOCK], "w2", LONG, "{}", place=LONG)
         broker.park("b", bounds=Bounds(1, overflow="replace"))
         assert line(redis_client) == ["w1", "w2", "b"]
-
-    def test_its_end_is_told_until_somebody_has(self, broker, held):
-        """Every sweep and everybody who parks is told of it, until it is struck off."""
-        bounds = Bounds(1, overflow="replace")
-        broker.park("a", bounds=bounds)
-        told = {"a:0:0": message_of("a")}
-        assert broker.park("b", bounds=bounds).replaced == told
-        assert broker.park("b", bounds=bounds).replaced == told
-        assert broker.sweep() == Swept(1, told)
-        assert broker.leave("a") is True
-        assert broker.leave("a") is False
-        assert broker.sweep() == Swept(1, {})
-        assert broker.park("b", bounds=bounds).replaced == {}
 
     def test_the_bytes_of_a_line_are_bounded(self, broker, held):
         """With what a record needs beside its message: the line is never longer than said."""
@@ -1034,65 +629,8 @@ class TestBounds:
         assert isinstance(broker.park("b", message=b"m" * 1000, bounds=bounds), Full)
         assert snapshot(redis_url) == before
 
-    def test_who_could_not_be_parked_all_the_same_takes_nobodys_place(
-        self, broker, held, redis_url
-    ):
-        """A long message that has its turn cannot make room: those who wait lose nothing for it."""
-        broker.park("long", message=b"m" * 800)
-        broker.end("first")
-        broker.park("short", message=b"m")
-        before = snapshot(redis_url)
-        bounds = Bounds(most_bytes=1000, overflow="replace")
-        assert isinstance(broker.park("b", message=b"m" * 200, bounds=bounds), Full)
-        assert snapshot(redis_url) == before
-
-    def test_parking_that_is_sent_again_takes_nobodys_place(self, broker, held, redis_client):
-        """Its reply was lost, and another took its place meanwhile: it does not come back."""
-        bounds = Bounds(1, overflow="replace")
-        broker.park("a", bounds=bounds)
-        broker.park("b", bounds=bounds)
-        broker.park("a", bounds=bounds)
-        assert line(redis_client) == ["b"]
-        assert redis_client.hkeys(f"{LOCK}:replaced") == ["a:0:0"]
-
 
 class TestLeaving:
-    def test_who_leaves_is_gone(self, broker, held, redis_client):
-        """A revoked task is taken out of line, and those behind it move up."""
-        broker.park("a")
-        broker.park("b")
-        assert broker.leave("a") is True
-        assert line(redis_client) == ["b"]
-        broker.end("first")
-        assert broker.given() == ["b"]
-
-    def test_its_turn_is_given_on(self, broker, held):
-        """What was reserved for it is the next one's at once."""
-        broker.park("a")
-        broker.park("b")
-        broker.end("first")
-        assert broker.given() == ["a"]
-        assert broker.leave("a") is True
-        assert broker.given() == ["b"]
-        assert [h.owner for h in broker.store.holders(LOCK)] == ["b:0:0#"]
-
-    def test_sent_again_it_was_not_there(self, broker, held, redis_url):
-        """The second answers so, and changes nothing; nor does one who never was."""
-        broker.park("a")
-        broker.park("b")
-        broker.leave("a")
-        before = snapshot(redis_url)
-        assert broker.leave("a") is False
-        assert broker.leave("nobody") is False
-        assert snapshot(redis_url) == before
-
-    def test_the_marked_copy_of_who_left_does_not_run(self, broker, held):
-        """Its message, already on its way, finds the mark of work that is over."""
-        broker.park("a")
-        broker.end("first")
-        broker.leave("a")
-        assert broker.ask("a", copy=2, marked=True) == Done()
-
     def test_who_moves_out_runs_elsewhere(self, broker, held):
         """Its turn is given on, and it is not done here; sent again, it is not either."""
         broker.park("a")
@@ -1113,16 +651,6 @@ class TestLeaving:
         before = snapshot(redis_url)
         assert broker.lines.move_out(LOCK, "a:0:0") is True
         assert snapshot(redis_url) == before
-
-    def test_a_claimed_ticket_can_leave(self, broker, held, redis_client):
-        """Its body runs on under its lease, and its release finds nothing to finish."""
-        broker.park("a")
-        broker.end("first")
-        broker.ask("a", copy=2, marked=True)
-        assert broker.leave("a") is True
-        assert [h.owner for h in broker.store.holders(LOCK)] == [owner_of("a", 2)]
-        assert broker.end("a", copy=2) is True
-        assert not left(redis_client)
 
 
 class TestSettling:
@@ -1314,14 +842,6 @@ class TestDamage:
             assert len(in_words(answer.holder)) < 100
         assert "record cannot be read" in broker.store.holders(LOCK)[0].who
 
-    def test_a_counter_of_bytes_that_is_no_number_is_told(self, broker, redis_client):
-        """Whatever a script stumbles over is about its lock, not about the server."""
-        broker.ask("first")
-        broker.park("a")
-        redis_client.hset(f"{LOCK}:tickets", "bytes", "many")
-        with pytest.raises(DamagedLockError):
-            broker.park("b")
-
 
 class TestSetAside:
     @pytest.fixture
@@ -1430,15 +950,6 @@ class TestWhatIsLeft:
         driven(1)
         assert not driven_clock.keys(redis_client)
 
-    def test_nothing_of_who_left(self, broker, held, redis_client):
-        """Left in line, or with its turn: no key remains."""
-        broker.park("a")
-        broker.park("b")
-        broker.leave("b")
-        broker.end("first")
-        broker.leave("a")
-        assert not left(redis_client)
-
     def test_a_parked_task_costs_little_beside_its_message(self, redis_url, redis_client):
         """Less than 400 bytes each, of a thousand with ids and messages as Celery's are."""
         broker = Broker(redis_url)
@@ -1486,23 +997,8 @@ class TestMarks:
         assert broker.end("done") is False
         assert broker.ask("done", copy=2, marked=True) == Done()
 
-    def test_a_task_that_lost_its_place_is_marked_so_too(self, broker):
-        """The place of a task in a full line is taken: its copies do not run."""
-        broker.ask("first")
-        for task in ("a", "b"):
-            broker.park(task, bounds=Bounds(1, overflow="replace"))
-        assert broker.ask("a", copy=2) == Done()
-
 
 class TestIndex:
-    def test_what_is_enlisted_is_found_once(self, broker):
-        """A page names the locks; however often one was enlisted, it is there once."""
-        broker.lines.enlist(LOCK)
-        broker.lines.enlist(LOCK)
-        broker.lines.enlist(name_of("other"))
-        total, cursor, found = broker.lines.page(b"0", 100)
-        assert (total, cursor, set(found)) == (2, b"0", {LOCK, name_of("other")})
-
     def test_pages_together_have_all(self, broker):
         """Page by page, every one of a thousand is found."""
         names = {name_of(str(number)) for number in range(1000)}
@@ -1516,18 +1012,6 @@ class TestIndex:
             pages += 1
         assert found == names
         assert pages > 5
-
-    def test_what_was_enlisted_meanwhile_is_not_struck_off(self, broker, driven):
-        """Between finding a line empty and striking it off, somebody may have come to park."""
-        broker.lines.enlist(LOCK)
-        _, _, found = broker.lines.page(b"0", 100)
-        broker.lines.enlist(LOCK)
-        driven(60)
-        broker.lines.delist(LOCK, found[LOCK])
-        _, _, found = broker.lines.page(b"0", 100)
-        assert set(found) == {LOCK}
-        broker.lines.delist(LOCK, found[LOCK])
-        assert broker.lines.page(b"0", 100) == (0, b"0", {})
 
     def test_each_broker_has_its_own(self, broker, elsewhere):
         """Who cannot publish a line's tasks has no business with it."""
@@ -1664,35 +1148,6 @@ class TestWithdraw:
         if has_its_turn:
             assert isinstance(broker.ask("next", marked=True), Granted)
 
-    def test_one_that_runs_is_left_alone(self, broker, held, redis_client, redis_url):
-        """A copy that cannot be run takes neither its lease nor its ticket away."""
-        broker.park("head")
-        broker.end("first")
-        assert isinstance(broker.ask("head", marked=True), Granted)
-        before = snapshot(redis_url)
-        for delivery in ("", "a copy"):
-            assert broker.withdraw("head", delivery) is False
-        assert snapshot(redis_url) == before
-        assert broker.end("head") is True
-
-    def test_one_that_runs_comes_again_though_a_copy_of_it_has_ended(self, broker, held):
-        """Its process dies in its body: what a copy did before is not taken for its end."""
-        broker.park("head")
-        broker.end("first")
-        assert isinstance(broker.ask("head", marked=True), Granted)
-        assert broker.withdraw("head", "a copy") is False
-        broker.end("head", done=False)
-        assert isinstance(broker.ask("head", copy=2, marked=True), Granted)
-
-    def test_one_delivery_runs_it_without_a_lock(self, broker, held, redis_client):
-        """It is told so again when it comes again; any other is told no, and is done."""
-        broker.park("head")
-        assert broker.withdraw("head", "first") is True
-        assert broker.withdraw("head", "first") is True
-        assert broker.withdraw("head", "second") is False
-        assert isinstance(broker.ask("head"), Done)
-        assert left(redis_client) == {LOCK}
-
     def test_who_is_not_there_is_not_set_aside(self, broker, held, redis_url):
         """An unknown ticket, and the name of the byte counter, change nothing."""
         broker.park("head")
@@ -1700,27 +1155,6 @@ class TestWithdraw:
         for ticket in ("other:0:0", "bytes", ""):
             assert broker.lines.withdraw(LOCK, ticket) is False
         assert snapshot(redis_url) == before
-
-    def test_one_of_which_nothing_is_known_runs_without_a_lock_once(self, broker, redis_client):
-        """Its record may have been lost in a failover: only a mark says that it is done."""
-        assert broker.withdraw("lost", "first") is True
-        assert broker.withdraw("lost", "first") is True
-        assert broker.withdraw("lost", "second") is False
-        assert left(redis_client) == set()
-
-    def test_what_was_set_aside_does_not_run_without_a_lock_either(self, broker, held):
-        """Its caller was told FAILURE."""
-        broker.park("head")
-        broker.withdraw("head")
-        assert broker.withdraw("head", "a copy") is False
-
-    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
-        """Its caller was told FAILURE; what people put back is not marked, and runs."""
-        broker.park("second")
-        broker.lines.withdraw(LOCK, "second:0:0")
-        broker.end("first")
-        assert isinstance(broker.ask("second", marked=True), Done)
-        assert isinstance(broker.ask("second"), Granted)
 
 
 def test_a_sweep_tells_who_has_not_claimed_many_turns(broker, held, driven):

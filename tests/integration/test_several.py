@@ -108,13 +108,6 @@ class TestStore:
         assert (answer.nth, answer.owner) == (nth, "other")
         assert owners(store) == [["other"] if n == nth else [] for n in range(3)]
 
-    def test_what_the_owner_had_before_is_not_given_back(self, store):
-        """A refusal ends only what was newly taken for it, where one script sees them all."""
-        store.acquire([C], "other", LONG, HOLDER)
-        store.acquire([A], "me", LONG, HOLDER)
-        assert isinstance(store.acquire([A, B, C], "me", LONG, HOLDER), Refused)
-        assert owners(store)[1:] == [[], ["other"]]
-
     def test_a_renewal_is_of_all_or_says_no(self, store):
         """A lease of several locks is renewed on each; where one is gone, it is lost."""
         store.acquire(NAMES, "me", SHORT * 20, HOLDER)
@@ -125,16 +118,6 @@ class TestStore:
         assert store.renew([(NAMES, "me", LONG), ([A], "me", LONG)], within=WITHIN) == [False, True]
         assert store.extend(NAMES, "me", LONG) is False
 
-    def test_a_release_is_of_all(self, store):
-        """One release ends every lease; sent again, or with one missing, it says so."""
-        store.acquire(NAMES, "me", LONG, HOLDER)
-        assert store.release(NAMES, "me") is True
-        assert owners(store) == [[], [], []]
-        assert store.release(NAMES, "me") is False
-        store.acquire([A, C], "me", LONG, HOLDER)
-        assert store.release(NAMES, "me") is False
-        assert owners(store) == [[], [], []]
-
     def test_the_dead_hold_nothing(self, store):
         """What a dead process held or waited for is freed on each lock."""
         store.acquire([B], "other", LONG, HOLDER)
@@ -144,26 +127,6 @@ class TestStore:
         assert owners(store) == [["next"], ["other"], []]
         store.release([B], "other")
         assert owners(store)[1] == []
-
-    def test_a_waiter_keeps_those_before_and_stands_in_one_line(self, store):
-        """It has what comes before the lock that refused it, and nothing of what comes after."""
-        store.acquire([B], "other", LONG, HOLDER)
-        answer = store.acquire(NAMES, "me", LONG, HOLDER, place=LONG)
-        assert isinstance(answer, Refused)
-        assert answer.nth == 1
-        assert owners(store) == [["me"], ["other"], []]
-        assert store.release([B], "other")
-        assert store.wait(B, "me", WITHIN)
-        assert isinstance(store.acquire(NAMES, "me", LONG, HOLDER, place=LONG), Granted)
-
-    def test_giving_up_frees_what_was_kept(self, store):
-        """A waiter that gives up leaves neither leases nor its place."""
-        store.acquire([B], "other", LONG, HOLDER)
-        store.acquire(NAMES, "me", LONG, HOLDER, place=LONG)
-        store.release(NAMES, "me")
-        assert owners(store) == [[], ["other"], []]
-        store.release([B], "other")
-        assert owners(store) == [[], [], []]
 
 
 class TestPlainPython:

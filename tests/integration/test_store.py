@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import hiredis
 import pytest
 
-from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
@@ -77,25 +77,6 @@ class TestAcquire:
         assert int(expires) - int(acquired) == LONG * 1000
         assert json.loads(holder) == json.loads(HOLDER)
 
-    def test_a_held_lock_is_refused_with_its_holder(self, store, redis_client):
-        """A second owner is told who holds the lock and for how long, and changes nothing."""
-        take(store, "a/1")
-        before = state(redis_client)
-        answer = store.acquire([LOCK], "b/1", LONG, '{"id":"id-2"}')
-        assert isinstance(answer, Refused)
-        assert answer.owner == "a/1"
-        assert answer.holder == json.loads(HOLDER)
-        assert 0 < answer.remaining <= LONG
-        assert state(redis_client) == before
-
-    def test_a_refusal_does_not_prolong_the_lock(self, store, redis_client):
-        """However often others ask, the holder's lease ends when it would have ended."""
-        take(store, "a/1", ttl=LONG)
-        before = redis_client.pttl(LOCK)
-        for _ in range(20):
-            store.acquire([LOCK], "b/1", 10 * LONG, HOLDER)
-        assert redis_client.pttl(LOCK) <= before
-
     def test_of_two_leases_that_end_at_once_the_older_is_named(self, store, redis_client):
         """Each refusal names the same holder, in any order in which the server keeps the leases."""
         ends = (int(redis_client.time()[0]) + 60) * 1000
@@ -104,30 +85,11 @@ class TestAcquire:
             redis_client.hset(LOCK, owner, record)
         assert store.acquire([LOCK], "asker", LONG, HOLDER).owner == "older"
 
-    def test_the_owner_that_asks_again_is_confirmed(self, store, redis_client):
-        """The same owner gets the same token, a fresh expiry, and no second lease."""
-        token = take(store, "a/1", ttl=LONG / 2)
-        first = state(redis_client)[LOCK]["a/1"].split(" ", 5)
-        assert take(store, "a/1", ttl=LONG) == token
-        fields = state(redis_client)[LOCK]
-        assert list(fields) == ["a/1"]
-        again = fields["a/1"].split(" ", 5)
-        assert int(again[1]) >= int(first[1]) + LONG * 500
-        assert again[2:] == first[2:]
-        assert redis_client.pttl(LOCK) > LONG * 500
-
     def test_another_acquisition_of_the_same_process_is_another_owner(self, store):
         """Owners are told apart by their whole name, not by its beginning."""
         take(store, "a/1")
         assert isinstance(store.acquire([LOCK], "a/11", LONG, HOLDER), Refused)
         assert isinstance(store.acquire([LOCK], "a/", LONG, HOLDER), Refused)
-
-    def test_an_expired_lease_is_in_nobodys_way(self, store, redis_client):
-        """When a lease has run out the lock is free, and nothing of it is left in Redis."""
-        take(store, "a/1", ttl=SHORT)
-        wait_until_gone(redis_client)
-        assert state(redis_client) == {}
-        take(store, "b/1")
 
     def test_an_expired_lease_beside_a_live_one_is_swept_out(self, store, redis_client):
         """A lease that ended in a hash that lives on is removed by the next one that is granted."""
@@ -135,21 +97,6 @@ class TestAcquire:
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
         take(store, "a/1")
         assert list(state(redis_client)[LOCK]) == ["a/1"]
-
-    def test_an_expired_lease_is_not_named_as_the_holder(self, store, redis_client):
-        """A refusal names the live lease, wherever in the hash an ended one stands."""
-        redis_client.hset(LOCK, "dead/0", "1 1000 5 500 x {}")
-        redis_client.expire(LOCK, int(LONG))
-        take(store, "a/1")
-        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
-        assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
-
-    def test_a_lock_whose_only_lease_has_ended_is_granted(self, store, redis_client):
-        """An ended lease in a hash that is still there does not hold the lock."""
-        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
-        redis_client.expire(LOCK, int(LONG))
-        take(store, "b/1")
-        assert list(state(redis_client)[LOCK]) == ["b/1"]
 
     @pytest.mark.parametrize(
         ("owner", "holder"),
@@ -171,138 +118,7 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
-class TestRenew:
-    def test_the_expiry_is_reset_not_added_to(self, store, redis_client):
-        """However often a lease is renewed, it ends one timeout after the last renewal."""
-        take(store, "a/1", ttl=LONG / 2)
-        for _ in range(10):
-            assert renew(store, "a/1", LONG) is True
-        assert LONG * 500 < redis_client.pttl(LOCK) <= LONG * 1000
-        version, expires, _, acquired, _, _ = state(redis_client)[LOCK]["a/1"].split(" ", 5)
-        assert version == "1"
-        assert int(expires) - int(acquired) < LONG * 1500
-
-    def test_token_and_holder_stay(self, store, redis_client):
-        """A renewal changes the expiry and nothing else."""
-        token = take(store, "a/1")
-        before = state(redis_client)[LOCK]["a/1"].split(" ", 5)
-        renew(store, "a/1", 2 * LONG)
-        after = state(redis_client)[LOCK]["a/1"].split(" ", 5)
-        assert int(after[1]) > int(before[1])
-        assert after[2:] == before[2:]
-        assert int(after[2]) == token
-
-    def test_a_batch_is_answered_in_its_order(self, store):
-        """Each lease of a batch has its own answer, whatever became of its neighbours."""
-        for number in range(0, 100, 2):
-            take(store, f"a/{number}", lock=f"dislock:{{{number}}}")
-        answers = store.renew(
-            [([f"dislock:{{{number}}}"], f"a/{number}", LONG) for number in range(100)],
-            within=WITHIN,
-        )
-        assert answers == [True, False] * 50
-
-    def test_a_renewal_revives_nothing(self, store, redis_client):
-        """A lease that has ended stays so, even while its entry is still there."""
-        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
-        redis_client.expire(LOCK, int(LONG))
-        assert renew(store, "dead/1") is False
-        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Granted)
-
-    def test_a_late_renewal_leaves_the_new_holder_alone(self, store, redis_client):
-        """A stalled owner is told so; the new lease keeps its owner, token and expiry."""
-        take(store, "a/1", ttl=SHORT)
-        wait_until_gone(redis_client)
-        take(store, "b/1")
-        before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert renew(store, "a/1", 100 * LONG) is False
-        assert store.release([LOCK], "a/1") is False
-        assert state(redis_client) == before
-        assert redis_client.pttl(LOCK) <= pttl
-
-    def test_a_shorter_renewal_does_not_end_the_lock_under_another_lease(self, store, redis_client):
-        """The hash lives as long as its longest lease: a renewal never shortens its TTL."""
-        take(store, "a/1")
-        redis_client.pexpire(LOCK, int(LONG * 5000))
-        renew(store, "a/1", LONG)
-        assert redis_client.pttl(LOCK) > LONG * 4000
-
-
-class TestRelease:
-    def test_nothing_is_left(self, store, redis_client):
-        """After a release Redis is empty, also if a renewal comes late, and the lock is free."""
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1") is True
-        assert renew(store, "a/1") is False
-        assert state(redis_client) == {}
-        take(store, "b/1")
-
-    def test_the_second_release_answers_false(self, store):
-        """A release that is sent again finds nothing, and says so."""
-        take(store, "a/1")
-        assert [store.release([LOCK], "a/1") for _ in range(3)] == [True, False, False]
-
-    def test_another_owners_lease_is_not_touched(self, store, redis_client):
-        """Only the owner's own name releases; part of it, or another's, changes nothing."""
-        take(store, "a/1")
-        before = state(redis_client)
-        for other in ("b/1", "a/", "a/11", ""):
-            assert store.release([LOCK], other) is False
-        assert state(redis_client) == before
-
-    def test_an_ended_lease_is_not_released_but_removed(self, store, redis_client):
-        """Releasing a lease that ended answers False, and its entry goes."""
-        redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
-        redis_client.expire(LOCK, int(LONG))
-        assert store.release([LOCK], "dead/1") is False
-        assert state(redis_client) == {}
-
-    def test_at_least_keeps_the_lock_until_then(self, store, redis_client):
-        """With at_least the lock stays taken, until so long after the acquisition and no longer."""
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1", Ending(at_least=2 * LONG)) is True
-        refused = store.acquire([LOCK], "b/1", LONG, HOLDER)
-        assert isinstance(refused, Refused)
-        assert refused.owner == "a/1"
-        assert refused.holder == json.loads(HOLDER)
-        assert LONG < refused.remaining <= 2 * LONG
-        assert LONG * 1000 < redis_client.pttl(LOCK) <= LONG * 2000
-
-    def test_at_least_can_end_before_the_lease_would(self, store, redis_client):
-        """A lock that is kept for at_least is free right then, not at the old expiry."""
-        take(store, "a/1", ttl=LONG)
-        store.release([LOCK], "a/1", Ending(at_least=0.3))
-        assert redis_client.pttl(LOCK) <= 300
-        wait_until_gone(redis_client)
-        take(store, "b/1")
-
-    def test_at_least_that_has_passed_keeps_nothing(self, store, redis_client):
-        """When the lock was held so long already, at_least changes nothing."""
-        take(store, "a/1")
-        time.sleep(0.02)
-        assert store.release([LOCK], "a/1", Ending(at_least=0.01)) is True
-        assert state(redis_client) == {}
-
-    def test_a_lease_kept_by_at_least_belongs_to_nobody(self, store, redis_client):
-        """Its owner can neither renew, nor release, nor take again what it has given up."""
-        take(store, "a/1")
-        store.release([LOCK], "a/1", Ending(at_least=LONG))
-        before = state(redis_client)
-        assert renew(store, "a/1", 10 * LONG) is False
-        assert store.release([LOCK], "a/1") is False
-        assert store.release_dead([LOCK], "a/") == 0
-        assert isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Refused)
-        assert state(redis_client) == before
-
-
 class TestReleaseDead:
-    def test_the_dead_executions_lease_ends(self, store, redis_client):
-        """A lease whose owner begins with the execution's name is ended, whatever its counter."""
-        take(store, "id-1@w:7/123")
-        assert store.release_dead([LOCK], "id-1@w:7/") == 1
-        assert state(redis_client) == {}
-        assert store.release_dead([LOCK], "id-1@w:7/") == 0
-
     @pytest.mark.parametrize(
         "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w.7/"]
     )
@@ -312,40 +128,6 @@ class TestReleaseDead:
         before = state(redis_client)
         assert store.release_dead([LOCK], start) == 0
         assert state(redis_client) == before
-
-    def test_at_least_holds_after_a_death_too(self, store, redis_client):
-        """lock_at_least_for keeps the lock of a dead execution as it keeps any other."""
-        take(store, "id-1@w:7/1")
-        assert store.release_dead([LOCK], "id-1@w:7/", at_least=2 * LONG) == 1
-        assert redis_client.pttl(LOCK) > LONG * 1000
-        assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
-
-    def test_who_died_in_line_makes_room(self, store, redis_client):
-        """What a dead process waits for is ended with what it holds: the next in line has it."""
-        take(store, "a/1")
-        for owner in ("id-1@w:7/1", "b/1"):
-            assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, place=LONG), Refused)
-        assert store.release_dead([LOCK], "id-1@w:7/") == 0
-        store.release([LOCK], "a/1")
-        assert [holding.owner for holding in store.holders(LOCK)] == ["b/1"]
-        assert not redis_client.exists(f"{LOCK}:line", f"{LOCK}:places")
-
-    def test_the_place_in_line_alone(self, store, redis_client):
-        """Where a lease is to be left to expire, a dead process makes room in line only."""
-        take(store, "id-1@w:7/1")
-        for owner in ("id-1@w:7/2", "b/1"):
-            assert isinstance(store.acquire([LOCK], owner, LONG, HOLDER, place=LONG), Refused)
-        before = redis_client.hgetall(LOCK)
-        for _ in range(2):
-            assert store.release_dead([LOCK], "id-1@w:7/", at_least=None) == 0
-            assert redis_client.hgetall(LOCK) == before
-            assert redis_client.zrange(f"{LOCK}:line", 0, -1) == ["b/1"]
-        assert redis_client.hkeys(f"{LOCK}:places") == ["b/1"]
-
-    def test_a_lock_that_is_not_there_is_left_so(self, store, redis_client):
-        """Releasing after a death where nothing is held creates nothing."""
-        assert store.release_dead([LOCK], "id-1@w:7/", at_least=LONG) == 0
-        assert state(redis_client) == {}
 
 
 class TestRenewStalled:
@@ -489,13 +271,6 @@ class TestAllHolders:
         take(store, "b/1")
         assert list(all_holders(store, prefix)) == [mine]
 
-    def test_it_changes_nothing(self, store, redis_client):
-        """Locks are the same before and after."""
-        take(store, "a/1")
-        before = state(redis_client)
-        all_holders(store)
-        assert state(redis_client) == before
-
     def test_a_server_that_is_away_is_a_store_error(self, own_redis_server):
         """Nothing was found, and that is said."""
         store = Store(own_redis_server.url)
@@ -512,20 +287,6 @@ def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Hol
 
 
 class TestFencingToken:
-    @pytest.mark.parametrize("end", ["release", "expiry", "death"])
-    def test_it_grows(self, store, redis_client, end):
-        """Each new lease has a greater token than all before, though no key stays in between."""
-        tokens = []
-        for number in range(5 if end == "expiry" else 100):
-            tokens.append(take(store, f"a/{number}", ttl=0.01 if end == "expiry" else LONG))
-            if end == "expiry":
-                wait_until_gone(redis_client)
-            elif end == "release":
-                store.release([LOCK], f"a/{number}")
-            else:
-                store.release_dead([LOCK], "a/")
-        assert sorted(set(tokens)) == tokens
-
     def test_it_grows_though_the_servers_clock_was_set_back(self, store, redis_client):
         """While an older lease is still written there, the next token is greater than its."""
         future = (int(time.time()) + 10**6) * 10**6
@@ -551,14 +312,6 @@ class TestFencingToken:
         store.acquire([LOCK], "b/1", LONG, HOLDER, place=LONG)
         store.release_dead([LOCK], "dead/")
         assert take(store, "b/1") == future + 1
-
-    def test_it_grows_for_an_owner_that_comes_back_too_late(self, store, redis_client):
-        """An owner that asks again after its lease ended gets a new lease, with a new token."""
-        first = take(store, "a/1", ttl=SHORT)
-        wait_until_gone(redis_client)
-        assert take(store, "a/1") > first
-        redis_client.hset(LOCK, "a/1", "1 1000 5 500 x {}")
-        assert take(store, "a/1") > first
 
     def test_it_comes_back_exact(self, store, redis_client):
         """Tokens are whole microseconds: none is rounded on its way through Lua."""
@@ -633,37 +386,6 @@ class TestClear:
         assert not redis_client.exists(LOCK)
 
 
-class TestSentTwice:
-    """A command whose reply was lost is sent again: the second must mean what the first did."""
-
-    @pytest.mark.parametrize("at_least", [0.0, 2 * LONG], ids=["at once", "at least"])
-    @pytest.mark.parametrize("died", [False, True])
-    def test_release(self, store, redis_client, at_least, died):
-        """Release twice, also after a death: the second changes nothing, nor any expiry."""
-
-        def release():
-            if died:
-                return store.release_dead([LOCK], "a/", at_least)
-            return store.release([LOCK], "a/1", Ending(at_least=at_least))
-
-        take(store, "a/1")
-        assert release() == 1
-        before, pttl = state(redis_client), redis_client.pttl(LOCK)
-        assert release() == 0
-        assert state(redis_client) == before
-        assert redis_client.pttl(LOCK) <= pttl
-
-    def test_release_after_another_took_it(self, store, redis_client):
-        """A release that arrives again after the hand-over leaves the new lease alone."""
-        take(store, "a/1")
-        store.release([LOCK], "a/1")
-        take(store, "b/1")
-        before = state(redis_client)
-        assert store.release([LOCK], "a/1") is False
-        assert store.release_dead([LOCK], "a/") == 0
-        assert state(redis_client) == before
-
-
 class TestScriptsForgotten:
     @pytest.mark.parametrize("operation", ["acquire", "release", "release_dead", "renew"])
     def test_a_server_that_forgot_a_script_is_told_again(self, store, redis_client, operation):
@@ -715,14 +437,6 @@ class TestErrors:
         assert [answers[0], answers[2]] == [True, True]
         assert isinstance(answers[1], DamagedLockError)
         assert (answers[1].lock, "WRONGTYPE" in answers[1].reason) == ("dislock:{bad}", True)
-
-    def test_the_store_goes_on_after_an_error(self, store, redis_client):
-        """An error that the server answered is the end of that command, not of the store."""
-        redis_client.set("dislock:{bad}", "somebody else's")
-        with pytest.raises(StoreError):
-            store.release(["dislock:{bad}"], "a/1")
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1") is True
 
     def test_a_server_that_is_not_there_is_a_store_error(self, own_redis_server):
         """When nobody listens every method says so, with the server's address."""
@@ -779,13 +493,6 @@ class TestErrors:
         good = Store(url.replace("wrong", "right"))
         assert good.ping()["redis_version"]
         good.close()
-
-    def test_ping_tells_who_answers(self, store):
-        """The start-up check reads the server's version and its memory policy."""
-        info = store.ping()
-        assert info["redis_version"]
-        assert info["maxmemory_policy"]
-        assert info["role"] == "master"
 
 
 class Interrupted(BaseException):
@@ -971,41 +678,3 @@ class TestConnections:
         assert state(redis_client) == {}
         assert len(store.lock_server._wire._idle) <= 8
         store.close()
-
-
-class TestUrls:
-    @pytest.mark.parametrize(
-        "url",
-        [
-            "http://localhost/0",
-            "localhost:6379",
-            "amqp://guest@localhost//",
-            "redis://localhost:notaport/0",
-            "redis://localhost:99999999/0",
-        ],
-    )
-    def test_an_url_that_is_none_is_a_settings_error(self, url):
-        """What redis-py cannot read is refused when the store is made, with the setting's name."""
-        with pytest.raises(SettingsError, match="dislock_url"):
-            Store(url)
-
-    @pytest.mark.parametrize(
-        ("url", "options"),
-        [
-            ("redis://localhost/0", {"sokcet_timeout": 3}),
-            ("redis://localhost/0?sokcet_timeout=3", {}),
-            ("redis://localhost/0", {"protocol": 7}),
-            ("unix:///nowhere/redis.sock", {"socket_keepalive_typo": True}),
-        ],
-    )
-    def test_an_option_that_is_none_is_a_settings_error(self, url, options):
-        """An unknown option of a connection is refused when the store is made."""
-        with pytest.raises(SettingsError):
-            Store(url, options)
-
-    def test_the_password_of_an_option_is_in_no_text(self):
-        """A misspelt option is named; the password beside it is not shown."""
-        options = {"password": "s3cret", "sokcet_timeout": 3}
-        with pytest.raises(SettingsError, match="sokcet_timeout") as raised:
-            Store("redis://host:6379/0", options)
-        assert "s3cret" not in f"{raised.value} {raised.value.args!r}"
