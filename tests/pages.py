@@ -11,8 +11,8 @@ from waitress import wasyncore
 from waitress.server import create_server
 from werkzeug.test import Client, TestResponse
 
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web import Page
-from celery_dislock.operating.web.locks import AppLocks
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class FakeOverview:
     def add(self, *states: LockState) -> None:
         self.known.update({state.name: state for state in states})
 
-    def names(self, pattern="*"):
+    def names(self, pattern="*", failed=None):
         self.scans += 1
         self._answer()
         names = list(self.known)

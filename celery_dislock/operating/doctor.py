@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import members_of
-from celery_dislock.operating.findings import LEVELS, NOTE, SERIOUS, Finding
+from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding, findings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,12 +46,13 @@ def examine(facts: Facts) -> Report:
         facts: What is known before the lock server is asked.
     """
     facts.members = members_of(facts.server)
-    tables, findings = [workers.TABLE, server.TABLE], []
+    checks, found = [*workers.CHECKS, *server.CHECKS], []
     if not facts.away:
         try:
-            facts.look()
-            tables.insert(1, locks.TABLE)
+            facts.look(locks.is_suspect)
+            checks += locks.CHECKS
         except StoreError as exc:
-            findings.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
-    findings += [one for table in tables for check in table for one in check.findings(facts)]
-    return Report(sorted(findings, key=lambda one: LEVELS.index(one.level)), facts.away)
+            found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
+    for name, finds in checks:
+        found += findings(name, finds, facts)
+    return Report(sorted(found, key=lambda one: LEVELS.index(one.level)), facts.away)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from celery import Celery
 from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock
-from celery_dislock.operating.cli.doctor import Workers
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, wait_for
 
@@ -108,7 +106,7 @@ class TestDoctor:
         found = self.examine("own2@here", "own3@here")
         serious = [one for one in found if one["level"] == "serious"]
         assert any("run tasks without their locks" in one["what"] for one in serious)
-        [older] = [one for one in found if "older than this command" in one["what"]]
+        [older] = [one for one in found if "another version than this" in one["what"]]
         assert "own3@here" in older["about"]
 
     def test_options_that_differ_between_workers(self, start_fleet):
@@ -119,18 +117,6 @@ class TestDoctor:
         assert scenarios.hold.name in {name for one in found for name in one["about"]}
         assert {one["level"] for one in found} == {"warning"}
 
-    def test_leases_of_a_killed_worker(self, start_fleet, scene, redis_client):
-        """The key is named, and who does not answer."""
-        fleet = start_fleet("threads", "--dislock")
-        figures(fleet, "ping")
-        fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
-        fleet.workers[0].kill()
-        [found] = [one for one in self.examine("own1@here") if one["check"] == "leases"]
-        assert scene.key in found["about"]
-        with contextlib.suppress(AssertionError):
-            scene.lose_the_lock()
-
     def test_workers_of_another_broker_are_asked_there(self, start_fleet, server, rabbitmq):
         """The lock server is a Redis, and the broker RabbitMQ."""
         fleet = start_fleet("prefork", "--dislock", broker_url=rabbitmq.url)
@@ -140,9 +126,6 @@ class TestDoctor:
             result = CliRunner().invoke(
                 dislock, ["doctor", "--json", "--timeout", "2"], obj=SimpleNamespace(app=app)
             )
-            workers = Workers(app, 2)
-            assert "own1@here" in workers.fleet().answers
-            assert workers.empty() is None  # the app's own queue does not exist
         found = json.loads(result.output)["findings"]
         assert any("own1@here" in one["what"] for one in found if one["check"] == "workers")
         assert any(one["check"] == "renewals" and one["level"] == "ok" for one in found)

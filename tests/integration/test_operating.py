@@ -13,7 +13,7 @@ from celery import Celery
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockKeyError, LockLostError, SettingsError
+from celery_dislock.exceptions import LockLostError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Lines, Ticket
@@ -164,21 +164,6 @@ class TestFreeing:
         assert worker.actions.free(LOCK, "a", token + changed) is False
         assert worker.owners() == ["a"]
 
-    def test_what_has_come_since_stays(self, worker):
-        """The lease ended and another took the lock while the operator was thinking."""
-        token = worker.token("a")
-        worker.store.release([LOCK], "a")
-        worker.take("b")
-        assert worker.actions.free(LOCK, "a", token) is False
-        assert worker.owners() == ["b"]
-
-    def test_other_leases_of_the_lock_stay(self, worker):
-        """Of several that share a lock, the one that was shown is freed."""
-        for owner in "abc":
-            worker.take(owner, **SHARED)
-        assert worker.free("b") is True
-        assert sorted(worker.owners()) == ["a", "c"]
-
     def test_a_parked_task_has_its_turn(self, worker):
         """Its message is published by whoever frees the lock, and the lock is reserved for it."""
         worker.take("a")
@@ -245,16 +230,6 @@ class TestFreeing:
         assert isinstance(worker.claim("q"), Granted)
         worker.store.release([LOCK], "q@w/2", Ending(ticket="q:0:0"))
         assert worker.given() == ["p"]
-
-    def test_the_turn_of_the_only_parked_task_is_given_again(self, worker):
-        """Nobody else waits, so its message is sent once more."""
-        worker.take("a")
-        worker.park("p")
-        worker.store.release([LOCK], "a")
-        worker.given()
-        assert worker.free("p:0:0#") is True
-        assert worker.given() == ["p"]
-        assert worker.owners() == ["p:0:0#"]
 
     def test_a_parked_task_that_runs_ends_as_ever(self, worker, redis_client):
         """Its lease was freed while its body ran: its release ends its ticket."""
@@ -362,15 +337,6 @@ class TestDropping:
         message.headers.pop(REPLACED_HEADER)
         assert message == Message.from_bytes(message_of("p", **headers))
 
-    def test_a_message_without_headers_gets_one(self, worker):
-        """Message protocol 1 has its task in the body."""
-        worker.take("a")
-        bare = Message("", "celery", {}, "application/json", "utf-8", {}, True, b"{}")
-        worker.park("p", message=bare.to_bytes())
-        worker.drop("p")
-        message = Message.from_bytes(worker.told[0][1]["p:0:0"])
-        assert list(message.headers) == [REPLACED_HEADER]
-
 
 class TestLines:
     def test_a_parked_task_is_found_by_ticket_and_by_id(self, worker, monkeypatch):
@@ -386,13 +352,6 @@ class TestLines:
                 assert place.id == f"t{number}"
         assert find_parked(worker.overview, LOCK, "t") == []
 
-    def test_the_index_names_each_line_once(self, worker):
-        """However many pages it has."""
-        names = {name_of(f"line-{number}") for number in range(1200)}
-        for name in names:
-            worker.lines.enlist(name)
-        assert sorted(worker.lines.names()) == sorted(names)
-
 
 @pytest.fixture
 def app(redis_url):
@@ -403,20 +362,6 @@ def app(redis_url):
 
 
 class TestLockFor:
-    def test_a_task_tells_the_lock_of_its_arguments(self, app):
-        """Called as the task is called: positional or by name, it is the same lock."""
-
-        @app.task(base=SingletonTask, name="shop.export", lock_key="export:<corp>", shared=False)
-        def export(corp): ...
-
-        handle = export.lock_for(7)
-        assert (handle.key, handle.keys) == ("export:7", ("export:7",))
-        assert export.lock_for(corp=7).key == handle.key
-        with pytest.raises(LockKeyError, match="corp"):
-            export.lock_for(object())
-        with pytest.raises(TypeError, match="corp"):
-            export.lock_for()
-
     def test_a_task_without_a_key_has_the_digest_of_its_arguments(self, app):
         """The key is the one under which it runs."""
 
@@ -438,15 +383,6 @@ class TestLockFor:
         app.finalize()
         assert keyed.lock_for(7).key == "keyed:7"
 
-    def test_a_task_that_takes_no_lock_says_so(self, app):
-        """``lock_key=False``: there is nothing to look at."""
-
-        @app.task(base=SingletonTask, name="shop.free", lock_key=False, shared=False)
-        def free(): ...
-
-        with pytest.raises(SettingsError, match="takes no lock"):
-            free.lock_for()
-
     def test_several_keys_are_one_handle_of_several(self, app):
         """It stands for all of them; each can be asked for."""
 
@@ -465,24 +401,6 @@ class TestLockFor:
             with pytest.raises(LockLostError):
                 lock.extend()
             assert lease.lost
-
-    def test_free_ends_what_was_shown_and_nothing_else(self, app, redis_url):
-        """A holder that was shown, and has released since, frees nobody."""
-
-        @app.task(base=SingletonTask, name="shop.export", lock_key="export:<corp>", shared=False)
-        def export(corp): ...
-
-        with Holding(redis_url) as holding:
-            lease = holding.take("export:7", timeout=60)
-            handle = export.lock_for(7)
-            (shown,) = handle.holders()
-            assert (shown.owner, shown.token) == (lease.owner, lease.token)
-            lease.release()
-            later = holding.take("export:7", timeout=60)
-            assert handle.free(shown) == []
-            assert [one.owner for one in handle.holders()] == [later.owner]
-            assert [one.owner for one in handle.free()] == [later.owner]
-            assert handle.free() == []
 
     def test_a_reservation_is_freed_by_hand(self, app):
         """After a purge, say: the next message is sent.  What was reserved since is left alone."""

@@ -66,7 +66,7 @@ def test_one_screen_can_be_logged(held):
     for arguments in (["top", "--once"], ["top"]):
         result = run(held, *arguments)
         assert result.exit_code == 0, result.output
-        assert "held 1   leases 1   waiting 2" in result.output
+        assert "held 1   line 1   overdue 0" in result.output
         assert "shop.export[id-1] on w1@here (pid 7)" in result.output
         assert "[red]x[/red]\\x1b[31m" in result.output
         assert "\x1b" not in result.output

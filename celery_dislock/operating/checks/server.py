@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from statistics import median
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import ForbiddenError
-from celery_dislock.operating.checks.table import Table
-from celery_dislock.operating.findings import note, ok, serious, warning
+from celery_dislock.operating.checks.table import (
+    NOTE,
+    SERIOUS,
+    WARNING,
+    Row,
+    ok,
+    serious,
+    warning,
+)
 from celery_dislock.scripts import TRY
 from celery_dislock.servers.permissions import check_rights, tried_in
 from celery_dislock.servers.records import text
@@ -18,14 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from celery_dislock.operating.checks.facts import Facts, Member
-    from celery_dislock.operating.findings import Finding
+    from celery_dislock.operating.checks.table import Finding
 
-OLDEST = (6, 2)  # version of Redis
 SLOW = 0.05  # seconds: two of them are added to each task
-CLOCK_OFF = 1.0  # seconds
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
-LAG = 10  # seconds without a word from a replica
-NEARLY_FULL = 0.9  # of maxmemory
 KINDS = {
     "single": "a single server",
     "sentinel": "a master that Sentinels name",
@@ -35,11 +37,92 @@ KINDS = {
 
 REFUSES = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")  # a replica is found by its role
 _REPLICA = re.compile(r"slave\d+")
+AS_AT_START = {"eviction": evicts, "role": is_replica}  # a worker warns of these when it starts
 
-TABLE = Table()
+
+def _is_short(one: Member, facts: Facts) -> str:
+    """Say how many replicas follow, if fewer do than each write waits for."""
+    is_master, follow = one.info.get("role") == "master", len(_online(one))
+    return f"{follow} of {facts.min_replicas}" if is_master and follow < facts.min_replicas else ""
 
 
-@TABLE.check("server")
+def _is_alone(one: Member, facts: Facts) -> bool:
+    """Tell whether nothing takes over if a server fails that has replicas elsewhere."""
+    is_master = one.info.get("role") == "master"
+    return facts.server.kind in {"sentinel", "cluster"} and is_master and not _online(one)
+
+
+def _goes_on_alone(one: Member, facts: Facts) -> bool:
+    """Tell whether a master takes locks that is cut off from its Sentinels and its replicas."""
+    is_followed = facts.server.kind == "sentinel" and _online(one)
+    return bool(is_followed) and "min_slaves_good_slaves" not in one.info
+
+
+def _online(one: Member) -> list[dict[str, str]]:
+    """Return the replicas that follow a server."""
+    described = (
+        dict(part.split("=", 1) for part in value.split(",") if "=" in part)
+        for name, value in one.info.items()
+        if _REPLICA.fullmatch(name)
+    )
+    return [replica for replica in described if replica.get("state") == "online"]
+
+
+# Checks of each process of the lock server that answers.
+ROWS = (
+    Row(
+        "settings",
+        NOTE,
+        lambda one, _: one.no_info,
+        "Memory, role, replicas and what is saved could not be looked at",
+        "Allow it: ACL SETUSER ... +info",
+    ),
+    Row(
+        "persistence",
+        WARNING,
+        lambda one, facts: one.info.get("aof_enabled") == "0" and facts.parks,
+        "A crash or a restart loses the parked tasks that are not saved (appendonly no)",
+        "Set appendonly to yes: parked tasks exist nowhere else.",
+    ),
+    Row(
+        "persistence",
+        WARNING,
+        lambda one, facts: one.info.get("aof_enabled") == "0" and facts.server.kind == "quorum",
+        "After a restart it has forgotten its leases, and may grant them again (appendonly no)",
+        "Set appendonly to yes and appendfsync to always, or start it again only after the longest "
+        "timeout is over.",
+    ),
+    Row(
+        "replicas",
+        SERIOUS,
+        _is_short,
+        "Fewer replicas follow than dislock_min_replicas, so no lock can be taken",
+        "Start the replicas, or lower dislock_min_replicas.",
+    ),
+    Row(
+        "replicas",
+        WARNING,
+        _is_alone,
+        "No replica follows. If it fails, nothing takes over, and its locks are away",
+        "Start a replica; better two.",
+    ),
+    Row(
+        "replicas",
+        WARNING,
+        _goes_on_alone,
+        "A master that is cut off from its Sentinels goes on taking locks",
+        "Set min-replicas-to-write 1 and min-replicas-max-lag 10 on all servers.",
+    ),
+    Row(
+        "round trip",
+        WARNING,
+        lambda one, _: (one.round_trip or 0.0) >= SLOW and f"{one.round_trip * 1000:.2g} ms",
+        "Round trips are slow, and each locked task waits for two",
+        "Keep the lock server near the workers.",
+    ),
+)
+
+
 def answers(facts: Facts) -> Iterator[Finding]:
     """Tell what kind of server it is, and which processes of it do not answer."""
     away = [one for one in facts.members if one.away]
@@ -66,10 +149,10 @@ def answers(facts: Facts) -> Iterator[Finding]:
         version = one.info.get("redis_version", "of an unknown version")
         name = "Valkey" if "valkey" in one.info.get("server_name", "") else "Redis"
         version = one.info.get("valkey_version", version)
-        yield ok(f"{one.name} is {KINDS[facts.server.kind]}: {name} {version}.")
+        took = "" if one.round_trip is None else f", {one.round_trip * 1000:.2g} ms away"
+        yield ok(f"{one.name} is {KINDS[facts.server.kind]}: {name} {version}{took}.")
 
 
-@TABLE.check("rights")
 def rights(facts: Facts) -> Iterator[Finding]:
     """Find commands and keys that the server's user must be allowed.  A few round trips."""
     if facts.away:
@@ -84,25 +167,23 @@ def rights(facts: Facts) -> Iterator[Finding]:
         yield ok("The server's user may do all that locks need.")
 
 
-@TABLE.check_each("writes")
-def writes(one: Member, facts: Facts) -> Iterator[Finding]:
-    """Find a server that refuses to write, by trying.  A round trip."""
-    if facts.away or one.send is None:
-        return
-    tried = one.send(*TRY.by_text([], tried_in(facts.prefix), "HSET"))
-    why = next((text(part) for part in tried[1::2]), "")
-    if REFUSES.search(why):
-        why = why.partition("-")[2] if why.startswith("@") else why  # as Redis 6.2 writes it
-        yield serious(
-            f"It refuses to write, so no lock can be taken ({why}). Locks that are held can be "
-            "renewed and released if it is only its memory that is full.",
-            "Raise maxmemory, or keep the locks on a server of their own (dislock_url)."
-            if "OOM" in why
-            else "Look at its log, and at its disk.",
-        )
+def writes(facts: Facts) -> Iterator[Finding]:
+    """Find a server that refuses to write, by trying.  A round trip to each."""
+    for one in [] if facts.away else facts.answering:
+        tried = one.send(*TRY.by_text([], tried_in(facts.prefix), "HSET")) if one.send else []
+        why = next((text(part) for part in tried[1::2]), "")
+        if REFUSES.search(why):
+            why = why.partition("-")[2] if why.startswith("@") else why  # as Redis 6.2 writes it
+            yield serious(
+                f"It refuses to write, so no lock can be taken ({why}). Locks that are held can be "
+                "renewed and released if it is only its memory that is full.",
+                "Raise maxmemory, or keep the locks on a server of their own (dislock_url)."
+                if "OOM" in why
+                else "Look at its log, and at its disk.",
+                [one.name],
+            )
 
 
-@TABLE.check("sentinels")
 def sentinels(facts: Facts) -> Iterator[Finding]:
     """Find Sentinels that cannot name the master.  Blocks for the timeout of each."""
     asked: list[tuple[str, str]] = getattr(facts.server, "watchers", list)()
@@ -120,160 +201,34 @@ def sentinels(facts: Facts) -> Iterator[Finding]:
         yield ok(f"All {len(asked)} Sentinels name the master.")
 
 
-@TABLE.check_each("version")
-def version(one: Member, _: Facts) -> Iterator[Finding]:
-    """Find a server that is too old."""
-    known = one.info.get("redis_version", "")
-    numbers = tuple(int(part) for part in known.split(".")[:2] if part.isdigit())
-    if numbers and numbers < OLDEST:
-        what = f"Redis {known} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that is tested."
-        yield warning(what, "Update it.")
+def members(facts: Facts) -> Iterator[Finding]:
+    """Judge each process."""
+    for row in ROWS:
+        yield from row.finds({one.name: one for one in facts.answering}, facts)
+    for one in facts.answering:
+        for name, finds in AS_AT_START.items():
+            if found := finds(one.info):
+                yield serious(*found, [one.name])._replace(check=name)
 
 
-@TABLE.check_each("settings")
-def settings(one: Member, _: Facts) -> Iterator[Finding]:
-    """Tell what could not be looked at."""
-    if one.no_info:
-        yield note(
-            "Its memory, its role, its replicas and what it saves could not be looked at: "
-            f"{one.no_info}",
-            "Allow it: ACL SETUSER ... +info",
-        )
-
-
-@TABLE.check_each("eviction")
-def eviction(one: Member, _: Facts) -> Iterator[Finding]:
-    """Find a server that may evict locks, or would as soon as its memory is bounded."""
-    policy = one.info.get("maxmemory_policy", "noeviction")
-    if found := evicts(one.info):
-        yield serious(*found)
-    elif policy != "noeviction":
-        yield note(
-            f"maxmemory-policy is {policy}. Nothing is evicted as long as maxmemory is 0.",
-            "Set it to noeviction before somebody sets maxmemory.",
-        )
-
-
-@TABLE.check_each("memory")
-def memory(one: Member, _: Facts) -> Iterator[Finding]:
-    """Find a server that has no memory left to take more locks."""
-    info, most = one.info, int(one.info.get("maxmemory", 0))
-    if not evicts(info) and most and int(info.get("used_memory", 0)) > most * NEARLY_FULL:
-        yield warning(
-            f"Its memory is nearly full: {info.get('used_memory_human')} of "
-            f"{info.get('maxmemory_human')}. When it is full, no lock can be taken.",
-            "Raise maxmemory, or keep the locks on a server of their own (dislock_url).",
-        )
-
-
-@TABLE.check_each("role")
-def role(one: Member, _: Facts) -> Iterator[Finding]:
-    """Find a server that takes no locks: a replica, or one that loads its data."""
-    if found := is_replica(one.info):
-        yield serious(*found)
-    if one.info.get("loading") == "1":
-        left = one.info.get("loading_eta_seconds", "?")
-        what = f"The lock server loads its data, for {left} s more, and takes no locks meanwhile."
-        yield serious(what, "Wait.")
-
-
-@TABLE.check_each("persistence")
-def persistence(one: Member, facts: Facts) -> Iterator[Finding]:
-    """Find a server that forgets what must not be forgotten when it restarts."""
-    remedy = "Set appendonly to yes: parked tasks exist nowhere else."
-    if one.info.get("aof_enabled") != "0":  # or not known
-        return
-    if not facts.parks:
-        if facts.server.kind == "quorum":
-            yield warning(
-                "If it restarts, it has forgotten its leases and may grant them again "
-                "(appendonly no).",
-                "Set appendonly to yes and appendfsync to always, or start it again only after "
-                "the longest timeout is over.",
-            )
-    elif one.save is None:
-        yield warning(
-            "A crash loses the parked tasks that it has not saved (appendonly no). Whether it "
-            "saves at all could not be looked at.",
-            f"{remedy} To see what it saves: redis-cli CONFIG GET save",
-        )
-    elif one.save:
-        since = f'since the last snapshot (save "{one.save}")'
-        yield warning(f"A crash loses the tasks that were parked {since}.", remedy)
-    else:
-        what = "It saves nothing (appendonly no, no snapshots): a restart loses all parked tasks."
-        yield serious(what, remedy)
-
-
-@TABLE.check_each("replicas")
-def replicas(one: Member, facts: Facts) -> Iterator[Finding]:
-    """Find replicas that are missing or lag behind."""
-    info, kind, wanted = one.info, facts.server.kind, facts.min_replicas
-    if "connected_slaves" not in info or info.get("role") == "slave":
-        return
-    described = [
-        dict(part.split("=", 1) for part in value.split(",") if "=" in part)
-        for name, value in info.items()
-        if _REPLICA.fullmatch(name)
-    ]
-    online = [replica for replica in described if replica.get("state") == "online"]
-    late = [replica for replica in online if int(replica.get("lag", 0)) > LAG]
-    follow = len(online) - len(late)
-    if follow < wanted:
-        yield serious(
-            f"dislock_min_replicas is {wanted}, and {follow} replicas follow: no lock can be "
-            "taken.",
-            "Start the replicas, or lower dislock_min_replicas.",
-        )
-    elif kind in {"sentinel", "cluster"} and not online:
-        what = "No replica follows it. If it fails, nothing takes over, and its locks are away."
-        yield warning(what, "Start a replica; better two.")
-    elif late:
-        names = ", ".join(f"{replica.get('ip')}:{replica.get('port')}" for replica in late)
-        what = f"These replicas have not been heard of for {LAG} s: {names}."
-        yield warning(what, "A failover to them loses the newest leases.")
-    if kind == "sentinel" and online and "min_slaves_good_slaves" not in info:
-        yield warning(
-            "A master that is cut off from its Sentinels goes on taking locks.",
-            "Set min-replicas-to-write 1 and min-replicas-max-lag 10 on all servers.",
-        )
-
-
-@TABLE.check_each("round trip")
-def round_trip(one: Member, _: Facts) -> Iterator[Finding]:
-    """Tell how long a round trip takes."""
-    if one.round_trips:
-        took = median(one.round_trips)
-        what = f"A round trip takes {took * 1000:.2g} ms, the median of {len(one.round_trips)}."
-        if took < SLOW:
-            yield ok(what)
-        else:
-            what += " Each locked task waits for two."
-            yield warning(what, "Keep the lock server near the workers.")
-
-
-@TABLE.check("clock")
 def clocks(facts: Facts) -> Iterator[Finding]:
-    """Compare the servers' clocks with each other, and with the clock here."""
-    known = [(one.clock, one.name) for one in facts.members if one.clock is not None]
-    if not known:
-        return
-    (least, behind), (most, ahead) = min(known), max(known)
-    quorum = facts.server.kind == "quorum"
-    if most - least > (TOKENS_OFF if quorum else CLOCK_OFF):
+    """Compare the clocks of independent servers with each other."""
+    known = sorted((one.clock, one.name) for one in facts.members if one.clock is not None)
+    if facts.server.kind == "quorum" and known and known[-1][0] - known[0][0] > TOKENS_OFF:
+        (least, behind), (most, ahead) = known[0], known[-1]
         yield warning(
             f"The servers' clocks are {most - least:.2f} s apart: {behind} is behind, {ahead} "
             "ahead.",
-            "Let NTP set them: fencing tokens grow only as far as these clocks agree."
-            if quorum
-            else "Let NTP set them: after a failover a lease may last longer, or shorter.",
+            "Let NTP set them: fencing tokens grow only as far as these clocks agree.",
             [behind, ahead],
         )
-    off = max((clock for clock, _ in known), key=abs)
-    if abs(off) > CLOCK_OFF:
-        way = "ahead of" if off > 0 else "behind"
-        what = f"The lock server's clock is {abs(off):.1f} s {way} the clock here."
-        remedy = "No lock depends on that, but times in logs do not match. Let NTP set both."
-        yield note(what, remedy)
-    else:
-        yield ok(f"The lock server's clock and the clock here are {abs(off):.3f} s apart.")
+
+
+CHECKS = (
+    ("server", answers),
+    ("rights", rights),
+    ("writes", writes),
+    ("sentinels", sentinels),
+    ("server", members),
+    ("clock", clocks),
+)

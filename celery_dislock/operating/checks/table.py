@@ -1,69 +1,106 @@
-"""A table of checks.
+"""Checks, and what they find.
 
-A check is a generator of findings.  It judges the gathered facts, all of them or one Redis process
-at a time.  The name in its decorator is that of its findings, and of its row in the documentation.
+A check is a row of a table: what it is about, how serious it is, what makes it so, and the words.
+What a row cannot say is a function that yields findings.  The name of a check is that of its
+findings, and of its row in the documentation.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.findings import note
+from celery_dislock.redaction import reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from celery_dislock.operating.checks.facts import Facts, Member
-    from celery_dislock.operating.findings import Finding
+    from celery_dislock.operating.checks.facts import Facts
 
-    Finds = Callable[[Facts], Iterable[Finding]]
-    FindsOfOne = Callable[[Member, Facts], Iterable[Finding]]
+OK = "ok"
+NOTE = "note"  # good to know
+WARNING = "warning"  # tasks may wait, or do less than was meant
+SERIOUS = "serious"  # tasks do not run, run twice, or get lost
+LEVELS = (SERIOUS, WARNING, NOTE, OK)
+
+NAMED = 5  # names that a text gives
+LISTED = 100  # names that a finding carries
 
 
-class Check(NamedTuple):
+class Finding(NamedTuple):
     """
-    One row.
+    One finding.
 
     Attributes:
-        name: The check's name.
-        finds: Returns what it finds.
+        check: Name of the check.
+        level: One of :data:`LEVELS`.
+        what: What was found.
+        remedy: What to do about it; empty: nothing.
+        about: The keys, tasks, workers or servers that it is about; the first of them.
     """
 
-    name: str
-    finds: Finds
-
-    def findings(self, facts: Facts) -> Iterator[Finding]:
-        """Return the findings; the last one tells if the lock server did not answer the check."""
-        try:
-            for one in self.finds(facts):
-                yield one._replace(check=self.name)
-        except StoreError as exc:
-            yield note(f"This could not be looked at: {exc}")._replace(check=self.name)
+    check: str
+    level: str
+    what: str
+    remedy: str = ""
+    about: Sequence[str] = ()
 
 
-class Table(list[Check]):
-    """The checks of one subject, in the order of their findings."""
+def _finding(level: str, what: str, remedy: str = "", about: Iterable[str] = ()) -> Finding:
+    return Finding("", level, what, remedy, sorted(set(about))[:LISTED])
 
-    def check(self, name: str) -> Callable[[Finds], Finds]:
-        """Add a check of all facts."""
 
-        def add(finds: Finds) -> Finds:
-            self.append(Check(name, finds))
-            return finds
+serious, warning, note, ok = (partial(_finding, level) for level in LEVELS)
 
-        return add
 
-    def check_each(self, name: str) -> Callable[[FindsOfOne], FindsOfOne]:
-        """Add a check of each process of the lock server that answers."""
+class Row(NamedTuple):
+    """
+    A check of each lock, worker or process of the lock server.
 
-        def add(finds: FindsOfOne) -> FindsOfOne:
-            def of_all(facts: Facts) -> Iterator[Finding]:
-                for one in facts.answering:
-                    for finding in finds(one, facts):
-                        yield finding._replace(about=[one.name])
+    Attributes:
+        check: The check's name.
+        level: How serious it is.
+        is_so: Tells whether something is so of one of them, with the facts; a text says more of it.
+        what: What is wrong, before the names.
+        remedy: What to do about it.
+    """
 
-            self.append(Check(name, of_all))
-            return finds
+    check: str
+    level: str
+    is_so: Callable[[Any, Facts], object]
+    what: str
+    remedy: str
 
-        return add
+    def finds(self, things: Mapping[str, Any], facts: Facts) -> Iterator[Finding]:
+        """Yield what is found of these, by their names."""
+        found = {name: self.is_so(one, facts) for name, one in things.items()}
+        about = [name for name, so in found.items() if so]
+        if about:
+            named = (
+                f"{name} ({found[name]})" if found[name] is not True else name for name in about
+            )
+            what = f"{self.what}: {some(named)}."
+            yield _finding(self.level, what, self.remedy, about)._replace(check=self.check)
+
+
+def findings(
+    check: str, finds: Callable[[Facts], Iterable[Finding]], facts: Facts
+) -> Iterator[Finding]:
+    """Yield what a function finds; what it cannot look at, or judge, is a note."""
+    try:
+        for one in finds(facts):
+            yield one._replace(check=one.check or check)
+    except Exception as exc:  # noqa: BLE001 -- of the lock server, or an answer of any program
+        yield Finding(check, NOTE, f"This could not be looked at: {reason_of(exc)}")
+
+
+def some(names: Iterable[str]) -> str:
+    """Name some of many: the first five in order, and how many others there are."""
+    known = sorted(set(names))
+    more = f" and {len(known) - NAMED} others" if len(known) > NAMED else ""
+    return ", ".join(known[:NAMED]) + more
+
+
+def number(many: int, what: str) -> str:
+    """Write a number of things: ``1 lease``, ``2 leases``."""
+    return f"{many} {what}{'' if many == 1 else 's'}"

@@ -9,17 +9,18 @@ import click
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.keys.values import check_key
 from celery_dislock.operating.cli.keys import by_key
-from celery_dislock.operating.cli.reading import write_holder, write_reservation
+from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
     FOUND,
     as_json,
     audit,
     duration,
     session,
+    tell,
     write_json,
 )
+from celery_dislock.operating.locks import dropped, freed, terminated, unreserved
 from celery_dislock.servers.overview import find_parked, look_at_all
 from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED
 from celery_dislock.tasks.handle import WAIT
@@ -29,12 +30,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from celery_dislock.operating.cli.keys import WhichLock
-    from celery_dislock.operating.cli.session import Session
+    from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask, for scripts.")
 
 LEFT = "left"  # beside what Actions returns: somebody has said no
+OUTCOMES = {
+    FREED: "Freed lock {key}.{told}",
+    TERMINATED: "It has ended. Lock {key} is free, or handed on.",
+    ENDED: "That lease has ended meanwhile. Lock {key} is as it was.",
+    RUNS: "It still holds the lock after {wait}: nothing was freed. Its pool may not be able to "
+    "end a task (prefork is), its worker may not answer, or the task may ignore the signal: try "
+    "--signal KILL. To free the lock all the same, leave out --terminate; two may run then.",
+}
 
 
 @click.command()
@@ -78,128 +87,81 @@ def free(
     Exit code 1 if nothing was freed: nobody held the lock and it was not reserved, both have ended
     meanwhile, or the task still runs.
     """
+    done: list[dict[str, Any]] = []
     with session(context) as opened:
         locks = look_at_all(opened.overview, which.names(opened))
-        done = [
-            _free(opened, lock, holder, sure=yes, quiet=json_, **how)
-            for lock in locks
-            for holder in lock.holders
-            if token in {None, holder.token}
-        ]
-        if token is None and all(one["outcome"] != RUNS for one in done):
-            done += [
-                _end(opened, lock, lock.reservation, sure=yes, quiet=json_)
-                for lock in locks
-                if lock.reservation is not None
-            ]
+        for lock in locks:
+            for holder in lock.holders:
+                if token in {None, holder.token}:
+                    _show(lock, holder_lines(holder), quiet=json_)
+                    outcome = _free(opened, lock, holder, sure=yes, **how)
+                    about = {"owner": holder.owner, "token": holder.token}
+                    done.append({"key": lock.key, **about, "outcome": outcome})
+        stays = token is not None or any(one["outcome"] == RUNS for one in done)
+        for lock in [] if stays else locks:
+            if reserved := lock.reservation:
+                _show(lock, iter([reservation_line(reserved)]), quiet=json_)
+                outcome = _end(opened, lock, reserved, sure=yes)
+                done.append({"key": lock.key, "reserved_for": reserved.id, "outcome": outcome})
         if json_:
             write_json(done)
         if not done:
             with_token = "" if token is None else f" with token {token}"
-            keys = " + ".join(which.keys(opened))
-            click.echo(f"Nobody holds lock {plain(keys)}{with_token}.", err=True)
+            tell(f"Nobody holds lock {' + '.join(which.keys(opened))}{with_token}.")
         if not any(one["outcome"] in {FREED, TERMINATED} for one in done):
             context.exit(FOUND)
 
 
+def _show(lock: LockState, lines: Iterator[str], *, quiet: bool) -> None:
+    tell(f"lock {lock.key}")
+    if not quiet:
+        write_lines(lines)
+
+
 def _free(
-    opened: Session,
+    opened: AppLocks,
     lock: LockState,
     holder: Holder,
     *,
     sure: bool,
-    quiet: bool,
     terminate: bool,
-    **how: Any,
-) -> dict[str, Any]:
-    """Show a lease, ask, and end it; return what became of it, for JSON."""
-    key = plain(lock.key)
-    click.echo(f"lock {key}", err=True)
-    if not quiet:
-        write_holder(holder)
-    if terminate and holder.can_be_terminated:
-        outcome, note = _terminated(opened, lock, holder, sure=sure, **how), ""
-    else:
-        outcome = _taken_away(opened, lock, holder, sure=sure, terminate=terminate)
-        note = _afterwards(holder)
-    if outcome == FREED:
-        audit(f"freed lock {lock.key!r} of {_of(holder)}")
-    said = {
-        FREED: f"Freed lock {key}.{note}",
-        TERMINATED: f"It has ended. Lock {key} is free, or handed on.",
-        ENDED: f"That lease has ended meanwhile. Lock {key} is as it was.",
-    }
-    if outcome in said:
-        click.echo(said[outcome], err=True)
-    return {"key": lock.key, "owner": holder.owner, "token": holder.token, "outcome": outcome}
-
-
-def _taken_away(
-    opened: Session, lock: LockState, holder: Holder, *, sure: bool, terminate: bool
+    signal: str,
+    wait: float,
 ) -> str:
-    if terminate:
+    """Ask, and end a lease that was shown; return what became of it."""
+    is_body = not (holder.turn or holder.expiring)
+    if terminate and not holder.can_be_terminated:
         why = "is no task that a worker runs" if holder.thread else "runs no body now"
-        click.echo(f"It cannot be terminated: {plain(holder.who)} {why}.", err=True)
-        if not (holder.turn or holder.expiring):
+        tell(f"It cannot be terminated: {holder.who} {why}.")
+        if is_body:
             return RUNS
-    if not agrees(_risk(holder), sure=sure):
-        return LEFT
-    return FREED if opened.actions.free(lock.name, holder.owner, holder.token) else ENDED
-
-
-def _terminated(
-    opened: Session, lock: LockState, holder: Holder, *, sure: bool, signal: str, wait: float
-) -> str:
-    if not agrees(f"Terminate {holder.who} and free the lock?", sure=sure):
+        terminate = False
+    if not agrees(_question(holder, terminate=terminate), sure=sure):
         return LEFT
 
     def on_sent() -> None:
-        audit(f"told the workers to end {_of(holder)}, which holds lock {lock.key!r}")
-        click.echo(f"Told the workers to end it; waiting for {for_people(wait)} at most.", err=True)
+        audit(terminated(lock.name, holder))
+        tell(f"Told the workers to end it; waiting for {for_people(wait)} at most.")
 
-    end = opened.actions.terminate_and_free
-    outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
-    if outcome == RUNS:
-        click.echo(
-            f"It still holds the lock after {for_people(wait)}: nothing was freed. Its pool "
-            "may not be able to end a task (prefork is), its worker may not answer, or the "
-            "task may ignore the signal: try --signal KILL. To free the lock all the same, "
-            "leave out --terminate; two may run then.",
-            err=True,
-        )
-    elif outcome != TERMINATED:
-        click.echo("Its lease is not renewed any more: its process is gone.", err=True)
+    told = ""
+    if terminate:
+        end = opened.actions.terminate_and_free
+        outcome = end(lock.name, holder, wait=wait, signal=signal, on_sent=on_sent)
+        if outcome in {FREED, ENDED}:
+            tell("Its lease is not renewed any more: its process is gone.")
+    else:
+        is_freed = opened.actions.free(lock.name, holder.owner, holder.token)
+        outcome = FREED if is_freed else ENDED
+        told = _afterwards(holder) if is_body else ""
+    if outcome == FREED:
+        audit(freed(lock.name, holder))
+    tell(OUTCOMES[outcome].format(key=lock.key, wait=for_people(wait), told=told))
     return outcome
 
 
-def _end(
-    opened: Session, lock: LockState, reservation: ReservationState, *, sure: bool, quiet: bool
-) -> dict[str, Any]:
-    """Show a reservation, ask, and end it; return what became of it, for JSON."""
-    key, outcome = plain(lock.key), LEFT
-    click.echo(f"lock {key}", err=True)
-    if not quiet:
-        write_reservation(reservation)
-    goes_on = {
-        "running": "Its task goes on.",
-        "ended": "Its task has ended.",
-    }.get(reservation.state, "Its message may still wait, and runs then as well.")
-    if agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
-        if opened.actions.end_reservation(lock.name, reservation):
-            outcome = FREED
-            audit(f"ended the reservation of lock {lock.key!r} for task {reservation.id!r}")
-            click.echo(f"Ended the reservation of {key}.", err=True)
-        else:
-            outcome = ENDED
-            click.echo(f"That reservation of {key} has ended meanwhile.", err=True)
-    return {"key": lock.key, "reserved_for": reservation.id, "outcome": outcome}
-
-
-def _of(holder: Holder) -> str:
-    return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"
-
-
-def _risk(holder: Holder) -> str:
+def _question(holder: Holder, *, terminate: bool) -> str:
+    if terminate:
+        return f"Terminate {holder.who} and free the lock?"
     if holder.turn:
         return "Take its turn away? It goes to the end of the line."
     if holder.expiring:
@@ -208,12 +170,26 @@ def _risk(holder: Holder) -> str:
 
 
 def _afterwards(holder: Holder) -> str:
-    if holder.expiring or holder.turn:
-        return ""
     when = "when it renews or releases its lease"
     if holder.timeout is not None:
         when = f"within {for_people(holder.timeout / RENEWALS_PER_TIMEOUT)}"
     return f" Its holder learns of it {when}; until then two may run."
+
+
+def _end(opened: AppLocks, lock: LockState, shown: ReservationState, *, sure: bool) -> str:
+    """Ask, and end a reservation that was shown; return what became of it."""
+    goes_on = {
+        "running": "Its task goes on.",
+        "ended": "Its task has ended.",
+    }.get(shown.state, "Its message may still wait, and runs then as well.")
+    if not agrees(f"End the reservation, so that the next message is sent? {goes_on}", sure=sure):
+        return LEFT
+    if not opened.actions.end_reservation(lock.name, shown):
+        tell(f"That reservation of {lock.key} has ended meanwhile.")
+        return ENDED
+    audit(unreserved(lock.name, shown.id))
+    tell(f"Ended the reservation of {lock.key}.")
+    return FREED
 
 
 @click.command()
@@ -236,28 +212,23 @@ def drop(
 
     Exit code 1 if the task is not in line: it runs, or has run, or was dropped.
     """
+    done = []
     with session(context) as opened:
-        done = []
         for name, place in _parked(opened, ticket, key):
-            locked = key_of(name)
             at = f"place {place.place}" if place.place else "its turn"
-            click.echo(
-                f"{plain(place.who)}, {at} in line for lock {plain(locked)}, parked for "
-                f"{for_people(place.waiting)}",
-                err=True,
-            )
+            since = for_people(place.waiting)
+            tell(f"{place.who}, {at} in line for lock {key_of(name)}, parked for {since}")
             gone = False
             if agrees("Drop it? It does not run.", sure=yes):
                 gone = opened.actions.drop(name, place.ticket)
                 if gone:
-                    parked = f"ticket {place.ticket!r} from the line of lock {locked!r}"
-                    audit(f"dropped the parked task of {parked}")
-                click.echo("Dropped." if gone else "It has left the line meanwhile.", err=True)
-            done.append({"key": locked, "ticket": place.ticket, "dropped": gone})
+                    audit(dropped(name, place.ticket))
+                tell("Dropped." if gone else "It has left the line meanwhile.")
+            done.append({"key": key_of(name), "ticket": place.ticket, "dropped": gone})
         if json_:
             write_json(done)
         if not done:
-            click.echo(f"No parked task {plain(ticket)} is in line.", err=True)
+            tell(f"No parked task {ticket} is in line.")
         if not any(one["dropped"] for one in done):
             context.exit(FOUND)
 
@@ -283,29 +254,23 @@ def put_back(context: click.Context, /, *, which: WhichLock, ticket: str, json_:
         if json_:
             write_json(done)
         if not done:
-            click.echo("Nothing is set aside there.", err=True)
+            tell("Nothing is set aside there.")
         if all(one["problem"] for one in done):
             context.exit(FOUND)
 
 
-def _parked(opened: Session, wanted: str, key: str | None) -> Iterator[tuple[str, Waiter]]:
+def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[str, Waiter]]:
     """Yield each parked task of that ticket or id, with its lock's name in Redis."""
-    server = opened.process.store.lock_server
-    if not server.keeps_lines:
+    if not opened.process.store.lock_server.keeps_lines:
         raise click.UsageError("Several independent lock servers keep no parked tasks.")
-    names = (
-        opened.process.lines.names() if key is None else opened.runtime.lock_names([check_key(key)])
-    )
-    for name in names:
+    for name in opened.process.lines.names() if key is None else [opened.name_of(key)]:
         try:
-            found = find_parked(opened.overview, name, wanted)
+            for place in find_parked(opened.overview, name, wanted):
+                yield name, place
         except DamagedLockError as exc:
             if key is not None:
                 raise
-            click.echo(f"Not looked into: {plain(exc)}", err=True)
-            continue
-        for place in found:
-            yield name, place
+            tell(f"Not looked into: {exc}")
 
 
 def agrees(question: str, *, sure: bool) -> bool:
@@ -315,8 +280,9 @@ def agrees(question: str, *, sure: bool) -> bool:
     try:
         agreed = click.confirm(plain(question), err=True)
     except click.Abort:
-        click.echo("\nNobody answers: give --yes if you are sure.", err=True)
+        tell("")
+        tell("Nobody answers: give --yes if you are sure.")
         agreed = False
     if not agreed:
-        click.echo("Left as it is.", err=True)
+        tell("Left as it is.")
     return agreed

@@ -16,6 +16,7 @@ from celery_dislock.operating.cli.session import (
     audit,
     duration,
     session,
+    tell,
     write_json,
     write_table,
 )
@@ -80,41 +81,36 @@ def _take_over(context: click.Context, name: str) -> None:
             raise click.UsageError("Several independent lock servers keep no parked tasks.")
         opened.process.identity.take_over(name)
         audit(f"took over the tasks of the lost store {name}")
-    click.echo(f"Tasks on their way from store {name} belong here now.", err=True)
+    tell(f"Tasks on their way from store {name} belong here now.")
 
 
 def _drained(draining: Drain, seconds: float, *, sure: bool, in_json: bool) -> bool:
     """Tell whether nothing is left there."""
-    done: list[dict[str, Any]] = []
     draining.check()
-    lines = list(draining.lines())
-    parked = [(lock.key, lock.waiting + len(lock.turns)) for lock in lines]
-    where = plain(draining.there)
-    if lines and not in_json:
-        write_table(("KEY", "IN LINE"), parked)
-    click.echo(f"Looking for {for_people(seconds)} whether a worker still uses {where}.", err=True)
-    workers = draining.workers(seconds)
-    if workers:
-        names = ", ".join(sorted({plain(one.worker or one.who) for one in workers}))
-        click.echo(
+    parked = [(lock.key, lock.waiting + len(lock.turns)) for lock in draining.lines()]
+    if parked and not in_json:
+        write_table({"KEY": lambda key, _: key, "IN LINE": lambda _, many: many}, parked)
+    there = draining.there
+    tell(f"Looking for {for_people(seconds)} whether a worker still uses {there}.")
+    if workers := draining.workers(seconds):
+        names = ", ".join(sorted({one.worker or one.who for one in workers}))
+        tell(
             f"A worker still uses it: {names}. Stop the workers with the old settings first. "
-            "One that was killed is seen until its leases have ended.",
-            err=True,
+            "One that was killed is seen until its leases have ended."
         )
         return False
-    click.echo(
-        f"{sum(many for _, many in parked)} parked in {len(lines)} lines on {where}.", err=True
-    )
+    tell(f"{sum(many for _, many in parked)} parked in {len(parked)} lines on {there}.")
     if not agrees(f"Send them on, to {draining.here}?", sure=sure):
         return False
+    done: list[dict[str, Any]] = []
     for one in draining.run():
         done.append({"key": key_of(one.lock), "ticket": one.ticket, "problem": one.problem or None})
         if one.problem:
             what = f"{one.ticket} is set aside there" if one.ticket else "Left there"
-            click.echo(f"{plain(what)}: {plain(one.problem)}", err=True)
+            tell(f"{what}: {one.problem}")
     sent = sum(one["problem"] is None for one in done)
-    audit(f"sent on {sent} parked tasks from {draining.there!r} to {draining.here!r}")
+    audit(f"sent on {sent} parked tasks from {there!r} to {draining.here!r}")
     if in_json:
         write_json(done)
-    click.echo(f"Sent on {sent}. What is on its way from there belongs here now.", err=True)
+    tell(f"Sent on {sent}. What is on its way from there belongs here now.")
     return sent == len(done)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from celery import Celery
 
-    from celery_dislock.operating.cli.session import Session
+    from celery_dislock.operating.locks import AppLocks
     from celery_dislock.tasks.guard import Guard
 
 
@@ -37,7 +37,7 @@ class WhichLock(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any]
 
-    def keys(self, session: Session) -> Sequence[str]:
+    def keys(self, opened: AppLocks) -> Sequence[str]:
         """
         Return the keys, in the order in which they are taken.
 
@@ -47,25 +47,25 @@ class WhichLock(NamedTuple):
         """
         if self.task is None:
             return [check_key(self.key or "")]
-        guard = self.guard(session)
+        guard = self.guard(opened)
         try:
             return guard.keys(self.args, self.kwargs)
         except TypeError as exc:  # the arguments are not the task's
             raise click.UsageError(f"task {self.task}: {plain(exc)}") from exc
 
-    def guard(self, session: Session) -> Guard:
+    def guard(self, opened: AppLocks) -> Guard:
         """Return the guard of the task that was named."""
-        return guard_of(_task(session.app, str(self.task)))
+        return guard_of(_task(opened.app, str(self.task)))
 
-    def names(self, session: Session) -> Sequence[str]:
+    def names(self, opened: AppLocks) -> Sequence[str]:
         """Return the names in Redis; see :meth:`keys`."""
-        return session.runtime.lock_names(self.keys(session))
+        return opened.runtime.lock_names(self.keys(opened))
 
-    def is_known(self, session: Session) -> bool:
+    def is_known(self, opened: AppLocks) -> bool:
         """Tell whether the lock server knows anything of the lock, or a task names it."""
         if self.key is None:
             return True
-        return session.overview.lock(session.name_of(self.key), most=0).exists
+        return opened.overview.lock(opened.name_of(self.key), most=0).exists
 
 
 def by_key(command: Callable[..., Any]) -> Callable[..., Any]:

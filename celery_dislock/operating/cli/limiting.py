@@ -8,7 +8,16 @@ import click
 
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.cli.keys import WhichLock, by_key
-from celery_dislock.operating.cli.session import as_json, audit, duration, session, user, write_json
+from celery_dislock.operating.cli.session import (
+    as_json,
+    audit,
+    duration,
+    session,
+    tell,
+    user,
+    write_json,
+)
+from celery_dislock.operating.locks import limited, signed
 from celery_dislock.words import for_people, plain
 
 WILDCARDS = frozenset("*?[")  # of the patterns of `ls`
@@ -70,17 +79,17 @@ def _set(
     seconds: float | None = None,
     note: str = "",
 ) -> None:
-    signed = "" if number is None else f"by {user()}{': ' if note else ''}{note}"
+    by = "" if number is None else signed(user(), note)
     done: list[dict[str, Any]] = []
     with session(context) as opened:
         names = which.names(opened)
         if not which.is_known(opened):
             _doubt(str(which.key), sets=number is not None)
         for name in names:
-            key = key_of(name)
-            before = opened.actions.limit(name, number, seconds=seconds, note=signed)
-            audit(_done(key, number, seconds, signed))
-            done.append({"key": key, "limit": number, "before": before, "seconds": seconds})
+            before = opened.actions.limit(name, number, seconds=seconds, note=by)
+            audit(limited(name, number, by, seconds))
+            about = {"key": key_of(name), "limit": number, "before": before}
+            done.append({**about, "seconds": seconds})
     if json_:
         write_json(done)
         return
@@ -92,7 +101,7 @@ def _set(
         }.get(number, f"admits {number} at a time, {lasts}")
         none = " Nobody had set another." if number is None else ""
         past = {None: none, 0: " It was paused."}.get(before, f" It admitted {before}.")
-        click.echo(f"Lock {plain(key)} {plain(now)}.{past}")
+        click.echo(plain(f"Lock {key} {now}.{past}"))
 
 
 def _doubt(key: str, *, sets: bool) -> None:
@@ -103,13 +112,5 @@ def _doubt(key: str, *, sets: bool) -> None:
             "Give one key; `celery dislock ls PATTERN` lists them."
         )
     if sets:
-        nobody = f"Warning: nobody holds, awaits or reserves lock {plain(key)} now."
-        click.echo(f"{nobody} If its key is another: celery dislock ls", err=True)
-
-
-def _done(key: str, number: int | None, seconds: float | None, note: str) -> str:
-    if number is None:
-        return f"took back the limit of lock {key!r}"
-    does = f"limited lock {key!r} to {number} leases" if number else f"paused lock {key!r}"
-    lasts = f" for {for_people(seconds)}" if seconds else ""
-    return f"{does}{lasts}, with the note {note!r}"
+        nobody = f"Warning: nobody holds, awaits or reserves lock {key} now."
+        tell(f"{nobody} If its key is another: celery dislock ls")

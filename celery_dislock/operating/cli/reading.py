@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli.keys import by_key
 from celery_dislock.operating.cli.session import (
     FOUND,
-    as_data,
+    NOTHING,
     as_json,
     duration,
     session,
+    tell,
     write_json,
-    write_json_rows,
     write_table,
 )
+from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
-from celery_dislock.servers.view import REPEAT, TROUBLES, differing, shown_key
-from celery_dislock.words import for_people, plain
+from celery_dislock.servers.view import REPEAT, differing
+from celery_dislock.words import for_people, plain, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from celery_dislock.operating.cli.keys import WhichLock
-    from celery_dislock.operating.cli.session import Session
+    from celery_dislock.operating.locks import Row
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
-NOTHING = "-"
 SHOWN = 60  # characters of a task's arguments
 
-# Columns of `ls`: what each has of a lock, and of one holder of it.
-LISTED: Mapping[str, Callable[[LockState, Holder | None], object]] = {
-    "KEY": lambda lock, _: lock.key,
-    "TROUBLE": lambda lock, _: ", ".join(_since(lock, what) for what in lock.troubles),
+# Columns of `ls`: what each has of a lock that can be read, and of one holder of it.
+LISTED: Mapping[str, Callable[[Row, Holder | None], object]] = {
+    "KEY": lambda row, _: row.key,
+    "TROUBLE": lambda row, _: ", ".join(_since(row.state, what) for what in row.troubles),
     "HELD FOR": lambda _, holder: holder and for_people(holder.held),
     "RENEWED": lambda _, holder: holder and _renewed(holder),
     "LEFT": lambda _, holder: holder and for_people(holder.remaining),
-    "WAITING": lambda lock, _: lock.waiting,
-    "RESERVED": lambda lock, _: lock.reservation and _reserved(lock.reservation),
-    "LIMIT": lambda lock, _: _limit(lock),
-    "HOLDER": lambda _, holder: holder and holder.who,
+    "WAITING": lambda row, _: row.waiting,
+    "RESERVED": lambda row, _: row.state and _reserved(row.state.reservation),
+    "LIMIT": lambda row, _: row.state and _limit(row.state),
+    "HOLDER": lambda row, holder: (
+        f"cannot be read: {row.problem.reason}" if row.problem else holder and holder.who
+    ),
 }
-LISTED_SPARE, LISTED_CUT = ("LEFT", "RENEWED", "LIMIT", "RESERVED"), ("KEY", "HOLDER")
 
 # Columns of `line`.
 IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
@@ -58,9 +57,8 @@ IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "TICKET": lambda waiter: waiter.ticket,
     "WHO": lambda waiter: waiter.who,
     "QUEUE": lambda waiter: waiter.routing_key,
-    "ARGUMENTS": lambda waiter: _cut(waiter.args or ""),
+    "ARGUMENTS": lambda waiter: (waiter.args or "")[:SHOWN],
 }
-IN_LINE_SPARE, IN_LINE_CUT = ("ARGUMENTS", "TURNS"), ("WHO", "QUEUE")
 
 
 @click.command()
@@ -80,14 +78,17 @@ def ls(context: click.Context, /, pattern: str, *, json_: bool, **only: Any) -> 
     the reason.
     """
     with session(context) as opened:
-        listed = sorted(found(opened, pattern, _wanted(**only)), key=_order)
+        listed = list(rows(opened.overview, pattern))
+        if any(option is not None for option in only.values()):
+            listed = list(_chosen(listed, **only))
+        listed.sort(key=lambda row: (row.rank, row.key))
         if json_:
-            write_json_rows(map(as_dict, listed))
+            lines = ",\n ".join(to_json(as_dict(row), default=str) for row in listed)
+            click.echo(f"[{lines}]")
         elif listed:
-            rows = [row for one in listed for row in rows_of(one)]
-            write_table([*LISTED], rows, spare=LISTED_SPARE, cut=LISTED_CUT)
+            write_table(LISTED, by_holder(listed))
         else:
-            click.echo("No lock matches.", err=True)
+            tell("No lock matches.")
 
 
 @click.command()
@@ -103,10 +104,9 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
     with session(context) as opened:
         locks = look_at_all(opened.overview, which.names(opened))
         if json_:
-            _write_json_of_each([as_dict(lock) for lock in locks])
+            _write_json_of_each([_with_troubles(lock) for lock in locks])
         else:
-            for lock in locks:
-                _write(lock)
+            write_lines(line for lock in locks for line in _described(lock))
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -134,7 +134,9 @@ def line(
         locks = [opened.overview.lock(name, first - 1, most) for name in which.names(opened)]
         if json_:
             names = ("key", "waiting", "turns", "line")
-            _write_json_of_each([{name: as_dict(lock)[name] for name in names} for lock in locks])
+            _write_json_of_each(
+                [{name: as_data(getattr(lock, name)) for name in names} for lock in locks]
+            )
         else:
             for lock in locks:
                 _write_line(lock, several=len(locks) > 1)
@@ -142,18 +144,14 @@ def line(
             context.exit(FOUND)
 
 
-class Damaged(NamedTuple):
-    """A lock that cannot be read, and why."""
+def as_dict(row: Row) -> dict[str, Any]:
+    """Return a lock of a list as JSON has it."""
+    if row.state is None:
+        return {"key": row.key, "name": row.name, "error": str(row.problem)}
+    return _with_troubles(row.state)
 
-    key: str
-    name: str
-    error: StoreError
 
-
-def as_dict(lock: LockState | Damaged) -> dict[str, Any]:
-    """Return a lock as JSON has it."""
-    if isinstance(lock, Damaged):
-        return {**lock._asdict(), "error": str(lock.error)}
+def _with_troubles(lock: LockState) -> dict[str, Any]:
     return {**as_data(lock), "troubles": lock.troubles}
 
 
@@ -161,10 +159,39 @@ def _write_json_of_each(locks: list[dict[str, Any]]) -> None:
     write_json(locks[0] if len(locks) == 1 else locks)
 
 
-def write_holder(holder: Holder) -> None:
-    """Write all that is known of a lease, in words."""
+def _chosen(
+    listed: Iterable[Row], *, held_for: float | None, task: str | None, worker: str | None
+) -> Iterator[Row]:
+    """Yield the locks with such holders, and with these holders only."""
+    for row in listed:
+        holders = [
+            one
+            for one in (row.state.holders if row.state else ())
+            if (held_for is None or one.held >= held_for)
+            and fnmatchcase(one.task or "", task or "*")
+            and fnmatchcase(one.worker or "", worker or "*")
+        ]
+        if row.state and holders:
+            yield row._replace(state=row.state._replace(holders=holders))
+
+
+def by_holder(listed: Iterable[Row]) -> Iterator[tuple[Row, Holder | None]]:
+    """Yield a row for each holder of each lock."""
+    for row in listed:
+        holders = row.state.holders if row.state else ()
+        yield from ((row, holder) for holder in holders or (None,))
+
+
+def write_lines(lines: Iterable[str]) -> None:
+    """Write lines, each made plain."""
+    for one in lines:
+        click.echo(plain(one))
+
+
+def holder_lines(holder: Holder) -> Iterator[str]:
+    """Yield all that is known of a lease, in words."""
     since = _as_date(holder.acquired_at)
-    lines = {
+    known = {
         "task": holder.task,
         "id": holder.id,
         "thread": holder.thread,
@@ -176,80 +203,26 @@ def write_holder(holder: Holder) -> None:
         "token": holder.token,
         "owner": holder.owner,
     }
-    click.echo(f"  held by {plain(holder.who)}")
-    for name, value in lines.items():
-        if value is not None:
-            click.echo(f"    {name:<9} {plain(value)}")
+    yield f"  held by {holder.who}"
+    yield from (f"    {name:<9} {value}" for name, value in known.items() if value is not None)
 
 
 def _lease_in_words(holder: Holder) -> str:
-    left = for_people(holder.remaining)
+    left = f"ends in {for_people(holder.remaining)}"
     if holder.expiring:
-        return f"its owner is done; ends in {left}"
+        return f"its owner is done; {left}"
     if holder.turn:
-        return f"a turn that is not claimed yet; ends in {left}"
+        return f"a turn that is not claimed yet; {left}"
     if holder.renewed is None:
-        return f"ends in {left}"
-    return f"renewed {_renewed(holder)}, ends in {left} unless renewed again"
+        return left
+    return f"renewed {_renewed(holder)}, {left} unless renewed again"
 
 
-def _wanted(
-    held_for: float | None, task: str | None, worker: str | None
-) -> Callable[[Holder], bool] | None:
-    """Return what chooses holders; None: also locks without a holder are wanted."""
-    if held_for is None and task is None and worker is None:
-        return None
-    return lambda holder: (
-        holder.held >= (held_for or -math.inf)
-        and fnmatchcase(holder.task or "", task or "*")
-        and fnmatchcase(holder.worker or "", worker or "*")
-    )
-
-
-def found(
-    opened: Session,
-    pattern: str = "*",
-    wanted: Callable[[Holder], bool] | None = None,
-    failed: list[StoreError] | None = None,
-) -> Iterator[LockState | Damaged]:
-    """Yield the locks that are wanted, with the holders that are wanted."""
-    for names in opened.overview.names(pattern, failed):
-        for name, lock in zip(names, opened.overview.look(names), strict=True):
-            if isinstance(lock, StoreError):
-                if wanted is None:
-                    yield Damaged(shown_key(name), name, lock)
-            elif wanted is None:
-                if lock.exists:
-                    yield lock
-            elif holders := list(filter(wanted, lock.holders)):
-                yield lock._replace(holders=holders)
-
-
-def rank(lock: LockState | Damaged) -> int:
-    """Return a number that sorts what is wrong to the top, the worst first."""
-    troubles = ["damaged"] if isinstance(lock, Damaged) else lock.troubles
-    return TROUBLES.index(troubles[0]) if troubles else len(TROUBLES)
-
-
-def _order(lock: LockState | Damaged) -> tuple[int, str]:
-    return (rank(lock), lock.key)
-
-
-def rows_of(lock: LockState | Damaged) -> list[list[object]]:
-    """Return a row for each holder of a lock."""
-    if isinstance(lock, Damaged):
-        why = f"cannot be read: {lock.error.reason}"
-        cells = {"KEY": lock.key, "TROUBLE": "damaged", "HOLDER": why}
-        return [[cells.get(heading, NOTHING) for heading in LISTED]]
-    holders: Sequence[Holder | None] = lock.holders or [None]
-    return [[cell(lock, one) or NOTHING for cell in LISTED.values()] for one in holders]
-
-
-def _since(lock: LockState, trouble: str) -> str:
+def _since(lock: LockState | None, trouble: str) -> str:
     """Return a trouble, and since when it is there where that is known."""
-    if trouble == "paused":
+    if lock and trouble == "paused":
         return f"paused {for_people(lock.limit_age)}"
-    if trouble == "overdue":
+    if lock and trouble == "overdue":
         return f"overdue {for_people(max(one.renewed or 0.0 for one in lock.holders))}"
     return trouble
 
@@ -258,8 +231,8 @@ def _renewed(holder: Holder) -> str:
     return "" if holder.renewed is None else f"{for_people(holder.renewed)} ago"
 
 
-def _reserved(reserved: ReservationState) -> str:
-    return f"{reserved.state}, {for_people(reserved.since)}"
+def _reserved(reserved: ReservationState | None) -> str:
+    return f"{reserved.state}, {for_people(reserved.since)}" if reserved else ""
 
 
 def _limit(lock: LockState) -> str:
@@ -267,38 +240,46 @@ def _limit(lock: LockState) -> str:
     return f"{limit}, differs" if lock.limit_differs else limit
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-def _write(lock: LockState) -> None:
-    click.echo(f"lock {plain(lock.key)}")
+def _described(lock: LockState) -> Iterator[str]:
+    """Yield all that is known of a lock, in words."""
+    yield f"lock {lock.key}"
     for holder in lock.holders:
-        write_holder(holder)
+        yield from holder_lines(holder)
     if not lock.holders:
-        click.echo("  held by nobody")
-    _write_limit(lock)
-    if lock.reservation is not None:
-        write_reservation(lock.reservation)
-    _write_waiting(lock)
-    if lock.aside:
-        kept = plain(aside_of(lock.name))
-        click.echo(f"  {lock.aside} set aside, because nobody could read or run them: {kept}")
-        click.echo(f"    ... celery dislock put-back {plain(lock.key)}")
-
-
-def _write_limit(lock: LockState) -> None:
+        yield "  held by nobody"
     if lock.limit_differs:
-        click.echo(f"  {differing(lock)}. {REPEAT}: celery dislock resume {plain(lock.key)}")
-    if lock.limit is None:
-        return
+        yield f"  {differing(lock)}. {REPEAT}: celery dislock resume {lock.key}"
+    if lock.limit is not None:
+        yield _limit_line(lock)
+    if lock.reservation is not None:
+        yield reservation_line(lock.reservation)
+    yield from _line_lines(lock)
+    if lock.aside:
+        kept = aside_of(lock.name)
+        yield f"  {lock.aside} set aside, because nobody could read or run them: {kept}"
+        yield f"    ... celery dislock put-back {lock.key}"
+
+
+def _limit_line(lock: LockState) -> str:
     does = "paused" if lock.limit == 0 else f"limited to {lock.limit} at a time"
     lasts = "until it is resumed"
     if lock.limit_remaining is not None:
         lasts = f"for {for_people(lock.limit_remaining)} more"
     note = f", {lock.limit_note}" if lock.limit_note else ""
     since = "" if lock.limit_since is None else f", since {_as_date(lock.limit_since)}"
-    click.echo(f"  {does} {lasts}{plain(note)}{since}")
+    return f"  {does} {lasts}{note}{since}"
+
+
+def _line_lines(lock: LockState) -> Iterator[str]:
+    for place in lock.turns:
+        yield f"  has its turn: {place.who} (turn {place.turns}, its message is on its way)"
+    if lock.waiting:
+        yield f"  {lock.waiting} in line"
+    for place in lock.line:
+        parked = f", parked as {place.ticket}" if place.parked else ""
+        yield f"    {place.place}. {place.who}, for {for_people(place.waiting)}{parked}"
+    if lock.waiting > len(lock.line):
+        yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 
 
 def _as_date(unix_time: float) -> str:
@@ -308,42 +289,22 @@ def _as_date(unix_time: float) -> str:
         return "?"
 
 
-def write_reservation(reserved: ReservationState) -> None:
-    """Write all that is known of a reservation, in words."""
-    since, left = for_people(reserved.since), for_people(reserved.remaining)
-    task = f"for task {plain(reserved.id)}, which"
+def reservation_line(reserved: ReservationState) -> str:
+    """Return all that is known of a reservation, in words."""
+    since, left = for_people(reserved.since), f"ends in {for_people(reserved.remaining)}"
     if reserved.state == "ended":
-        click.echo(f"  stays reserved {task} ended {since} ago; ends in {left}")
-    else:
-        state = reserved.state
-        click.echo(f"  reserved {since} ago {task} is {state}; ends in {left} unless renewed")
-
-
-def _write_waiting(lock: LockState) -> None:
-    for place in lock.turns:
-        given = f"turn {place.turns}, its message is on its way"
-        click.echo(f"  has its turn: {plain(place.who)} ({given})")
-    if lock.waiting:
-        click.echo(f"  {lock.waiting} in line")
-    for place in lock.line:
-        parked = f", parked as {place.ticket}" if place.parked else ""
-        waiting = for_people(place.waiting)
-        click.echo(f"    {place.place}. {plain(place.who)}, for {waiting}{plain(parked)}")
-    if lock.waiting > len(lock.line):
-        click.echo(f"    ... celery dislock line {plain(lock.key)} --first {len(lock.line) + 1}")
+        return f"  stays reserved for task {reserved.id}, which ended {since} ago; {left}"
+    which = f"which is {reserved.state}"
+    return f"  reserved {since} ago for task {reserved.id}, {which}; {left} unless renewed"
 
 
 def _write_line(lock: LockState, *, several: bool) -> None:
     if several:
         click.echo(f"lock {plain(lock.key)}")
     if not (lock.waiting or lock.turns):
-        click.echo(f"Nobody waits for lock {plain(lock.key)}.", err=True)
+        tell(f"Nobody waits for lock {lock.key}.")
         return
-    rows = [
-        [cell(waiter) or NOTHING for cell in IN_LINE.values()]
-        for waiter in (*lock.turns, *lock.line)
-    ]
-    write_table([*IN_LINE], rows, spare=IN_LINE_SPARE, cut=IN_LINE_CUT)
+    write_table(IN_LINE, [(waiter,) for waiter in (*lock.turns, *lock.line)])
     last = lock.line[-1].place if lock.line else 0
     if last < lock.waiting:
-        click.echo(f"{lock.waiting} in line; go on with --first {last + 1}", err=True)
+        tell(f"{lock.waiting} in line; go on with --first {last + 1}")

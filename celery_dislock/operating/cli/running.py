@@ -11,19 +11,14 @@ from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.making import make_lock
 from celery_dislock.operating.cli.child import NOT_FOUND, Child
 from celery_dislock.operating.cli.keys import by_key
-from celery_dislock.operating.cli.session import duration, session
-from celery_dislock.words import plain
+from celery_dislock.operating.cli.session import duration, session, tell
 
 if TYPE_CHECKING:
-    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
     from celery_dislock.operating.cli.keys import WhichLock
-    from celery_dislock.operating.cli.session import Session
 
 HELD = 75  # exit code: another holds the lock; EX_TEMPFAIL: try again later
 LOST = 76  # exit code: the lock was lost while the command ran
-
-TAKEN_OVER = ("lock_mode", "lock_limit", "lock_watchdog_timeout", "max_renew_times", "lock_expire")
 
 
 def _or_zero(text: str) -> float:
@@ -39,13 +34,27 @@ def _or_zero(text: str) -> float:
     metavar="TIME",
     help="Wait for the lock for this time at most; 0: do not wait. Default: no limit.",
 )
-@click.option("--mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease.")
-@click.option("--limit", type=click.IntRange(min=1), help="Number of leases at a time.")
 @click.option(
-    "--watchdog-timeout", type=duration, metavar="TIME", help="Expiry of the lease; it is renewed."
+    "--mode", "lock_mode", type=click.Choice(["exclusive", "shared"]), help="Of the lease."
+)
+@click.option(
+    "--limit", "lock_limit", type=click.IntRange(min=1), help="Number of leases at a time."
+)
+@click.option(
+    "--watchdog-timeout",
+    "lock_watchdog_timeout",
+    type=duration,
+    metavar="TIME",
+    help="Expiry of the lease; it is renewed.",
 )
 @click.option("--max-renew-times", type=int, help="Renewals after which it is left to expire.")
-@click.option("--expire", type=duration, metavar="TIME", help="A fixed expiry, not renewed.")
+@click.option(
+    "--expire",
+    "lock_expire",
+    type=duration,
+    metavar="TIME",
+    help="A fixed expiry, not renewed.",
+)
 @click.option("--unfair", is_flag=True, help="Pass those in line if the lock admits one more.")
 @click.option(
     "--grace",
@@ -62,6 +71,8 @@ def run(
     which: WhichLock,
     *,
     command: tuple[str, ...],
+    timeout: float | None,
+    unfair: bool,
     grace: float,
     **terms: Any,
 ) -> None:
@@ -82,33 +93,15 @@ def run(
     if not command:
         raise click.UsageError("Give the command to run, after --.")
     with session(context) as opened, Child() as child:
-        code = _run(_lock(opened, which, **terms), child, command, grace)
+        if which.task is not None:
+            declared = which.guard(opened).options
+            for name, given in terms.items():
+                terms[name] = getattr(declared, name) if given is None else given
+        keys = list(which.keys(opened))
+        one_or_more: Any = keys[0] if len(keys) == 1 else keys
+        lock = make_lock(opened.runtime, one_or_more, terms, timeout=timeout, fair=not unfair)
+        code = _run(lock, child, command, grace)
     sys.exit(code)
-
-
-def _lock(
-    opened: Session,
-    which: WhichLock,
-    *,
-    timeout: float | None,
-    unfair: bool,
-    **terms: Any,
-) -> ReentrantLock:
-    given = {
-        "lock_mode": terms["mode"],
-        "lock_limit": terms["limit"],
-        "lock_watchdog_timeout": terms["watchdog_timeout"],
-        "max_renew_times": terms["max_renew_times"],
-        "lock_expire": terms["expire"],
-    }
-    if which.task is not None:
-        declared = which.guard(opened).options
-        for name in TAKEN_OVER:
-            if given[name] is None:
-                given[name] = getattr(declared, name)
-    keys = list(which.keys(opened))
-    one_or_more: Any = keys[0] if len(keys) == 1 else keys
-    return make_lock(opened.runtime, one_or_more, given, timeout=timeout, fair=not unfair)
 
 
 def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: float) -> int:
@@ -116,28 +109,21 @@ def _run(lock: ReentrantLock, child: Child, command: tuple[str, ...], grace: flo
     code = 0
     try:
         with lock as lease:
-            code = child.start(command, _environment(lease))
+            environment = {
+                "DISLOCK_KEY": lease.key,
+                "DISLOCK_TOKEN": str(lease.token),
+                "DISLOCK_OWNER": lease.owner,
+            }
+            code = child.start(command, environment)
             if code:
                 why = "not found" if code == NOT_FOUND else "cannot be run"
-                click.echo(f"Error: {plain(command[0])}: {why}", err=True)
+                tell(f"Error: {command[0]}: {why}")
                 return code
             code = child.wait(lambda: lease.held, grace)
     except LockHeldError as exc:
-        click.echo(f"Error: {plain(exc)}", err=True)
+        tell(f"Error: {exc}")
         return HELD
     except LockLostError as exc:
-        click.echo(
-            f"Error: {plain(exc)}. The command has ended with {code}; another may have run "
-            "beside it.",
-            err=True,
-        )
+        tell(f"Error: {exc}. The command has ended with {code}; another may have run beside it.")
         return LOST
     return code
-
-
-def _environment(lease: Lease) -> dict[str, str]:
-    return {
-        "DISLOCK_KEY": lease.key,
-        "DISLOCK_TOKEN": str(lease.token),
-        "DISLOCK_OWNER": lease.owner,
-    }

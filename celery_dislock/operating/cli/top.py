@@ -5,34 +5,27 @@ from __future__ import annotations
 import heapq
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.operating.cli.reading import (
-    LISTED,
-    LISTED_CUT,
-    LISTED_SPARE,
-    Damaged,
-    found,
-    rank,
-    rows_of,
-)
-from celery_dislock.operating.cli.session import session, table
+from celery_dislock.operating.cli.reading import LISTED, by_holder
+from celery_dislock.operating.cli.session import cells_of, session
+from celery_dislock.operating.web.listing import listing
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from celery_dislock.operating.cli.session import Session
-    from celery_dislock.servers.view import LockState
+    from celery_dislock.operating.locks import AppLocks
 
 LOG_WIDTH, LOG_HEIGHT = 160, 40  # columns and rows if the output is not a terminal
+NARROW = 120  # columns of a terminal; a narrower one leaves out SPARE
+SPARE = {"LEFT", "RENEWED", "LIMIT", "RESERVED"}
+CUT = {"KEY", "HOLDER"}
+HEAD = 4  # rows of a screen above the locks
 PAUSE = 4  # minimum pause after a look, in times of what the look took
-COUNTED = ("held", "leases", "waiting", "reserved", "paused", "limited", "set aside", "unreadable")
 
 
 @click.command()
@@ -53,77 +46,64 @@ def top(context: click.Context, interval: float, once: bool) -> None:  # noqa: F
     there is ls --json.  Needs rich: pip install "celery-dislock[cli]"
     """
     try:
-        from rich.console import Console  # noqa: PLC0415 -- optional
+        from rich.console import Console, Group  # noqa: PLC0415 -- optional
         from rich.live import Live  # noqa: PLC0415 -- as above
-        from rich.text import Text  # noqa: PLC0415 -- as above
     except ImportError as exc:
         needed = 'celery dislock top needs rich: pip install "celery-dislock[cli]"'
         raise click.ClickException(needed) from exc
     console = Console(file=sys.stdout)
+    if not console.is_terminal:
+        console = Console(file=sys.stdout, width=LOG_WIDTH, height=LOG_HEIGHT)
     with session(context) as opened:
+        shown = screen(opened, *console.size)  # a server that is away ends the command
         if once or not console.is_terminal:
-            size = console.size if console.is_terminal else (LOG_WIDTH, LOG_HEIGHT)
-            click.echo("\n".join(screen(opened, *size)))
+            console.print(Group(_head(opened), *shown))
             return
-        look = screen(opened, *console.size)  # a server that is away ends the command
         live = Live(console=console, screen=True, auto_refresh=False)
         with live, suppress(KeyboardInterrupt):
             while True:
                 began = time.monotonic()
+                error = []
                 try:
-                    look = screen(opened, *console.size)
+                    shown = screen(opened, *console.size)
                 except StoreError as exc:
-                    look = [head(opened), plain(exc), *look[2:]]
-                text = Text("\n".join(look), no_wrap=True, overflow="ellipsis")
-                live.update(text, refresh=True)
+                    error = [_line(str(exc))]
+                live.update(Group(_head(opened), *error, *shown), refresh=True)
                 time.sleep(max(interval, PAUSE * (time.monotonic() - began)))
 
 
-def head(opened: Session) -> str:
-    """Return the first line: where the locks are, and what time it is."""
-    where = f"{opened.process.store.server}, prefix {opened.runtime.settings.dislock_prefix}"
-    return f"{plain(where)}   {time.strftime('%H:%M:%S')}"
-
-
-def screen(opened: Session, width: int, height: int) -> Sequence[str]:
+def screen(opened: AppLocks, width: int, height: int) -> list[Any]:
     """
-    Look at all locks, and return the lines of a screen.
+    Look at all locks, and return what rich shows of them below the first line.
 
     Raises:
         StoreError: The lock server did not answer.
     """
-    counts = Counter(dict.fromkeys(COUNTED, 0))
+    from rich.table import Table  # noqa: PLC0415 -- optional
+
     failed: list[StoreError] = []
-
-    def counted() -> Iterator[LockState | Damaged]:
-        for lock in found(opened, failed=failed):
-            if isinstance(lock, Damaged):
-                counts["unreadable"] += 1
-            else:
-                counts.update(
-                    {"set aside": lock.aside},
-                    held=bool(lock.holders),
-                    leases=len(lock.holders),
-                    waiting=lock.waiting,
-                    reserved=lock.reservation is not None,
-                    paused=lock.is_paused,
-                    limited=bool(lock.limit),
-                )
-            yield lock
-
-    first = heapq.nsmallest(height, counted(), key=_order)
-    rows = [row for lock in first for row in rows_of(lock)]
-    lines = [
-        head(opened),
-        "   ".join(f"{what} {many}" for what, many in counts.items()),
-        *map(plain, failed),
-        "",
-        *table([*LISTED], rows, spare=LISTED_SPARE, cut=LISTED_CUT, width=width),
-    ]
-    return lines[:height]
+    found = listing(opened.overview, failed)
+    first = heapq.nsmallest(
+        height, found.rows, key=lambda row: (row.rank, -row.waiting, -row.longest)
+    )
+    columns = {name: cell for name, cell in LISTED.items() if width >= NARROW or name not in SPARE}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, no_wrap=name not in CUT)
+    for cells in cells_of(columns, islice(by_holder(first), max(height - HEAD, 1))):
+        table.add_row(*map(_line, cells))
+    counts = "   ".join(f"{what} {many}" for what, many in found.totals.items())
+    return [*map(_line, (counts, *map(str, failed), "")), table]
 
 
-def _order(lock: LockState | Damaged) -> tuple[int, int, float]:
-    if isinstance(lock, Damaged):
-        return (rank(lock), 0, 0.0)
-    return (rank(lock), -lock.waiting, -max((one.held for one in lock.holders), default=0.0))
+def _head(opened: AppLocks) -> Any:
+    """Return the first line: where the locks are, and what time it is."""
+    where = f"{opened.process.store.server}, prefix {opened.runtime.settings.dislock_prefix}"
+    return _line(f"{where}   {time.strftime('%H:%M:%S')}")
+
+
+def _line(text: str) -> Any:
+    """Return a text of one line, without markup, that is cut where it is too long."""
+    from rich.text import Text  # noqa: PLC0415 -- optional
+
+    return Text(plain(text), no_wrap=True, overflow="ellipsis")

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from celery_dislock.operating.cli.session import user
+from celery_dislock.operating.web import BODY_MOST, LOOPBACK
 
 PORT = 8765
-CANNOT_SERVE = 1  # exit code
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
 THIS_MACHINE = (*LOOPBACK, "::1")
 
 LIMITS = {
@@ -22,7 +21,7 @@ LIMITS = {
     "connection_limit": 300,  # at a time
     "channel_timeout": 30,  # seconds after which a connection that says nothing is closed
     "max_request_header_size": 32 * 1024,  # bytes
-    "max_request_body_size": 16 * 1024,  # bytes
+    "max_request_body_size": BODY_MOST,
     "ident": None,  # no Server header
 }
 BELIEVED = {"trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}}
@@ -89,6 +88,7 @@ def web(
         allowed_hosts=(*LOOPBACK, *allow_host),
         **options,
     )
+    proxied = {"trusted_proxy": trusted_proxy, **BELIEVED} if trusted_proxy else {}
     try:
         server = create_server(
             token.taken_from_address(page),
@@ -96,12 +96,11 @@ def web(
             port=port,
             url_prefix=prefix,
             clear_untrusted_proxy_headers=trusted_proxy is not None,
-            **({"trusted_proxy": trusted_proxy, **BELIEVED} if trusted_proxy else {}),
+            **proxied,
             **LIMITS,
         )
     except (OSError, ValueError) as exc:
-        click.echo(f"Error: cannot listen at {host}:{port}: {exc}", err=True)
-        sys.exit(CANNOT_SERVE)
+        raise click.ClickException(f"cannot listen at {host}:{port}: {exc}") from exc
     address = allow_host[0] if not is_here else f"[{host}]" if host == "::1" else host
     query = f"?token={token.value}" if allow_actions or not is_free else ""
     _run(server, f"http://{address}:{port or _port_of(server)}{prefix}/{query}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
@@ -22,6 +22,7 @@ FRESH = 3.0  # seconds for which something is shown without reading it again
 QUICK = 0.25  # seconds; what took longer to read is kept for longer
 SHARE = 4  # times as long as the reading took
 KEPT_MOST = 100  # things that are kept; those that were asked for last stay
+NEVER = float("-inf")
 
 T = TypeVar("T")
 
@@ -42,14 +43,14 @@ class Kept(Generic[T]):
     away: StoreError | None
 
 
+@dataclass
 class _Entry:
-    def __init__(self) -> None:
-        self.reading = threading.Lock()  # one caller reads at a time
-        self.known: tuple[Any] | None = None
-        self.began = float("-inf")  # when the reading of what is known began
-        self.tried = float("-inf")  # when the last reading began
-        self.due = float("-inf")  # when to read again
-        self.away: StoreError | None = None
+    reading: threading.Lock = field(default_factory=threading.Lock)  # one caller reads at a time
+    known: tuple[Any, ...] = ()  # the value, once it was read
+    began: float = NEVER  # when the reading of what is known began
+    tried: float = NEVER  # when the last reading began
+    due: float = NEVER  # when to read again
+    away: StoreError | None = None
 
 
 class Cache:
@@ -69,7 +70,7 @@ class Cache:
         self._clock = clock
         self._mutex = threading.Lock()
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._forgotten = float("-inf")
+        self._forgotten = NEVER
 
     def get(self, what: Hashable, read: Callable[[], T]) -> Kept[T]:
         """
@@ -83,14 +84,18 @@ class Cache:
             DamagedLockError: The server answered, and what was to be read cannot be read.
             StoreError: The server did not answer, and nothing has been read yet.
         """
-        entry = self._entry(what)
-        if self._is_due(entry) and entry.reading.acquire(blocking=entry.known is None):
+        with self._mutex:
+            entry = self._entries.setdefault(what, _Entry())
+            self._entries.move_to_end(what)
+            if len(self._entries) > KEPT_MOST:
+                self._entries.popitem(last=False)
+        if self._is_due(entry) and entry.reading.acquire(blocking=not entry.known):
             try:
                 if self._is_due(entry):  # nobody has read it while this caller waited
                     self._read(entry, read)
             finally:
                 entry.reading.release()
-        if entry.known is None:
+        if not entry.known:
             assert entry.away is not None  # noqa: S101 -- a reading ends with one of the two
             raise entry.away.with_traceback(None)
         return Kept(entry.known[0], self._clock() - entry.began, entry.away)
@@ -99,28 +104,18 @@ class Cache:
         """Read everything again when somebody asks next: a lock was changed."""
         self._forgotten = self._clock()
 
-    def _entry(self, what: Hashable) -> _Entry:
-        with self._mutex:
-            entry = self._entries.setdefault(what, _Entry())
-            self._entries.move_to_end(what)
-            while len(self._entries) > KEPT_MOST:
-                self._entries.popitem(last=False)
-        return entry
-
     def _is_due(self, entry: _Entry) -> bool:
         return self._clock() >= entry.due or entry.tried <= self._forgotten
 
     def _read(self, entry: _Entry, read: Callable[[], Any]) -> None:
         entry.tried = self._clock()
         try:
-            value = read()
+            # The value was true when the reading began, at the earliest.
+            entry.known, entry.began, entry.away = (read(),), entry.tried, None
         except DamagedLockError:
             raise
         except StoreError as exc:
             entry.away = exc
-        else:
-            # The value was true when the reading began, at the earliest.
-            entry.known, entry.began, entry.away = (value,), entry.tried, None
         now = self._clock()
         took = now - entry.tried
         entry.due = now + max(self._seconds, SHARE * took if took > QUICK else 0.0)

@@ -1,49 +1,29 @@
 """The list of all locks, read from the lock server once, then searched, sorted and paged here.
 
 The browser gets one page of it.  Each order ends with the key, so that each lock has one place in
-it.
+it.  A lock becomes JSON here, without what ends a lease or tells arguments, unless that may be
+shown.
 """
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.keys.templates import key_of
-from celery_dislock.servers.view import TROUBLES
+from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.operating.locks import as_data, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from celery_dislock.exceptions import StoreError
+    from celery_dislock.operating.locks import Row
     from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import LockState
 
 LOCKS_MOST = 50_000  # locks that are listed; the others are found by their key
 WORDS_MOST = 8  # of a search
-
-
-class Row(NamedTuple):
-    """
-    A lock of the list.
-
-    Attributes:
-        key: The key.
-        name: The lock's name in Redis.
-        words: What a search looks into, in small letters.
-        state: What the lock server knows of it; None if it cannot be read.
-        problem: Why it cannot be read.
-    """
-
-    key: str
-    name: str
-    words: str
-    state: LockState | None
-    problem: str | None
-
-    @property
-    def troubles(self) -> Sequence[str]:
-        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
-        return self.state.troubles if self.state else TROUBLES[:1]
+HOLDERS_MOST = 200  # of a lock in its own view
 
 
 class Listing(NamedTuple):
@@ -64,7 +44,7 @@ class Listing(NamedTuple):
 SHOWN: Mapping[str, Callable[[Row], object]] = {
     "all": lambda _row: True,
     "held": lambda row: row.state and row.state.holders,
-    "line": lambda row: row.state and row.state.waiting,
+    "line": lambda row: row.waiting,
     "limited": lambda row: row.state and row.state.limit is not None,
     "reserved": lambda row: row.state and row.state.reservation,
     "overdue": lambda row: "overdue" in row.troubles,
@@ -77,53 +57,80 @@ COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
 
 ORDERS: Mapping[str, Callable[[Row], Any]] = {
     "key": lambda row: row.key,
-    "trouble": lambda row: min(map(TROUBLES.index, row.troubles), default=len(TROUBLES)),
-    "held": lambda row: (
-        -max((one.held for one in row.state.holders), default=0.0) if row.state else 0.0
-    ),
-    "waiting": lambda row: -row.state.waiting if row.state else 0,
+    "trouble": lambda row: row.rank,
+    "held": lambda row: -row.longest,
+    "waiting": lambda row: -row.waiting,
 }
 
 
-def listing(overview: Overview) -> Listing:
+def listing(overview: Overview, failed: list[StoreError] | None = None) -> Listing:
     """
     Read all locks.  Blocks; the lock server answers others in between.
 
+    Args:
+        overview: Reads them.
+        failed: Takes the error of each server that did not answer, in place of raising it.
+
     Raises:
-        StoreError: A server did not answer.
+        StoreError: A server did not answer; with *failed*: none did.
     """
-    rows: list[Row] = []
-    for names in overview.names():
-        rows.extend(_rows(names, overview.look(names)))
-        if len(rows) >= LOCKS_MOST:
-            break
-    rows.sort()  # by key, then by name
-    totals = {kind: sum(map(bool, map(SHOWN[kind], rows))) for kind in COUNTED}
-    return Listing(rows, totals, is_cut=len(rows) >= LOCKS_MOST)
+    read = islice(rows(overview, failed=failed), LOCKS_MOST)
+    found = sorted(read, key=lambda row: (row.key, row.name))
+    for row in found if failed is None else ():
+        if row.problem is not None and not isinstance(row.problem, DamagedLockError):
+            raise row.problem
+    totals = {kind: sum(map(bool, map(SHOWN[kind], found))) for kind in COUNTED}
+    return Listing(found, totals, is_cut=len(found) == LOCKS_MOST)
 
 
-def find(rows: Sequence[Row], search: str, shown: str, order: str) -> list[Row]:
+def find(listed: Sequence[Row], search: str, shown: str, order: str) -> list[Row]:
     """Return the locks that match, in this order; what is equal in it comes by key."""
     words = search.casefold().split()[:WORDS_MOST]
-    found = [row for row in filter(SHOWN[shown], rows) if all(word in row.words for word in words)]
-    return found if order == "key" else sorted(found, key=ORDERS[order])
+    found = list(filter(SHOWN[shown], listed))
+    if words:
+        texts = map(_words, found)
+        matches = [all(word in text for word in words) for text in texts]
+        found = [row for row, is_so in zip(found, matches, strict=True) if is_so]
+    return sorted(found, key=ORDERS[order])
 
 
-def _rows(names: Sequence[str], states: Sequence[LockState | StoreError]) -> Iterator[Row]:
-    for name, state in zip(names, states, strict=True):
-        if isinstance(state, DamagedLockError):
-            key = key_of(name)
-            yield Row(key, name, key.casefold(), None, str(state))
-        elif isinstance(state, StoreError):
-            raise state
-        elif state.exists:
-            yield Row(state.key, name, _words(state), state, None)
+def _words(row: Row) -> str:
+    """Return what a search looks into, in small letters."""
+    words: list[str | None] = [row.key]
+    for holder in row.state.holders if row.state else ():
+        words += (holder.who, holder.task, holder.id, holder.worker)
+    if row.state and row.state.reservation:
+        words.append(row.state.reservation.id)
+    return "\n".join(filter(None, words)).casefold()
 
 
-def _words(state: LockState) -> str:
-    words = [state.key]
-    for holder in state.holders:
-        words += filter(None, (holder.who, holder.task, holder.id, holder.worker))
-    if state.reservation is not None:
-        words.append(state.reservation.id)
-    return "\n".join(words).casefold()
+def as_json(
+    state: LockState,
+    *,
+    show_owners: bool = False,
+    show_arguments: bool = False,
+    most: int = HOLDERS_MOST,
+) -> dict[str, Any]:
+    """
+    Return a lock as the browser gets it.
+
+    Args:
+        state: The lock.
+        show_owners: Show what ends a lease or a reservation: for those who may do that.
+        show_arguments: Show arguments of tasks.
+        most: Maximum number of holders; those who have held it for longest.
+    """
+    oldest = sorted(state.holders, key=lambda one: -one.held)[:most]
+    data: dict[str, Any] = as_data(state._replace(holders=oldest))
+    data.update(exists=state.exists, troubles=state.troubles, held_by=len(state.holders))
+    for holder, known in zip(oldest, data["holders"], strict=True):
+        known["token"] = str(holder.token)  # a number of JavaScript has 53 bits
+        known["can_be_terminated"] = holder.can_be_terminated
+    hidden = [] if show_owners else [(one, "owner") for one in data["holders"]]
+    if data["reservation"] and not show_owners:
+        hidden.append((data["reservation"], "mark"))
+    if not show_arguments:
+        hidden += [(one, "args") for one in data["line"] + data["turns"]]
+    for known, name in hidden:
+        known[name] = None
+    return data

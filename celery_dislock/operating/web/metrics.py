@@ -18,9 +18,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.operating.counting import BUCKETS
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.metrics import METRICS, Metrics, Reading
 from celery_dislock.operating.web.cache import Cache
-from celery_dislock.parking.process import runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -68,8 +68,7 @@ class Collector:
     """
 
     def __init__(self, locks: Dislock | Celery) -> None:
-        runtime = getattr(locks, "runtime", None)
-        self._metrics = Metrics(runtime_of(locks) if runtime is None else runtime)
+        self._metrics = Metrics(AppLocks(locks).runtime)
         self._cache = Cache(0.0)  # keeps only what took long to read
 
     def describe(self) -> list[Any]:

@@ -24,12 +24,21 @@ from celery_dislock.exceptions import (
     SettingsError,
     StoreError,
 )
-from celery_dislock.keys.templates import key_of
+from celery_dislock.operating.locks import (
+    AppLocks,
+    dropped,
+    freed,
+    limited,
+    signed,
+    terminated,
+    unreserved,
+)
+from celery_dislock.operating.web import BODY_MOST, LOOPBACK
 from celery_dislock.operating.web.cache import Cache
-from celery_dislock.operating.web.listing import ORDERS, SHOWN, find, listing
-from celery_dislock.operating.web.locks import PLACES, AppLocks, as_json
+from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
-from celery_dislock.servers.view import ReservationState, shown_key
+from celery_dislock.scripts.names import lock_in
+from celery_dislock.servers.view import ReservationState
 from celery_dislock.words import to_json
 
 if TYPE_CHECKING:
@@ -46,9 +55,8 @@ FILES = {
     "/static/page.js": ("page.js", "text/javascript"),
     "/static/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
-BODY_MOST = 16 * 1024  # bytes of a form
 LISTED = 50  # locks of a page of the list
+PLACES = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
 LIMIT_MOST = 10**6  # of leases
@@ -56,14 +64,8 @@ TOKEN_MOST = 2**63
 
 # The page loads its own files only, runs no inline script, and is shown in no frame.
 POLICY = (
-    "default-src 'none'; "
-    "script-src 'self'; "
-    "style-src 'self'; "
-    "img-src 'self' data:; "
-    "connect-src 'self'; "
-    "form-action 'self'; "
-    "frame-ancestors 'none'; "
-    "base-uri 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -217,29 +219,29 @@ class Page:
         if order not in ORDERS or shown not in SHOWN:
             raise BadRequest("There is no such order or choice.")
         kept = self._cache.get("list", lambda: listing(self._locks.overview))
-        rows, totals, is_cut = kept.value
-        found = find(rows, request.args.get("search", ""), shown, order)
+        found = find(kept.value.rows, request.args.get("search", ""), shown, order)
         pages = max(1, -(-len(found) // LISTED))
         page = min(max(request.args.get("page", 1, int), 1), pages)
         first = (page - 1) * LISTED
+        locks = [
+            {
+                **(as_json(row.state, most=HOLDERS_LISTED) if row.state else {}),
+                "key": row.key,
+                "name": row.name,
+                "problem": str(row.problem) if row.problem else None,
+            }
+            for row in found[first : first + LISTED]
+        ]
         answer = {
-            "locks": [
-                {
-                    **(as_json(row.state, most=HOLDERS_LISTED) if row.state else {}),
-                    "key": row.key,
-                    "name": row.name,
-                    "problem": row.problem,
-                }
-                for row in found[first : first + LISTED]
-            ],
+            "locks": locks,
             "found": len(found),
-            "all": len(rows),
-            "is_cut": is_cut,
-            "totals": totals,
+            "all": len(kept.value.rows),
+            "is_cut": kept.value.is_cut,
+            "totals": kept.value.totals,
             "page": page,
             "pages": pages,
             "first": first,
-            "server": self._locks.server,
+            "server": str(self._locks.process.store.server),
         }
         return _read(answer, kept, visitor)
 
@@ -261,8 +263,9 @@ class Page:
         return Response.from_app(self._metrics, request.environ)
 
     def _lock_name(self, fields: Mapping[str, str]) -> str:
-        name = fields["name"]
-        if not self._locks.is_name(name):
+        """Return a lock's name in Redis: a name that no lock of this app has is refused."""
+        name, prefix = fields["name"], self._locks.runtime.settings.dislock_prefix
+        if not name.startswith(f"{prefix}:{{") or lock_in(name) != name:
             raise BadRequest("This is not the name of a lock.")
         return name
 
@@ -290,15 +293,13 @@ class Page:
         holder = self._shown_holder(form, name)
         if holder is None or not self._locks.actions.free(name, holder.owner, holder.token):
             return None
-        return f"freed lock {key_of(name)!r} of {_of(holder)}"
+        return freed(name, holder)
 
     def _unreserve(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
-        task_id = form["id"]
-        mark, number = form["mark"], _number(form, "number", TOKEN_MOST)
-        shown = ReservationState(task_id, "", 0, 0, mark, number)
-        if not self._locks.actions.end_reservation(name, shown):
-            return None
-        return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
+        number = _number(form, "number", TOKEN_MOST)
+        shown = ReservationState(form["id"], "", 0, 0, form["mark"], number)
+        is_done = self._locks.actions.end_reservation(name, shown)
+        return unreserved(name, shown.id) if is_done else None
 
     def _terminate(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
         holder = self._shown_holder(form, name)
@@ -307,7 +308,7 @@ class Page:
         if not holder.can_be_terminated:
             raise Conflict("No worker runs it as a task that could be ended.")
         self._locks.actions.terminate(holder)
-        return f"told the workers to end {_of(holder)}, which holds lock {key_of(name)!r}"
+        return terminated(name, holder)
 
     def _shown_holder(self, form: Mapping[str, str], name: str) -> Holder | None:
         """Return the lease that the form names; None if it has ended."""
@@ -316,22 +317,14 @@ class Page:
         return next((one for one in holders if (one.owner, one.token) == shown), None)
 
     def _drop(self, form: Mapping[str, str], name: str, _user: str) -> str | None:
-        ticket = form["ticket"]
-        if not self._locks.actions.drop(name, ticket):
-            return None
-        key = key_of(name)
-        return f"dropped the parked task of ticket {ticket!r} from the line of lock {key!r}"
+        is_done = self._locks.actions.drop(name, form["ticket"])
+        return dropped(name, form["ticket"]) if is_done else None
 
     def _limit(self, form: Mapping[str, str], name: str, user: str) -> str | None:
-        key, actions = key_of(name), self._locks.actions
-        if not form["limit"]:
-            actions.limit(name, None)
-            return f"took back the limit of lock {key!r}"
-        limit, why = _number(form, "limit", LIMIT_MOST), form.get("why")
-        note = f"by {user}: {why}" if why else f"by {user}"
-        actions.limit(name, limit, note=note)
-        done = f"paused lock {key!r}" if limit == 0 else f"limited lock {key!r} to {limit} leases"
-        return f"{done}, with the note {note!r}"
+        limit = _number(form, "limit", LIMIT_MOST) if form["limit"] else None
+        note = "" if limit is None else signed(user, form.get("why", ""))
+        self._locks.actions.limit(name, limit, note=note)
+        return limited(name, limit, note)
 
 
 def host_of(environ: WSGIEnvironment) -> str:
@@ -397,10 +390,6 @@ def _status(error: DislockError) -> int:
     if isinstance(error, StoreError) and not isinstance(error, DamagedLockError):
         return 503
     return 409  # the lock is damaged, or what was asked cannot be done to it
-
-
-def _of(holder: Holder) -> str:
-    return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"
 
 
 def _metrics(app: Any) -> WSGIApplication | None:

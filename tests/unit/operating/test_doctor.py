@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
 from celery_dislock.operating.checks.facts import Fleet
+from celery_dislock.operating.checks.table import Finding
 from celery_dislock.operating.doctor import Report, examine
-from celery_dislock.operating.findings import Finding
 from tests.unit.operating.checks.examples import described, facts
 
 
@@ -26,7 +26,7 @@ def test_without_the_lock_server_the_workers_are_judged():
         keeps_lines=True,
         members=lambda: [("redis://h", send)],
     )
-    fleet, ours = Fleet({}, {}, "Connection refused"), described(tasks={})
+    fleet, ours = Fleet({}, "Connection refused"), described(tasks={})
     report = examine(facts(server=away, ours=ours, fleet=fleet))
     assert report.away
     assert [one.check for one in report.findings] == ["server", "workers", "tasks"]
@@ -45,5 +45,5 @@ def test_the_page_has_a_row_for_each_check():
     section = page.partition("### What it looks at")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
-    checks = {check.name for module in (workers, locks, server) for check in module.TABLE}
-    assert named == checks
+    tables = [module.ROWS + module.CHECKS for module in (workers, locks, server)]
+    assert named == {row[0] for table in tables for row in table} | {*server.AS_AT_START}

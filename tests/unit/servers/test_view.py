@@ -8,7 +8,7 @@ import math
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.operating.cli.reading import as_dict
+from celery_dislock.operating.locks import as_data
 from celery_dislock.servers.view import parked_message, state_of
 from celery_dislock.words import for_people
 from tests.unit.operating.cli.conftest import holder, lock
@@ -141,7 +141,7 @@ SURROGATE = "\ud800x"
 
 def is_told(found):
     """Whether people and programs can be told of it: by the page, in JSON, in words and as text."""
-    json.loads(json.dumps(as_dict(found), allow_nan=False))
+    json.loads(json.dumps(as_data(found), allow_nan=False))
     for one in found.holders:
         for_people(one.held), for_people(one.remaining), for_people(one.renewed)
         assert one.who.isprintable()

@@ -46,12 +46,7 @@ def described(**given):
     }
 
 
-QUEUE = {
-    "name": "celery",
-    "exchange": {"name": "celery", "type": "direct"},
-    "routing_key": "celery",
-}
-FLEET = Fleet({"w1@here": described()}, {"w1@here": [QUEUE]})
+FLEET = Fleet({"w1@here": described()})
 
 
 def facts(kind="single", **given):
@@ -64,7 +59,6 @@ def facts(kind="single", **given):
         "min_replicas": 0,
         "ours": described(),
         "fleet": FLEET,
-        "workers": None,
         "members": [Member("redis://h")],
         "locks": Locks(),
     }

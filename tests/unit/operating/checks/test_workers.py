@@ -6,14 +6,15 @@ import pytest
 
 from celery_dislock.operating.checks import workers
 from celery_dislock.operating.checks.facts import Fleet
+from celery_dislock.operating.checks.table import findings
 from tests.unit.operating.checks.examples import described, facts
 
 
 def found(ours=None, fleet=None, **answers):
     """Check, level and text of what is found and is not ok."""
-    known = facts(ours=ours or described(), fleet=fleet or Fleet(answers, {}))
-    findings = [one for check in workers.TABLE for one in check.findings(known)]
-    return [(one.check, one.level, one.what) for one in findings if one.level != "ok"]
+    known = facts(ours=ours or described(), fleet=fleet or Fleet(answers))
+    all_of_it = [one for name, check in workers.CHECKS for one in findings(name, check, known)]
+    return [(one.check, one.level, one.what) for one in all_of_it if one.level != "ok"]
 
 
 OTHER = {"server": "redis://other/0"}
@@ -25,11 +26,10 @@ ALONE = {"no_server": "no such URL", "server": None, "prefix": None}
 @pytest.mark.parametrize(
     ("answer", "check", "level", "text"),
     [
-        ({"version": "2"}, "version", "note", "1 (this command, w1); 2 (w2)"),
         (OTHER, "lock server", "serious", "Workers lock export on different servers"),
         ({"prefix": "staging"}, "lock server", "serious", "redis://h/0, prefix staging (w2)"),
-        (ALONE, "lock server", "serious", "no lock server: w2: no such URL"),
-        ({"locks": False}, "tasks", "serious", "(--no-dislock): w2. Others lock the same tasks."),
+        (ALONE, "lock server", "serious", "no lock server: w2 (no such URL)"),
+        ({"locks": False}, "tasks", "serious", "(--no-dislock), also if others lock them: w2."),
         (
             {"tasks": {"export": {"lock_key": "export:<corp>"}}},
             "options",
@@ -40,14 +40,19 @@ ALONE = {"no_server": "no such URL", "server": None, "prefix": None}
         ({"tasks": {"export": TIMEOUT}}, "options", "warning", "lock_watchdog_timeout of export"),
         ({"warnings": ["It does X: a.b. Raise it."]}, "tasks", "warning", "w2 started: It does X"),
         ({"errors": 1}, "renewals", "warning", "unexpected errors: w2"),
-        ({"lease": {"overdue": True}}, "renewals", "warning", "two renewals in a row: export:7"),
-        ({"unavailable": "no route"}, "renewals", "serious", "these workers: w2: no route"),
+        (
+            {"lease": {"overdue": True}},
+            "renewals",
+            "warning",
+            "two renewals in a row: w2 (export:7)",
+        ),
+        ({"unavailable": "no route"}, "renewals", "serious", "these workers: w2 (no route)"),
     ],
 )
 def test_a_worker_that_differs_from_another(answer, check, level, text):
     """It is named; a difference is serious if a task may run twice because of it."""
-    findings = [one for one in found(w1=described(), w2=described(**answer)) if one[0] == check]
-    assert level in [is_ for _, is_, what in findings if text in what]
+    told = [one for one in found(w1=described(), w2=described(**answer)) if one[0] == check]
+    assert level in [is_ for _, is_, what in told if text in what]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +80,9 @@ def test_a_worker_that_locks_elsewhere_than_this_command_looks():
 @pytest.mark.parametrize(
     ("fleet", "text"),
     [
-        (Fleet({}, {}, "Connection refused"), "Connection refused"),
-        (Fleet({}, {}), "No worker answers"),
-        (Fleet({"w1": described(), "w2": None}, {}), "did not answer in time: w2."),
-        (Fleet({"w1": described()}, {}, twice=["w1"]), "share a name: w1"),
+        (Fleet({}, "Connection refused"), "Connection refused"),
+        (Fleet({}), "No worker answers"),
+        (Fleet({"w1": described(), "w2": None}), "did not answer in time: w2."),
     ],
 )
 def test_workers_that_do_not_answer_as_they_should(fleet, text):
@@ -103,5 +107,5 @@ def test_no_task_has_a_lock():
 def test_warnings_of_the_start_are_repeated_once():
     """With all workers that logged them, and what to do."""
     answers = {name: described(warnings=["These do X: a.b. Raise it."]) for name in ("w1", "w2")}
-    [one] = [one for one in workers.tasks(facts(fleet=Fleet(answers, {}))) if one.level != "ok"]
+    [one] = [one for one in workers.tasks(facts(fleet=Fleet(answers))) if one.level != "ok"]
     assert (one.what, one.remedy) == ("When w1, w2 started: These do X: a.b.", "Raise it.")

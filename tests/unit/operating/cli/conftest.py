@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock as command
-from celery_dislock.operating.cli.session import Session
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 from celery_dislock.tasks.actions import Actions
 
@@ -152,7 +152,7 @@ class FakeActions(Actions):
 def overview(monkeypatch):
     """What the lock server knows."""
     fake = FakeOverview()
-    monkeypatch.setattr(Session, "overview", fake)
+    monkeypatch.setattr(AppLocks, "overview", fake)
     return fake
 
 
@@ -160,7 +160,7 @@ def overview(monkeypatch):
 def actions(monkeypatch):
     """What a person can do."""
     fake = FakeActions()
-    monkeypatch.setattr(Session, "actions", fake)
+    monkeypatch.setattr(AppLocks, "actions", fake)
     return fake
 
 

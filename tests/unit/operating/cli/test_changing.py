@@ -11,7 +11,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.cli import session
-from celery_dislock.operating.cli.session import Session
+from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
 from tests.unit.operating.cli.conftest import TASK_ID, holder, lock, place, reserved
 
@@ -265,7 +265,7 @@ def lines(monkeypatch):
     server = SimpleNamespace(keeps_lines=True)
     index = SimpleNamespace(names=lambda: ["dislock:{j}", "dislock:{k}"])
     process = SimpleNamespace(store=SimpleNamespace(lock_server=server), lines=index)
-    monkeypatch.setattr(Session, "process", process)
+    monkeypatch.setattr(AppLocks, "process", process)
     return server
 
 

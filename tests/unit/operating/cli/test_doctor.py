@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 import pytest
 from celery import Celery
 
+from celery_dislock.operating.checks.table import Finding
 from celery_dislock.operating.cli import doctor
-from celery_dislock.operating.cli.doctor import ANSWERS_WITHIN, Workers, as_dict
-from celery_dislock.operating.cli.session import Session
+from celery_dislock.operating.cli.doctor import ANSWERS_WITHIN, as_dict, ask_workers
 from celery_dislock.operating.doctor import Report
-from celery_dislock.operating.findings import Finding
+from tests.unit.operating.checks.examples import described
 
 
 class Answering:
@@ -33,40 +31,29 @@ def app():
 
 def asking(app, monkeypatch, **replies):
     monkeypatch.setattr(app, "control", Answering(**replies))
-    return Workers(app, 0.5)
+    return ask_workers(app, 0.5)
 
 
 def test_who_answers_the_ping_is_asked_by_name(app, monkeypatch):
-    """So the other questions end with the last answer, and not after the whole time."""
-    workers = asking(
+    """So the other question ends with the last answer, and not after the whole time."""
+    fleet = asking(
         app,
         monkeypatch,
         ping=[{"w2": {"ok": "pong"}}, {"w1": {"ok": "pong"}}],
-        dislock=[{"w1": {"leases": [], "version": "1"}}, {"w2": {"error": "KeyError"}}],
-        active_queues=[{"w1": [{"name": "celery"}]}, {"w2": None}],
+        dislock=[{"w1": described(version="1")}, {"w2": {"error": "KeyError"}}],
     )
-    fleet = workers.fleet()
     assert fleet.answers["w1"]["version"] == "1"
     assert fleet.answers["w2"] is None
-    assert fleet.queues == {"w1": [{"name": "celery"}]}
     assert fleet.error == ""
-    (_, ping), (_, told), _ = app.control.asked
+    (_, ping), (_, told) = app.control.asked
     assert "destination" not in ping
     assert (told["destination"], told["limit"], told["timeout"]) == (["w1", "w2"], 2, 0.5)
 
 
 def test_without_workers_nothing_else_is_asked(app, monkeypatch):
     """No answer, or no list of answers at all."""
-    workers = asking(app, monkeypatch)
-    assert workers.fleet() == ({}, {}, "", [])
+    assert asking(app, monkeypatch) == ({}, "")
     assert len(app.control.asked) == 1
-    assert workers.known(["id-1"]) == set()
-
-
-def test_workers_that_share_a_name_are_noticed(app, monkeypatch):
-    """Celery warns of that, too, but not in its answers."""
-    workers = asking(app, monkeypatch, ping=[{"w1": {}}, {"w1": {}}, {"w2": {}}])
-    assert workers.fleet().twice == ["w1"]
 
 
 def test_a_broker_that_is_away_is_told(app, monkeypatch):
@@ -75,45 +62,15 @@ def test_a_broker_that_is_away_is_told(app, monkeypatch):
     def fail(_command, **_how):
         raise ConnectionRefusedError(111, "Connection refused")
 
-    workers = asking(app, monkeypatch)
-    app.control.broadcast = fail
-    assert workers.fleet().error == "Connection refused"
-    workers._names = ["w1"]
-    assert workers.known(["id-1"]) == {"id-1"}  # nothing is said of it
-
-
-def test_task_ids_that_a_worker_knows(app, monkeypatch):
-    """Received, waiting for an ETA, or running."""
-    workers = asking(
-        app,
-        monkeypatch,
-        ping=[{"w1": {}}],
-        query_task=[{"w1": {"id-1": ["active", {}]}}],
-    )
-    workers.fleet()
-    assert workers.known(["id-1", "id-2"]) == {"id-1"}
-
-
-def test_whether_all_queues_are_empty(app, monkeypatch):
-    """Those of the workers and of the app; a queue that does not exist is no answer."""
-    mine, default = f"mine-{uuid4()}", f"celery-{uuid4()}"  # all tests share the broker in memory
-    app.conf.task_default_queue = default
-    workers = asking(app, monkeypatch, ping=[{"w1": {}}], active_queues=[{"w1": [{"name": mine}]}])
-    workers.fleet()
-    assert workers.empty() is None
-    with app.connection_for_write() as connection:
-        for name in (mine, default):
-            connection.default_channel.queue_declare(queue=name)
-        assert workers.empty() is True
-        connection.SimpleQueue(mine).put("x")
-        assert workers.empty() is False
+    monkeypatch.setattr(app.control, "broadcast", fail)
+    assert ask_workers(app, 0.5).error == "Connection refused"
 
 
 def test_a_redis_broker_is_not_waited_for_for_ever():
     """Kombu sets no time limits; those that the app sets stay."""
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
     app.conf.broker_transport_options = {"socket_timeout": 77, "visibility_timeout": 5}
-    Workers(app, 1.0)
+    assert ask_workers(app, 1.0).error
     assert app.conf.broker_transport_options == {
         "socket_timeout": 77,
         "socket_connect_timeout": ANSWERS_WITHIN,
@@ -147,10 +104,3 @@ def test_long_findings_are_wrapped(capsys, monkeypatch):
         "         -> Do something about it now.",
         "1 warning",
     ]
-
-
-def test_the_app_here_is_described_as_workers_are(plain_app):
-    """It has the tasks that its module declares, and no figures."""
-    told = doctor._ours(Session(plain_app))
-    assert told["no_server"] is None
-    assert "processes" not in told

@@ -26,7 +26,7 @@ def limits(monkeypatch):
             return self.before
 
     Limits.asked.clear()
-    monkeypatch.setattr(session.Session, "actions", Limits())
+    monkeypatch.setattr(session.AppLocks, "actions", Limits())
     monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
     return Limits
 

@@ -1,0 +1,183 @@
+"""An app's locks, for the commands and the page: what they read, do, list and log."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery import Celery
+
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.keys.values import check_key
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.view import TROUBLES, shown_key
+from celery_dislock.tasks.actions import Actions
+from celery_dislock.words import for_people
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from celery_dislock.locks.runtime import Runtime
+    from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.servers.view import Holder, LockState
+
+
+class AppLocks:
+    """
+    The locks of an app.  Thread-safe.
+
+    Args:
+        app: The Celery app, or its ``Dislock``.
+
+    Attributes:
+        app: The Celery app; None: the ``Dislock`` has none.
+        runtime: What the app's locks share.
+
+    Raises:
+        SettingsError: It is neither.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app: Any
+        self.runtime: Runtime[ParkingProcess]
+        if isinstance(app, Celery):
+            self.app, self.runtime = app, runtime_of(app)
+        elif hasattr(app, "runtime"):
+            self.app, self.runtime = vars(app).get("_app"), app.runtime
+        else:
+            raise SettingsError("locks", "app", app, "give a Celery app, or its Dislock")
+
+    @property
+    def process(self) -> ParkingProcess:
+        """The store and the lines of this process."""
+        return self.runtime.process
+
+    @property
+    def overview(self) -> Overview:
+        """What the lock server knows."""
+        prefix = self.runtime.settings.dislock_prefix
+        return Overview(self.process.store.lock_server, prefix)
+
+    @property
+    def actions(self) -> Actions:
+        """
+        What a person can do to locks.
+
+        Raises:
+            SettingsError: The locks have no app, which alone can store how a parked task ended.
+        """
+        if self.app is None:
+            raise SettingsError("locks", "app", None, "actions need a Celery app")
+        return Actions(self.app, self.process)
+
+    def name_of(self, key: str) -> str:
+        """
+        Return the name in Redis of the lock of a key, as people write it.
+
+        Raises:
+            LockKeyError: The key cannot be used.
+        """
+        return self.runtime.lock_names([check_key(key)])[0]
+
+
+class Row(NamedTuple):
+    """
+    A lock of a list.
+
+    Attributes:
+        key: The key.
+        name: The lock's name in Redis.
+        state: What the lock server knows of it; None if it cannot be read.
+        problem: Why it cannot be read.
+    """
+
+    key: str
+    name: str
+    state: LockState | None
+    problem: StoreError | None = None
+
+    @property
+    def troubles(self) -> Sequence[str]:
+        """What keeps tasks from running: some of :data:`TROUBLES`, in that order."""
+        return self.state.troubles if self.state else TROUBLES[:1]
+
+    @property
+    def rank(self) -> int:
+        """A number that sorts what is wrong to the top, the worst first."""
+        return min(map(TROUBLES.index, self.troubles), default=len(TROUBLES))
+
+    @property
+    def longest(self) -> float:
+        """Seconds for which a holder has held it, the longest."""
+        return max((one.held for one in self.state.holders), default=0.0) if self.state else 0.0
+
+    @property
+    def waiting(self) -> int:
+        """How many are in line."""
+        return self.state.waiting if self.state else 0
+
+
+def rows(
+    overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None
+) -> Iterator[Row]:
+    """
+    Read all locks whose keys match; see :meth:`Overview.locks`.
+
+    Raises:
+        StoreError: A server did not answer.
+    """
+    for names in overview.names(pattern, failed):
+        for name, lock in zip(names, overview.look(names), strict=True):
+            if isinstance(lock, StoreError):
+                yield Row(shown_key(name), name, None, lock)
+            elif lock.exists:
+                yield Row(lock.key, name, lock)
+
+
+def as_data(known: Any) -> Any:
+    """Return data for JSON, with an object in place of each named tuple."""
+    if hasattr(known, "_asdict"):
+        return {name: as_data(value) for name, value in known._asdict().items()}
+    return [as_data(one) for one in known] if isinstance(known, list) else known
+
+
+# What was done to a lock, in words: a record for the log, the same of a command and of the page.
+
+
+def freed(name: str, holder: Holder) -> str:
+    """Say that a lease was ended."""
+    return f"freed lock {shown_key(name)!r} of {_of(holder)}"
+
+
+def terminated(name: str, holder: Holder) -> str:
+    """Say that the workers were told to end a task."""
+    return f"told the workers to end {_of(holder)}, which holds lock {shown_key(name)!r}"
+
+
+def unreserved(name: str, task_id: str) -> str:
+    """Say that a reservation was ended."""
+    return f"ended the reservation of lock {shown_key(name)!r} for task {task_id!r}"
+
+
+def dropped(name: str, ticket: str) -> str:
+    """Say that a parked task was taken out of its line."""
+    return f"dropped the parked task of ticket {ticket!r} from the line of lock {shown_key(name)!r}"
+
+
+def limited(name: str, limit: int | None, note: str, seconds: float | None = None) -> str:
+    """Say that a limit or a pause was set, or taken back."""
+    key = repr(shown_key(name))
+    if limit is None:
+        return f"took back the limit of lock {key}"
+    does = f"limited lock {key} to {limit} leases" if limit else f"paused lock {key}"
+    lasts = f" for {for_people(seconds)}" if seconds else ""
+    return f"{does}{lasts}, with the note {note!r}"
+
+
+def signed(user: str, why: str) -> str:
+    """Return the note of a limit: who set it, and why."""
+    return f"by {user}: {why}" if why else f"by {user}"
+
+
+def _of(holder: Holder) -> str:
+    return f"{holder.who!r} (owner {holder.owner!r}, token {holder.token})"
