@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from celery_dislock.config.checks import (
@@ -196,7 +197,7 @@ class TaskOptions:
     #: each other until which the newest is postponed by its ETA or countdown. None: no limit.
     lock_replace_for: float | None = declare(None, optional(seconds(above=0)), unit="s")
 
-    @property
+    @cached_property
     def keys(self) -> tuple[str | Callable[..., str] | None, ...]:
         """The template or callable of each key; None: the task's name and all its arguments."""
         if self.lock_key is None or self.lock_key is False:
@@ -204,7 +205,7 @@ class TaskOptions:
         several = self.lock_key if isinstance(self.lock_key, tuple) else (self.lock_key,)
         return tuple(key.key if isinstance(key, Key) else key for key in several)
 
-    @property
+    @cached_property
     def limits(self) -> tuple[int, ...] | None:
         """The limit of each key of ``lock_key``; None if none has a limit of its own."""
         keys = self.lock_key if isinstance(self.lock_key, tuple) else ()
@@ -212,31 +213,31 @@ class TaskOptions:
             return None
         return tuple(key.limit if isinstance(key, Key) else self.lock_limit or 1 for key in keys)
 
-    @property
+    @cached_property
     def timeout(self) -> float:
         """Seconds after which a lease expires unless it is renewed."""
         return self.lock_expire or self.lock_watchdog_timeout
 
-    @property
+    @cached_property
     def renewal_interval(self) -> float | None:
         """Seconds between two renewals; None if leases are not renewed."""
         if self.lock_expire is not None:
             return None
         return self.lock_watchdog_timeout / RENEWALS_PER_TIMEOUT
 
-    @property
+    @cached_property
     def admits_several(self) -> bool:
         """Whether a key of the task may have several exclusive leases at a time."""
         return max((self.lock_limit or 0, *(self.limits or ()))) > 1
 
-    @property
+    @cached_property
     def newest_counts(self) -> bool:
         """Whether a message that comes while an older one runs must not be lost."""
         return self.lock_unique_until is not None and (
             self.lock_unique_until == "start" or self.lock_on_duplicate == "replace"
         )
 
-    @property
+    @cached_property
     def parks(self) -> bool:
         """Whether the task may be parked: it has one key, and "queue" or a callable as strategy."""
         chosen = self.lock_on_conflict
