@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
 
 import pytest
-from celery import Celery, chain
+from celery import Celery
 from celery.worker.control import Panel
 from celery.worker.request import Request
 
@@ -44,27 +44,6 @@ def declare(app, name="edit", **options):
 
 
 # Sending
-
-
-SENDERS = {
-    "delay": lambda _app, task: task.delay(1),
-    "apply_async": lambda _app, task: task.apply_async((1,)),
-    "signature": lambda app, _task: app.signature("edit", (1,)).delay(),
-    "by name": lambda app, _task: app.send_task("edit", (1,)),
-    "by name, as beat does": lambda app, _task: app.send_task("edit", (1,), {}, producer=None),
-}
-
-
-@pytest.mark.parametrize("first", SENDERS)
-@pytest.mark.parametrize("second", SENDERS)
-def test_a_process_that_made_nothing_sends_a_unique_task_once(app, broker, first, second):
-    """From its first message on, however it is sent: no Dislock(app), and no final app."""
-    task = declare(app)
-    results = [SENDERS[sender](app, task) for sender in (first, second)]
-    assert [result.duplicate for result in results] == [False, True]
-    assert results[0].id == results[1].id
-    [sent] = broker.sent
-    assert sent["headers"]["dislock_unique"][:2] == [LOCK, "end"]
 
 
 def test_a_task_is_found_by_its_name_before_it_is_made(app, broker, there):
@@ -108,16 +87,6 @@ def test_positional_arguments_of_send_task_are_what_they_were(app, broker, there
     assert there.asked[1][1].ttl == pytest.approx(3700)
 
 
-def test_what_belongs_to_more_is_never_dropped(app, broker, there):
-    """A dropped step would lose the rest of its chain."""
-    task = declare(app)
-    task.delay(1)
-    chain(task.si(1), task.si(1)).delay()
-    assert task.apply_async((1,), link=task.si(2)).duplicate is False
-    assert len(broker.sent) == 3
-    assert len([call for call in there.asked if call[0] == "reserve"]) == 1
-
-
 def test_a_sender_without_a_lock_server_sends_all_the_same(monkeypatch, caplog):
     """Its workers may be told theirs on the command line.  The log says so once."""
     app = Celery("away", broker="amqp://nobody", set_as_current=False)
@@ -139,16 +108,6 @@ def test_what_is_off_or_not_unique_reserves_nothing(app, broker, there, off, unt
     task = declare(app, lock_unique_until=until)
     assert [task.delay(1).duplicate for _ in range(2)] == [False, False]
     assert there.asked == []
-
-
-def test_a_message_that_may_be_replaced_in_line_says_when_it_was_sent(app, broker):
-    """The one that was sent last counts; a retry keeps its time."""
-    in_line = {"lock_on_conflict": "queue", "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
-    task = declare(app, lock_unique_until=None, **in_line)
-    task.delay(1)
-    task.apply_async((1,), headers={"dislock_sent": 7})
-    first, second = [sent["headers"]["dislock_sent"] for sent in broker.sent]
-    assert (first > 1.7e15, second) == (True, 7)
 
 
 def test_a_retry_of_a_body_is_sent_under_its_reservation(app, broker, there):

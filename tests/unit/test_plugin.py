@@ -76,36 +76,19 @@ def test_a_client_logs_which_tasks_it_cannot_guard(app, caplog):
     assert record.exc_info is None
 
 
-def test_dislock_guards_every_task_with_a_key(app, reachable):
-    """Under --dislock the base class does not matter; without a key nothing is locked."""
-
-    @app.task(name="keyed", lock_key="k", shared=False)
-    def keyed(): ...
-
-    @app.task(name="plain", shared=False)
-    def plain(): ...
-
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
-    assert step.include_if(None)
-    assert guarded(app, "keyed")
-    assert not guarded(app, "plain")
-
-
-def test_without_a_flag_only_singleton_tasks_are_guarded(app):
-    """Neither --dislock nor --no-dislock: SingletonTask locks all the same."""
-
-    @app.task(name="keyed", lock_key="k", shared=False)
-    def keyed(): ...
-
-    @app.task(name="singleton", base=SingletonTask, shared=False)
-    def singleton(): ...
-
-    LockStep(SimpleNamespace(app=app, hostname="w1@here"))
-    assert not guarded(app, "keyed")
-    assert guarded(app, "singleton")
-
-
 def body(): ...
+
+
+@pytest.mark.parametrize("flag", [True, None])
+def test_dislock_guards_every_task_with_a_key(app, reachable, flag):
+    """Without the flag only SingletonTasks lock; without a key nothing is locked."""
+    app.task(name="keyed", lock_key="k", shared=False)(body)
+    app.task(name="plain", shared=False)(body)
+    app.task(name="singleton", base=SingletonTask, shared=False)(body)
+    LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=flag)
+    assert [guarded(app, name) for name in ("keyed", "plain", "singleton")] == [
+        *(bool(flag), False, True)
+    ]
 
 
 class TestTasksThatComeLate:

@@ -75,13 +75,6 @@ def test_the_brokers_url_may_come_from_the_environment(monkeypatch):
     assert lock_server(app.conf)[0] == "redis://environment"
 
 
-def test_the_brokers_tls_options_come_with_its_url():
-    """What broker_use_ssl says holds for the locks on that server, too."""
-    conf = {"broker_url": "rediss://b", "broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
-    assert lock_server(conf)[1] == {"ssl_ca_certs": "ca.pem"}
-    assert lock_server({**conf, "dislock_url": "rediss://a"})[1] == {}
-
-
 @pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://"}, {"dislock_url": "http://x"}])
 def test_without_a_redis_the_error_says_what_to_give(conf):
     """The remedy is in the message."""

@@ -140,13 +140,6 @@ def test_a_duplicate_is_not_published(sending):
     assert sending.counted == ["sent", "duplicate"]
 
 
-def test_the_same_id_again_is_a_duplicate(sending):
-    """Who gives all messages one id has sent the first of them."""
-    duplicates = [sending.send(task_id="all").duplicate for _ in range(5)]
-    assert duplicates == [False, True, True, True, True]
-    assert len(sending.sent) == 1
-
-
 def test_a_duplicate_can_be_an_error():
     """With the key and the id of the first."""
     sending = Sending(lock_on_duplicate="raise")

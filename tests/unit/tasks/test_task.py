@@ -208,7 +208,6 @@ class TestEvents:
     [
         ("key", "lock_key"),
         ("lock", "lock_key"),
-        ("timeout", "lock_wait_timeout"),
         ("timeout", "lock_watchdog_timeout"),
         ("ttl", "lock_expire"),
     ],
