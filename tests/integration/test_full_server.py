@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import redis
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.identity import OURS, StoreIdentity
@@ -11,11 +10,30 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Ending, Execution, LateRelease, Store
+from tests.redis_server import RedisServer
 
 LOCK, OTHER = "dislock:{k}", "dislock:{other}"
 LONG = 60.0
 WITHIN = 10.0
 HOLDER = '{"id":"t"}'
+ME = "t@w/1"
+LEFT = Ending(at_least=LONG)
+PARKED = Ticket("p:0:0", "p@", marked=False, message=b"message")
+
+
+@pytest.fixture(scope="module")
+def server(redis_program, tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("full")) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    """A client of the server, which is empty and has memory."""
+    with server.client(decode_responses=True) as client:
+        client.config_set("maxmemory", 0)
+        client.flushall()
+        yield client
 
 
 @pytest.fixture
@@ -25,8 +43,8 @@ def given():
 
 
 @pytest.fixture
-def store(own_redis_server, given):
-    store = Store(own_redis_server.url, home="here", hand_over=given.extend)
+def store(server, client, given):
+    store = Store(server.url, home="here", hand_over=given.extend)
     yield store
     store.close()
 
@@ -34,12 +52,6 @@ def store(own_redis_server, given):
 @pytest.fixture
 def lines(store, given):
     return Lines(store.lock_server, "dislock", "here", given.extend)
-
-
-@pytest.fixture
-def client(own_redis_server):
-    with redis.Redis.from_url(own_redis_server.url, decode_responses=True) as client:
-        yield client
 
 
 @pytest.fixture
@@ -55,96 +67,71 @@ def fill(store, client):
     return fill
 
 
-def take(store, owner="t@w/1", ttl=LONG, **terms):
+def take(store, owner=ME, ttl=LONG, **terms):
     assert isinstance(store.acquire([LOCK], owner, ttl, HOLDER, **terms), Granted)
+
+
+def free(store):
+    """End the lease as an operator does."""
+    return store.free(LOCK, ME, store.holders(LOCK)[0].token)
 
 
 @pytest.mark.parametrize("longest", [LONG, 10 * LONG], ids=["alone", "beside a longer one"])
 def test_a_lock_is_renewed(store, client, fill, longest):
-    """The first write of the script is one that needs no memory, also beside a longer lease."""
+    """By its process or another, and for an owner that asks again, also beside a longer lease."""
     take(store, limit=2)
     take(store, "b@w/1", longest, limit=2)
     fill()
     before = client.hgetall(LOCK)
-    assert store.renew([([LOCK], "t@w/1", 2 * LONG)], within=WITHIN) == [True]
-    assert store.extend([LOCK], "t@w/1", 3 * LONG)
-    assert client.hget(LOCK, "t@w/1") != before["t@w/1"]
+    assert store.renew([([LOCK], ME, 2 * LONG)], within=WITHIN) == [True]
+    assert store.extend([LOCK], ME, 3 * LONG)
+    assert client.hget(LOCK, ME) != before[ME]
     assert client.hget(LOCK, "b@w/1") == before["b@w/1"]
     assert client.pttl(LOCK) > max(2 * LONG, longest - LONG) * 1000
-
-
-def test_a_stalled_process_keeps_its_lock(store, client, fill):
-    """The main process renews for it."""
-    take(store)
-    fill()
     overdue = Execution([LOCK], "t@w/", LONG, overdue=0.0, longest=0.0)
     (found,) = store.renew_stalled([overdue], within=WITHIN)
     assert not isinstance(found, StoreError)
-    assert found.unrenewed >= 0
+    take(store, limit=2)
 
 
-def test_an_owner_that_asks_again_is_answered(store, fill):
-    """A resent acquisition renews what it has."""
+# What ends the lease, and who is there afterwards; the watchdog releases late, for an owner that
+# is done.
+ENDS = {
+    "release": (lambda store: store.release([LOCK], ME), []),
+    "release after a minimum": (lambda store: store.release([LOCK], ME, LEFT), ["~" + ME]),
+    "release of the dead": (lambda store: store.release_dead([LOCK], "t@w/"), []),
+    "and after a minimum": (lambda store: store.release_dead([LOCK], "t@w/", LONG), ["~" + ME]),
+    "late release": (
+        lambda store: store.clear([LateRelease([LOCK], ME, LEFT)], within=WITHIN) == [None],
+        ["~" + ME],
+    ),
+    "by hand": (free, []),
+    "by a retry": (
+        lambda store: (
+            store.release([LOCK], ME, LEFT) and store.take_over([LOCK], ME, "t@w/2", HOLDER)
+        ),
+        ["t@w/2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_lock_is_ended(store, client, fill, how):
+    """At once, or left to run out after its minimum; a retry goes on with it."""
     take(store)
     fill()
-    take(store)
+    end, left = ENDS[how]
+    assert end(store)
+    assert list(client.hgetall(LOCK)) == left
 
 
-@pytest.mark.parametrize("at_least", [0.0, LONG])
-def test_a_lock_is_released(store, client, fill, at_least):
-    """At once, or left to run out after its minimum."""
-    take(store)
-    fill()
-    assert store.release([LOCK], "t@w/1", Ending(at_least=at_least))
-    assert list(client.hgetall(LOCK)) == (["~t@w/1"] if at_least else [])
-
-
-@pytest.mark.parametrize("at_least", [0.0, LONG])
-def test_the_lock_of_a_dead_process_is_released(store, client, fill, at_least):
-    """By the main process, or by the watchdog of another."""
-    take(store)
-    fill()
-    assert store.release_dead([LOCK], "t@w/", at_least) == 1
-    assert list(client.hgetall(LOCK)) == (["~t@w/1"] if at_least else [])
-
-
-def test_a_release_in_place_of_another_is_carried_out(store, client, fill):
-    """The watchdog's, for an owner that is done."""
-    take(store)
-    fill()
-    late = LateRelease([LOCK], "t@w/1", Ending(at_least=LONG))
-    assert store.clear([late], within=WITHIN) == [None]
-    assert list(client.hgetall(LOCK)) == ["~t@w/1"]
-
-
-def test_a_lock_is_freed_by_hand(store, client, fill):
-    """By an operator."""
-    take(store)
-    fill()
-    (held,) = store.holders(LOCK)
-    assert store.free(LOCK, "t@w/1", held.token)
-    assert not client.exists(LOCK)
-
-
-def test_a_retry_takes_its_lock_over(store, client, fill):
-    """It is not taken anew."""
-    take(store)
-    store.release([LOCK], "t@w/1", Ending(at_least=LONG))
-    fill()
-    assert store.take_over([LOCK], "t@w/1", "t@w/2", HOLDER) == 1
-    assert list(client.hgetall(LOCK)) == ["t@w/2"]
-
-
-@pytest.mark.parametrize("ends", ["release", "release_dead", "free"])
-def test_a_lock_is_handed_to_a_waiter(store, fill, ends):
+@pytest.mark.parametrize("how", ["release", "release of the dead", "by hand"])
+def test_a_lock_is_handed_to_a_waiter(store, fill, how):
     """It goes from one to the other."""
     take(store)
     store.acquire([LOCK], "w@w/1", LONG, HOLDER, place=LONG)
     fill()
-    if ends == "free":
-        store.free(LOCK, "t@w/1", store.holders(LOCK)[0].token)
-    else:
-        getattr(store, ends)([LOCK], "t@w/1")
+    ENDS[how][0](store)
     assert store.wait(LOCK, "w@w/1", WITHIN)
     assert store.renew([([LOCK], "w@w/1", LONG)], within=WITHIN) == [True]
 
@@ -152,13 +139,12 @@ def test_a_lock_is_handed_to_a_waiter(store, fill, ends):
 def test_a_parked_task_has_its_turn_and_ends(store, lines, given, client, fill):
     """It is in memory already, and leaves less there than it takes away."""
     take(store)
-    parked = lines.park(LOCK, "p@w/1", LONG, HOLDER, Ticket("p:0:0", "p@", False, b"message"))
-    assert isinstance(parked, Parked)
+    assert isinstance(lines.park(LOCK, "p@w/1", LONG, HOLDER, PARKED), Parked)
     fill()
-    store.release([LOCK], "t@w/1")
+    store.release([LOCK], ME)
     assert [turn.ticket for turn in given] == ["p:0:0"]
-    claimed = lines.park(LOCK, "p@w/2", LONG, HOLDER, Ticket("p:0:0", "p@", True, b""))
-    assert isinstance(claimed, Granted)
+    marked = PARKED._replace(marked=True, message=b"")
+    assert isinstance(lines.park(LOCK, "p@w/2", LONG, HOLDER, marked), Granted)
     assert store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))
     store.release([LOCK], "p@w/2", Ending(ticket="p:0:0", settles=LONG))  # resent
     store.release([LOCK], "p@w/2", Ending(ticket="p:0:0"))
@@ -180,7 +166,7 @@ def test_the_name_of_its_store_is_kept(store, client, fill):
 def test_a_parked_task_can_be_taken_out(store, lines, client, fill, how):
     """An operator's drop, a revoked message, a task that must not run."""
     take(store)
-    lines.park(LOCK, "p@w/1", LONG, HOLDER, Ticket("p:0:0", "p@", False, b"message"))
+    lines.park(LOCK, "p@w/1", LONG, HOLDER, PARKED)
     fill()
     getattr(lines, how)(LOCK, "p:0:0", *(["note"] if how == "drop" else []))
     assert not client.exists(f"{LOCK}:tickets")
@@ -193,13 +179,12 @@ def test_a_task_that_runs_without_its_lock_is_remembered(lines, client, fill):
     assert client.exists(f"{LOCK}:done:p:0:0")
 
 
-@pytest.mark.parametrize("number", [0, 2], ids=["first", "newest"])
 @pytest.mark.parametrize("until", ["end", "expiry"])
-def test_a_reservation_is_kept_and_ends(store, client, fill, until, number):
+def test_a_reservation_is_kept_and_ends(store, fill, until):
     """It is there already; a new one is refused, and the message sent without."""
     reservations = store.reservations
     wanted = Reservation(LOCK, "t", until=until, ttl=LONG)
-    reserved = reservations.reserve(wanted, "nonce", replaces=number > 0)
+    reserved = reservations.reserve(wanted, "nonce", replaces=until == "end")
     mine = wanted._replace(mark=reserved.mark, number=reserved.number)
     fill()
     with pytest.raises(StoreError, match="maxmemory"):
