@@ -9,17 +9,16 @@ import time
 
 import pytest
 
-from celery_dislock import Dislock
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Ending, Execution, Store
+from celery_dislock.servers.store import Execution, Store
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
-from tests.holding import Holding, name_of, wait_for
+from tests.holding import Holding, wait_for
 from tests.redis_server import RedisServer
 
 LOCK = "dislock:{export:7}"
@@ -226,23 +225,6 @@ class TestMajority:
         take(store, "b/1")
         assert store.release([LOCK], "b/1") is True
 
-    def test_two_rivals_with_two_each_leave_nobody_a_lock(self, servers, store):
-        """Whoever gets less than a majority gets nothing, and keeps nothing anywhere."""
-        for server, rival in zip(servers, ["x/1", "x/1", "y/1", "y/1"], strict=False):
-            one = Store(server.url)
-            take(one, rival)
-            one.close()
-        answer = store.acquire([LOCK], "a/1", LONG, HOLDER)
-        assert isinstance(answer, Refused)
-        assert answer.owner in {"x/1", "y/1"}
-        assert store.holders(LOCK) == []
-        assert nothing_on(servers[4:])
-        assert store.release([LOCK], "x/1") is False
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1") is True
-        assert store.release([LOCK], "y/1") is False
-        assert nothing_on(servers)
-
     def test_of_several_that_ask_at_once_one_gets_it(self, urls):
         """However their questions cross on the way, a free lock finds exactly one owner."""
         stores = [Store(urls, TRANSPORT) for _ in range(4)]
@@ -321,17 +303,6 @@ class TestHeld:
         assert "no longer has it" in event.arguments["reason"]
         holding.take("export:7")
 
-    def test_a_lease_is_never_trusted_for_longer_than_a_majority_keeps_it(self, servers, holding):
-        """Trust ends before the lease does on the servers, with time for clocks that run apart."""
-        before = time.monotonic()
-        lease = holding.take("export:7", timeout=100.0)
-        after = time.monotonic()
-        for server in servers:
-            with server.client() as client:
-                left = client.pttl(name_of("export:7")) / 1000
-            assert time.monotonic() + left >= before + 100.0 + 1.0
-        assert lease.trusted_until <= after + 100.0 - 0.5
-
     def test_whoever_waits_gets_it_when_it_is_free(self, servers, holding):
         """Waiting works by asking again; two servers may die meanwhile."""
         first = holding.take("export:7")
@@ -373,24 +344,6 @@ class TestHeld:
         (found,) = store.renew_stalled([execution._replace(overdue=0.0)], within=WITHIN)
         assert found == (0, 0)
 
-    def test_at_least_for_holds_on_all_servers(self, store):
-        """A lease that is to run out by itself does so, and cannot be taken before."""
-        take(store, "a/1")
-        assert store.release([LOCK], "a/1", Ending(at_least=LONG)) is True
-        assert store.acquire([LOCK], "b/1", LONG, HOLDER).owner == "a/1"
-        assert store.release([LOCK], "a/1") is False
-
-
-class TestPlainPython:
-    def test_a_list_of_servers(self, urls, servers):
-        """Dislock.from_url takes a list; the lock is the same in every way."""
-        dislock = Dislock.from_url(urls, transport_options=TRANSPORT)
-        servers[3].kill()
-        with dislock.lock("export:7") as lease, dislock.lock("export:7"):
-            lease.ensure_held()
-            assert dislock.lock(["export:7", "export:8"]).locked()
-        assert not dislock.lock("export:7").locked()
-
 
 class TestLostReplies:
     @pytest.fixture
@@ -421,27 +374,6 @@ class TestLostReplies:
         wait_for(lambda: nothing_on(servers[:1]), "the undoing on the first server")
         assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
         assert store.release([LOCK], "a/1") is True
-
-    def test_what_a_silent_server_undoes_late_is_not_the_next_attempt(self, servers):
-        """An owner that asks again is safe from what its first attempt was followed by."""
-        three = [Store(server.url) for server in servers[:3]]
-        store = Store([server.url for server in servers[:3]], TRANSPORT)
-        round_trip(store)
-        take(three[0], "x/1")
-        servers[2].pause()
-        assert isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Refused)
-        servers[2].resume()
-        wait_for(
-            lambda: isinstance(store.acquire([LOCK], "a/1", LONG, HOLDER), Granted),
-            "the lock, of the second and the third",
-        )
-        assert three[2].release([LOCK], "a/1") is False  # as if it came only now
-        assert len(store.holders(LOCK)) == 1
-        assert store.extend([LOCK], "a/1", LONG) is True
-        assert store.release([LOCK], "a/1") is True
-        assert store.holders(LOCK) == []
-        for one in (*three, store):
-            one.close()
 
 
 KEYS = ("export:1", "export:2")

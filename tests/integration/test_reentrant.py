@@ -297,20 +297,6 @@ class TestWaiting:
         assert [h.owner for h in store.holders(NAME)] == ["next"]
         assert not redis_client.exists(LINE)
 
-    def test_a_dead_head_holds_up_the_next_for_its_reservation_only(
-        self, dislock, store, redis_client, threads
-    ):
-        """When the lock was handed to a dead waiter, the next one wakes as that lease runs out."""
-        store.acquire([NAME], "holder", LONG, HOLDER)
-        store.acquire([NAME], "dead", LONG, HOLDER, place=LONG)
-        lock = dislock.lock(KEY)
-        waiting = threads.submit(lambda: (lock.acquire(), lock.release()))
-        wait_in_line(redis_client, 2)
-        store.release([NAME], "holder")
-        assert [h.owner for h in store.holders(NAME)] == ["dead"]
-        wait_for(lambda: not store.holders(NAME) or waiting.done(), "the end of the reservation")
-        wait_for(waiting.done, "its wake-up", within=PATIENCE / 3)  # far less than ASK_AGAIN
-
     def test_a_hand_off_costs_the_same_however_many_wait(self, store, redis_client):
         """Release, wake-up and confirmation are as many commands with 20 waiters as with 2."""
 

@@ -247,15 +247,6 @@ class TestUserAndPassword:
         with pytest.raises(SettingsError, match="credential_provider"):
             Store(url, {"credential_provider": provider})
 
-    def test_what_the_acl_forbids_is_a_store_error(self, url):
-        """A name that the user may not touch is refused in the server's words, no password told."""
-        store = Store(url)
-        with pytest.raises(StoreError, match=r"(?i)permission|NOPERM") as raised:
-            take(store, "a/1", lock="other:{export:7}")
-        assert "se:cr" not in str(raised.value)
-        assert "se%3Acr" not in str(raised.value)
-        store.close()
-
     @pytest.mark.parametrize("tls", [False, True])
     def test_what_the_sentinels_are_given_is_in_no_text(self, own_redis_server, tls):
         """No error, log line or result tells the Sentinels' password, whatever is wrong there."""
@@ -663,22 +654,6 @@ class TestCluster:
         assert store.renew(leases, within=WITHIN) == [True, False] * 30
         assert all(store.release([lock], "a/1") for lock in locks[::2])
 
-    def test_the_locks_of_all_nodes_are_found(self, cluster):
-        """Whoever looks through the locks finds those of every master, at the first try."""
-        store = Store(cluster.url)
-        locks = [name_on(cluster.masters, number, "found") for number in range(3)]
-        for lock in locks:
-            take(store, "a/1", lock=lock)
-        store.close()
-        store = Store(cluster.url)
-        found = {
-            lock.name: [holder.owner for holder in lock.holders]
-            for lock in Overview(store.lock_server, "dislock").locks()
-        }
-        assert [found[lock] for lock in locks] == [["a/1"]] * 3
-        assert all(store.release([lock], "a/1") for lock in locks)
-        store.close()
-
     def test_a_node_that_is_away_hides_no_others_locks(self, cluster):
         """What is on the others comes first, then the error; their leases are renewed in time."""
         store = Store(cluster.url, {"socket_timeout": 0.5})
@@ -710,13 +685,6 @@ class TestCluster:
             f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{cluster.servers[5].port}"
         )
         round_trip(store)
-        store.close()
-
-    def test_a_server_that_is_no_cluster_is_a_store_error(self, redis_server):
-        """A single server under redis+cluster:// is refused in its own words."""
-        store = Store(f"redis+cluster://127.0.0.1:{redis_server.port}")
-        with pytest.raises(StoreError, match="cluster support disabled"):
-            take(store, "a/1")
         store.close()
 
     def test_waiting_works_on_the_node_of_the_lock(self, store):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import threading
-import time
 from secrets import token_hex
 
 import pytest
@@ -14,7 +13,7 @@ from celery.app.task import Context
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.keys.names import reserved_lock, reserved_name
+from celery_dislock.keys.names import reserved_name
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reservations, Taken
 from celery_dislock.servers.store import Store
@@ -64,11 +63,6 @@ def reserved_for(client, lock=LOCK):
     return None if record[1] == "-" else record[4]
 
 
-def numbers(client):
-    """The highest numbers of messages that were reserved, published, and have begun."""
-    return tuple(map(int, client.get(f"{LOCK}:unique").split(" ")[10:13]))
-
-
 class TestReservations:
     @pytest.fixture
     def reservations(self, app, client):
@@ -100,13 +94,6 @@ class TestReservations:
         assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
         assert self.reserve(reservations, "a") == Taken("a", is_sent=True)
         assert isinstance(self.reserve(reservations, "a", again=first), Reservation)
-
-    @pytest.mark.parametrize("has_result", [True, False])
-    def test_the_second_is_told_whether_there_will_be_a_result(self, reservations, has_result):
-        """As the sender of the first wanted it."""
-        wanted = Reservation(LOCK, "a", ttl=HOUR)
-        reservations.reserve(wanted, "nonce", has_result=has_result)
-        assert self.reserve(reservations, "b") == Taken("a", is_sent=False, has_result=has_result)
 
     @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
     def test_any_id_is_compared_as_a_whole(self, reservations, task_id):
@@ -143,29 +130,6 @@ class TestReservations:
         first = self.send(reservations, "a")
         self.reserve(reservations, "b", replaces=True)
         self.begin(reservations, first)
-
-    def test_numbers_that_nobody_was_given(self, reservations, client):
-        """Anybody can write a header: it does not end the messages of others."""
-        reserved = self.send(reservations, "a")
-        forged = reserved._replace(id="x", number=10**9)
-        reservations.confirm(forged)
-        self.begin(reservations, forged)
-        self.begin(reservations, reserved)
-
-    def test_the_first_of_a_burst_is_remembered(self, reservations):
-        """So that a debounce has an end."""
-        wanted = Reservation(LOCK, "a", ttl=HOUR)
-        reservations.reserve(wanted, "1", replaces=True)
-        time.sleep(0.05)
-        assert reservations.reserve(wanted, "2", replaces=True).burst >= 0.05
-
-    def test_several_keys_have_a_name_in_the_slot_of_the_first(self):
-        """It differs for each set of keys, and is no lock's name."""
-        names = {
-            reserved_lock(names) for names in (["p:{a}"], ["p:{a}", "p:{b}"], ["p:{a}", "p:{c}"])
-        }
-        assert len(names) == 3
-        assert {name.startswith("p:{a}") for name in names} == {True}
 
 
 class TestSending:
@@ -296,46 +260,6 @@ class TestSending:
         request = Context(id=sent.id, task="unique.edit", headers={"dislock_unique": [LOCK, until]})
         tell(app, "end", request)
         assert reserved_for(client) == (sent.id if until == "expiry" else None)
-
-    def test_a_task_that_may_be_replaced_in_line_says_when_it_was_sent(self, app, client):
-        """A retry is as old as its task; others say nothing."""
-        edit = declare(
-            app,
-            lock_unique_until=None,
-            lock_on_conflict="queue",
-            lock_queue_limit=1,
-            lock_queue_overflow="replace",
-        )
-        before = time.time()
-        edit.delay(1)
-        edit.apply_async((1,), headers={"dislock_sent": 7, "mine": 1})
-        retry, first = (json.loads(one)["headers"] for one in client.lrange("celery", 0, -1))
-        assert before * 1e6 <= first["dislock_sent"] <= time.time() * 1e6
-        assert (retry["dislock_sent"], retry["mine"]) == (7, 1)
-
-    def test_a_task_without_the_option_is_sent_as_ever(self, app, client):
-        """And its messages carry no header of ours."""
-        edit = declare(app, lock_unique_until=None)
-        for _ in range(2):
-            edit.delay(1)
-        assert messages(client) == 2
-        assert not client.keys("dislock*")
-
-
-class TestReplacing:
-    def test_the_newest_counts(self, app, client):
-        """Each is sent, with its number."""
-        edit = declare(app, lock_on_duplicate="replace")
-        results = [edit.delay(1, edition) for edition in range(3)]
-        assert messages(client) == 3
-        assert reserved_for(client) == results[-1].id
-        headers = [
-            json.loads(message)["headers"]["dislock_unique"]
-            for message in client.lrange("celery", 0, -1)
-        ]
-        numbered = [number for *_, number in reversed(headers)]
-        assert numbered == sorted(set(numbered))
-        assert numbers(client) == (numbered[-1], numbered[-1], 0)
 
 
 class TestRunning:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 from celery.beat import ScheduleEntry, Scheduler
 
@@ -13,7 +9,6 @@ from tests.docs.migrating.libraries import (
     HOUR,
     LIBRARIES_WARN,
     about,
-    database,
     expiry_of,
     messages,
     reservations,
@@ -22,22 +17,8 @@ from tests.docs.migrating.libraries import (
 pytestmark = LIBRARIES_WARN
 
 
-def configure_django() -> None:
-    """Give Django its default settings, because other tests look at all objects of this process."""
-    settings = pytest.importorskip("django.conf").settings
-    if not settings.configured:
-        settings.configure()
-
-
-def cache_in_memory(name: str) -> Any:
-    """Make a cache as Django has it by default."""
-    locmem = pytest.importorskip("django.core.cache.backends.locmem")
-    configure_django()
-    return locmem.LocMemCache(name, {})
-
-
 class TestByHand:
-    """The tables for SET NX and for Django's cache."""
+    """The table for SET NX."""
 
     @pytest.fixture
     def task(self, ours):
@@ -61,51 +42,6 @@ class TestByHand:
             assert exports.apply((8,)).result == "ran"
         assert exports.apply((7,)).result == "ran"
 
-    def test_a_cache_in_memory_is_of_one_process(self):
-        """Django's default cache: two processes take the same lock; ours is on the server."""
-        cache = cache_in_memory("")
-        program = (
-            "from django.core.cache.backends.locmem import LocMemCache;"
-            "print(LocMemCache('', {}).add('by-hand:7', '1'))"
-        )
-        assert cache.add("by-hand:7", "1")
-        other = subprocess.run(
-            [sys.executable, "-c", program], check=True, capture_output=True, text=True
-        )
-        assert other.stdout.strip() == "True"
-
-    def test_other_entries_evict_no_lock(self, task, redis_client):
-        """A cache in memory keeps 300 entries, and drops others for new ones."""
-        cache = cache_in_memory("culls")
-        cache.add("by-hand:7", "1", timeout=600)
-        for number in range(1000):
-            cache.set(f"page:{number}", "...")
-        assert cache.add("by-hand:7", "1")
-
-        def body():
-            with redis_client.pipeline() as pipe:
-                for number in range(1000):
-                    pipe.set(f"page:{number}", "...")
-                pipe.execute()
-            return redis_client.exists("dislock:{export:7}")
-
-        assert task(body).apply((7,)).get() == 1
-
-    def test_a_cache_that_is_cleared(self, task, redis_url, redis_client):
-        """clear() of Django's Redis cache empties its database: give the locks another one."""
-        redis_cache = pytest.importorskip("django.core.cache.backends.redis")
-        configure_django()
-        cache = redis_cache.RedisCache(database(redis_url, 1), {})
-        cache.add("by-hand:7", "1", timeout=600)
-
-        def body():
-            cache.clear()
-            return redis_client.exists("dislock:{export:7}")
-
-        assert task(body).apply((7,)).get() == 1
-        assert cache.add("by-hand:7", "1")
-        cache.close()
-
 
 class TestBeat:
     """The table for RedBeat."""
@@ -123,20 +59,13 @@ class TestBeat:
         task = ours(lock_unique_until="expiry", lock_unique_for=1800)
         return ScheduleEntry("hourly", task.name, schedule=HOUR, args=(7,), app=app)
 
-    def beats(self, app):
-        return [Scheduler(app, lazy=True) for _ in range(2)]
-
     def test_two_beats_send_one_message(self, app, entry, redis_client):
-        """Beats without a lock of their own: the second one's message is a duplicate."""
-        first, second = [beat.apply_async(entry, advance=False) for beat in self.beats(app)]
-        assert (first.duplicate, second.duplicate) == (False, True)
+        """Without a lock of their own; the other sends on when the reservation has ended."""
+        one, other = (Scheduler(app, lazy=True) for _ in range(2))
+        assert one.apply_async(entry, advance=False).duplicate is False
+        assert other.apply_async(entry, advance=False).duplicate is True
         assert messages(redis_client) == 1
         assert expiry_of(redis_client, reservations(redis_client)) == about(1800)
-
-    def test_a_beat_that_is_killed_holds_up_no_other(self, app, entry, redis_client):
-        """The others go on, and send when the reservation has ended."""
-        killed, other = self.beats(app)
-        killed.apply_async(entry, advance=False)
         redis_client.delete(*reservations(redis_client))  # as its expiry does
         assert other.apply_async(entry, advance=False).duplicate is False
 

@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import redis
-from redis.lock import Lock as RedisLock
 
 from celery_dislock import SettingsError, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError
-from celery_dislock.servers.reservations import Reservations
 from tests.docs.migrating.libraries import (
     ALL,
     CELERY_HEIMDALL,
@@ -203,26 +201,3 @@ class TestOptions:
         assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
         assert expiry_of(redis_client, reservations(redis_client)) == about(60)
         assert messages(redis_client) == 2
-
-    @of(CELERY_HEIMDALL)
-    def test_a_duplicate_waits_for_no_lock(self, theirs, ours, monkeypatch, library):
-        """celery-heimdall asks again for a second; ours asks once for each call."""
-        asked = []
-
-        def counting(cls: Any, name: str) -> None:
-            ask = getattr(cls, name)
-
-            def count(*args: Any, **kwargs: Any) -> Any:
-                asked.append(name)
-                return ask(*args, **kwargs)
-
-            monkeypatch.setattr(cls, name, count)
-
-        counting(Reservations, "reserve")
-        counting(RedisLock, "do_acquire")
-        heimdall = {"unique": True, "unique_lock_timeout": 0.5}
-        for task in (theirs(library, {"heimdall": heimdall}), ours()):
-            for _ in range(2):
-                task.delay(7)
-        assert asked.count("do_acquire") > 2
-        assert asked.count("reserve") == 2
