@@ -1,6 +1,6 @@
 """Random histories of one key that is unique when it is sent; checked while they happen.
 
-Each sender, worker and operator is a generator that stops before each command to the lock server,
+Each sender and worker is a generator that stops before each command to the lock server,
 and wherever its process may be killed.  A history lets one of them go on at a time.  A command may
 
 * arrive once, and be answered;
@@ -37,14 +37,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.servers.replies import Done, Granted, Parked, Replaced
+from celery_dislock.servers.replies import Granted, Replaced
 from celery_dislock.servers.reservations import OFF_FOR, Reservation, Reserved, Taken
 from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator
 
     from celery_dislock.servers.reservations import Reservations
     from celery_dislock.servers.store import Store
@@ -91,7 +90,6 @@ class Message:
     reservation: Reservation | None = None
     reserved_at: int = 0  # which command has reserved its key
     is_published: bool = False
-    is_told: bool = False  # that it was replaced
     ends: list[str] = field(default_factory=list)  # how its deliveries have ended
 
     @property
@@ -135,23 +133,21 @@ class History:
     def __init__(self, world: World, seed: object, *, loses: bool = False) -> None:
         self.world, self.loses = world, loses
         self.random = rng = random.Random(str(seed))
-        self.store = world.store(home="broker", hand_over=self.hand_over)
+        self.store = world.store()
         self.reservations: Reservations = self.store.reservations
-        self.lines = Lines(self.store.lock_server, "dislock", "broker", self.hand_over)
         self.until = rng.choice(("start", "end", "expiry"))
         self.limit = rng.choice((None, None, 1, 1, 2))
-        self.parks = self.limit == 1 and rng.random() < 0.4
         self.replacing = rng.choice((0.0, 0.5, 0.9, 1.0, 1.0))
         self.unique_for = rng.choice((60.0, 600.0, 3600.0))
         self.keeps = rng.random() < 0.7
         self.is_quiet = False
         self.actors: list[Actor] = []
-        self.queue: list[tuple[Message, bool]] = []  # with whether it was parked
+        self.queue: list[Message] = []
         self.messages: list[Message] = []
         self.running: list[tuple[Message, str]] = []
         self.late: list[Command] = []  # commands that arrive once more
         self.seen: Counter[str] = Counter()
-        self.now, self.commands, self.owners, self.is_late = 0.0, 0, 0, False
+        self.now, self.commands, self.owners = 0.0, 0, 0
         self.newest = 0  # highest number of a message that was confirmed, or has begun
         self.numbers_until = 0.0
         self.has_lost = False
@@ -164,7 +160,7 @@ class History:
         choices: list[tuple[int, Callable[[], None]]] = [
             (16, self.send), (60, self.proceed), (16, self.deliver), (4, self.arrive_late),
             (4, self.pass_seconds), (1, self.pass_hours), (4, self.keep), (1, self.revoke),
-            (1, self.free_by_hand), (2, self.send_again), (1, self.sweep),
+            (2, self.send_again),
         ]  # fmt: skip
         weights, steps_of = zip(*choices, strict=True)
         for step in self.random.choices(steps_of, weights, k=steps):
@@ -187,22 +183,23 @@ class History:
         self.messages.append(message)
         self.start(self.sender(message), lambda: None)
 
+    def taken(self) -> Message:
+        """Take some message out of the queue."""
+        return self.queue.pop(self.random.randrange(len(self.queue)))
+
     def send_again(self) -> None:
         """Put off, by a worker that has refused it before: its own message goes away."""
         if self.queue and len(self.actors) < ACTORS_MOST:
-            message, parked = self.queue.pop(self.random.randrange(len(self.queue)))
-            if parked:
-                self.queue.append((message, parked))
-            else:
-                self.start(self.sender(message, again=True), lambda: self.requeue(message))
+            message = self.taken()
+            self.start(self.sender(message, again=True), lambda: self.queue.append(message))
 
     def deliver(self) -> None:
         if self.queue and (self.is_quiet or len(self.actors) < ACTORS_MOST):
-            message, parked = self.queue.pop(self.random.randrange(len(self.queue)))
+            message = self.taken()
             self.owners += 1
             owner = f"{message.id}@w:1/{self.owners}"
-            killed = partial(self.worker_killed, message, owner, parked=parked)
-            self.start(self.worker(message, owner, parked=parked), killed)
+            killed = partial(self.worker_killed, message, owner)
+            self.start(self.worker(message, owner), killed)
 
     def start(self, process: Process, killed: Callable[[], None]) -> None:
         actor = Actor(process, killed)
@@ -233,13 +230,13 @@ class History:
         elif chance <= 0.75:
             self.answer(actor, self.arrive(command))
         elif chance <= 0.83:  # it is sent again when this process goes on
-            self.arrive(command, is_late=True)
+            self.arrive(command)
         elif chance <= 0.91:
             self.answer(actor, self.arrive(command))
             self.late.append(command)
         else:
             if chance > 0.98:
-                self.arrive(command, is_late=True)
+                self.arrive(command)
             elif chance > 0.97:
                 self.late.append(command)
             self.seen["failed"] += 1
@@ -253,7 +250,7 @@ class History:
     def arrive_late(self) -> None:
         if self.late:
             self.seen["late"] += 1
-            self.arrive(self.late.pop(self.random.randrange(len(self.late))), is_late=True)
+            self.arrive(self.late.pop(self.random.randrange(len(self.late))))
 
     def pass_seconds(self) -> None:
         self.advance(self.random.choice((0.01, 1.0, 5.0, 12.0, 40.0, 70.0)))
@@ -273,7 +270,7 @@ class History:
         """As the main process does, of the messages that it has."""
         if not self.keeps or self.until == "expiry":
             return
-        for message, _ in self.queue[:3]:
+        for message in self.queue[:3]:
             if message.reservation:
                 self.arrive(self.confirm(message, self.unique_for))
         for message, owner in self.running[:3]:
@@ -284,38 +281,15 @@ class History:
     def revoke(self) -> None:
         """By this process that has sent it; a worker discards it later."""
         if self.queue:
-            message, parked = self.queue.pop(self.random.randrange(len(self.queue)))
-            if parked:
-                self.queue.append((message, parked))
-                return
+            message = self.taken()
             message.ends.append("revoked")
             self.seen["revoked"] += 1
             if message.reservation:
                 self.arrive(self.end(message, waits=True))
-                self.start(self.discard(message), lambda: None)
-
-    def discard(self, message: Message) -> Process:
-        for _ in range(self.random.randrange(6)):
-            yield None
-        with contextlib.suppress(StoreError):
-            yield self.end(message)
-
-    def free_by_hand(self) -> None:
-        if len(self.actors) < ACTORS_MOST:
-            self.start(self.operator(), lambda: None)
-
-    def operator(self) -> Process:
-        """End the reservation that was shown, if it is still there."""
-        record = self.reservations.look(LOCK).reservation
-        if record is None:
-            return
-        yield None
-        self.seen["freed"] += 1
-        shown = Reservation.of(LOCK, record)
-        yield from self.quietly(self.end(Message(record.id, replaces=False, reservation=shown)))
+                self.start(self.quietly(self.end(message)), lambda: None)
 
     def purge(self) -> None:
-        for message, _ in self.queue:
+        for message in self.queue:
             message.ends.append("purged")
         self.queue.clear()
 
@@ -324,17 +298,6 @@ class History:
         self.has_lost = True
         self.newest = 0
         self.numbers_until = 0.0
-        for message in self.messages:  # they may have been in line
-            if message.is_published:
-                message.ends.append("lost with the line")
-
-    def sweep(self) -> None:
-        if self.parks:
-            self.lines.sweep([LOCK])
-
-    def hand_over(self, turns: Iterable[Any]) -> None:
-        if not self.is_late:  # else nobody reads the reply
-            self.queue += [(self.messages[int(turn.message)], True) for turn in turns]
 
     def end_well(self) -> None:
         """Deliver all that is there, and see what is left."""
@@ -345,9 +308,6 @@ class History:
                 self.proceed()
             elif self.queue:
                 self.deliver()
-            elif f"{LOCK}:tickets" in self.world.ttls():
-                self.advance(61.0)
-                self.sweep()
             else:
                 break
         else:
@@ -414,22 +374,17 @@ class History:
             self.publish(message)
             yield None
         if chance < 0.12:  # it failed, or was published and its sender does not know
-            with contextlib.suppress(StoreError):
-                yield self.give_back(message)
+            yield from self.quietly(self.give_back(message))
             if again and chance <= 0.06:
-                self.requeue(message)
+                self.queue.append(message)
             return
-        with contextlib.suppress(StoreError):
-            yield self.confirm(message, self.unique_for)
+        yield from self.quietly(self.confirm(message, self.unique_for))
 
     def publish(self, message: Message) -> None:
         message.is_published = True
-        self.queue.append((message, False))
+        self.queue.append(message)
 
-    def requeue(self, message: Message, *, parked: bool = False) -> None:
-        self.queue.append((message, parked))
-
-    def worker_killed(self, message: Message, owner: str, *, parked: bool) -> None:
+    def worker_killed(self, message: Message, owner: str) -> None:
         """Its message comes again, or was acknowledged early.  The main process sees it, or not."""
         self.running = [one for one in self.running if one[1] != owner]
         if self.random.random() < 0.5:
@@ -437,81 +392,62 @@ class History:
             if message.reservation and self.until != "start":
                 self.arrive(self.end(message))
         if self.random.random() < 0.7:
-            self.requeue(message, parked=parked)
+            self.queue.append(message)
             self.seen["redelivered"] += 1
         else:
             message.ends.append("lost with its process")
 
-    def worker(self, message: Message, owner: str, *, parked: bool) -> Process:
+    def worker(self, message: Message, owner: str) -> Process:
         """As in tasks/guard.py."""
         reservation = message.reservation and message.reservation._replace(ttl=KEPT)
-        if self.random.random() < 0.03 and not parked:
+        if self.random.random() < 0.03:
             yield from self.worker_without_locks(message, reservation)
             return
         try:
-            answer = yield from self.begin(message, owner, reservation, parked=parked)
+            answer = yield from self.begin(message, owner, reservation)
         except Replaced as replaced:
-            self.told(message, replaced.by)
+            self.seen["replaced"] += 1
+            self.check_the_newer(message, replaced.by)
             yield None
-            if parked:
-                self.lines.leave(LOCK, self.ticket_of(message))
-            with contextlib.suppress(StoreError):
-                yield self.end(message)
+            yield from self.quietly(self.end(message))
             message.ends.append("replaced")
             return
         except StoreError:
-            self.requeue(message, parked=parked)
+            self.queue.append(message)
             return
-        if isinstance(answer, (Parked, Done)):
-            message.ends.append("a copy of it is in line or done")
-        elif not isinstance(answer, Granted):
-            if self.is_quiet or self.random.random() < 0.5:
-                self.requeue(message, parked=parked)  # put off, or delivered again
-                if self.is_quiet:
-                    self.advance(LEASE)
-                return
+        if isinstance(answer, Granted):
+            yield from self.body(message, owner, reservation)
+        elif self.is_quiet or self.random.random() < 0.5:
+            self.queue.append(message)  # put off, or delivered again
+            if self.is_quiet:
+                self.advance(LEASE)
+        else:
             message.ends.append("skipped")
             if reservation:
                 yield from self.quietly(self.end(message))
-        else:
-            yield from self.body(message, owner, reservation, parked=parked)
-
-    def ticket_of(self, message: Message) -> str:
-        return f"{message.id}:0:{self.messages.index(message)}"
 
     def begin(
-        self, message: Message, owner: str, reservation: Reservation | None, *, parked: bool
+        self, message: Message, owner: str, reservation: Reservation | None
     ) -> Generator[Command, Any, Any]:
         if self.limit is None:
             if reservation:
                 yield self.command("begin", message, partial(self.reservations.begin, reservation))
             return Granted(())
-        if self.parks:
-            stored = b"%d" % self.messages.index(message)
-            ticket = Ticket(self.ticket_of(message), f"{message.id}@", parked, stored)
-            ticket = ticket._replace(reservation=reservation)
-            park = partial(self.lines.park, LOCK, owner, LEASE, "{}", ticket)
-            answer = yield self.command("park", message, park)
-            return answer
         acquire = partial(self.store.acquire, [LOCK], owner, LEASE, "{}", limit=self.limit)
         answer = yield self.command("acquire", message, partial(acquire, reservation=reservation))
         return answer
 
-    def body(
-        self, message: Message, owner: str, reservation: Reservation | None, *, parked: bool
-    ) -> Process:
+    def body(self, message: Message, owner: str, reservation: Reservation | None) -> Process:
         self.seen["ran"] += 1
         self.running.append((message, owner))
         for _ in range(self.random.randrange(6)):
             yield None
         self.running.remove((message, owner))
         message.ends.append("ran")
-        retries = not (self.is_quiet or parked) and self.random.random() < 0.15
+        retries = not self.is_quiet and self.random.random() < 0.15
         ends = reservation if self.until != "start" and not retries else None
         if self.limit is not None:
-            ticket = self.ticket_of(message) if self.parks and not retries else ""
-            ending = Ending(ticket=ticket, reservation=ends)
-            release = partial(self.store.release, [LOCK], owner, ending)
+            release = partial(self.store.release, [LOCK], owner, Ending(reservation=ends))
             yield from self.quietly(self.command("release", message, release))
         elif ends:
             yield from self.quietly(self.end(message))
@@ -559,10 +495,9 @@ class History:
         left: float = self.world.ttls()[RECORD]
         return left - max(0, record["kept"] - record["ends"])
 
-    def arrive(self, command: Command, *, is_late: bool = False) -> Any:
+    def arrive(self, command: Command) -> Any:
         """Let a command arrive; return the reply, or Replaced."""
         self.commands += 1
-        self.is_late = is_late
         before = self.record()
         reserved = self.is_reserved(before)
         reply: Any
@@ -570,10 +505,9 @@ class History:
             reply = command.run()
         except Replaced as replaced:
             reply = replaced
-        self.is_late = False
         after = self.record()
         self.check_the_reservation(command, reply, before if reserved else None, after)
-        if command.kind in {"begin", "acquire", "park"}:
+        if command.kind in {"begin", "acquire"}:
             self.check_the_order(command, reply, before)
         elif command.kind == "confirm" and command.message.replaces and not self.has_lost:
             _, mark, number = command.identity
@@ -639,16 +573,8 @@ class History:
             and one.reservation.mark == message.reservation.mark
             and one.reservation.number > message.reservation.number
         ]
-        is_published = any(one.is_published for one in newer)
-        is_newer = is_published and any(one.replaces for one in newer)
-        others = [one for one in self.messages if one.id == by]
-        assert is_newer, (
-            f"{message} is replaced by {by}, none of which was newer and published: {others}"
-        )
-
-    def told(self, message: Message, by: str) -> None:
-        self.seen["replaced"] += 1
-        self.check_the_newer(message, by)
+        is_newer = any(one.is_published for one in newer) and any(one.replaces for one in newer)
+        assert is_newer, f"{message} is replaced by {by}, none of which was newer and published"
 
     def check_the_numbers(
         self,
