@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockHeldError, NotOwnerError
-from celery_dislock.locks import lock as locks
+from celery_dislock import Dislock, SingletonTask, current_lease, signals
+from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 
-if TYPE_CHECKING:
-    import redis
-
 ROOT = Path(__file__).parents[2]
-PACKAGE = str(Path(locks.__file__).parent)
 KEY = "export:7"
 NAME = name_of(KEY)
 LINE = f"{NAME}:line"
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
+SHORT = 1.5  # seconds: renewed every half second
 HOLDER = '{"task": "tests.other", "id": "o-1", "worker": "w", "pid": 1}'
 
 
 @pytest.fixture
 def dislock(redis_url):
-    dislock = Dislock.from_url(redis_url, watchdog_timeout=LONG)
-    yield dislock
-    dislock.runtime.process.store.close()
+    with Dislock.from_url(redis_url, watchdog_timeout=LONG) as dislock:
+        yield dislock
+
+
+@pytest.fixture
+def app(redis_url):
+    app = Celery("callers", broker=redis_url, backend=redis_url, set_as_current=False)
+    app.conf.dislock_url = redis_url
+    app.conf.dislock_watchdog_timeout = LONG
+    app.conf.task_store_eager_result = False
+    app.dislock = Dislock(app)
+    yield app
+    app.dislock.close()
+
+
+def steal(redis_client):
+    """Delete the lock, and let another owner have it."""
+    redis_client.delete(NAME)
+    redis_client.hset(NAME, "thief", "1 9999999999999 1 1 x {}")
+    redis_client.pexpire(NAME, 60_000)
 
 
 @pytest.fixture
@@ -193,27 +207,19 @@ class TestKinds:
             )
         waiting.result(PATIENCE)
 
-    def test_tasks_take_the_very_same_lock(self, redis_url):
+    def test_tasks_take_the_very_same_lock(self, app, lock):
         """A task conflicts with a lock taken in Python, and Python with one that a task holds."""
-        app = Celery("shop", broker="memory://", set_as_current=False)
-        app.conf.dislock_url = redis_url
-        dislock = Dislock(app)
-        lock = dislock.lock(KEY)
 
-        @app.task(base=SingletonTask, lock_key="export:<n>", lock_on_conflict="raise")
+        @app.task(base=SingletonTask, lock_key="export:<n>", lock_on_conflict="raise", shared=False)
         def export(n):
-            conflict = dislock.lock(f"export:{n}").try_acquire()
-            return conflict.holder["task"]
+            return app.dislock.lock(f"export:{n}").holders()[0].task
 
-        try:
-            with lock:
-                with pytest.raises(LockHeldError) as refused:
-                    export.apply(args=[7], throw=True)
-                assert threading.current_thread().name in refused.value.holder
-                assert export.apply(args=[8], throw=True).get() == export.name
-            assert export.apply(args=[7], throw=True).get() == export.name
-        finally:
-            dislock.runtime.process.store.close()
+        with lock:
+            with pytest.raises(LockHeldError) as refused:
+                export.apply(args=[7], throw=True)
+            assert threading.current_thread().name in refused.value.holder
+            assert export.apply(args=[8], throw=True).get() == export.name
+        assert export.apply(args=[7], throw=True).get() == export.name
 
 
 class TestWaiting:
@@ -236,17 +242,6 @@ class TestWaiting:
         for future in waiting:
             future.result(PATIENCE)
         assert order == list(range(8))
-        wait_for(lambda: redis_client.keys("*") == [], "an empty database")
-
-    def test_a_timeout_gives_up_the_place(self, lock, redis_client, threads):
-        """A waiter whose timeout is over leaves the line, and those behind it move up."""
-        with lock:
-            impatient = threads.submit(lock.acquire, timeout=0.3)
-            wait_in_line(redis_client, 1)
-            patient = threads.submit(lambda: (lock.acquire(), lock.release()))
-            assert impatient.result(PATIENCE) is False
-            wait_in_line(redis_client, 1)
-        patient.result(PATIENCE)
         wait_for(lambda: redis_client.keys("*") == [], "an empty database")
 
     def test_a_late_hand_off_is_passed_on(
@@ -346,46 +341,380 @@ def signalled(wait, then=None, *, raises):
         signal.signal(signal.SIGUSR1, before)
 
 
+class TestOwnExecution:
+    """The lock of the task that runs here is the caller's: nobody waits for it."""
+
+    def run(self, app, body, **options):
+        @app.task(base=SingletonTask, lock_key=KEY, shared=False, **options)
+        def task():
+            return body()
+
+        return task.apply()
+
+    def test_its_body_may_take_it(self, app, dislock, redis_client):
+        """It is the same lease, and the block's end leaves it alone."""
+
+        def body():
+            with app.dislock.lock(KEY) as lease:
+                assert lease is current_lease()
+            assert app.dislock.lock(KEY).lease is lease
+            return redis_client.exists(NAME)
+
+        assert self.run(app, body).get() == 1
+        assert not redis_client.exists(NAME)
+
+    def test_its_body_need_not_repeat_how_long_it_lasts(self, app):
+        """The task's own timeout and cap hold for a block that states none."""
+
+        def body():
+            with app.dislock.lock(KEY) as lease:
+                return lease is current_lease()
+
+        assert self.run(app, body, lock_watchdog_timeout=20, max_renew_times=7).get() is True
+
+    def test_its_body_cannot_release_it(self, app):
+        """What the body did not take it cannot give away."""
+
+        def body():
+            with pytest.raises(NotOwnerError):
+                app.dislock.lock(KEY).release()
+            return current_lease().held
+
+        assert self.run(app, body).get() is True
+
+
+class TestLoss:
+    def test_a_block_whose_lock_was_taken_ends_with_an_error(self, dislock, redis_client):
+        """Deleted and taken by another, unnoticed until the end."""
+        released = []
+
+        def receiver(lease, **_):
+            released.append(lease)
+
+        signals.lock_released.connect(receiver)
+        with pytest.raises(LockLostError) as lost, dislock.lock(KEY):
+            steal(redis_client)
+        assert lost.value.key == KEY
+        assert released == []
+        assert redis_client.hkeys(NAME) == ["thief"]
+
+    def test_a_block_whose_lock_ran_out_ends_with_an_error(self, dislock, redis_client):
+        """A fixed expiry that is over before the block is."""
+        with pytest.raises(LockLostError), dislock.lock(KEY, expire=0.2):
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    def test_a_block_that_outlived_its_cap_ends_with_an_error(self, redis_url, redis_client):
+        """The cap was told when it was reached; that the lock ran out then is told at the end."""
+        with (
+            Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock,
+            pytest.raises(LockLostError, match="its cap"),
+            dislock.lock(KEY, max_renew_times=1),
+        ):
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    @pytest.mark.parametrize("way", ["block", "release"])
+    def test_an_inner_end_tells_of_a_loss_that_is_known(self, redis_url, redis_client, way):
+        """What follows in the outer block does not run without the lock."""
+        done = []
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            lock = dislock.lock(KEY)
+            with pytest.raises(LockLostError), lock as lease, ExitStack() as stack:
+                if way == "block":
+                    stack.enter_context(lock)
+                else:
+                    lock.acquire()
+                    stack.callback(lock.release)
+                redis_client.delete(NAME)
+                wait_for(lambda: lease.lost, "the loss")
+                stack.close()
+                done.append("after")
+            assert done == []
+            assert lock.lease is None
+
+    @pytest.mark.parametrize("thread", ["main", "other"])
+    def test_a_block_can_be_stopped(self, redis_url, redis_client, thread):
+        """With on_lost="raise" the body does not go on without its lock."""
+
+        def hold():
+            with dislock.lock(KEY, on_lost="raise"):
+                steal(redis_client)
+                wait_for(lambda: False, "the interruption")
+
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            call = hold if thread == "main" else lambda: elsewhere(hold)
+            with pytest.raises(LockLostError):
+                call()
+        assert redis_client.hkeys(NAME) == ["thief"]
+
+
+class TestEnds:
+    def test_a_lock_whose_thread_has_ended_is_renewed_no_more(
+        self, redis_url, redis_client, caplog
+    ):
+        """Nobody is left to release it: the log says so, and it ends with its expiry."""
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            thread = threading.Thread(target=dislock.lock(KEY).acquire, name="short-lived")
+            thread.start()
+            thread.join()
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+            wait_for(lambda: len(dislock.runtime.process.watchdog) == 0, "the watchdog")
+        (line,) = [r.getMessage() for r in caplog.records if "renewed no more" in r.getMessage()]
+        assert "short-lived" in line
+        assert KEY in line
+
+    def test_closing_ends_thread_and_connections(self, redis_url, redis_client):
+        """Fifty that were used and closed leave nothing in this process, or on the server."""
+        connections = len(redis_client.client_list())
+        threads = threading.active_count()
+        for _ in range(50):
+            with Dislock.from_url(redis_url) as dislock, dislock.lock(KEY):
+                pass
+        gc.collect()
+        assert threading.active_count() == threads
+        wait_for(lambda: len(redis_client.client_list()) <= connections, "their disconnection")
+
+    def test_what_is_closed_can_be_used_again(self, redis_url):
+        """It is made anew, its watchdog included."""
+        dislock = Dislock.from_url(redis_url, watchdog_timeout=SHORT)
+        for _ in range(2):
+            with dislock.lock(KEY) as lease:
+                wait_for(lambda lease=lease: lease.renewals, "a renewal")
+            dislock.close()
+
+    def test_a_lock_released_and_taken_anew_in_its_block_ends_with_it(self, dislock, redis_client):
+        """As threading's locks do: the block's end undoes the acquisition that there is."""
+        lock = dislock.lock(KEY)
+        with lock:
+            lock.release()
+            assert not redis_client.exists(NAME)
+            lock.acquire()
+        assert lock.lease is None
+        assert not redis_client.exists(NAME)
+
+    def test_a_block_that_is_left_by_another_way_is_released(self, dislock, redis_client):
+        """A generator that is dropped in the middle of its block holds nothing afterwards."""
+
+        def generator():
+            with dislock.lock(KEY):
+                yield
+
+        running = generator()
+        next(running)
+        del running
+        gc.collect()
+        assert not redis_client.exists(NAME)
+
+
+class TestForks:
+    def test_a_copy_of_a_lease_is_not_held(self, dislock, redis_client):
+        """In the child it says so, and its release leaves the parent's lease alone."""
+        with dislock.lock(KEY) as lease:
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    lease.release()
+                    os.write(write, f"{lease.held} {lease.remaining}".encode())
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            assert os.read(read, 100) == b"False 0.0"
+            os.close(read)
+            os.close(write)
+            assert redis_client.exists(NAME)
+            assert lease.held
+
+    def test_the_childs_own_exception_is_not_hidden(self, dislock, redis_client):
+        """A child that leaves the block by an exception leaves it by that one."""
+        read, write = os.pipe()
+        pid = -1
+        try:
+            with dislock.lock(KEY):
+                pid = os.fork()
+                if pid == 0:
+                    raise ZeroDivisionError  # noqa: TRY301 -- in the child
+        except BaseException as exc:
+            if pid == 0:
+                os.write(write, type(exc).__name__.encode())
+                os._exit(0)
+            raise
+        os.waitpid(pid, 0)
+        assert os.read(read, 100) == b"ZeroDivisionError"
+        os.close(read)
+        os.close(write)
+
+
+# How each of the libraries patches, starts a greenlet and waits for it.
+LIBRARIES = {
+    "gevent": """
+import warnings
+warnings.simplefilter("ignore")
+from gevent import monkey, spawn, joinall, sleep
+patch = monkey.patch_all
+wait = lambda greenlets: joinall(greenlets, raise_error=True)
+""",
+    "eventlet": """
+import eventlet
+from eventlet import spawn, sleep
+patch = eventlet.monkey_patch
+wait = lambda greenlets: [one.wait() for one in greenlets]
+""",
+}
+START = """
+import sys
+from celery_dislock import Dislock
+start = lambda timeout: Dislock.from_url(sys.argv[1], watchdog_timeout=timeout)
+"""
+
+PATCHED_LATE = """
+dislock = start(60)
+with dislock.lock("before"):
+    pass
+{library}
+patch()
+inside, most = 0, 0
+def body():
+    global inside, most
+    if dislock.lock("k").try_acquire():
+        inside += 1
+        most = max(most, inside)
+        sleep(0.05)
+        inside -= 1
+        dislock.lock("k").release()
+wait([spawn(body) for _ in range(50)])
+print(most)
+"""
+
+HELD_WHILE_PATCHED = """
+dislock = start(3)
+held = dislock.lock("before")
+held.acquire()
+before = held.lease.renewals
+{library}
+patch()
+other = dislock.lock("after")
+other.acquire()
+while not (held.lease.lost or other.lease.lost):
+    if held.lease.renewals > before + 3 and other.lease.renewals > 3:
+        break
+    sleep(0.05)
+print(held.lease.held, other.lease.held)
+"""
+
+COMPUTES = """
+{library}
+patch()
+import logging, threading, time
+from celery_dislock import signals
+logging.basicConfig(level="INFO")
+heard = []
+@signals.lock_renewed.connect
+def renewed(**_):
+    heard.append(threading.get_ident())
+@signals.lock_lost.connect
+def lost(**_):
+    sleep(0.01)  # a receiver may yield
+    heard.append("lost")
+dislock = start(1.5)
+def compute(until):
+    while not until():
+        sum(range(1000))
+def body():
+    with dislock.lock("k") as lease:
+        began = time.monotonic()
+        compute(lambda: time.monotonic() > began + 4.5)
+        lease.ensure_held()
+        assert lease.renewals > 6, lease.renewals
+        assert not heard  # told when the body yields
+        sleep(0.1)
+        assert len(heard) == lease.renewals, heard
+        dislock.runtime.process.store.lock_server.send("DEL", "dislock:{{k}}")
+        compute(lambda: not lease.held)
+        assert lease.lost
+        sleep(0.1)
+        assert heard[-1] == "lost"
+def outer():
+    try:
+        body()
+    except Exception as exc:
+        print(type(exc).__name__)
+wait([spawn(outer)])
+dislock.close()
+with dislock.lock("k"):  # goes on with another thread
+    pass
+dislock.close()
+print("done")
+"""
+
+HIT_TWICE = """
+{library}
+patch()
+from celery_dislock.servers.store import Store
+dislock = start(60)
+dislock.lock("export:7").acquire()
+waiters = [spawn(dislock.lock("export:7").acquire) for _ in range(20)]
+server = dislock.runtime.process.store.lock_server
+while server.send("ZCARD", "dislock:{{export:7}}:line") < 20:
+    sleep(0.01)
+released = Store.release
+def slowly(*args, **kwargs):
+    sleep(1)  # so that the second exception strikes before the release is sent
+    return released(*args, **kwargs)
+Store.release = slowly
+for _ in range(2):
+    for waiter in waiters:
+        waiter.kill(KeyError("hit"), block=False)
+    sleep(0.1)
+assert all(waiter.dead for waiter in waiters)
+print("hit", flush=True)
+sleep(600)  # its watchdog goes on
+"""
+
+
 @contextmanager
-def another_process(program, *arguments):
-    """Run a program that says "ready" as its first line."""
+def program(text, library, url):
+    """Run a program with greenlets of that library."""
+    text = START + text.format(library=LIBRARIES[library])
     with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-W", "ignore", "-c", text, url],
         cwd=ROOT,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     ) as process:
         try:
-            assert process.stdout.readline() == "ready\n"
             yield process
         finally:
             process.kill()
 
 
-WAIT = """
-import sys
-from celery_dislock import Dislock
-from celery_dislock.locks import lock as locks
-locks.PLACE_TIMEOUT = 0.5
-print("ready", flush=True)
-Dislock.from_url(sys.argv[1]).lock(sys.argv[2]).acquire()
-"""
+@pytest.mark.parametrize("library", LIBRARIES)
+class TestGreenlets:
+    def test_a_body_that_computes_keeps_its_lock(self, redis_url, library):
+        """The watchdog is a thread; what it reports is heard in the hub's, once that runs."""
+        with program(COMPUTES, library, redis_url) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        assert out.split() == ["LockLostError", "done"], err
+        assert "is lost" in err
+        assert "Traceback" not in err
+
+    def test_the_owner_is_the_greenlet_though_it_was_patched_late(self, redis_url, library):
+        """Of fifty greenlets one is inside, and the log says that the patch came too late."""
+        with program(PATCHED_LATE, library, redis_url) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        assert out.strip() == "1", err
+        assert "patched this process after its first lock" in err
+
+    def test_what_is_held_while_the_process_is_patched_is_renewed(self, redis_url, library):
+        """So is what is taken after it; eventlet takes away a function that redis-py looks up."""
+        with program(HELD_WHILE_PATCHED, library, redis_url) as process:
+            out, err = process.communicate(timeout=PATIENCE)
+        assert out.split() == ["True", "True"], err
 
 
-class TestProcesses:
-    def test_a_killed_waiter_is_passed_over(self, lock, redis_url, redis_client, threads):
-        """A waiter that was killed loses its place after a while, and the next one is served."""
-        with lock:
-            with another_process(WAIT, redis_url, KEY):
-                wait_in_line(redis_client, 1)
-                (dead,) = redis_client.zrange(LINE, 0, 0)
-            waiting = threads.submit(lambda: (lock.acquire(timeout=PATIENCE), lock.release()))
-            wait_in_line(redis_client, 2)
-            deadline = int(redis_client.hget(f"{NAME}:places", dead).split()[1])
-            wait_for(lambda: server_ms(redis_client) > deadline, "the end of its place")
-        assert waiting.result(2 * PATIENCE)[0] is True
-
-
-def server_ms(redis_client: redis.Redis) -> int:
-    seconds, us = redis_client.time()
-    return seconds * 1000 + us // 1000
+def test_a_waiter_that_is_hit_twice_leaves_no_ghost(redis_url, redis_client):
+    """What a second exception keeps from leaving the line is taken out by the watchdog."""
+    with program(HIT_TWICE, "gevent", redis_url) as process:
+        assert process.stdout.readline().strip() == "hit", process.stderr.read()
+        wait_for(lambda: not redis_client.exists(f"{NAME}:line"), "the empty line")
+        assert redis_client.hlen(NAME) == 1
