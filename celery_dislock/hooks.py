@@ -40,7 +40,6 @@ from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
 from kombu.utils.imports import symbol_by_name
 
-from celery_dislock import signals
 from celery_dislock.config.settings import app_settings, reported
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.messages.delivery import Delivery
@@ -57,8 +56,6 @@ from celery_dislock.tasks.task import (
     name_of,
     refuse,
     replace_after_release,
-    tell_capped,
-    tell_lost,
 )
 
 if TYPE_CHECKING:
@@ -232,8 +229,6 @@ def install(task: type[Task], app: Celery) -> None:
     if not isinstance(request_class, property):  # not inherited from a guarded class
         task.Request = property(lambda _self: recovering(request_class))
     task.dislock_guard = guard  # last: another thread may install it as well, and use it by then
-    signals.lock_lost.connect(tell_lost, dispatch_uid="dislock_tell_lost")
-    signals.lock_capped.connect(tell_capped, dispatch_uid="dislock_tell_capped")
 
 
 def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ STEPS = {
         "StalledStep": "stalled",
         "ReservationStep": "reservations",
     },
-    "consumer": {"ArrivalStep": "arrivals", "EventStep": "events"},
+    "consumer": {"ArrivalStep": "arrivals"},
 }
 
 

@@ -1,40 +1,35 @@
-"""What is counted and traced: the observer of a process that tells metrics and OpenTelemetry.
+"""What is counted, traced and sent as an event: the observer of a process.
 
-A defect here must not disturb a lock: it is logged, and the lock goes on.
+A defect here must not disturb a lock: it is logged, and the lock goes on.  Where nobody asked for
+metrics and no span records, a lock costs a check of that for each call, and no more.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import wraps
+from collections import deque
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Task
 
 from celery_dislock.locks.observer import FOREVER, Observer
-from celery_dislock.operating.counting import (
-    ACQUIRED,
-    CAPPED,
-    CONFLICT,
-    HELD,
-    LOST,
-    MESSAGE,
-    RENEWED,
-    UNAVAILABLE,
-    WAIT,
-    Counters,
-)
+from celery_dislock.locks.running import is_pool_process
+from celery_dislock.messages.events import send
+from celery_dislock.operating.counting import Counters
 from celery_dislock.operating.tracing import current_span
 from celery_dislock.scripts import COUNT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.exceptions import StoreError
     from celery_dislock.locks.observer import Asking, Holding
     from celery_dislock.locks.runtime import Process
 
-WITHIN = 0.5  # seconds to wait for a reply in the watchdog's loop
+WITHIN = 0.5  # seconds to wait for a reply of the lock server
+EVENTS_MOST = 100  # that wait for the loop; then the oldest is dropped
 
 logger = logging.getLogger("celery_dislock")
 
@@ -54,87 +49,111 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _of_a_lock(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a harmless method if anything is counted or traced."""
+    careful = _harmless(method)
+
+    @wraps(method)
+    def call(self: Telemetry, about: Asking, *args: Any, **kwargs: Any) -> None:
+        if self.counters is not None or about.trace is not None:
+            careful(self, about, *args, **kwargs)
+
+    return call
+
+
 class Telemetry(Observer):
     """
-    Counts what happens to the locks of one process, and tells the spans of its tasks.
+    Counts what happens to the locks of one process, and tells it to spans and monitors.
 
     Args:
         process: The process.
+
+    Attributes:
+        counters: What was counted; None: nobody asked for metrics.
     """
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
-        self._counters: Counters | None = None
+        self.counters: Counters | None = None
         self._unsent = False  # and that was logged
+        self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
-            name = process.owner_name(f"{process.host}:{process.pid}/")
-            self._counters = Counters(
-                process.settings.dislock_prefix, name, lambda: process.quick_store.lock_server
-            )
-            self._counters.wake = self._wake
+            self.counters = Counters(process.settings.dislock_prefix, self._send_last)
+            self.counters.wake = self._wake
 
     def _wake(self) -> None:
         self.wake()
 
+    def _send_last(self, calls: Sequence[Any]) -> list[Any]:
+        store = self.process.store_within(WITHIN)
+        try:
+            replies: list[Any] = store.lock_server.run_many(COUNT, calls, within=WITHIN)
+            return replies
+        finally:
+            store.close()
+
     def _count(
         self, what: str, holder: Mapping[str, Any], outcome: str = "", value: float = 1
     ) -> None:
-        if self._counters is not None:
-            self._counters.add(what, holder, outcome, value)
+        if self.counters is not None:
+            self.counters.add(what, holder, outcome, value)
 
     @_harmless
     def begin(self) -> Any:
         """Return the current span."""
         return current_span()
 
-    @_harmless
+    @_of_a_lock
     def acquired(self, lease: Holding, how: str, waited: float) -> None:
         """Count a lease."""
-        self._count(ACQUIRED, lease.holder, how)
-        self._count(WAIT, lease.holder, value=waited)
+        self._count("acquisitions", lease.holder, how)
+        self._count("wait", lease.holder, value=waited)
         if lease.trace is not None:
             lease.trace.note(
                 key=lease.key, outcome=how, wait=waited, token=lease.token, owner=lease.owner
             )
             lease.trace.event("acquired", key=lease.key, wait=waited, token=lease.token)
 
-    @_harmless
+    @_of_a_lock
     def conflict(self, attempt: Asking, key: str, outcome: str, holder: str) -> None:
         """Count a conflict."""
-        self._count(CONFLICT, attempt.holder, outcome)
+        self._count("conflicts", attempt.holder, outcome)
         if attempt.trace is not None:
             attempt.trace.note(key=key, outcome=outcome)
             attempt.trace.event("conflict", key=key, outcome=outcome, holder=holder)
 
-    @_harmless
+    @_of_a_lock
     def unavailable(self, attempt: Asking, key: str, outcome: str, reason: str) -> None:
         """Count an attempt that the lock server did not answer."""
-        self._count(UNAVAILABLE, attempt.holder, outcome)
+        self._count("unavailable", attempt.holder, outcome)
         if attempt.trace is not None:
             attempt.trace.note(key=key, outcome="unavailable")
             attempt.trace.event("unavailable", key=key, reason=reason)
 
-    @_harmless
+    @_of_a_lock
     def renewed(self, lease: Holding) -> None:
         """Count a renewal."""
-        self._count(RENEWED, lease.holder)
+        self._count("renewals", lease.holder)
 
     @_harmless
-    def capped(self, lease: Holding, action: str) -> None:  # noqa: ARG002 -- for events
-        """Count a cap that is reached."""
-        self._count(CAPPED, lease.holder)
+    def capped(self, lease: Holding, action: str) -> None:
+        """Count a cap that is reached, and send an event."""
+        self._count("capped", lease.holder)
         if lease.trace is not None:
             lease.trace.event("capped", key=lease.key, renewals=lease.renewals)
+        about = {"renewals": lease.renewals, "ends_in": lease.remaining, "action": action}
+        self._send_event(lease, "task-lock-capped", about)
 
     @_harmless
-    def lost(self, lease: Holding, action: str, *, gone: bool) -> None:  # noqa: ARG002 -- for events
-        """Count a loss."""
-        self._count(LOST, lease.holder, "gone" if gone else "expired")
+    def lost(self, lease: Holding, action: str, *, gone: bool) -> None:
+        """Count a loss, and send an event; :meth:`ended` follows."""
+        self._count("lost", lease.holder, "gone" if gone else "expired")
+        self._send_event(lease, "task-lock-lost", {"reason": lease.why_ended, "action": action})
 
-    @_harmless
+    @_of_a_lock
     def ended(self, lease: Holding, end: str, held: float) -> None:
         """Count for how long a lease was held."""
-        self._count(HELD, lease.holder, value=held)
+        self._count("held", lease.holder, value=held)
         if lease.trace is not None:
             about: dict[str, str | bool] = {}
             if end == "lost":
@@ -146,19 +165,41 @@ class Telemetry(Observer):
     @_harmless
     def message(self, task: str, outcome: str, worker: str = "") -> None:
         """Count a message of a unique task."""
-        holder = {"task": task, "worker": worker or f"sender@{self.process.host}"}
-        self._count(MESSAGE, holder, outcome)
+        if self.counters is not None:
+            holder = {"task": task, "worker": worker or f"sender@{self.process.host}"}
+            self.counters.add("messages", holder, outcome)
+
+    def _send_event(self, lease: Holding, type_: str, about: dict[str, Any]) -> None:
+        """Send an event about a task that a worker runs; in a pool process the loop does so."""
+        task, task_id = lease.sender, lease.holder.get("id")
+        if not isinstance(task, Task) or not task.send_events:
+            return
+        about["key"] = lease.key
+        if is_pool_process():
+            fields = {"uuid": task_id, **about}
+            self._events.append(partial(send, task.app, lease.holder["worker"], type_, fields))
+            self.wake()
+            return
+        from celery.worker import state  # noqa: PLC0415 -- other processes have none
+
+        request = state.requests.get(task_id)
+        if request is not None:  # else the task is eager
+            request.send_event(type_, **about)
 
     def due_at(self) -> float:
-        """Return when counts are to be sent."""
-        return FOREVER if self._counters is None else self._counters.due_at
+        """Return when counts are to be sent; at once if there are events."""
+        if self._events:
+            return 0.0
+        return FOREVER if self.counters is None else self.counters.due_at
 
     def run(self) -> None:
-        """Send what was counted."""
-        if self._counters is not None:
+        """Send the events, and what was counted."""
+        while self._events:
+            self._events.popleft()()
+        if self.counters is not None:
             server = self.process.loop_store.lock_server
-            self._counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
-            self._report_unsent(self._counters.error)
+            self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
+            self._report_unsent(self.counters.error)
 
     def _report_unsent(self, error: StoreError | None) -> None:
         if error is not None and not self._unsent:
@@ -169,6 +210,6 @@ class Telemetry(Observer):
 
     @_harmless
     def finish(self) -> None:
-        """Send what is left."""
-        if self._counters is not None:
-            self._counters.finish()
+        """Send what is left to count."""
+        if self.counters is not None:
+            self.counters.finish()

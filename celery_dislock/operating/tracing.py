@@ -8,24 +8,15 @@ and events, and what is counted is also recorded by instruments of the metrics A
 from __future__ import annotations
 
 import sys
-from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from celery_dislock.operating.metrics import COUNTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 PREFIX = "celery_dislock."
 UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
-SECONDS = {"wait": "Seconds waited for locks", "held": "Seconds for which locks were held"}
-COUNTED = {
-    "message": ("messages", "Messages of tasks that are unique when they are sent"),
-    "acquired": ("acquisitions", "Leases that were granted"),
-    "conflict": ("conflicts", "Acquisitions that were refused because the lock was held"),
-    "renewed": ("renewals", "Renewals of leases"),
-    "lost": ("lost", "Leases that were lost"),
-    "capped": ("capped", "Leases that reached their cap"),
-    "unavailable": ("unavailable", "Acquisitions that the lock server did not answer"),
-}
 
 
 class Span:
@@ -70,22 +61,22 @@ class Instruments:
     """
 
     def __init__(self, meter: Any) -> None:
-        self._record: dict[str, Callable[..., None]] = {
-            what: meter.create_counter(PREFIX + name, description=told).add
-            for what, (name, told) in COUNTED.items()
-        }
-        for what, told in SECONDS.items():
-            histogram = meter.create_histogram(PREFIX + what, unit="s", description=told)
-            self._record[what] = histogram.record
+        self._record: dict[str, Callable[..., None]] = {}
+        for word, metric in COUNTED.items():
+            about = {"name": PREFIX + word, "description": metric.meaning}
+            if metric.kind == "histogram":
+                self._record[word] = meter.create_histogram(unit="s", **about).record
+            else:
+                self._record[word] = meter.create_counter(**about).add
         leases = meter.create_up_down_counter(
             f"{PREFIX}leases", description="Leases that this process holds"
         )
-        self._lease = partial(leases.add)
+        self._lease = leases.add
 
     def record(self, what: str, outcome: str, task: str, worker: str, value: float) -> None:
         """Record what was counted."""
         about = {"task": task, "worker": worker}
-        if what == "acquired":
+        if what == "acquisitions":
             self._lease(1, about)
         elif what == "held":
             self._lease(-1, about)

@@ -69,11 +69,6 @@ def counts_of(prefix: str, worker: str) -> str:
     return f"{index_of_counts(prefix)}:of:{worker}"
 
 
-def counted_by(prefix: str, worker: str, process: str) -> str:
-    """Name the string that keeps which counts of a process were added to those of a worker."""
-    return f"{index_of_counts(prefix)}:by:{process}:{worker}"
-
-
 _OF_A_LOCK = re.compile(
     rf"(.*?:\{{[^}}]*\}}(?::and:[0-9a-f]+)?)({'|'.join(sorted(KINDS, key=len, reverse=True))})",
     re.DOTALL,

@@ -115,9 +115,9 @@ class Overview:
         if failed is not None:
             failed += errors
 
-    def look(self, names: Sequence[str]) -> list[LockState | StoreError]:
-        """Look at several locks, without their lines, in one pipelined round trip."""
-        calls = [(name, 0, 0) for name in names]
+    def look(self, names: Sequence[str], most: int = 0) -> list[LockState | StoreError]:
+        """Look at several locks, with *most* places of their lines, in one pipelined round trip."""
+        calls = [(name, 0, most) for name in names]
         with self._mutex:
             replies = self._server.run_many(LOOK, calls, within=SOCKET_TIMEOUT)
         return [

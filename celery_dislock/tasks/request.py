@@ -27,7 +27,7 @@ from kombu.asynchronous import get_event_loop
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.names import execution_start
-from celery_dislock.messages.events import revoked, sends
+from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import LEFT_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
 from celery_dislock.tasks.sending import tell
@@ -57,9 +57,8 @@ def send_events(request: Any, exc: BaseException) -> None:
         if exc.held_for is not None:
             about["held_for"] = exc.held_for
         request.send_event("task-parked", **about)
-        if exc.replaced and request.task.send_events and sends(request.eventer):
-            for task_id, reason in exc.replaced.items():
-                request.eventer.send("task-revoked", uuid=task_id, **revoked(reason))
+        if exc.replaced and request.task.send_events:
+            worker_tells_revoked(request.eventer, exc.replaced)
 
 
 def as_monitors_take_it(type_: str, fields: dict[str, Any], *, parked: bool) -> dict[str, Any]:

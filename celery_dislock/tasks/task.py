@@ -24,7 +24,6 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
 from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.events import events_of
 from celery_dislock.messages.headers import Notes
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
@@ -298,27 +297,6 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
         if delivery.reservation is not None and delivery.reservation.until == "end":
             delivery.end_reservation()  # the replacement has the same id, and its own
     return on_replace(signature)
-
-
-def tell_lost(sender: object, lease: Lease, reason: str, **_kwargs: Any) -> None:
-    """Send an event about a task that has lost its lock; a signal receiver."""
-    action = lease.grant.options.lock_on_lost
-    _send_event(sender, "task-lock-lost", lease, reason=reason, action=action)
-
-
-def tell_capped(sender: object, lease: Lease, **_kwargs: Any) -> None:
-    """Send an event about a task whose lock is renewed no more; a signal receiver."""
-    action, ends_in = lease.grant.options.lock_on_cap, lease.remaining
-    _send_event(
-        sender, "task-lock-capped", lease, renewals=lease.renewals, ends_in=ends_in, action=action
-    )
-
-
-def _send_event(sender: object, type_: str, lease: Lease, **fields: Any) -> None:
-    """Send an event about a running task; nothing about a lock of plain Python."""
-    if isinstance(sender, Task) and sender.send_events:
-        worker, task_id = lease.holder["worker"], lease.holder["id"]
-        events_of(sender.app).send(type_, worker, uuid=task_id, key=lease.key, **fields)
 
 
 _APPLY_POSITIONAL = list(inspect.signature(Task.apply).parameters)[3:]

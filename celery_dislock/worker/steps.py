@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -11,7 +10,7 @@ from celery import bootsteps
 from celery_dislock.config.settings import app_settings, check_servers
 from celery_dislock.exceptions import DislockError
 from celery_dislock.hooks import guard_tasks
-from celery_dislock.messages.events import events_of, revoked
+from celery_dislock.messages.events import worker_tells_revoked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
@@ -20,7 +19,7 @@ from celery_dislock.worker import startup
 from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from celery import Celery
     from celery.worker import WorkController
@@ -112,7 +111,9 @@ class SweepStep(TimedStep):
         self._sweep = Sweep(
             process, process.sweep_name, worker.hostname, self._every, looks_first=not self._parks
         )
-        self._sweep.tell = partial(tell_replaced, worker)
+        self._sweep.tell = lambda replaced: worker_tells_revoked(
+            worker.consumer.event_dispatcher, replaced
+        )
         return 0.0
 
     def work(self) -> float:
@@ -122,13 +123,6 @@ class SweepStep(TimedStep):
     def end(self) -> None:
         """Let another worker sweep."""
         self._sweep.end()
-
-
-def tell_replaced(worker: WorkController, replaced: Mapping[str, str]) -> None:
-    """Tell those who watch the worker which tasks others have replaced in line, and why."""
-    events = events_of(worker.app)
-    for task_id, reason in replaced.items():
-        events.send("task-revoked", worker.hostname, uuid=task_id, **revoked(reason))
 
 
 def check_lock_server(app: Celery) -> tuple[str, list[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 import urllib.request
 from types import SimpleNamespace
 
@@ -232,43 +231,25 @@ def test_a_lock_at_its_cap_is_told(start_fleet, scene, watcher, pool):
     wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
 
 
-def test_pool_processes_learn_that_a_monitor_wants_events(start_fleet, scene, watcher):
-    """Flower turns them on while the worker runs; before that nothing is sent."""
-    fleet = start_fleet("prefork", heartbeat=True)  # without --task-events
-    first = fleet.send(scenarios.outlive_loss, scene.key)
-    scene.wait_for_report("begin")
-    scene.lose_the_lock()
-    wait_for("it is lost", lambda: fleet.says(first.id, "is lost"))
-    scenarios.app.control.enable_events(destination=["own1@here"], reply=True, timeout=LIMIT)
-    scene.open_gate()
-    first.get(timeout=LIMIT)
-    deadline = time.monotonic() + LIMIT
-    while True:  # until its pool processes have been told
-        again = fleet.send(scenarios.stop_at_loss, f"{scene.key}-2")
-        lock = f"dislock:{{{scene.key}-2}}"
-        wait_for("it has its lock", lambda lock=lock: scene.redis.exists(lock))
-        time.sleep(0.2)  # its body begins
-        scene.redis.delete(lock)
-        wait_for("it is lost", lambda again=again: fleet.says(again.id, "is lost"))
-        if watcher.of(again, "task-lock-lost"):
-            break
-        assert time.monotonic() < deadline
-    assert not watcher.of(first, "task-lock-lost", "task-started")
-
-
-def test_nothing_is_sent_where_nobody_wants_events(start_fleet, scene, watcher):
-    """As Celery's own events about tasks: they are off unless somebody turns them on."""
-    fleet = start_fleet("prefork")
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
+    start_fleet, scene, watcher, pool
+):
+    """The main process knows that nobody does; a pool process cannot know, as with Celery's own."""
+    fleet = start_fleet(pool)
     holder = fleet.send(scenarios.outlive_loss, scene.key)
     scene.wait_for_report("begin")
     skipped = fleet.send(scenarios.outlive_loss, scene.key)
     wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
     scene.lose_the_lock()
     wait_for("it is lost", lambda: fleet.says(holder.id, "is lost"))
+    if pool == "prefork":
+        watcher.wait_for(holder, "task-lock-lost")
     scene.open_gate()
     holder.get(timeout=LIMIT)
     watcher.look()
-    assert [e for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}] == []
+    heard = [e["type"] for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}]
+    assert heard == (["task-lock-lost"] if pool == "prefork" else [])
 
 
 def test_a_snapshot_of_celery_events_shows_what_became_of_tasks(

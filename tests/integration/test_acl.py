@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,11 @@ from celery_dislock import Dislock, scripts
 from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
-from celery_dislock.operating.counting import ACQUIRED, Counters
-from celery_dislock.operating.metrics import Metrics
+from celery_dislock.operating.counting import Counters
+from celery_dislock.operating.scraping import Metrics
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.scripts import Script
+from celery_dislock.scripts import COUNT, Script
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
@@ -231,8 +232,9 @@ class Life:
         assert self.store.free(LOCK, shown.owner, shown.token)
 
     def metrics(self) -> None:
-        counters = Counters("dislock", "p", lambda: self.store.lock_server)
-        counters.add(ACQUIRED, {"task": "shop.export", "worker": "celery@w1"}, "at_once")
+        run_many = partial(self.store.lock_server.run_many, COUNT, within=LONG)
+        counters = Counters("dislock", run_many)
+        counters.add("acquisitions", {"task": "shop.export", "worker": "celery@w1"}, "at_once")
         counters.finish()
         runtime = Runtime(lambda: {"dislock_url": self.url})
         assert isinstance(self.acquire("a/1"), Granted)

@@ -17,9 +17,9 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_dislock.operating.counting import BUCKETS
 from celery_dislock.operating.locks import AppLocks
-from celery_dislock.operating.metrics import METRICS, Metrics, Reading
+from celery_dislock.operating.metrics import BUCKETS, METRICS, MICROSECONDS
+from celery_dislock.operating.scraping import Metrics, Reading
 from celery_dislock.operating.web.cache import Cache
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ def _family(metric: Metric, reading: Reading) -> Any:
     about = (metric.name.removesuffix("_total"), metric.meaning)
     if metric.kind == "histogram":
         family: Any = core.HistogramMetricFamily(*about, labels=metric.labels)
-        for labels, seen in sorted(reading.distributions.get(metric.name, {}).items()):
+        for labels, (*numbers, micros) in sorted(reading.values[metric.name].items()):
             ends = [*map(str, BUCKETS), "+Inf"]
-            buckets = list(zip(ends, accumulate(seen.buckets), strict=True))
-            family.add_metric(labels, buckets, seen.sum)
+            buckets = list(zip(ends, accumulate(numbers), strict=True))
+            family.add_metric(labels, buckets, micros / MICROSECONDS)
         return family
     kind = core.CounterMetricFamily if metric.kind == "counter" else core.GaugeMetricFamily
     family = kind(*about, labels=metric.labels)
-    for labels, value in sorted(reading.values.get(metric.name, {}).items()):
+    for labels, value in sorted(reading.values[metric.name].items()):
         family.add_metric(labels, value)
     return family

@@ -1,4 +1,4 @@
-"""What telemetry makes of what it is told: counts, spans, and no harm."""
+"""What telemetry makes of what it is told: counts, spans, events, and no harm."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.worker import state
 
+from celery_dislock import SingletonTask
 from celery_dislock.config.settings import AppSettings
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.attempt import Attempt
+from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import telemetry
+from celery_dislock.operating.metrics import COUNTED, OUTCOME
 from celery_dislock.operating.telemetry import Telemetry
+
+
+def telemetry_of(world, **settings):
+    process = SimpleNamespace(settings=AppSettings(**settings), host="h")
+    world.watchdog.reports.observer = Telemetry(process)
+    return world.watchdog.reports.observer
 
 
 @pytest.fixture
@@ -22,7 +34,7 @@ def broken(world, monkeypatch):
             raise error
 
         monkeypatch.setattr(telemetry, "current_span", current_span)
-        return Telemetry(SimpleNamespace(settings=AppSettings(dislock_metrics=False)))
+        return telemetry_of(world)
 
     return raising
 
@@ -38,3 +50,105 @@ def test_a_time_limit_that_comes_in_the_middle_is_not_swallowed(broken):
     """It is for the task, and no defect."""
     with pytest.raises(SoftTimeLimitExceeded):
         broken(SoftTimeLimitExceeded()).begin()
+
+
+def test_every_counter_is_counted(world):
+    """By its word in the table, with an outcome where the metric has one."""
+    observer, lease = telemetry_of(world, dislock_metrics=True), world.lease()
+    observer.acquired(lease, "at_once", 0.0)
+    observer.conflict(lease, "k", "skip", "who")
+    observer.unavailable(lease, "k", "retry", "away")
+    observer.renewed(lease)
+    observer.capped(lease, "expire")
+    observer.lost(lease, "warn", gone=True)
+    observer.ended(lease, "lost", 1.0)
+    observer.message("t", "sent")
+    assert {one.what: bool(one.outcome) for one in observer.counters._events} == {
+        word: OUTCOME in metric.labels for word, metric in COUNTED.items()
+    }
+
+
+def test_where_nobody_asked_nothing_is_counted_or_sent(world):
+    """Without metrics, spans and tasks the loop has nothing to do."""
+    observer = telemetry_of(world)
+    lease = world.lease()
+    world.watchdog.reports.lost(lease)
+    world.watchdog.reports.capped(lease)
+    observer.message("t", "sent")
+    observer.finish()
+    assert (observer.counters, observer.due_at()) == (None, FOREVER)
+
+
+def test_counts_that_cannot_be_sent_are_told_once_per_outage(world, caplog):
+    """An operator learns why the metrics stand still."""
+    observer = telemetry_of(world, dislock_metrics=True)
+    replies = [StoreError("redis://h", "away")] * 2 + [1, 1, StoreError("redis://h", "full")]
+    server = SimpleNamespace(run_many=lambda *_, **__: [replies.pop(0)])
+    observer.process.loop_store = SimpleNamespace(lock_server=server)
+    for _ in range(4):
+        observer.message("t", "sent")
+        observer.run()
+    told = [record.getMessage().rpartition(" ")[2] for record in caplog.records]
+    assert (told, replies) == (["away", "full"], [])
+
+
+class TestEvents:
+    """What those who watch the worker hear of the lease of a task that runs."""
+
+    @pytest.fixture
+    def sent(self, monkeypatch):
+        """What a pool process sends."""
+        sent = []
+        monkeypatch.setattr(telemetry, "is_pool_process", lambda: True)
+        monkeypatch.setattr(telemetry, "send", lambda _app, *event: sent.append(event))
+        return sent
+
+    @pytest.fixture
+    def task(self, app):
+        @app.task(name="t", base=SingletonTask, lock_key="k", shared=False)
+        def task(): ...
+
+        app.finalize()
+        return app.tasks["t"]
+
+    @pytest.fixture
+    def observer(self, world):
+        return telemetry_of(world)
+
+    @pytest.fixture
+    def lease(self, world, task, observer):
+        holder = {"task": "t", "id": "1", "worker": "w1@here", "pid": 7}
+        lease = world.lock(lock_on_lost="raise").try_acquire(Attempt("me", holder, sender=task))
+        lease.renewals = 360
+        return lease
+
+    def test_a_pool_process_sends_them_from_the_loop(self, world, observer, lease, sent):
+        """A broker that is away delays no report; key, reason and what becomes of the body."""
+        woken = []
+        observer.wake = lambda: woken.append(observer.due_at())
+        lease.lose("somebody deleted it")
+        world.watchdog.reports.lost(lease)
+        assert (sent, woken) == ([], [0.0])
+        observer.run()
+        told = {"uuid": "1", "key": "k", "reason": "somebody deleted it", "action": "raise"}
+        assert sent == [("w1@here", "task-lock-lost", told)]
+        assert observer.due_at() == FOREVER
+
+    def test_the_main_process_has_the_dispatcher_of_the_request(self, world, lease, monkeypatch):
+        """Which knows whether anybody wants events; a task that is eager has no such request."""
+        told = []
+        request = SimpleNamespace(send_event=lambda type_, **about: told.append((type_, about)))
+        world.watchdog.reports.capped(lease)
+        monkeypatch.setitem(state.requests, "1", request)
+        world.watchdog.reports.capped(lease)
+        [(type_, fields)] = told
+        assert fields.pop("ends_in") == pytest.approx(29.5)
+        assert type_ == "task-lock-capped"
+        assert fields == {"key": "k", "renewals": 360, "action": "expire"}
+
+    def test_a_task_without_events_has_none(self, world, task, observer, lease, sent):
+        """As Celery's own."""
+        task.send_events = False
+        world.watchdog.reports.lost(lease)
+        observer.run()
+        assert sent == []

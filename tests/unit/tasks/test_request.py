@@ -136,23 +136,20 @@ def test_who_watches_the_worker_hears_of_a_skipped_task(alive):
     assert guard.events == [("task-revoked", told), "on_failure"]
 
 
-@pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("of_this_task", [True, False])
-def test_who_watches_the_worker_hears_of_those_that_made_room(alive, wanted, of_this_task):
+def test_who_watches_the_worker_hears_of_those_that_made_room(alive, of_this_task):
     """After the one that took their place: it may have made room itself."""
     guard = Guard()
     request = recovering(Base)(guard)
     request.task.send_events = of_this_task
     request.eventer = SimpleNamespace(
-        enabled=wanted,
-        groups=None,
-        send=lambda *event, **about: guard.events.append((event, about)),
+        send=lambda *event, **about: guard.events.append((event, about))
     )
     parked = TaskParked("k", 3, "t[1]")
     parked.replaced = {"7": "a newer task took its place"}
     request.on_failure(failure(pickle.loads(pickle.dumps(parked))))
     told = {"uuid": "7", "reason": "a newer task took its place", **REVOKED}
-    expected = [(("task-revoked",), told)] if wanted and of_this_task else []
+    expected = [(("task-revoked",), told)] if of_this_task else []
     assert guard.events[1:] == [*expected, "on_failure"]
 
 

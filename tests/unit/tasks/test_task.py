@@ -11,8 +11,6 @@ from celery.exceptions import Ignore
 
 from celery_dislock import SettingsError, SingletonTask, hooks
 from celery_dislock.hooks import install
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.messages.events import events_of
 from celery_dislock.tasks.task import declared_options
 
 
@@ -146,61 +144,6 @@ def test_two_threads_that_install_a_guard_wrap_once(app, world, monkeypatch, at)
     assert task.apply().get() == "ran"
     assert len(world.store.asked("acquire")) == 1
     assert [call[0] for call in world.store.reservations.asked].count("reserve") == 1
-
-
-class TestEvents:
-    """What those who watch the worker hear of the lease of a task that runs."""
-
-    @pytest.fixture
-    def sent(self, app):
-        sent = []
-        events_of(app).send = lambda type_, worker, **fields: sent.append((type_, worker, fields))
-        return sent
-
-    @staticmethod
-    def lease(world, task, **options):
-        holder = {"task": "t", "id": "1", "worker": "w1@here", "pid": 7}
-        attempt = Attempt("me", holder, sender=task)
-        return world.lock(**options).try_acquire(attempt)
-
-    @pytest.fixture
-    def task(self, app):
-        @app.task(name="t", base=SingletonTask, lock_key="k", shared=False)
-        def task(): ...
-
-        app.finalize()
-        return app.tasks["t"]
-
-    def test_a_lost_lock_is_told_with_key_and_reason(self, world, task, sent):
-        """And with what becomes of the body."""
-        lease = self.lease(world, task, lock_on_lost="raise")
-        lease.lose("somebody deleted it")
-        world.watchdog.reports.lost(lease)
-        told = {"uuid": "1", "key": "k", "reason": "somebody deleted it", "action": "raise"}
-        assert sent == [("task-lock-lost", "w1@here", told)]
-
-    def test_a_cap_is_told_with_renewals_and_end(self, world, task, sent):
-        """The lease goes on for a while."""
-        lease = self.lease(world, task)
-        lease.renewals = 360
-        world.watchdog.reports.capped(lease)
-        [(type_, worker, fields)] = sent
-        assert (type_, worker) == ("task-lock-capped", "w1@here")
-        assert fields.pop("ends_in") == pytest.approx(29.5)
-        assert fields == {"uuid": "1", "key": "k", "renewals": 360, "action": "expire"}
-
-    def test_a_task_without_events_has_none(self, world, task, sent):
-        """As Celery's own."""
-        task.send_events = False
-        world.watchdog.reports.lost(self.lease(world, task))
-        assert sent == []
-
-    def test_a_lock_of_plain_python_has_none(self, world, task, sent):
-        """There is no task that a monitor could show."""
-        lease = self.lease(world, object())
-        world.watchdog.reports.lost(lease)
-        world.watchdog.reports.capped(lease)
-        assert sent == []
 
 
 @pytest.mark.parametrize(

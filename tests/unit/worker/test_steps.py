@@ -10,7 +10,6 @@ from celery import Celery
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SingletonTask, StoreError
-from celery_dislock.messages.events import events_of
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker.steps import LockStep, SweepStep
@@ -229,16 +228,17 @@ def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
 
 
 def test_those_whom_the_sweep_has_ended_are_told_to_monitors(app, worker, sweeps):
-    """In the name of this worker."""
+    """By the worker's dispatcher, as it is then."""
     declare_parking(app)
     step = SweepStep(worker)
     step.include_if(worker)
     step.start(worker)
     sent = []
-    events_of(app).send = lambda *event, **fields: sent.append((event, fields))
+    dispatcher = SimpleNamespace(send=lambda type_, **fields: sent.append((type_, fields)))
+    worker.consumer = SimpleNamespace(event_dispatcher=dispatcher)
     sweeps[0].tell({"1": "why"})
     [(event, fields)] = sent
-    assert event == ("task-revoked", "w1@here")
+    assert event == "task-revoked"
     assert (fields["uuid"], fields["reason"], fields["state"]) == ("1", "why", "REVOKED")
 
 

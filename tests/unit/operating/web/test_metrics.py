@@ -13,7 +13,8 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from celery_dislock.operating.metrics import METRICS, Distribution, Reading
+from celery_dislock.operating.metrics import METRICS, PARTS
+from celery_dislock.operating.scraping import Reading
 from celery_dislock.operating.web import metrics
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.metrics import make_wsgi_app
@@ -24,16 +25,6 @@ CONTRIB = Path(__file__).parents[4] / "contrib"
 HOSTILE = ['a"b', "a\nb", "a\\b", "\x1b[31mred", "<script>", "ü€", '"} 1\nevil_total 7', ""]
 
 
-class FakeMetrics:
-    """Has a reading to give."""
-
-    def __init__(self, reading):
-        self.reading = reading
-
-    def read(self):
-        return self.reading
-
-
 @pytest.fixture
 def reading():
     return Reading()
@@ -42,7 +33,8 @@ def reading():
 @pytest.fixture
 def page(reading, monkeypatch):
     """Ask the page, as Prometheus does or otherwise; return status, headers and text."""
-    monkeypatch.setattr(metrics, "Metrics", lambda _runtime: FakeMetrics(reading))
+    fake = SimpleNamespace(read=lambda: reading)
+    monkeypatch.setattr(metrics, "Metrics", lambda _runtime: fake)
     app = make_wsgi_app(SimpleNamespace(runtime=object()))
 
     def ask(**environ):
@@ -103,9 +95,8 @@ def test_names_come_back_as_they_were(page, reading, name):
 
 def test_a_histogram_is_cumulative(page, reading):
     """Each bucket has all that is at most its limit; the last has all."""
-    distribution = Distribution()
-    distribution.buckets[0], distribution.buckets[-1], distribution.sum = 2, 1, 4000.5
-    reading.distributions["celery_dislock_held_seconds"] = {("t", "w"): distribution}
+    numbers = [2, *[0] * (len(PARTS) - 3), 1, 4_000_500_000]
+    reading.values["celery_dislock_held_seconds"] = {("t", "w"): numbers}
     found = samples(page()[2])
     of = (("task", "t"), ("worker", "w"))
     assert found["celery_dislock_held_seconds_count", of] == 3
@@ -128,7 +119,7 @@ def test_openmetrics_is_valid_too(page, reading):
     """A Prometheus that asks for the newer format gets it."""
     openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
     reading.values["celery_dislock_capped_total"] = {("t", "w"): 1.0}
-    reading.distributions["celery_dislock_wait_seconds"] = {("t", "w"): Distribution()}
+    reading.values["celery_dislock_wait_seconds"] = {("t", "w"): [0] * len(PARTS)}
     _, headers, text = page(HTTP_ACCEPT="application/openmetrics-text; version=1.0.0")
     assert headers["Content-Type"].startswith("application/openmetrics-text")
     found = {family.name: family for family in openmetrics.text_string_to_metric_families(text)}
