@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from celery_dislock.locks.observer import Asking, Holding
     from celery_dislock.locks.runtime import Process
 
-WITHIN = 0.5  # seconds to wait for a reply of the lock server
+WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
+LAST_WITHIN = 1.0  # the same at the end of the process, on a new connection
 EVENTS_MOST = 100  # that wait for the loop; then the oldest is dropped
 
 logger = logging.getLogger("celery_dislock")
@@ -85,9 +86,9 @@ class Telemetry(Observer):
         self.wake()
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
-        store = self.process.store_within(WITHIN)
+        store = self.process.store_within(LAST_WITHIN)
         try:
-            replies: list[Any] = store.lock_server.run_many(COUNT, calls, within=WITHIN)
+            replies: list[Any] = store.lock_server.run_many(COUNT, calls, within=LAST_WITHIN)
             return replies
         finally:
             store.close()

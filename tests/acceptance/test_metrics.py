@@ -235,7 +235,7 @@ def test_half_of_the_workers_are_killed(site):
 
 
 def test_an_outage_loses_no_counts(own_redis_server, redis_client, workers, tmp_path):
-    """While the lock server is paused, counts stay in memory; those whose reply is lost count twice."""
+    """While it is paused, counts stay in memory; those whose reply is lost count twice."""
     with own_redis_server.client(decode_responses=True) as client:
         site = Site(own_redis_server, client, tmp_path, workers)
         try:

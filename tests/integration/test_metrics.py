@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.operating import scraping
 from celery_dislock.operating.counting import Counters
+from celery_dislock.operating.web import cache
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
@@ -79,6 +80,13 @@ def scrape(page: Any) -> dict[Any, float]:
         for family in text_string_to_metric_families(body)
         for sample in family.samples
     }
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch):
+    """Keep no reading, however long it took on a busy machine; return what changes that."""
+    monkeypatch.setattr(cache, "QUICK", LONG)
+    return partial(monkeypatch.setattr, cache, "QUICK")
 
 
 @pytest.fixture
@@ -286,7 +294,7 @@ def test_lines_of_parked_tasks_are_counted(app, redis_url, redis_client, monkeyp
     store.close()
 
 
-def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client):
+def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, kept):
     """Ten thousand locks are read in pages; no command takes longer than a few milliseconds."""
     lease = '1 {} 1 1 x {{"task":"t","worker":"w","timeout":30}}'
     expires = int(time.time() * MS) + 3_600_000
@@ -297,6 +305,7 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client):
     scrape(make_wsgi_app(app))
     redis_client.config_resetstat()
     page = make_wsgi_app(app)
+    kept(0.0)
     assert scrape(page)["leases", "t", "w"] == 10_000
     stats = redis_client.info("commandstats")
     assert "cmdstat_keys" not in stats
