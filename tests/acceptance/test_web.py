@@ -95,21 +95,6 @@ class Server:
         assert status == 302
         return {"Cookie": answer["Set-Cookie"].partition(";")[0]}
 
-    def say(self, *parts: bytes) -> bytes:
-        """Send bytes, and return all that comes back."""
-        answer = b""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
-            try:
-                for part in parts:
-                    connection.sendall(part)
-                with contextlib.suppress(OSError):  # it may have answered and closed before
-                    connection.shutdown(socket.SHUT_WR)
-                while more := connection.recv(65536):
-                    answer += more
-            except (ConnectionError, TimeoutError):
-                pass  # it has heard enough
-        return answer
-
     def stop(self, how: int = signal.SIGTERM) -> tuple[int, str]:
         """End it; return its exit code and what it has printed."""
         if self.process.poll() is None:
@@ -146,23 +131,6 @@ def test_it_serves_the_page_of_an_app_without_a_dislock(serve, redis_url, how):
         assert "Server" not in headers
     assert server.line == f"The page is at {server.address}/ (^C ends it)\n"
     assert server.stop(how) == (0, "")
-
-
-def test_a_port_that_is_taken_is_told(serve, tmp_path, redis_url):
-    """The exit code is 1."""
-    port = str(serve().port)
-    command = [sys.executable, "-c", PROGRAM, "-A", "shop", "dislock", "web", "--port", port]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "SHOP_BROKER_URL": ""},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-    assert done.returncode == 1
-    assert f"cannot listen at 127.0.0.1:{port}" in done.stderr
 
 
 def test_who_has_the_token_pauses_a_lock(serve, redis_url):
@@ -202,52 +170,6 @@ def test_a_proxy_in_front_is_believed_only_if_it_is_trusted(serve):
     assert alone.ask("/api/locks")[0] == 200
     assert alone.ask("/api/locks", **forwarded)[0] == 403
     assert alone.ask("/api/locks", **host)[0] == 400
-
-
-GET = b"GET /api/locks HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n"
-POST = (
-    b"POST /api/limit HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: http://127.0.0.1:%d\r\n"
-    b"Content-Type: application/x-www-form-urlencoded\r\n"
-)
-HOSTILE = {
-    "negative length": [POST, b"Content-Length: -5\r\n\r\nuser="],
-    "two lengths": [POST, b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nuser=a"],
-    "length and chunks": [
-        POST,
-        b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nuser=\r\n0\r\n\r\n",
-    ],
-    "chunks": [POST, b"Transfer-Encoding: chunked\r\n\r\n5\r\nuser=\r\n0\r\n\r\n"],
-    "broken chunks": [POST, b"Transfer-Encoding: chunked\r\n\r\n-5\r\nuser=\r\n0\r\n\r\n"],
-    "large chunk": [POST, b"Transfer-Encoding: chunked\r\n\r\nfffffffff\r\n", b"a" * 100_000],
-    "huge length": [POST, b"Content-Length: 99999999999\r\n\r\n", b"a" * 100_000],
-    "huge headers": [GET, b"X: " + b"a" * 500_000 + b"\r\n\r\n"],
-    "many headers": [GET, b"X: a\r\n" * 50_000, b"\r\n"],
-    "null byte": [GET, b"X: a\x00b\r\n\r\n"],
-    "null byte in the path": [b"GET /static/page.js%00.html HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    "line break": [b"GET /%0d%0aSet-Cookie:a=b HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    "up": [b"GET /static/../../page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    "up, encoded": [b"GET /static/%2e%2e/page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    "up, encoded twice": [b"GET /static/%252e%252e/page.py HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-    "two hosts": [b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n"],
-    "host in the path": [b"GET http://evil.example/api/locks HTTP/1.1\r\nHost: evil\r\n\r\n"],
-    "no host": [b"GET / HTTP/1.1\r\n\r\n"],
-    "no request": [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"],
-    "method with a line break": [b"GE\rT / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
-}
-
-
-def test_what_is_no_proper_request_is_refused(serve):
-    """By the server or by the page; nothing is done, and it goes on."""
-    server = serve()
-    for name, parts in HOSTILE.items():
-        answer = server.say(*(part.replace(b"%d", str(server.port).encode()) for part in parts))
-        assert answer == b"" or re.match(rb"HTTP/1\.[01] 4\d\d ", answer), (name, answer[:200])
-        assert b"\r\nSet-Cookie" not in answer, name
-        assert b"Traceback" not in answer, name
-        assert server.ask("/api/locks")[0] == 200, name
-    status, printed = server.stop()
-    assert status == 0
-    assert "Traceback" not in printed
 
 
 @pytest.fixture

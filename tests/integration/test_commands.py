@@ -23,10 +23,8 @@ from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
 from tests.holding import Holding, name_of, wait_for
-from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
 from tests.leaks import SECRET
-from tests.redis_server import RedisServer
 
 ROOT = Path(__file__).parents[2]
 LONG = 600.0  # seconds: no such lease runs out by itself
@@ -336,59 +334,3 @@ class TestStrangers:
         assert answer.exit_code == AWAY
         assert answer.stderr.startswith("Error: lock server redis://")
         assert SECRET not in answer.output
-
-    def test_several_servers(self, redis_program, tmp_path):
-        """Leases are shown and freed by majority; there are no parked tasks."""
-        with contextlib.ExitStack() as stack:
-            servers = [
-                stack.enter_context(RedisServer(tmp_path / str(number))) for number in range(3)
-            ]
-            urls = [server.url for server in servers]
-            store = Store(urls)
-            stack.callback(store.close)
-            hold(store, "k")
-            app = stack.enter_context(Celery(broker="memory://", set_as_current=False))
-            options = [part for url in urls for part in ("--dislock-url", url)]
-
-            def run(*args):
-                obj = SimpleNamespace(app=app)
-                return CliRunner().invoke(command, [*options, *args], obj=obj)
-
-            assert len(run("ls").stdout.splitlines()) == 2
-            assert "held by shop.export" in run("show", "k").stdout
-            assert run("free", "k", "--yes").exit_code == 0
-            assert run("free", "k", "--yes").exit_code == FOUND
-            assert run("drop", "t").exit_code == USAGE
-
-    @pytest.mark.parametrize("kind", ["cluster", "sentinels"])
-    def test_other_kinds_of_servers(self, redis_program, tmp_path, kind):
-        """Keys on all nodes of a cluster, or on the master behind Sentinels."""
-        with contextlib.ExitStack() as stack:
-            if kind == "cluster":
-                url = stack.enter_context(RedisCluster(tmp_path, node_timeout=60_000)).url
-                options = {}
-            else:
-                url = stack.enter_context(Watched(tmp_path)).url
-                options = {"master_name": MASTER_NAME}
-            app = stack.enter_context(
-                Celery(broker="memory://", backend="cache+memory://", set_as_current=False)
-            )
-            app.conf.update(dislock_url=url, dislock_transport_options=options)
-            store = Store(url, options)
-            stack.callback(store.close)
-            keys = [f"k{number}" for number in range(9)]
-            for key in keys:
-                hold(store, key)
-            ids = [park(app, key) for key in keys[:3]]
-
-            def run(*args):
-                return CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
-
-            told = json.loads(run("ls", "--json").stdout)
-            assert [one["key"] for one in told] == keys
-            assert sum(one["waiting"] for one in told) == 3
-            for task_id in ids:
-                assert run("drop", task_id, "--yes").exit_code == 0
-            for key in keys:
-                assert run("free", key, "--yes").exit_code == 0
-            assert json.loads(run("ls", "--json").stdout) == []

@@ -124,14 +124,6 @@ class TestServer:
         assert "ms away" in what
         assert "may do all that locks need" in what
 
-    def test_eviction(self, site, admin):
-        """A policy that evicts is serious as soon as there is a maximum."""
-        admin.config_set("maxmemory-policy", "volatile-lru")
-        assert site.found("eviction") == []
-        admin.config_set("maxmemory", "100mb")
-        [(level, what)] = site.found("eviction")
-        assert (level, "volatile-lru" in what) == ("serious", True)
-
     def test_a_full_server(self, site, admin):
         """It is found by a write, not by its figures: they are of another moment."""
         site.hold("a", "w1@here")
@@ -142,28 +134,6 @@ class TestServer:
         assert (level, "maxmemory" in what) == ("serious", True)
         assert site.examine().serious
         assert admin.keys() == keys
-
-    def test_a_replica(self, site, admin, own_redis_server, redis_program, tmp_path):
-        """It takes no locks."""
-        args = ["--replicaof", "127.0.0.1", str(own_redis_server.port)]
-        with RedisServer(tmp_path / "replica", args=args) as replica:
-            other = Site(replica.url)
-            [(level, what)] = wait_for(lambda: other.found("role"), "a replica that answers")
-            assert (level, "is a replica" in what) == ("serious", True)
-            assert other.examine().serious
-            other.store.close()
-
-    def test_what_parked_tasks_need(self, site, admin):
-        """A server that may forget them is a warning, before there are any."""
-        assert site.found("persistence") == []
-        site.answering("w1@here", tasks={"pay": {"lock_on_conflict": "queue"}})
-        assert [level for level, _ in site.found("persistence")] == ["warning"]
-        site.answering("w1@here")
-        site.hold("a", "w1@here")
-        site.park("a", "p1")
-        assert [level for level, _ in site.found("persistence")] == ["warning"]
-        admin.config_set("appendonly", "yes")
-        assert site.found("persistence") == []
 
     def test_a_server_that_is_away(self, site, own_redis_server):
         """It is told, and so is what the workers tell."""
@@ -313,14 +283,6 @@ class TestLocks:
         site.store.acquire(["dislock:sweep:{here}"], "w1", LONG, "{}")
         assert site.found("sweep") == []
 
-    def test_what_was_set_aside(self, site):
-        """It waits for people."""
-        site.hold("a", "w1@here")
-        site.park("a", "p1")
-        site.lines.set_aside(name_of("a"), "p1:0:0", b"message")
-        [(level, what)] = site.found("set aside")
-        assert (level, "a (1 task)" in what) == ("warning", True)
-
     def test_damaged_locks(self, site, admin):
         """Their tasks fail, and others' do not."""
         admin.set("dislock:{export:7}:line", "x")
@@ -400,13 +362,6 @@ class TestCommand:
         result = self.run(app, "doctor", "--timeout", "0.1")
         assert "\x1b" not in result.output
         assert "a\\x1b]0;x\\x07\\nb" in result.output
-
-    def test_an_app_without_a_lock_server_is_told_what_is_missing(self):
-        """Neither broker nor result backend is a Redis."""
-        app = Celery("shop", broker="memory://", set_as_current=False)
-        result = self.run(app, "doctor")
-        assert result.exit_code == 2
-        assert "neither the broker nor the result backend is a Redis" in result.output
 
 
 class TestStores:

@@ -242,15 +242,6 @@ class TestFreeing:
         assert isinstance(worker.claim("p", copy=3), Done)
         assert not redis_client.exists(f"{LOCK}:running", f"{LOCK}:tickets")
 
-    def test_a_paused_lock_is_freed_and_handed_to_nobody(self, worker):
-        """The pause holds: those in line stay there."""
-        worker.take("a")
-        worker.park("p")
-        worker.lines.limit(LOCK, 0)
-        assert worker.free() is True
-        assert worker.given() == []
-        assert worker.state().waiting == 1
-
 
 class TestDropping:
     def test_it_leaves_the_line_and_its_end_is_told(self, worker):
@@ -362,27 +353,6 @@ def app(redis_url):
 
 
 class TestLockFor:
-    def test_a_task_without_a_key_has_the_digest_of_its_arguments(self, app):
-        """The key is the one under which it runs."""
-
-        @app.task(base=SingletonTask, name="shop.digest", shared=False, bind=True)
-        def digest(self, a, b=1):
-            return self.lease.key
-
-        key = digest.apply((7,)).get()
-        assert digest.lock_for(7).key == digest.lock_for(a=7, b=1).key == key
-        assert digest.lock_for(8).key != key
-
-    def test_a_task_of_another_class_has_it_where_locks_are_enabled(self, app):
-        """Under ``dislock_enabled`` it is there as ``lease`` is."""
-        app.conf.dislock_enabled = True
-
-        @app.task(name="shop.keyed", lock_key="keyed:<a>", shared=False)
-        def keyed(a): ...
-
-        app.finalize()
-        assert keyed.lock_for(7).key == "keyed:7"
-
     def test_several_keys_are_one_handle_of_several(self, app):
         """It stands for all of them; each can be asked for."""
 
@@ -465,17 +435,6 @@ class TestSeveralServers:
 
     def take(self, store, owner):
         assert isinstance(store.acquire([LOCK], owner, LONG, "{}"), Granted)
-
-    def test_the_lease_ends_on_all_of_them(self, store):
-        """Each server has its own token; the newest was shown."""
-        self.take(store, "a")
-        (holder,) = self.shown(store)
-        assert store.free(LOCK, holder.owner, holder.token) is True
-        assert store.free(LOCK, holder.owner, holder.token) is False
-        assert self.shown(store) == []
-        for server in self.servers:
-            with server.client() as client:
-                assert client.keys("*") == []
 
     def test_a_majority_is_enough(self, store):
         """One of them is away: the lease has no majority any more."""

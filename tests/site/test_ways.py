@@ -13,8 +13,6 @@ ANSWERS = {
     "How do I test my task?": "how-to/test-your-tasks.html",
     "Skip or queue?": "how-to/choose-a-strategy.html",
 }
-MENUS = {"__navigation": ".sidebar-drawer", "__toc": ".toc-drawer"}  # by the id of the switch
-PAGE = "how-to/choose-a-strategy.html"
 
 
 @pytest.mark.parametrize("question", ANSWERS)
@@ -24,33 +22,3 @@ def test_a_question_is_answered_one_click_from_the_front_page(visit, address, qu
     page.locator("article").get_by_role("link", name=question, exact=True).click(timeout=1000)
     expect(page).to_have_url(address + ANSWERS[question])
     expect(page.locator(":target" if "#" in page.url else "h1")).to_be_in_viewport()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("switch", MENUS)
-def test_the_keyboard_opens_and_closes_a_menu_of_a_phone(visit, switch, scheme):
-    """A menu's switch gets the focus by Tab and shows it; a closed menu takes no focus."""
-    page = visit(PAGE, "phone", scheme)
-    menu = page.locator(MENUS[switch])
-    icon = page.locator(f".mobile-header label[for={switch}]")
-    expect(menu).to_be_hidden()
-    while page.evaluate("document.activeElement.id") != switch:
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "sidebar-toggle"
-    expect(icon).not_to_have_css("outline-style", "none")
-    page.keyboard.press("Space")
-    expect(menu.get_by_role("link").first).to_be_in_viewport()
-    page.keyboard.press("Space")
-    expect(menu).to_be_hidden()
-
-
-@pytest.mark.parametrize("size", ["desktop", "phone"])
-def test_the_menu_says_where_the_reader_is(visit, size):
-    """The page that is open is in the menu, in bold."""
-    page = visit(PAGE, size)
-    if size == "phone":
-        page.locator(".mobile-header label[for=__navigation]").click()
-    here = page.locator(".sidebar-tree .current-page > a")
-    expect(here).to_be_in_viewport()
-    expect(here).to_have_text(page.title().partition(" - ")[0])
-    expect(here).to_have_css("font-weight", "700")

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.locks import AppLocks
-from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from celery_dislock.servers.view import ReservationState
 from celery_dislock.tasks.actions import Actions
+from tests import pages
 
 HELD = 750.0  # seconds
 TASK_ID = "9b1d"
@@ -23,39 +24,22 @@ def holder(**changed):
     told = {
         "owner": f"{TASK_ID}@celery@w1:7/1",
         "token": 5,
-        "mode": "exclusive",
         "held": HELD,
         "acquired_at": 1_700_000_000.0,
         "remaining": 27.0,
         "renewed": 3.0,
-        "expiring": False,
-        "turn": False,
         "who": f"shop.export[{TASK_ID}] on celery@w1 (pid 7)",
-        "task": "shop.export",
         "id": TASK_ID,
-        "worker": "celery@w1",
-        "pid": 7,
         "host": "h",
-        "thread": None,
     }
-    return Holder(**{**told, **changed})
+    return pages.holder(**{**told, **changed})
 
 
 def place(number=1, **changed):
     """Make a parked task in line."""
-    told = {
-        "place": number,
-        "waiting": 5.0,
-        "mode": "exclusive",
-        "parked": True,
-        "ticket": f"t{number}:0:0",
-        "turns": 0,
-        "who": f"shop.export[t{number}]",
-        "task": "shop.export",
-        "id": f"t{number}",
-        "args": "(7,) {}",
-    }
-    return Waiter(**{**told, **changed})
+    name = f"t{number}"
+    told = {"ticket": f"{name}:0:0", "who": f"shop.export[{name}]", "id": name, "args": "(7,) {}"}
+    return pages.place(number, **{**told, "task": "shop.export", **changed})
 
 
 def reserved(state="waiting", **changed):
@@ -65,21 +49,7 @@ def reserved(state="waiting", **changed):
 
 def lock(key="k", **changed):
     """Make a lock that nobody knows anything of."""
-    told = {
-        "key": key,
-        "name": f"dislock:{{{key}}}",
-        "holders": [],
-        "waiting": 0,
-        "line": [],
-        "turns": [],
-        "aside": 0,
-        "reservation": None,
-        "limit": None,
-        "limit_remaining": None,
-        "limit_since": None,
-        "limit_note": "",
-    }
-    return LockState(**{**told, **changed})
+    return pages.lock(key, **changed)
 
 
 class FakeOverview:

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating.cli import session
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
@@ -198,16 +196,6 @@ def test_the_reservation_stays_if_the_task_cannot_be_ended(dislock, overview, ac
     assert (answer.exit_code, outcome(answer)) == (FOUND, ["still runs"])
 
 
-def test_keys_that_are_reserved_together_are_freed(dislock, overview, actions):
-    """The reservation of a task with several keys has a name of its own."""
-    about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}
-    dislock.app.task(base=SingletonTask, **about)(nothing)
-    name = reserved_lock(["dislock:{a}", "dislock:{b}"])
-    overview.put(lock("a and others", name=name, reservation=reserved()))
-    assert dislock("free", "--task", "shop.move", "--yes").exit_code == 0
-    assert actions.done == [("unreserve", name, reserved())]
-
-
 OF = "'shop.export[9b1d] on celery@w1 (pid 7)' (owner '9b1d@celery@w1:7/1', token 5)"
 
 
@@ -248,14 +236,6 @@ def test_what_was_not_changed_is_not_logged(
     assert caplog.messages == []
 
 
-def test_a_task_that_is_dropped_is_logged(dislock, overview, actions, lines, caplog, me):
-    """By its ticket, and with the lock."""
-    overview.put(lock("k", waiting=1, line=[place()]))
-    assert dislock("drop", "t1", "--yes").exit_code == 0
-    told = "dropped the parked task of ticket 't1:0:0' from the line of lock 'k'"
-    assert caplog.messages == [f"Command: 'me' on here {told}."]
-
-
 def nothing(): ...
 
 
@@ -288,13 +268,6 @@ def test_a_damaged_line_costs_no_other_its_search(dislock, overview, actions, li
     assert (answer.exit_code, actions.done) == (0, [("drop", "dislock:{k}", "t2:0:0")])
     assert "Not looked into: lock server redis://fake: 'dislock:{j}'" in answer.stderr
     assert dislock("drop", "t2", "--key", "j", "--yes").exit_code == FOUND
-
-
-def test_a_key_names_the_line(dislock, overview, actions, lines):
-    """Then no other line is read."""
-    overview.put(lock("k", turns=[place(0)]))
-    assert dislock("drop", "t0", "--key", "k", "--yes").exit_code == 0
-    assert {name for name, *_ in overview.asked} == {"dislock:{k}"}
 
 
 def test_what_has_left_the_line_is_told(dislock, overview, actions, lines):

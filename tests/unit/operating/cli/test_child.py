@@ -87,25 +87,6 @@ def test_its_exit_code(process, code, told):
         assert child.wait(lambda: True, 5.0) == told
 
 
-def test_it_is_ended_when_it_must_not_go_on(process):
-    """TERM once; what it has left behind in its group gets KILL."""
-    process.ended_by = signal.SIGTERM
-    with Child() as child:
-        child.start(["it"], {})
-        child.wait(lambda: False, 1000.0)
-    assert process.sent == [signal.SIGTERM, signal.SIGKILL]
-
-
-def test_one_that_ignores_term_is_killed(process):
-    """After the grace time."""
-    process.ended_by = signal.SIGKILL
-    with Child() as child:
-        child.start(["it"], {})
-        child.wait(lambda: False, 2.0)
-    assert process.sent[0] == signal.SIGTERM
-    assert set(process.sent[1:]) == {signal.SIGKILL}
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -72,26 +72,6 @@ def test_a_user_without_a_name(dislock, limits, monkeypatch):
     assert limits.asked[0][-1] == "by an operator"
 
 
-@pytest.mark.parametrize(
-    ("args", "line"),
-    [
-        (["pause", "k"], "paused lock 'k', with the note 'by me'"),
-        (
-            ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
-            r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'",
-        ),
-        (["limit", "k", "3"], "limited lock 'k' to 3 leases, with the note 'by me'"),
-        (["resume", "k"], "took back the limit of lock 'k'"),
-    ],
-)
-def test_each_change_is_logged_with_who_did_it(dislock, limits, caplog, monkeypatch, args, line):
-    """As the page does it: the record is found where the other log lines are."""
-    monkeypatch.setattr(session, "gethostname", lambda: "here")
-    assert dislock(*args, "--json").exit_code == 0
-    assert caplog.messages == [f"Command: 'me' on here {line}."]
-    assert caplog.records[0].levelname == "WARNING"
-
-
 def test_what_was_set_before_an_error_is_logged(dislock, limits, caplog, monkeypatch):
     """Of several keys the first is paused, and the lock server goes away."""
     about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}

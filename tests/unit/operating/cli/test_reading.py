@@ -63,18 +63,6 @@ def test_what_is_in_trouble_says_so(dislock, overview):
     assert [one.get("troubles") for one in told[1:3]] == [["overdue", "set aside"], ["stuck"]]
 
 
-LONG = "export:" + "7" * 70
-WHO = "shop.export[1b4e28ba-2fa1-11d2-883f-0016d3cca427] on celery@web-7.example.com (pid 7)"
-
-
-def test_what_is_piped_is_whole(dislock, overview):
-    """A program may read it."""
-    overview.put(lock(LONG, holders=[holder(who=WHO)]))
-    (row,) = dislock("ls").stdout.splitlines()[1:]
-    assert row.startswith(LONG)
-    assert row.endswith(WHO)
-
-
 @pytest.mark.parametrize(
     ("options", "keys"),
     [
@@ -95,17 +83,6 @@ def test_holders_are_chosen(dislock, overview, options, keys):
     answer = dislock("ls", *options)
     assert rows(answer) == keys
     assert answer.stderr == ("" if keys else "No lock matches.\n")
-
-
-def test_a_damaged_lock_is_named(dislock, overview):
-    """With what is wrong, beside the others; not if holders are chosen: it may have none."""
-    overview.put(lock("a", holders=[holder()]))
-    overview.there["dislock:{b}"] = DamagedLockError("redis://f", "wrong type", "dislock:{b}")
-    answer = dislock("ls")
-    assert rows(answer) == ["b", "a"]
-    assert answer.stdout.splitlines()[1].endswith("cannot be read: wrong type")
-    assert "cannot be used" in json.loads(dislock("ls", "--json").stdout)[0]["error"]
-    assert rows(dislock("ls", "--task", "*")) == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -82,3 +82,15 @@ def test_the_token_is_shown_if_it_is_needed(
 def test_the_port_that_was_taken_is_known_for_each_kind_of_server(server):
     """The name localhost may have two addresses, and then a free port for each of them."""
     assert _port_of(server) == 8766
+
+
+def test_a_port_that_is_taken_is_told(command, monkeypatch):
+    """The exit code is 1."""
+
+    def taken(*_page, **_how):
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr("waitress.server.create_server", taken)
+    done = command()
+    assert done.exit_code == 1
+    assert "Error: cannot listen at 127.0.0.1:8765: [Errno 98]" in done.output
