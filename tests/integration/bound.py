@@ -21,26 +21,9 @@ OF_EACH = {"__dict__", "__doc__", "__header__", "__weakref__", "request_stack"}
 OF_EACH |= {"__firstlineno__", "__static_attributes__"}  # of each class body
 OF_EACH |= {"_default_request"}  # made when somebody asks for `request`
 CONFS: tuple[dict[str, Any], ...] = (
-    {
-        "task_acks_late": True,
-        "task_serializer": "json",
-        "task_track_started": True,
-        "task_default_rate_limit": "10/m",
-        "task_annotations": {"*": {"expires": 7}},
-    },
-    {
-        "task_acks_late": False,
-        "task_serializer": "pickle",
-        "task_ignore_result": True,
-        "task_annotations": {"*": {"time_limit": 8}},
-    },
-    {
-        "task_acks_late": True,
-        "task_serializer": "yaml",
-        "task_default_rate_limit": "3/s",
-        "task_reject_on_worker_lost": True,
-        "task_store_errors_even_if_ignored": True,
-    },
+    {"task_acks_late": True, "task_serializer": "json", "task_default_rate_limit": "10/m"},
+    {"task_serializer": "pickle", "task_ignore_result": True},
+    {"task_acks_late": True, "task_annotations": {"*": {"expires": 7}}},
 )
 
 
@@ -123,20 +106,3 @@ def told(task: Task, name: str) -> str:
     """Describe an attribute: a method by its function, and nothing by its address."""
     value = getattr(task, name, "missing")
     return re.sub(" at 0x[0-9a-f]+", "", repr(getattr(value, "__func__", value)))
-
-
-def direct_call() -> str:
-    """Let a task without a lock call another as a function, and say what has become of both."""
-    made = apps(as_current=True, shared=False)
-    touch_in_a_thread(made[0])
-    app = made[2]
-
-    @app.task(base=SingletonTask, lock_key=False, name="inner", bind=True, shared=False)
-    def inner(self: Task) -> str:
-        return self.request.called_directly
-
-    @app.task(base=SingletonTask, lock_key=False, name="outer", bind=True, shared=False)
-    def outer(self: Task) -> tuple[bool, bool]:
-        return inner(), self.request.called_directly
-
-    return str(outer.apply().get())

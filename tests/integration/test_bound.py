@@ -23,8 +23,3 @@ def test_a_task_has_exactly_what_a_plain_base_would_give_it(as_current, shared, 
     """acks_late, serializer, rate limit, annotations and all else are its own app's, of three."""
     options = {"as_current": as_current, "shared": shared, "in_thread": in_thread}
     assert spawned(bound.differences, **options) == []
-
-
-def test_a_task_without_a_lock_may_call_another_as_a_function():
-    """What was called is a function, what calls is a task: each has its own request."""
-    assert spawned(bound.direct_call) == "(True, False)"

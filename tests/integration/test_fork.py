@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import redis
-
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
@@ -129,31 +127,6 @@ def child_outlives_its_parent(url: str) -> None:
     assert os.read(read_end, 1) == b"2", "the child failed"
 
 
-def many_children(url: str) -> None:
-    runtime = Runtime(lambda: {"dislock_url": url})
-    lease = take(runtime, "parent")
-    renewed(lease, 1)
-
-    def child() -> None:
-        deadline = time.monotonic() + PATIENCE
-        taken = 0
-        while taken < 20:
-            assert time.monotonic() < deadline
-            got = take(runtime, "shared")
-            if isinstance(got, Lease):
-                taken += 1
-                got.ensure_held()
-                got.release()
-            else:
-                time.sleep(0.001)
-
-    for pid in [in_child(child) for _ in range(4)]:
-        assert_well_ended(pid)
-    before = lease.renewals
-    renewed(lease, before + 2)
-    lease.release()
-
-
 def test_a_child_makes_its_own_store_and_watchdog(redis_url):
     """After a fork the child shares nothing with its parent, whose lease stays alive by itself."""
     act(child_has_its_own, redis_url)
@@ -162,10 +135,3 @@ def test_a_child_makes_its_own_store_and_watchdog(redis_url):
 def test_a_child_does_not_keep_its_parents_lease(redis_url):
     """When the parent is killed its lease runs out, though its child lives and renews its own."""
     act(child_outlives_its_parent, redis_url)
-
-
-def test_children_of_one_parent_use_one_lock_in_turn(redis_url):
-    """Four children forked with a live connection and watchdog take a lock without mixing up."""
-    act(many_children, redis_url)
-    with redis.Redis.from_url(redis_url) as client:
-        assert client.keys("*") == []

@@ -1,14 +1,20 @@
-"""Uniqueness when sending: what goes to the broker, and what callers get; on a real Redis."""
+"""Uniqueness when sending: what goes to the broker, and what callers get; on a real Redis.
+
+In the usual app, in apps that were set up in other ways, eagerly, and from fresh processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import pickle
 import threading
+from datetime import datetime, timedelta, timezone
 from secrets import token_hex
 
 import pytest
-from celery import Celery
+from celery import Celery, Task, shared_task
 from celery.app.task import Context
 
 from celery_dislock import Dislock, SingletonTask
@@ -18,6 +24,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservation, Reservations, Taken
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR, tell
+from tests.forked import ROOT, run_python
 from tests.unit.deliveries import deliver
 
 LOCK = "dislock:{edit:1}"
@@ -382,3 +389,307 @@ class TestAway:
             assert edit.delay(1).id
         assert messages(client) == 5
         assert caplog.text.count("sent without reservations") == 1
+
+
+@pytest.fixture
+def make(redis_url):
+    """Make apps with the plugin; all are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(name="stranger", *, plugin=True, **conf):
+            app = Celery(name, broker=redis_url, set_as_current=False)
+            app.conf.update(conf)
+            if plugin:
+                stack.enter_context(Dislock(app))
+            stack.callback(app.close)
+            return app
+
+        yield make
+
+
+class TestResults:
+    def test_a_duplicate_gets_what_the_first_has_returned(self, make):
+        """State and result are those of the first."""
+        app = make(result_backend="cache+memory://")
+        edit = declare(app)
+        first, second = edit.delay(1), edit.delay(1)
+        app.backend.store_result(first.id, "done", "SUCCESS")
+        assert (second.state, second.get(timeout=1)) == ("SUCCESS", "done")
+
+    @pytest.mark.parametrize(
+        ("conf", "options"),
+        [
+            ({"task_always_eager": True}, {}),
+            ({"dislock_enabled": False}, {}),
+            ({"dislock_url": "redis://127.0.0.1:1/0"}, {}),
+            ({}, {"link": "another"}),
+            ({}, {"retries": 1, "task_id": "other"}),
+        ],
+        ids=["eager", "off", "away", "linked", "retried"],
+    )
+    def test_every_result_says_whether_it_is_a_duplicate(self, make, conf, options):
+        """Else the caller's code breaks on the day on which the lock server is away."""
+        edit = declare(make(**conf))
+        if "link" in options:
+            options = {"link": edit.si(2)}
+        edit.delay(1)
+        assert edit.apply_async((1,), **options).duplicate is False
+
+
+class TestIds:
+    @pytest.mark.parametrize("on_duplicate", ["return", "raise", "replace"])
+    def test_an_id_that_is_given_to_all(self, make, client, on_duplicate):
+        """Five sends with one id are one message and four duplicates, but for "replace"."""
+        edit = declare(make(), lock_on_duplicate=on_duplicate)
+        sent = []
+        for _ in range(5):
+            with contextlib.suppress(DuplicateTaskError):
+                sent.append(edit.apply_async((1,), task_id="mine"))
+        if on_duplicate == "replace":
+            assert messages(client) == 5
+            return
+        assert messages(client) == 1
+        duplicates = {"return": [False, True, True, True, True], "raise": [False]}[on_duplicate]
+        assert [result.duplicate for result in sent] == duplicates
+
+
+class TestApps:
+    def test_a_shared_task(self, make, client):
+        """One function, a task of its own in each app, and each app its own keys."""
+
+        @shared_task(
+            name="of-all", base=SingletonTask, lock_key="edit:<doc>", lock_unique_until="start"
+        )
+        def edit(doc): ...
+
+        for prefix in ("one", "two"):
+            app = make(prefix, dislock_prefix=prefix)
+            task = app.tasks["of-all"]
+            assert [task.delay(1).duplicate for _ in range(2)] == [False, True]
+            assert reserved_for(client, f"{prefix}:{{edit:1}}")
+        assert messages(client) == 2
+
+    def test_a_sender_without_the_plugin(self, make, client):
+        """An app that knows neither the task nor the plugin sends as ever, and reserves nothing."""
+        edit = declare(make())
+        stranger = make("plain", plugin=False)
+        for _ in range(2):
+            stranger.send_task("unique.edit", (1,))
+        assert messages(client) == 2
+        assert reserved_for(client) is None
+        assert edit.delay(1).duplicate is False
+        stranger.send_task("unique.edit", (1,))
+        assert messages(client) == 4
+
+    def test_a_sender_that_does_not_know_the_task(self, make, client):
+        """The options are the task's: without it nobody knows that it is unique."""
+        stranger = make("knows-nothing")
+        for _ in range(2):
+            stranger.send_task("unique.edit", (1,))
+        assert messages(client) == 2
+        assert not client.keys("dislock*")
+
+    @pytest.mark.parametrize(
+        ("conf", "options"),
+        [
+            ({"task_annotations": {"unique.edit": {"lock_unique_until": "start"}}}, {}),
+            ({"dislock_unique_until": "start"}, {}),
+            ({"dislock_enabled": True}, {"base": Task, "lock_unique_until": "start"}),
+            ({}, {"lock_unique_until": "end"}),
+        ],
+        ids=["annotation", "setting", "a plain task that is guarded", "bound"],
+    )
+    def test_every_way_to_declare_it(self, make, client, conf, options):
+        """An annotation, a setting, any base class; the bound task is no argument of the call."""
+        app = make(**conf)
+        options = {"base": SingletonTask, "lock_key": "edit:<doc>", "shared": False, **options}
+
+        @app.task(name="unique.edit", bind=True, **options)
+        def edit(self, doc): ...
+
+        assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
+        assert messages(client) == 1
+
+    def test_locks_that_are_off(self, make, client):
+        """dislock_enabled=False: nothing is reserved, and no header is added."""
+        edit = declare(make(dislock_enabled=False))
+        for _ in range(2):
+            edit.delay(1)
+        assert messages(client) == 2
+        assert not client.keys("dislock*")
+        assert "dislock_unique" not in client.lindex("celery", 0)
+
+
+class TestExpires:
+    @pytest.mark.parametrize(
+        "expires",
+        [lambda: 60, lambda: datetime.now(timezone.utc) + timedelta(seconds=60)],
+        ids=["seconds", "time"],
+    )
+    @pytest.mark.parametrize(("until", "most"), [("start", 60), ("end", 60), ("expiry", 3600)])
+    def test_a_message_that_expires(self, make, client, until, most, expires):
+        """RabbitMQ drops it without a word to anybody: its key is free when its time is over."""
+        edit = declare(make(), lock_unique_until=until)
+        edit.apply_async((1,), expires=expires())
+        assert most - 30 < client.ttl(f"{LOCK}:unique") <= most
+
+
+class TestArguments:
+    def test_what_is_given_by_name_and_by_default(self, make, client):
+        """The same arguments, however they are given, are the same key."""
+        app = make()
+
+        @app.task(base=SingletonTask, lock_unique_until="start", shared=False)
+        def edit(doc, edition=0): ...
+
+        calls = [((1,), {}), ((1, 0), {}), ((), {"doc": 1}), ((), {"edition": 0, "doc": 1})]
+        assert len({edit.apply_async(args, kwargs).id for args, kwargs in calls}) == 1
+        assert messages(client) == 1
+        assert edit.delay(1, 1).duplicate is False
+
+
+@pytest.fixture(params=["apply", "task_always_eager"])
+def call(app, request):
+    """Call a task eagerly, in each of the two ways."""
+
+    def call(task, *args):
+        app.conf.task_always_eager = request.param == "task_always_eager"
+        try:
+            if request.param == "apply":
+                return task.apply(args)
+            return task.delay(*args)
+        finally:
+            app.conf.task_always_eager = False
+
+    return call
+
+
+@pytest.mark.parametrize("until", ["start", "end"])
+def test_one_after_the_other(app, client, call, until):
+    """Each runs, and nothing stays reserved."""
+    edit = declare(app, lock_unique_until=until)
+    for _ in range(2):
+        result = call(edit, 1)
+        assert (result.state, result.duplicate) == ("SUCCESS", False)
+    assert not client.keys("*:unique")
+    assert messages(client) == 0
+
+
+@pytest.mark.parametrize(("until", "duplicate"), [("start", False), ("end", True)])
+def test_a_call_in_the_body(app, client, call, until, duplicate):
+    """With "end" its own key is reserved for as long as it runs."""
+    inner = []
+
+    @app.task(
+        base=SingletonTask,
+        lock_key="edit:<doc>",
+        lock_unique_until=until,
+        lock_limit=None,
+        shared=False,
+    )
+    def edit(doc):
+        if not inner:
+            inner.append(None)
+            inner[0] = call(edit, doc)
+        return len(inner)
+
+    outer = call(edit, 1)
+    assert outer.get() == 1
+    assert inner[0].duplicate is duplicate
+    assert (inner[0].id == outer.id) is duplicate
+    assert reserved_for(client) is None
+
+
+def test_one_for_a_time(app, call):
+    """With "expiry" the second call returns the result of the first, as a duplicate."""
+    ran = []
+
+    @app.task(base=SingletonTask, lock_key="<doc>", lock_unique_until="expiry", shared=False)
+    def edit(doc):
+        ran.append(doc)
+        return "done"
+
+    first, second = call(edit, 1), call(edit, 1)
+    assert (first.duplicate, second.duplicate) == (False, True)
+    assert (second.id, second.get(), ran) == (first.id, "done", [1])
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+def test_beside_a_message_that_waits(app, client, call, until):
+    """It is a duplicate of that message, which keeps its key."""
+    edit = declare(app, lock_unique_until=until)
+    first = edit.delay(1)
+    second = call(edit, 1)
+    assert (second.id, second.duplicate) == (first.id, True)
+    assert reserved_for(client) == first.id
+
+
+def test_a_message_that_is_replaced(app, client, call):
+    """With "replace" the eager call is the newest: it runs, and the message ends when it comes."""
+    edit = declare(app, lock_on_duplicate="replace")
+    edit.delay(1)
+    _, _, mark, number = json.loads(client.lindex("celery", 0))["headers"]["dislock_unique"]
+    assert call(edit, 1).duplicate is False
+    record = client.get(f"{LOCK}:unique").split(" ")
+    assert record[9] == mark
+    assert int(record[12]) > number
+
+
+@pytest.mark.parametrize("until", ["start", "end", "expiry"])
+def test_a_retry(app, client, call, until):
+    """It runs within the first, under its id, and is no duplicate of it."""
+    ran = []
+
+    @app.task(
+        bind=True, base=SingletonTask, lock_key="edit:<doc>", lock_unique_until=until, shared=False
+    )
+    def edit(self, doc):
+        ran.append(self.request.retries)
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        return "done"
+
+    assert call(edit, 1).get() == "done"
+    assert ran == [0, 1, 2]
+    assert (reserved_for(client) is None) is (until != "expiry")
+
+
+ONE = ["delay", "apply_async", "signature", "by name", "signature of a name", "beat"]
+
+plugins = pytest.mark.parametrize("plugin", ["plugin", "plain"])
+
+
+@pytest.fixture
+def send(redis_url):
+    """Send in a fresh process; return the id of each result, and whether it is a duplicate."""
+
+    def send(plugin, way):
+        program = ["tests.integration.unique_sender", redis_url, plugin, way]
+        told = run_python(*program, folder=ROOT, env=os.environ)
+        assert (told.returncode, told.stderr) == (0, "")
+        return json.loads(told.stdout)
+
+    return send
+
+
+@plugins
+def test_first_sends_of_many_threads(send, redis_client, plugin):
+    """Eight threads that use the task for the first time at once send one message."""
+    for _ in range(3):
+        redis_client.flushdb()
+        results = send(plugin, "threads")
+        assert messages(redis_client) == 1
+        assert len({task_id for task_id, _ in results}) == 1
+        assert sorted(duplicate for _, duplicate in results) == [False] + [True] * 7
+
+
+@pytest.mark.parametrize(
+    ("plugin", "way"),
+    [*(("plain", way) for way in ONE), ("plugin", "delay"), ("plugin", "by name")],
+)
+def test_two_sends_are_one_message(send, redis_client, plugin, way):
+    """By whatever way of Celery's a task is sent."""
+    (first, *is_first), (second, *is_second) = send(plugin, way)
+    assert messages(redis_client) == 1
+    assert first == second == reserved_for(redis_client)
+    assert (is_first, is_second) == ([False], [True])
