@@ -127,10 +127,9 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     now = time.time()  # wall clock, like Celery's ETA: a message header carries the time
     until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_retry_for)
     delivery.notes.retry_until = until
-    error = conflict.error()
     if delivery.is_eager or now >= until:
-        delivery.end_reservation()
-        raise error
+        fail(asking, conflict)
+    error = conflict.error()
     put_off(delivery, str(error), at_most=min(conflict.remaining, until - now), error=error)
 
 

@@ -219,10 +219,7 @@ WORD = "s3cret"
 @pytest.mark.parametrize(
     "url",
     [
-        f"redis://:{WORD}@h:1/0",
         f"rediss://user:{WORD}@h:1/0",
-        f"sentinel://:{WORD}@a:1;sentinel://:{WORD}@b:1/0",
-        f"redis+cluster://:{WORD}@a:1,b:1",
         [f"redis://:{WORD}@a:1", f"redis://user:{WORD}@b:1", f"unix://:{WORD}@/c"],
         (f"redis://{WORD}@a:1", f"no URL {WORD}"),
         {"url": f"redis://:{WORD}@a:1"},

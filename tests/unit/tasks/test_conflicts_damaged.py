@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock import DamagedLockError, LockHeldError, SingletonTask, StoreError
+from celery_dislock import DamagedLockError, LockHeldError, SingletonTask
 from celery_dislock.messages.headers import PUT_OFF_HEADER
 from celery_dislock.tasks.acquisition import DAMAGED_TRIES
 from tests.unit.deliveries import deliver
@@ -87,23 +87,13 @@ def test_tries_are_those_in_a_row(app, damaged, broker):
     assert broker.sent == []
 
 
-@pytest.mark.parametrize("strategy", ["raise", "retry", "wait"])
+@pytest.mark.parametrize("strategy", ["raise", "retry"])
 def test_a_holder_that_cannot_be_read_fails_nobody(app, world, broker, strategy):
     """The lock is held: what comes second does as its strategy says, and says so."""
     world.lease("k", "somebody")
     owner, expires, _ = world.store.leases[LOCK]
     world.store.leases[LOCK] = (owner, expires, {"unreadable": "'by hand'"})
-    task = declare(app, lock_on_conflict=strategy, **WAITS.get(strategy, {}))
-    deliver(task)
+    deliver(declare(app, lock_on_conflict=strategy))
     error = app.AsyncResult("1").result
-    if strategy == "wait":
-        assert error == "k"  # the lease has ended meanwhile
-        return
     assert isinstance(error, LockHeldError)
     assert "whose record cannot be read: 'by hand'" in str(error)
-
-
-WAITS = {"wait": {"lock_wait_timeout": 1000}}
-
-
-AWAY = StoreError("redis://host", "it is away")

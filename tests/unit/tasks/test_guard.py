@@ -369,39 +369,6 @@ def test_a_misspelt_option_may_be_a_callable(app):
         app.finalize()
 
 
-def test_the_options_of_a_task_count_for_more_than_those_of_its_base_class(app):
-    """A base class says what most of its tasks do; one of them may do the opposite."""
-
-    class Renewed(SingletonTask):
-        lock_key = "k"
-        lock_watchdog_timeout = 60
-        lock_on_cap = "raise"
-        lock_on_conflict = "wait"
-        lock_wait_timeout = 5
-
-    class Fixed(Renewed):
-        lock_expire = 600
-        lock_on_conflict = "skip"
-
-    class RenewedAgain(Fixed):
-        lock_watchdog_timeout = 90
-
-    def options(base):
-        @app.task(base=base, name=base.__name__)
-        def task(): ...
-
-        return app.tasks[task.name].dislock_guard.options
-
-    fixed, again = options(Fixed), options(RenewedAgain)
-    assert (fixed.lock_expire, fixed.lock_watchdog_timeout, fixed.lock_on_cap) == (
-        600,
-        30,
-        "expire",
-    )
-    assert fixed.lock_wait_timeout == 10
-    assert (again.lock_expire, again.lock_watchdog_timeout) == (None, 90)
-
-
 def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
     app, world, monkeypatch
 ):

@@ -54,6 +54,27 @@ def test_only_what_a_user_declared_is_an_option(app):
     }
 
 
+def test_the_options_of_a_class_count_for_more_than_those_of_its_base():
+    """A base class says what most of its tasks do; one of them may do the opposite."""
+
+    class Renewed(SingletonTask):
+        lock_watchdog_timeout = 60
+        lock_on_cap = "raise"
+        lock_on_conflict = "wait"
+        lock_wait_timeout = 5
+
+    class Fixed(Renewed):
+        lock_expire = 600
+        lock_on_conflict = "skip"
+
+    class RenewedAgain(Fixed):
+        lock_watchdog_timeout = 90
+
+    assert declared_options(Fixed) == {"lock_expire": 600, "lock_on_conflict": "skip"}
+    again = {"lock_watchdog_timeout": 90, "lock_on_conflict": "skip"}
+    assert declared_options(RenewedAgain) == again
+
+
 def test_what_ends_a_task_unrun_leaves_no_traceback(app, world, monkeypatch):
     """A pool process would copy each frame and send them all; the body's own are kept."""
 
