@@ -16,8 +16,8 @@ from celery.exceptions import Ignore
 
 from celery_dislock import Dislock, SingletonTask
 
-URL = os.environ.get("CANVAS_URL", "redis://localhost:6379/0")
-QUEUE = "canvas"
+URL = os.environ.get("SCENARIOS_URL", "redis://localhost:6379/0")
+QUEUE = "fleet-canvas"
 STRATEGIES = ("skip", "raise", "retry", "wait", "reject", "callable")
 GATE_POLL = 0.02  # seconds between two looks at a gate
 
@@ -101,9 +101,3 @@ def replace(self, x, kind, key):
     if kind == "chain":
         return self.replace(chain(one, ADD["raise"].s(1, key=key)))
     return self.replace(group(ADD["wait"].s(x, n, key=key) for n in range(3)))
-
-
-@app.task(bind=True, lock_key="<key>", lock_on_conflict="raise")
-def stamp(self, x, key):
-    """Tell the stamps that came along."""
-    return [*x, self.request.stamps["tenant"]]

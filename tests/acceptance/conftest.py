@@ -242,24 +242,35 @@ def _keeps_numbers(client: redis.Redis, key: Any) -> bool:
     return os.fsdecode(client.get(key) or b"").startswith("2 - ")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one process run all tests of a fleet, so that each fleet is started once.
 
-    A test that starts its own workers may run anywhere.
+    A test that starts its own workers may run anywhere.  Most tests are of the prefork fleet: it is
+    started twice, and each file of them is for the process that has fewer such tests so far.
     """
+    sizes = [0, 0]
+    halves: dict[Path, int] = {}
     for item in items:
-        if item.get_closest_marker("acceptance"):
-            params = item.callspec.params if hasattr(item, "callspec") else {}
-            asked = set(item.fixturenames)
-            if "fleet" in asked and (shared := params.get("fleet") or params.get("broker")):
-                group = "prefork" if shared == "redis" else shared
-            elif "prefork_pair" in asked:
-                group = "prefork"
-            elif asked & {"canvas", "off"}:
-                group = item.path.stem
-            else:
-                continue
+        if item.get_closest_marker("acceptance") and (group := _group(item)):
+            if group == "prefork":
+                half = halves.setdefault(item.path, sizes.index(min(sizes)))
+                sizes[half] += 1
+                group += str(half)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str | None:
+    asked = set(item.fixturenames)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    broker = params.get("broker")
+    if asked & {"rabbitmq", "rabbitmq_pair"} or broker == "rabbitmq":
+        return "rabbitmq"
+    if "fleet" in asked and (shared := params.get("fleet", broker)):
+        return "prefork" if shared == "redis" else shared
+    if "prefork_pair" in asked:
+        return "prefork"
+    return item.path.stem if asked & {"canvas", "off"} else None
 
 
 @pytest.hookimpl(wrapper=True)

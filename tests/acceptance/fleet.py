@@ -35,11 +35,16 @@ POLL = 0.02  # seconds between two looks
 CONCURRENCY = {"prefork": 3, "threads": 6, "gevent": 10, "eventlet": 10, "solo": 1}
 # Where kombu has no such option, it looks for messages to redeliver every 100 s, on Redis.
 REDELIVERY_IS_SLOW = not hasattr(redis_transport.Channel, "unacked_restore_interval")
-PREFORK = pytest.mark.parametrize("fleet", ["prefork"], indirect=True)
-BROKERS = pytest.mark.parametrize("fleet", ["prefork", "rabbitmq"], indirect=True)  # a pair on each
-ANY_BROKER = pytest.mark.parametrize(
-    "fleet", ["prefork", "rabbitmq", "filesystem"], indirect=True
-)  # as above, and where control commands and redelivery are not needed
+
+
+def fleets(*names: str) -> pytest.MarkDecorator:
+    """Run a test on the pair of each of these pools or brokers."""
+    return pytest.mark.parametrize("fleet", names, indirect=True)
+
+
+PREFORK = fleets("prefork")
+BROKERS = fleets("prefork", "rabbitmq")
+ANY_BROKER = fleets(*["prefork", "rabbitmq", "filesystem"])  # needs no control, no redelivery
 
 T = TypeVar("T")
 
@@ -200,6 +205,31 @@ class Scene:
     def open_gate(self, task_id: str | None = None) -> None:
         """Let the bodies of this key end, those to come included; or one that stays by itself."""
         self.redis.set(scenarios.gate_of(task_id or self.key), "open")
+
+    def open_gates(self, holder: AsyncResult) -> None:
+        """Let the bodies of this key end, and the one that :meth:`hold` began."""
+        self.open_gate()
+        self.open_gate(holder.id)
+
+    def hold(self, fleet: Fleet) -> AsyncResult:
+        """Let a task hold the lock until a gate is open that is its own."""
+        holder = fleet.send(scenarios.hold_by_itself, self.key)
+        self.wait_for_report("begin", id=holder.id)
+        return holder
+
+    def park(
+        self, fleet: Fleet, *args: Any, task: Task = scenarios.hold_or_queue, **options: Any
+    ) -> AsyncResult:
+        """Send a task that is parked; return when it is."""
+        before = len(self.line)
+        result = fleet.send(task, self.key, *args, **options)
+        self.wait_for_line(before + 1)
+        return result
+
+    @property
+    def begun(self) -> list[str]:
+        """The tasks of this key in the order in which their bodies began."""
+        return [event["id"] for event in self.reported("begin")]
 
     @property
     def history(self) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """Tasks that bring about one situation each: what the acceptance tests run in real workers.
 
+First come the bodies, then the tasks: a body with the options of its lock.
+
 Every task takes the *key* of its lock, so that each test has locks of its own.  A body reports its
 begin and its end to a list in Redis, through a client that has nothing to do with the locks; the
 order of that list is the order in which things happened.  Most bodies last until the test opens
@@ -24,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from celery import Celery, current_task
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
 from celery_dislock.signals import lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from celery import Task
 
@@ -54,6 +56,8 @@ TOLD = (  # of a request, by the body that is asked to tell what came along
     "parent_id",
     "group",
     "shadow",
+    "reply_to",
+    "timelimit",
 )
 URL = os.environ.get("SCENARIOS_URL", "redis://localhost:6379/0")
 BROKER_URL = os.environ.get("SCENARIOS_BROKER_URL", URL)
@@ -149,23 +153,10 @@ def lease_in_words() -> dict[str, Any]:
     return {"held": lease.held, "renewals": lease.renewals, "token": lease.token}
 
 
-# The body lasts as long as the test wants.
+# Bodies.  Those with ``self`` belong to tasks with ``bind=True``.
 
 
-@app.task(base=SingletonTask, lock_key="<key>")
-def hold(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
-def hold_renewed(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, by many renewals."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
-def compute(key: str, gate: str) -> dict[str, Any]:
+def compute_until(key: str, gate: str) -> dict[str, Any]:
     """Compute until a file is there, and never yield to another greenlet."""
     with reported(key):
         while not os.path.exists(gate):  # noqa: PTH110 -- as short as can be
@@ -173,80 +164,146 @@ def compute(key: str, gate: str) -> dict[str, Any]:
         return lease_in_words()
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
-def hold_the_gil(key: str, seconds: float) -> dict[str, Any]:
+def keep_the_gil(key: str, seconds: float) -> dict[str, Any]:
     """Let no other thread of this process run for some seconds."""
     with reported(key):
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return lease_in_words()
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=STEADY)
-def hold_steadily(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, by renewals that may fail for a while."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", bind=True)
-def hold_by_itself(self: Task, key: str) -> dict[str, Any]:
-    """Hold the lock until a gate is open that is this task's alone."""
+def stay_by_itself(self: Task, key: str) -> dict[str, Any]:
+    """Last until a gate is open that is this task's alone."""
     return stay(key, gate=self.request.id)
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_expire=BRIEF)
-def hold_without_renewal(key: str) -> dict[str, Any]:
-    """Outlive a lease of a fixed expiry."""
-    return stay(key)
+def do_little(key: str, seconds: float = 0.0) -> dict[str, Any]:
+    """Do a little, and succeed."""
+    with reported(key):
+        time.sleep(seconds)
+        lease = current_lease()
+        return {"held": lease is not None and lease.held}
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_mode="shared")
-def hold_shared(key: str) -> dict[str, Any]:
-    """Hold the lock beside others of this kind until the gate is open."""
-    return stay(key)
+def raise_error(key: str) -> None:
+    """Fail."""
+    with reported(key):
+        raise ValueError(key)
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_limit=2)
-def hold_one_of_two(key: str) -> dict[str, Any]:
-    """Hold one of two leases until the gate is open."""
-    return stay(key)
+def leave_process(key: str) -> None:
+    """End the process in the middle of the body, in Python's way."""
+    with reported(key):
+        raise SystemExit(key)
 
 
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise")
-def hold_or_raise(key: str) -> dict[str, Any]:
-    """Hold the lock, or fail where another does."""
-    return stay(key)
+def retry_and_succeed(self: Task, key: str) -> int:
+    """Ask for one retry, then succeed."""
+    with reported(key):
+        if not self.request.retries:
+            raise self.retry(countdown=1 if hasattr(self, "lock_unique_until") else 0)
+        return int(self.request.retries)
 
 
-@app.task(
-    base=SingletonTask, lock_key="<key>", acks_late=True, reject_on_worker_lost=True, max_retries=5
-)
-def hold_and_survive(key: str) -> dict[str, Any]:
-    """Hold the lock, and come back to the queue if the process dies."""
-    return stay(key)
+def fail_and_succeed(self: Task, key: str) -> int:
+    """Fail once, then succeed."""
+    with reported(key):
+        if not self.request.retries:
+            raise ConnectionError(key)
+        return int(self.request.retries)
 
 
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    acks_late=True,
-    reject_on_worker_lost=True,
-    lock_watchdog_timeout=BRIEF,
-)
-def hold_renewed_and_survive(key: str) -> dict[str, Any]:
-    """Hold the lock by many renewals, and come back to the queue if the worker dies."""
-    return stay(key)
+def raise_ignore(key: str) -> None:
+    """Leave without a result."""
+    with reported(key):
+        raise Ignore
 
 
-@app.task(base=SingletonTask, lock_key="<key>", release_on_failure=False)
-def hold_or_keep(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or leave it to expire where that goes wrong."""
-    return stay(key)
+def raise_reject(key: str) -> None:
+    """Refuse the message for good."""
+    with reported(key):
+        raise Reject(key, requeue=False)
 
 
-@app.task(lock_key="<key>")
-def plain_hold(key: str) -> dict[str, Any]:
-    """Hold the lock where the worker runs with --dislock: no base class asks for it."""
-    return stay(key)
+def requeue_and_succeed(key: str) -> str:
+    """Give the message back to its queue once, then succeed."""
+    with reported(key):
+        if not reports.exists(gate_of(key)):
+            reports.set(gate_of(key), "open")
+            raise Reject(key, requeue=True)
+        return key
+
+
+def resist_an_error(key: str) -> dict[str, Any]:
+    """Go on after any Exception."""
+    while True:
+        try:
+            return stay(key)
+        except Exception as exc:  # noqa: BLE001  # the point of this task
+            report(key, "resisted", error=type(exc).__name__)
+
+
+def resist_all(key: str) -> None:
+    """Go on after any exception at all; only the end of the process ends this body."""
+    report(key, "begin")
+    while True:
+        try:
+            time.sleep(ASLEEP)
+        except BaseException as exc:  # noqa: BLE001  # the point of this task
+            report(key, "resisted", error=type(exc).__name__)
+
+
+def sleep_long(key: str) -> None:
+    """Sleep in one long blocking call."""
+    with reported(key):
+        time.sleep(ASLEEP)
+
+
+def tell(self: Task, key: str, extra: str = "") -> dict[str, Any]:
+    """Tell what came along with the message, and where it came from."""
+    with reported(key):
+        request = self.request
+        told = {name: getattr(request, name) for name in TOLD}
+        info = request.delivery_info
+        told |= {name: info[name] for name in ("exchange", "routing_key", "priority")}
+        return {**told, "own_id": request.correlation_id == request.id, "extra": extra}
+
+
+def stay_as_edition(key: str, edition: int) -> int:
+    """Report an edition that begins, and last until the gate is open."""
+    report(key, "ran", edition=edition)
+    stay(key)
+    return edition
+
+
+def retry_with_delay(self: Task, key: str) -> int:
+    """Ask for one retry, and take time to end after that."""
+    with reported(key):
+        if self.request.retries:
+            return int(self.request.retries)
+        try:
+            raise self.retry(countdown=0)
+        finally:
+            time.sleep(PAUSE)
+
+
+def be_replaced(self: Task, key: str, other: dict[str, Any]) -> None:
+    """Let another task take this one's place, and take time to end after that."""
+    with reported(key):
+        try:
+            self.replace(self.app.signature(other))
+        finally:
+            time.sleep(PAUSE)
+
+
+def retry_until_the_gate_is_open(self: Task, key: str) -> int:
+    """Ask for retries until the gate is open."""
+    with reported(key):
+        if reports.exists(gate_of(key)):
+            return int(self.request.retries)
+        raise self.retry(countdown=PAUSE)
+
+
+# What users write themselves.
 
 
 class Counting(SingletonTask):
@@ -259,24 +316,6 @@ class Counting(SingletonTask):
         lease = current_lease()
         report(kwargs.get("key") or args[0], "called", leased=lease is not None)
         return super().__call__(*args, **kwargs)
-
-
-@app.task(base=Counting, lock_key="<key>")
-def hold_counted(key: str) -> dict[str, Any]:
-    """Hold the lock in a class with a ``__call__`` of its own."""
-    return stay(key)
-
-
-# The body is over at once.
-
-
-@app.task(base=SingletonTask, lock_key="<key>")
-def step(key: str, seconds: float = 0.0) -> dict[str, Any]:
-    """Do a little, and succeed."""
-    with reported(key):
-        time.sleep(seconds)
-        lease = current_lease()
-        return {"held": lease is not None and lease.held}
 
 
 class SlowToEnd(SingletonTask):
@@ -300,18 +339,16 @@ class HangsAfterIt(SingletonTask):
             time.sleep(GATE_POLL)
 
 
-@app.task(base=HangsAfterIt, lock_key="<key>", lock_watchdog_timeout=4 * BRIEF)
-def hang_after_it(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, and hang then."""
-    return stay(key)
-
-
-@app.task(base=SlowToEnd, lock_key="<key>")
-def step_slowly(key: str) -> dict[str, Any]:
-    """Do a little, and succeed, and be slow to end."""
-    with reported(key):
-        lease = current_lease()
-        return {"held": lease is not None and lease.held}
+def decide(task: Task, conflict: Conflict) -> str:
+    """Do what the task is told to: a test of callables sends it along."""
+    answer = task.request.headers["answer"]
+    if answer == "a bug":
+        raise ZeroDivisionError(conflict.key)
+    if answer == "Ignore":
+        raise Ignore
+    if answer == "task.retry":
+        raise task.retry(countdown=0)
+    return str(answer)
 
 
 @app.task
@@ -326,564 +363,123 @@ def start(canvas: dict[str, Any]) -> Any:
     return app.signature(canvas).apply_async().as_tuple()
 
 
-@app.task(base=SingletonTask, lock_key="<key>")
-def fail(key: str) -> None:
-    """Fail."""
-    with reported(key):
-        raise ValueError(key)
+def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
+    """Declare a task with this body, which mostly stays until the gate of its key is open."""
+    options = {"base": SingletonTask, "lock_key": "<key>", **options}
+    return app.task(body, name=f"{__name__}.{name}", **options)
 
 
-@app.task(base=SingletonTask, lock_key="<key>")
-def leave_the_process(key: str) -> None:
-    """End the process in the middle of the body, in Python's way."""
-    with reported(key):
-        raise SystemExit(key)
+LATE = {"acks_late": True}
+SURVIVING = {"acks_late": True, "reject_on_worker_lost": True}  # comes back to the queue
+BRIEFLY = {"lock_watchdog_timeout": BRIEF}
+CAPPED = {**BRIEFLY, "max_renew_times": 2}
+BOUND = {"bind": True}
 
+hold = locked("hold")
+hold_renewed = locked("hold_renewed", **BRIEFLY)
+hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)
+hold_by_itself = locked("hold_by_itself", stay_by_itself, **BOUND)
+hold_without_renewal = locked("hold_without_renewal", lock_expire=BRIEF)
+hold_shared = locked("hold_shared", lock_mode="shared")
+hold_one_of_two = locked("hold_one_of_two", lock_limit=2)
+hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
+hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
+hold_or_keep = locked("hold_or_keep", release_on_failure=False)
+hold_counted = locked("hold_counted", base=Counting)
+hold_once = locked("hold_once", lock_dedupe_redelivered=True, lock_dedupe_for=LONG, **LATE)
+hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
+plain_hold = locked("plain_hold", base=None)  # locks where the worker has --dislock
+compute = locked("compute", compute_until, **BRIEFLY)
+hold_the_gil = locked("hold_the_gil", keep_the_gil, **BRIEFLY)
 
-@app.task(base=SingletonTask, lock_key="<key>", bind=True)
-def retry_once(self: Task, key: str) -> int:
-    """Ask for one retry, then succeed."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=0)
-        return int(self.request.retries)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    bind=True,
+# The body is over at once.
+step = locked("step", do_little)
+step_slowly = locked("step_slowly", do_little, base=SlowToEnd)
+fail = locked("fail", raise_error)
+leave_the_process = locked("leave_the_process", leave_process)
+retry_once = locked("retry_once", retry_and_succeed, **BOUND)
+autoretry_once = locked(
+    "autoretry_once",
+    fail_and_succeed,
     autoretry_for=(ConnectionError,),
     retry_kwargs={"countdown": 0},
+    **BOUND,
 )
-def autoretry_once(self: Task, key: str) -> int:
-    """Be retried by Celery once, then succeed."""
-    with reported(key):
-        if not self.request.retries:
-            raise ConnectionError(key)
-        return int(self.request.retries)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", bind=True, release_on_failure=False)
-def retry_once_or_keep(self: Task, key: str) -> int:
-    """Ask for one retry, then succeed; a failure would leave the lock to expire."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=0)
-        return int(self.request.retries)
-
-
-@app.task(base=SingletonTask, lock_key="<key>")
-def ignore(key: str) -> None:
-    """Leave without a result."""
-    with reported(key):
-        raise Ignore
-
-
-@app.task(base=SingletonTask, lock_key="<key>", acks_late=True)
-def reject(key: str) -> None:
-    """Refuse the message for good."""
-    with reported(key):
-        raise Reject(key, requeue=False)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", acks_late=True)
-def reject_once(key: str) -> str:
-    """Give the message back to its queue once, then succeed."""
-    with reported(key):
-        if not reports.exists(gate_of(key)):
-            reports.set(gate_of(key), "open")
-            raise Reject(key, requeue=True)
-        return key
-
-
-@app.task(base=SingletonTask, lock_key="<key>", release_on_failure=False)
-def fail_and_keep(key: str) -> None:
-    """Fail, and leave the lock to expire."""
-    with reported(key):
-        raise ValueError(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", release_on_success=False)
-def succeed_and_keep(key: str) -> None:
-    """Succeed, and leave the lock to expire."""
-    with reported(key):
-        pass
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_at_least_for=LONG)
-def linger(key: str) -> None:
-    """Succeed at once, and keep the lock a minute all the same."""
-    with reported(key):
-        pass
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_at_least_for=LONG,
-    lock_on_conflict="queue",
-    lock_queue_limit=1,
-    lock_queue_overflow="replace",
+ignore = locked("ignore", raise_ignore)
+reject = locked("reject", raise_reject, **LATE)
+reject_once = locked("reject_once", requeue_and_succeed, **LATE)
+retry_once_or_keep = locked(
+    "retry_once_or_keep", retry_and_succeed, release_on_failure=False, **BOUND
 )
-def linger_newest(key: str) -> None:
-    """As linger; of those that come meanwhile the newest has its turn."""
-    with reported(key):
-        pass
-
+fail_and_keep = locked("fail_and_keep", raise_error, release_on_failure=False)
+succeed_and_keep = locked("succeed_and_keep", do_little, release_on_success=False)
+linger = locked("linger", do_little, lock_at_least_for=LONG)
 
 # The lease ends before the body does.
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF, max_renew_times=2)
-def outlive_cap(key: str) -> dict[str, Any]:
-    """Run on after the cap, without the lock."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_watchdog_timeout=BRIEF,
-    max_renew_times=2,
-    lock_on_cap="raise",
-)
-def stop_at_cap(key: str) -> dict[str, Any]:
-    """Get LockLostError at the cap."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_watchdog_timeout=BRIEF,
-    max_renew_times=2,
-    lock_on_cap="terminate",
-)
-def resist_errors(key: str) -> dict[str, Any]:
-    """Go on after any Exception, and be terminated at the cap all the same."""
-    while True:
-        try:
-            return stay(key)
-        except Exception as exc:  # noqa: BLE001  # the point of this task
-            report(key, "resisted", error=type(exc).__name__)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_watchdog_timeout=BRIEF,
-    max_renew_times=2,
-    lock_on_cap="terminate",
-)
-def resist_everything(key: str) -> None:
-    """Go on after any exception at all; only the end of the process ends this body."""
-    report(key, "begin")
-    while True:
-        try:
-            time.sleep(ASLEEP)
-        except BaseException as exc:  # noqa: BLE001  # the point of this task
-            report(key, "resisted", error=type(exc).__name__)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF)
-def outlive_loss(key: str) -> dict[str, Any]:
-    """Run on after the lease is lost, with a warning."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF, lock_on_lost="raise")
-def stop_at_loss(key: str) -> dict[str, Any]:
-    """Get LockLostError when the lease is lost."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_watchdog_timeout=BRIEF, lock_on_lost="raise")
-def sleep_until_loss(key: str) -> None:
-    """Get LockLostError in the middle of one long blocking call."""
-    with reported(key):
-        time.sleep(ASLEEP)
-
+outlive_cap = locked("outlive_cap", **CAPPED)
+stop_at_cap = locked("stop_at_cap", lock_on_cap="raise", **CAPPED)
+resist_errors = locked("resist_errors", resist_an_error, lock_on_cap="terminate", **CAPPED)
+resist_everything = locked("resist_everything", resist_all, lock_on_cap="terminate", **CAPPED)
+stop_at_loss = locked("stop_at_loss", lock_on_lost="raise", **BRIEFLY)
+sleep_until_loss = locked("sleep_until_loss", sleep_long, lock_on_lost="raise", **BRIEFLY)
 
 # The second of a key comes again, waits, gives up or asks.
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry")
-def hold_or_retry(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or come again later."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry", lock_retry_for=1)
-def hold_or_retry_briefly(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or come again once."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="wait", lock_wait_timeout=LONG)
-def hold_or_wait(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or wait for it."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_on_conflict="wait",
-    lock_wait_timeout=LONG,
-    acks_late=True,
-)
-def hold_or_wait_late(key: str) -> dict[str, Any]:
-    """Wait for the lock, in a message that outlives its worker."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="wait", lock_wait_timeout=PAUSE)
-def hold_or_wait_briefly(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or wait for it a little."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="reject", acks_late=True)
-def hold_or_reject(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or give the message back for good."""
-    return stay(key)
-
-
-def decide(task: Task, conflict: Conflict) -> str | None:
-    """Do what the task is told to: a test of callables sends it along."""
-    answer = task.request.headers["answer"]
-    if answer == "a bug":
-        raise ZeroDivisionError(conflict.key)
-    if answer == "Ignore":
-        raise Ignore
-    if answer == "Reject":
-        raise Reject(conflict.key)
-    if answer == "Retry":
-        raise Retry
-    if answer == "task.retry":
-        raise task.retry(countdown=0)
-    return str(answer) if answer else None
-
-
-@app.task(
-    base=SingletonTask, lock_key="<key>", lock_on_conflict=decide, max_retries=None, acks_late=True
-)
-def hold_or_decide(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or do what :func:`decide` says."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="retry", bind=True)
-def tell_or_retry(self: Task, key: str, extra: str = "") -> dict[str, Any]:
-    """Tell what came along with the message."""
-    with reported(key):
-        request = self.request
-        told = {name: getattr(request, name) for name in TOLD}
-        return {**told, "priority": request.delivery_info["priority"], "extra": extra}
-
-
-# The second of a key is not sent.
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start")
-def unique_in_queue(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked; one message waits at a time."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_watchdog_timeout=BRIEF
-)
-def unique_in_queue_renewed(key: str) -> dict[str, Any]:
-    """As unique_in_queue, with a lock that is free soon after its worker has died."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="start", lock_on_conflict="skip")
-def unique_or_skip(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be skipped; one message waits at a time."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_unique_until="end",
-    lock_watchdog_timeout=BRIEF,
-)
-def unique_to_the_end(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open; one message waits or runs at a time."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", lock_expire=BRIEF)
-def unique_beyond_its_lock(key: str) -> dict[str, Any]:
-    """Outlive a lease of a fixed expiry; one message waits or runs at a time."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_unique_until="end",
-    acks_late=True,
-    reject_on_worker_lost=True,
-    lock_watchdog_timeout=BRIEF,
-)
-def unique_and_survive(key: str) -> dict[str, Any]:
-    """As unique_to_the_end, and come back to the queue if the process dies."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", lock_limit=None)
-def unique_without_lock(key: str) -> dict[str, Any]:
-    """Stay until the gate is open, without a lock; one message waits or runs at a time."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end", bind=True)
-def unique_retry_once(self: Task, key: str) -> int:
-    """Ask for one retry, then succeed; the key stays reserved in between."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=1)
-        return int(self.request.retries)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="end")
-def unique_fail(key: str) -> None:
-    """Fail."""
-    with reported(key):
-        raise ValueError(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_unique_until="expiry", lock_unique_for=LONG)
-def unique_for_a_while(key: str) -> str:
-    """Do a little; one message in a minute."""
-    with reported(key):
-        return key
-
-
-@app.task(lock_key="<key>", lock_unique_until="end")
-def plain_unique(key: str) -> dict[str, Any]:
-    """Stay until the gate is open; no base class asks for a lock."""
-    return stay(key)
-
-
-def edition_of(key: str, edition: int) -> int:
-    """Report an edition that begins, and last until the gate is open."""
-    report(key, "ran", edition=edition)
-    stay(key)
-    return edition
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_unique_until="start",
-    lock_on_duplicate="replace",
-    lock_replace_for=LONG,
-)
-def index(key: str, edition: int) -> int:
-    """Tell the edition: the debounce of docs/how-to/send-once.md."""
-    return edition_of(key, edition)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_unique_until="start",
-    lock_on_duplicate="replace",
-    lock_on_conflict="wait",
-    lock_wait_timeout=LONG,
-)
-def index_or_wait(key: str, edition: int) -> int:
-    """As index, and waits in its slot if the lock is held."""
-    return edition_of(key, edition)
-
-
-UNIQUE_IN_LINE = {
-    "base": SingletonTask,
-    "lock_key": "<key>",
-    "lock_on_conflict": "queue",
-    "lock_queue_limit": 1,
-    "lock_queue_overflow": "replace",
-}
-
-
-@app.task(**UNIQUE_IN_LINE, lock_unique_until="start")
-def unique_newest_until_start(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked in place of the one that was."""
-    return stay(key)
-
-
-@app.task(**UNIQUE_IN_LINE, lock_unique_until="end")
-def unique_newest_until_end(key: str) -> dict[str, Any]:
-    """As unique_newest_until_start; one message waits or runs at a time."""
-    return stay(key)
-
-
-@app.task(**UNIQUE_IN_LINE, lock_unique_until="start", lock_on_duplicate="replace")
-def index_in_line(key: str, edition: int) -> int:
-    """As index, and is parked in place of the one that was."""
-    return edition_of(key, edition)
-
+WAITING = {"lock_on_conflict": "wait", "lock_wait_timeout": LONG}
+hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
+hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
+hold_or_wait = locked("hold_or_wait", **WAITING)
+hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
+hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
+hold_or_decide = locked("hold_or_decide", lock_on_conflict=decide, max_retries=None, **LATE)
+tell_or_retry = locked("tell_or_retry", tell, lock_on_conflict="retry", **BOUND)
 
 # The second of a key is parked.
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
-def hold_or_queue(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked."""
-    return stay(key)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_on_conflict="queue",
-    acks_late=True,
-    reject_on_worker_lost=True,
+QUEUE = {"lock_on_conflict": "queue"}
+NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
+hold_or_queue = locked("hold_or_queue", **QUEUE)
+hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
+hold_newest = locked("hold_newest", **NEWEST)
+hold_or_be_next = locked("hold_or_be_next", lock_queue_limit=1, **QUEUE)
+hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
+hold_one_of_two_or_queue = locked(
+    "hold_one_of_two_or_queue", stay_by_itself, lock_limit=2, **QUEUE, **BOUND
 )
-def hold_or_queue_late(key: str) -> dict[str, Any]:
-    """Be parked, in a message that outlives its worker while the body runs."""
-    return stay(key)
+step_or_queue = locked("step_or_queue", do_little, **QUEUE)
+fail_or_queue = locked("fail_or_queue", raise_error, **QUEUE)
+reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)
+retry_once_or_queue = locked("retry_once_or_queue", retry_and_succeed, **QUEUE, **BOUND)
+replace_or_queue = locked("replace_or_queue", be_replaced, **QUEUE, **BOUND)
+tell_or_queue = locked("tell_or_queue", tell, **QUEUE, **BOUND)
 
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_on_conflict="queue",
-    lock_queue_limit=1,
-    lock_queue_overflow="replace",
+# The second of a key is not sent.
+UNTIL_START = {"lock_unique_until": "start"}
+UNTIL_END = {"lock_unique_until": "end"}
+REPLACE = {"lock_on_duplicate": "replace"}
+unique_in_queue = locked("unique_in_queue", **UNTIL_START)
+unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
+unique_or_skip = locked("unique_or_skip", lock_on_conflict="skip", **UNTIL_START)
+unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
+unique_beyond_its_lock = locked("unique_beyond_its_lock", lock_expire=BRIEF, **UNTIL_END)
+unique_without_lock = locked("unique_without_lock", lock_limit=None, **UNTIL_END)
+unique_retry_once = locked("unique_retry_once", retry_and_succeed, **UNTIL_END, **BOUND)
+unique_fail = locked("unique_fail", raise_error, **UNTIL_END)
+unique_for_a_while = locked(
+    "unique_for_a_while", do_little, lock_unique_until="expiry", lock_unique_for=LONG
 )
-def hold_newest(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked in place of who was."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_queue_limit=1)
-def hold_or_be_next(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, or be parked where nobody else is."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_mode="shared")
-def hold_shared_or_queue(key: str) -> dict[str, Any]:
-    """Hold the lock beside others of this kind, or be parked."""
-    return stay(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", lock_limit=2, bind=True)
-def hold_one_of_two_or_queue(self: Task, key: str) -> dict[str, Any]:
-    """Hold one of two leases until this task's own gate is open, or be parked."""
-    return stay(key, gate=self.request.id)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
-def step_or_queue(key: str, seconds: float = 0.0) -> dict[str, Any]:
-    """Do a little, or be parked."""
-    with reported(key):
-        time.sleep(seconds)
-        lease = current_lease()
-        return {"held": lease is not None and lease.held}
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue")
-def fail_or_queue(key: str) -> None:
-    """Fail, or be parked."""
-    with reported(key):
-        raise ValueError(key)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", acks_late=True)
-def reject_once_or_queue(key: str) -> str:
-    """Give the message back to its queue once, then succeed; or be parked."""
-    with reported(key):
-        if not reports.exists(gate_of(key)):
-            reports.set(gate_of(key), "open")
-            raise Reject(key, requeue=True)
-        return key
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
-def retry_once_or_queue(self: Task, key: str) -> int:
-    """Ask for one retry, then succeed; or be parked."""
-    with reported(key):
-        if not self.request.retries:
-            raise self.retry(countdown=0)
-        return int(self.request.retries)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
-def replace_or_queue(self: Task, key: str, other: dict[str, Any]) -> None:
-    """Let another task take this one's place; or be parked."""
-    with reported(key):
-        self.replace(self.app.signature(other))
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)
-def tell_or_queue(self: Task, key: str, extra: str = "") -> dict[str, Any]:
-    """Tell what came along with the message, and where it came from."""
-    with reported(key):
-        request = self.request
-        told = {name: getattr(request, name) for name in (*TOLD, "reply_to", "timelimit")}
-        info = request.delivery_info
-        told |= {name: info[name] for name in ("exchange", "routing_key", "priority")}
-        return {**told, "own_id": request.correlation_id == request.id, "extra": extra}
-
-
-# The same task twice.
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    lock_dedupe_redelivered=True,
-    lock_dedupe_for=LONG,
-    acks_late=True,
-)
-def hold_once(key: str) -> dict[str, Any]:
-    """Hold the lock until the gate is open, and never again for the same task id."""
-    return stay(key)
-
-
+plain_unique = locked("plain_unique", base=None, **UNTIL_END)
+unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)
+unique_newest_until_end = locked("unique_newest_until_end", **NEWEST, **UNTIL_END)
+# The debounce of docs/how-to/send-once.md.
+index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
+index_or_wait = locked("index_or_wait", stay_as_edition, **WAITING, **UNTIL_START, **REPLACE)
 # The task goes on in another execution.
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise", bind=True)
-def retry_and_linger(self: Task, key: str) -> int:
-    """Ask for one retry, and take time to end after that."""
-    with reported(key):
-        if self.request.retries:
-            return int(self.request.retries)
-        try:
-            raise self.retry(countdown=0)
-        finally:
-            time.sleep(PAUSE)
-
-
-@app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="raise", bind=True)
-def replace_and_linger(self: Task, key: str, other: dict[str, Any]) -> None:
-    """Let another task take this one's place, and take time to end after that."""
-    with reported(key):
-        try:
-            self.replace(self.app.signature(other))
-        finally:
-            time.sleep(PAUSE)
-
-
-@app.task(
-    base=SingletonTask,
-    lock_key="<key>",
-    bind=True,
+RAISING = {"lock_on_conflict": "raise", **BOUND}
+retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)
+replace_and_linger = locked("replace_and_linger", be_replaced, **RAISING)
+retry_until_open = locked(
+    "retry_until_open",
+    retry_until_the_gate_is_open,
     lock_hold_on_retry=True,
     max_retries=None,
+    **BOUND,
 )
-def retry_until_open(self: Task, key: str) -> int:
-    """Ask for retries until the gate is open, and keep the lock meanwhile."""
-    with reported(key):
-        if reports.exists(gate_of(key)):
-            return int(self.request.retries)
-        raise self.retry(countdown=PAUSE)

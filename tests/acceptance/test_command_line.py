@@ -9,28 +9,11 @@ from celery.exceptions import TaskRevokedError
 
 from celery_dislock import StoreError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, wait_for
+from tests.acceptance.fleet import LIMIT, Scene, fleets, wait_for
 from tests.integration.acl import RULES
 from tests.leaks import SECRET
 
 pytestmark = pytest.mark.acceptance
-
-APP_WITH_A_BAD_OPTION = """
-from celery import Celery
-from celery_dislock import Dislock, SingletonTask
-
-app = Celery("bad", broker={url!r})
-dislock = Dislock(app)
-
-@app.task(base=SingletonTask, name="shop.export", {option}={value!r})
-def export(corp_id): ...
-"""
-BAD_OPTIONS = [
-    ("lock_watchdog_timeout", 0),
-    ("lock_on_conflict", "skipp"),
-    ("lock_key", "export:<corp>"),
-    ("lock_watchdog_timeuot", 30),
-]
 
 
 @pytest.fixture
@@ -64,42 +47,34 @@ def assert_does_not_lock(fleet, scene, task):
         assert result.get(timeout=LIMIT) == {"held": None}
 
 
-@pytest.mark.parametrize("pool", ["threads", "prefork"])
-def test_with_no_dislock_nothing_locks(start_fleet, scene, pool):
-    """--no-dislock runs every task without its lock, and says so loudly in the log."""
-    fleet = start_fleet(pool, "--no-dislock")
+def test_with_no_dislock_nothing_locks(start_fleet, scene, redis_url_of_nobody):
+    """--no-dislock runs every task without its lock, says so loudly, and needs no lock server."""
+    fleet = start_fleet("prefork", "--no-dislock", "--dislock-url", redis_url_of_nobody)
     assert fleet.says("WARNING", "LOCKS ARE OFF")
     assert_does_not_lock(fleet, scene, scenarios.hold)
 
 
-@pytest.mark.parametrize("pool", ["threads", "prefork"])
-def test_without_the_option_a_singleton_task_locks(start_fleet, scene, pool):
-    """A SingletonTask needs no option of the worker, whose log names the lock server."""
-    fleet = start_fleet(pool)
+def test_without_the_option_a_singleton_task_locks_and_a_plain_one_does_not(start_fleet, scene):
+    """A lock_key alone locks nothing in a worker that was not told to; the log has the server."""
+    fleet = start_fleet("prefork")
     assert fleet.says("Locks are on", "redis://", "prefix: dislock")
-    assert_locks(fleet, scene, scenarios.hold)
-
-
-@pytest.mark.parametrize("pool", ["threads", "prefork"])
-def test_without_the_option_a_plain_task_does_not_lock(start_fleet, scene, pool):
-    """A lock_key alone locks nothing in a worker that was not told to."""
-    fleet = start_fleet(pool)
     assert not fleet.says("LOCKS ARE OFF")
     assert_does_not_lock(fleet, scene, scenarios.plain_hold)
+    assert_locks(fleet, Scene(f"{scene.key}-too", scene.redis), scenarios.hold)
 
 
+@fleets("prefork", "threads")
 def test_with_dislock_a_plain_task_locks(fleet, scene):
     """--dislock locks every task with a lock_key, whatever its base class, in every pool."""
     assert fleet.says("Locks are on", "redis://")
     assert_locks(fleet, scene, scenarios.plain_hold)
 
 
-@pytest.mark.parametrize("pool", ["threads", "prefork"])
 @pytest.mark.parametrize("options", [["--dislock"], []])
-def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, pool, options):
+def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, options):
     """--dislock-url puts the locks into that database, with --dislock and without."""
     url = server.url.removesuffix("0") + "1"
-    fleet = start_fleet(pool, *options, "--dislock-url", url)
+    fleet = start_fleet("prefork", *options, "--dislock-url", url)
     result = fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     assert scene.is_free
@@ -109,12 +84,11 @@ def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, poo
     assert not elsewhere.exists(scene.lock)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "solo"])
 def test_a_worker_that_cannot_reach_the_lock_server_refuses_to_start(
-    start_fleet, pool, redis_url_of_nobody
+    start_fleet, redis_url_of_nobody
 ):
     """--dislock checks the lock server first; the message tells what to do, not where it broke."""
-    fleet = start_fleet(pool, "--dislock", "--dislock-url", redis_url_of_nobody, ready=False)
+    fleet = start_fleet("prefork", "--dislock", "--dislock-url", redis_url_of_nobody, ready=False)
     (worker,) = fleet.workers
     assert worker.wait_until_it_ends() != 0
     assert "Cannot start with locks: lock server redis://" in worker.log
@@ -140,8 +114,7 @@ def test_a_worker_whose_user_may_not_do_all_refuses_to_start(start_fleet, server
     assert SECRET not in worker.log
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_what_a_task_fails_with_shows_no_password(start_fleet, scene, redis_url_of_nobody, pool):
+def test_what_a_task_fails_with_shows_no_password(start_fleet, scene, redis_url_of_nobody):
     """A task that fails for want of Sentinels leaves a result and a log without their password."""
     address = redis_url_of_nobody.partition("@")[2].removesuffix("/0")
     conf = {
@@ -153,30 +126,10 @@ def test_what_a_task_fails_with_shows_no_password(start_fleet, scene, redis_url_
             "sentinel_kwargs": {"password": SECRET},
         },
     }
-    fleet = start_fleet(pool, conf=conf)
+    fleet = start_fleet("prefork", conf=conf)
     result = fleet.send(scenarios.hold, scene.key)
     with pytest.raises(StoreError) as raised:
         result.get(timeout=LIMIT)
     for said in (str(raised.value), result.traceback, fleet.workers[0].log):
         assert f"{address}: Connection refused" in said
         assert SECRET not in said
-
-
-def test_a_worker_that_locks_nothing_needs_no_lock_server(start_fleet, scene, redis_url_of_nobody):
-    """--no-dislock is the way out while the lock server is away."""
-    fleet = start_fleet("threads", "--no-dislock", "--dislock-url", redis_url_of_nobody)
-    assert_does_not_lock(fleet, scene, scenarios.hold)
-
-
-@pytest.mark.parametrize("options", [["--dislock"], []])
-@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
-def test_a_worker_refuses_a_bad_option(start_fleet, server, tmp_path, option, value, options):
-    """A bad option is found when the worker starts, by its task, its name and its value."""
-    text = APP_WITH_A_BAD_OPTION.format(url=server.url, option=option, value=value)
-    (tmp_path / "shop_with_a_bad_option.py").write_text(text)
-    fleet = start_fleet("solo", *options, app="shop_with_a_bad_option", ready=False)
-    (worker,) = fleet.workers
-    assert worker.wait_until_it_ends() != 0
-    assert f"Cannot start with locks: shop.export: {option}={value!r}: " in worker.log
-    assert "Traceback" not in worker.log
-    assert " ready." not in worker.log

@@ -129,9 +129,8 @@ def test_the_flag_is_there_once(celery, write_app):
     ("source", "command"),
     [
         (BAD_OPTION, ["worker", "--pool", "solo"]),
-        (BAD_OPTION, ["worker", "--pool", "solo", "--dislock"]),
         (BAD_OPTION, ["worker", "--pool", "solo", "--no-dislock"]),
-        (BAD_OPTION + "export.s()", ["worker", "--pool", "solo"]),
+        (BAD_OPTION + "export.s()", ["worker", "--pool", "solo", "--dislock"]),
         (BAD_OPTION, ["beat"]),
         (BAD_OPTION_OF_A_PLAIN_TASK, ["worker", "--pool", "solo"]),
     ],
@@ -162,9 +161,15 @@ for use in ("delay", "delay", "apply", "__call__"):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("url", ["http://:secret@x", "redis:secret@x", "localhost:6379"])
-@pytest.mark.parametrize("where", ["command line", "setting"])
-@pytest.mark.parametrize("flag", [["--dislock"], []])
+@pytest.mark.parametrize(
+    ("url", "where", "flag"),
+    [
+        ("http://:secret@x", "command line", ["--dislock"]),
+        ("redis:secret@x", "command line", []),
+        ("localhost:6379", "setting", ["--dislock"]),
+        ("http://:secret@x", "setting", []),
+    ],
+)
 def test_a_lock_server_of_another_kind_is_answered_with_those_there_are(
     celery, write_app, url, where, flag
 ):
@@ -177,6 +182,4 @@ def test_a_lock_server_of_another_kind_is_answered_with_those_there_are(
     assert status == 1
     assert said.count("Cannot start with locks: app.conf: dislock_url=") == 1
     assert "give the lock server's URL: redis://host:6379/0" in said
-    assert "broker" not in said
-    assert "secret" not in said
-    assert "Traceback" not in said
+    assert not any(word in said for word in ("broker", "secret", "Traceback"))

@@ -25,26 +25,11 @@ QUEUE = scenarios.hold_or_queue
 EXPIRED = -5  # seconds from now
 
 
-def hold(fleet, scene):
-    """Let a task hold the lock until a gate is open that is its own."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin", id=holder.id)
-    return holder
-
-
-def park(fleet, scene, **options):
-    """Send a task that is parked; return when it is."""
-    before = len(scene.line)
-    result = fleet.send(QUEUE, scene.key, **options)
-    scene.wait_for_line(before + 1)
-    return result
-
-
 @PREFORK
 def test_a_forged_ticket_takes_no_other_task_out_of_line(fleet, scene):
     """The message that names it is discarded, as Celery does, and the parked task runs."""
-    holder = hold(fleet, scene)
-    parked = park(fleet, scene)
+    holder = scene.hold(fleet)
+    parked = scene.park(fleet)
     forged = {TICKET_HEADER: [scene.lock, f"{parked.id}:0:0"]}
     discarded = fleet.send(QUEUE, scene.key, headers=forged, expires=EXPIRED)
     with pytest.raises(TaskRevokedError):
@@ -52,45 +37,42 @@ def test_a_forged_ticket_takes_no_other_task_out_of_line(fleet, scene):
     wait_for("it is told", lambda: fleet.says(discarded.id, TICKET_HEADER, "ignored"))
     assert fleet.times_it_says(discarded.id, TICKET_HEADER, "ignored") == 1
     assert scene.line == [f"{parked.id}:0:0#"]
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert parked.get(timeout=LIMIT)["held"] is True
 
 
 @PREFORK
 def test_a_message_with_the_id_of_a_parked_task_can_revoke_it(fleet, scene):
     """With its id and ticket a message that has expired takes that task out of line, no other."""
-    holder = hold(fleet, scene)
-    parked, following = park(fleet, scene), park(fleet, scene)
+    holder = scene.hold(fleet)
+    parked, following = scene.park(fleet), scene.park(fleet)
     forged = {TICKET_HEADER: [scene.lock, f"{parked.id}:0:0"]}
     options = {"task_id": parked.id, "headers": forged, "expires": EXPIRED}
     fleet.send(QUEUE, scene.key, **options)
     with pytest.raises(TaskRevokedError):
         parked.get(timeout=LIMIT)
     wait_for("it has left", lambda: scene.line == [f"{following.id}:0:0#"])
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert following.get(timeout=LIMIT)["held"] is True
 
 
 @PREFORK
 def test_a_message_that_says_it_was_replaced_ends_alone(fleet, scene):
     """With the id of a parked task it says REVOKED of it; that one runs all the same."""
-    holder = hold(fleet, scene)
-    parked = park(fleet, scene)
+    holder = scene.hold(fleet)
+    parked = scene.park(fleet)
     fleet.send(QUEUE, scene.key, task_id=parked.id, headers={REPLACED_HEADER: "because"})
     with pytest.raises(TaskRevokedError, match="because"):
         parked.get(timeout=LIMIT)
     assert scene.line == [f"{parked.id}:0:0#"]
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     scene.wait_for_report("end", id=parked.id)
 
 
 @PREFORK
 def test_forged_owners_end_no_lease(fleet, scene):
     """The holder's name, a hundred thousand names and numbers are ignored, with one warning."""
-    holder = hold(fleet, scene)
+    holder = scene.hold(fleet)
     owner = scene.lease.owner
     for forged in ([owner], [f"{owner}{n}" for n in range(100_000)], [1, 2]):
         before = len(scene.line)
@@ -100,24 +82,22 @@ def test_forged_owners_end_no_lease(fleet, scene):
         assert fleet.times_it_says(parked.id, GIVEN_UP_HEADER, HELD_HEADER, "ignored") == 1
     assert scene.lease.owner == owner
     assert not fleet.says("no task can take a lock")
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert holder.get(timeout=LIMIT)
     scene.wait_for_report("end", 4)
 
 
 @PREFORK
-@pytest.mark.parametrize("kind", ["bytes", "x#", "a@b:1/", "order:7", "Ünï%"])
-def test_a_task_of_an_odd_id_is_parked_and_runs(fleet, scene, kind):
+def test_tasks_of_odd_ids_are_parked_and_run(fleet, scene):
     """Ids come from users: none of them disturbs the line."""
-    holder = hold(fleet, scene)
-    odd = park(fleet, scene, task_id=kind)
-    following = park(fleet, scene)
-    scene.open_gate()
-    scene.open_gate(holder.id)
-    assert odd.get(timeout=LIMIT)["held"] is True
-    assert following.get(timeout=LIMIT)["held"] is True
-    odd.forget()
+    holder = scene.hold(fleet)
+    ids = ["bytes", "x#", "a@b:1/", "order:7", "Ünï%"]
+    results = [scene.park(fleet, task_id=one) for one in ids]
+    scene.open_gates(holder)
+    for result in results:
+        assert result.get(timeout=LIMIT)["held"] is True
+        result.forget()
+    assert scene.begun == [holder.id, *ids]
 
 
 @PREFORK

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, wait_for
+from tests.acceptance.fleet import LIMIT, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
@@ -19,8 +19,8 @@ ANSWER_WITHIN = 3.0  # seconds until a worker is asked again
 
 
 def figures(fleet, command="dislock"):
-    """What the first worker of a fleet tells.  A worker that is just ready may miss a question."""
-    [name] = [f"{worker.name}@here" for worker in fleet.workers]
+    """What each worker of a fleet tells.  A worker that is just ready may miss a question."""
+    names = [f"{worker.name}@here" for worker in fleet.workers]
     broker = fleet.broker_url or scenarios.app.conf.broker_url
 
     def asked():
@@ -28,20 +28,22 @@ def figures(fleet, command="dislock"):
             command, reply=True, destination=[name], timeout=ANSWER_WITHIN, limit=1
         )
 
+    told = []
     with Celery(broker=broker, set_as_current=False) as client:
-        [reply] = wait_for(f"{name} answers", asked)
-    return reply[name]
+        for name in names:
+            [reply] = wait_for(f"{name} answers", asked)
+            told.append(reply[name])
+    return told
 
 
 def leases(fleet):
-    """The leases that a worker tells of its running tasks."""
-    return [lease for lease in figures(fleet)["leases"] if lease["held"]]
+    """The leases that the workers tell of their running tasks."""
+    return [lease for told in figures(fleet) for lease in told["leases"] if lease["held"]]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "eventlet"])
-def test_the_lease_of_a_task_that_runs_is_told(start_fleet, scene, pool):
+@fleets("prefork", "threads", "gevent")
+def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
     """With the process that has it, its key, task and token, and since when; then it is gone."""
-    fleet = start_fleet(pool, "--dislock")
     result = fleet.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     [lease] = wait_for("the lease is told", lambda: leases(fleet))
@@ -54,11 +56,10 @@ def test_the_lease_of_a_task_that_runs_is_told(start_fleet, scene, pool):
     wait_for("nothing is held", lambda: not leases(fleet))
 
 
-def test_what_workers_can_be_compared_by_is_told(start_fleet, server):
+@fleets("threads")
+def test_what_workers_can_be_compared_by_is_told(fleet, server):
     """Version, server, prefix, whether it locks, and the options of each task."""
-    told = figures(start_fleet("threads", "--no-dislock"))
-    assert (told["enabled"], told["locks"]) == (False, False)
-    told = figures(start_fleet("threads", "--dislock"))
+    told = figures(fleet)[0]
     assert (told["enabled"], told["locks"], told["no_server"]) == (True, True, None)
     assert (told["server"], told["prefix"]) == (server.url, "dislock")
     assert told["version"]
@@ -73,7 +74,7 @@ def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_serv
     scene.wait_for_report("begin")
     own_redis_server.pause()
     try:
-        wait_for("the outage is told", lambda: figures(fleet)["unavailable"])
+        wait_for("the outage is told", lambda: figures(fleet)[0]["unavailable"])
     finally:
         own_redis_server.resume()
         scene.open_gate()
@@ -95,24 +96,17 @@ class TestDoctor:
         yield
         scenarios.app.conf.broker_transport_options = options
 
-    def test_workers_that_do_not_lock_and_older_ones_are_named(self, start_fleet):
-        """Each with what follows from it."""
-        fleet = start_fleet("threads", "--dislock")
-        figures(fleet, "ping")
-        fleet = start_fleet("threads", "--no-dislock")
-        figures(fleet, "ping")
-        fleet = start_fleet("threads", "--dislock", app="tests.acceptance.older_app")
-        figures(fleet, "ping")
+    def test_workers_that_differ_are_named(self, start_fleet):
+        """One has another default, one does not lock, one is older; each with what follows."""
+        conf = {"dislock_watchdog_timeout": 77}
+        figures(start_fleet("threads", "--dislock", conf=conf), "ping")
+        figures(start_fleet("threads", "--no-dislock"), "ping")
+        figures(start_fleet("threads", app="tests.acceptance.older_app"), "ping")
         found = self.examine("own2@here", "own3@here")
         serious = [one for one in found if one["level"] == "serious"]
         assert any("run tasks without their locks" in one["what"] for one in serious)
         [older] = [one for one in found if "another version than this" in one["what"]]
         assert "own3@here" in older["about"]
-
-    def test_options_that_differ_between_workers(self, start_fleet):
-        """One of them has another default for the app."""
-        fleet = start_fleet("threads", "--dislock", conf={"dislock_watchdog_timeout": 77})
-        figures(fleet, "ping")
         found = [one for one in self.examine("77.0 (own1@here)") if one["check"] == "options"]
         assert scenarios.hold.name in {name for one in found for name in one["about"]}
         assert {one["level"] for one in found} == {"warning"}

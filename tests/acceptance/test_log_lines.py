@@ -9,13 +9,12 @@ import pytest
 from celery import states
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
 CROWD = 12  # tasks that are parked in a place for one
 RECORD = re.compile(r"^\[\S+ \S+: (?P<level>[A-Z]+)/\S+\] (?P<text>.*)$")
-POOLS = pytest.mark.parametrize("fleet", ["prefork", "threads", "gevent", "solo"], indirect=True)
 SKIPPED = r"INFO .* skipped: lock '{key}' is held by {holder}, for \S+ s more unless renewed\. It "
 PUT_OFF = r"INFO .* put off for \S+ s: lock '{key}' is held by {holder}, for "
 PARKED = r"INFO .* parked: place 1 in line for lock '{key}', held by {holder}\."
@@ -47,7 +46,7 @@ def settled(fleet, task_id):
         fleet.send(scenarios.step, f"after-{uuid.uuid4().hex}").get(timeout=LIMIT)
 
 
-@POOLS
+@fleets("prefork", "threads")
 @pytest.mark.parametrize(
     ("name", "state", "line"),
     [
@@ -61,27 +60,17 @@ def settled(fleet, task_id):
 )
 def test_a_conflict_is_one_line(fleet, scene, name, state, line):
     """Task name, id, key, holder and what becomes of the task are in one line."""
-    if fleet.pool == "solo":
-        holder = "thread MainThread on"
-        lock = scenarios.dislock.lock(scene.key)
-        lock.acquire()
-    else:
-        holding = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
-        holder = rf"tests.acceptance.scenarios.hold\[{holding.id}\] on"
-        lock = None
-    try:
-        task = getattr(scenarios, name)
-        second = fleet.send(task, scene.key)
-        wait_for(f"it is {state}", lambda: second.state == state)
-        wait_for("the line", lambda: lines_about(fleet, task, second.id))
-        settled(fleet, second.id)
-        [said] = lines_about(fleet, task, second.id)[:2]
-    finally:
-        scene.open_gate()
-        if lock is not None:
-            lock.release()
-    assert re.match(line.format(key=scene.key, holder=f"{holder}.*"), said), said
+    holding = fleet.send(scenarios.hold, scene.key)
+    scene.wait_for_report("begin")
+    holder = rf"tests.acceptance.scenarios.hold\[{holding.id}\] on.*"
+    task = getattr(scenarios, name)
+    second = fleet.send(task, scene.key)
+    wait_for(f"it is {state}", lambda: second.state == state)
+    wait_for("the line", lambda: lines_about(fleet, task, second.id))
+    settled(fleet, second.id)
+    [said] = lines_about(fleet, task, second.id)[:2]
+    scene.open_gate()
+    assert re.match(line.format(key=scene.key, holder=holder), said), said
     if state in {states.RETRY, "PARKED"}:
         assert second.get(timeout=LIMIT)["held"] is True
 
@@ -99,22 +88,6 @@ def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
     scene.wait_for_report("end", times=2)
     assert len(said) == 1
     assert re.match(COPY.format(key=scene.key, holder=".*"), said[0])
-
-
-@PREFORK
-def test_a_copy_that_is_acknowledged_unrun_is_one_line(fleet, scene):
-    """With lock_dedupe_redelivered, the line says under which lock the task has succeeded."""
-    scene.open_gate()
-    first = fleet.send(scenarios.hold_once, scene.key)
-    first.get(timeout=LIMIT)
-    mark = f"{scene.lock}:mark:{first.id}"
-    wait_for("it is marked", lambda: (scene.redis.get(mark) or "").startswith("done"))
-    fleet.send(scenarios.hold_once, scene.key, task_id=first.id)
-    wait_for("the copy is seen", lambda: lines_about(fleet, scenarios.hold_once, first.id))
-    settled(fleet, first.id)
-    scene.redis.delete(mark)
-    [said] = lines_about(fleet, scenarios.hold_once, first.id)
-    assert said.endswith(f"acknowledged unrun: it has succeeded under lock {scene.key!r} before.")
 
 
 def newest_of_many(fleet, scene):

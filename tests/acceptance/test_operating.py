@@ -116,10 +116,9 @@ def test_a_dropped_task_is_revoked_and_those_behind_it_run(fleet, scene):
     assert dislock("drop", first.id, "--key", scene.key, "--yes").exit_code == 0
     with pytest.raises(TaskRevokedError, match="dropped by an operator from the line for lock"):
         first.get(timeout=LIMIT)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert second.get(timeout=LIMIT)["held"] is True
-    assert [event["id"] for event in scene.reported("begin")] == [holder.id, second.id]
+    assert scene.begun == [holder.id, second.id]
 
 
 @PREFORK
@@ -136,7 +135,7 @@ def test_a_dropped_task_ends_its_chain(fleet, scene):
     wait_for("a worker says so", lambda: fleet.says(last.parent.id, "dropped by an operator"))
     scene.open_gate(holder.id)
     holder.get(timeout=LIMIT)
-    assert [event["id"] for event in scene.reported("begin")] == [holder.id]
+    assert scene.begun == [holder.id]
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from billiard.exceptions import WorkerLostError
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT
+from tests.acceptance.fleet import LIMIT, PREFORK
 
-pytestmark = [pytest.mark.acceptance, BROKERS]
+pytestmark = [pytest.mark.acceptance, PREFORK]
 
 
 @pytest.mark.parametrize("task", [scenarios.fail_and_keep, scenarios.succeed_and_keep])

@@ -15,7 +15,7 @@ from celery.result import AsyncResult
 
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
@@ -31,26 +31,6 @@ BURST = 8  # tasks of one key: more than the slots of both workers of a pair
 CROWD = 20
 
 
-def hold(fleet, scene):
-    """Let a task hold the lock until a gate is open that is its own."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin", id=holder.id)
-    return holder
-
-
-def park(fleet, scene, task, *args, **options):
-    """Send a task that is parked; return when it is."""
-    before = len(scene.line)
-    result = fleet.send(task, scene.key, *args, **options)
-    scene.wait_for_line(before + 1)
-    return result
-
-
-def order(scene):
-    """The tasks of this key in the order in which their bodies began."""
-    return [event["id"] for event in scene.reported("begin")]
-
-
 def assert_never_more_than(most, scene):
     """Check that no more bodies than that were inside at a time."""
     inside = 0
@@ -61,17 +41,16 @@ def assert_never_more_than(most, scene):
 
 def assert_a_burst_runs_in_line(fleet, scene):
     """Park more tasks than there are slots, let another one run, and then all of them in order."""
-    holder = hold(fleet, scene)
-    results = [park(fleet, scene, QUEUE) for _ in range(BURST)]
+    holder = scene.hold(fleet)
+    results = [scene.park(fleet) for _ in range(BURST)]
     wait_for("all say so", lambda: {result.state for result in results} == {PARKED})
     other = fleet.send(scenarios.step, f"{scene.key}-other")
     assert other.get(timeout=LIMIT) == {"held": True}
-    assert order(scene) == [holder.id]
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    assert scene.begun == [holder.id]
+    scene.open_gates(holder)
     for result in results:
         assert result.get(timeout=LIMIT)["held"] is True
-    assert order(scene) == [holder.id, *(result.id for result in results)]
+    assert scene.begun == [holder.id, *(result.id for result in results)]
     scene.assert_exclusive()
 
 
@@ -84,20 +63,10 @@ def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
     assert_a_burst_runs_in_line(fleet, scene)
 
 
-@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
+@fleets("threads", "gevent", "solo")
 def test_every_pool_parks(fleet, scene):
     """What holds for prefork holds for the other pools."""
     assert_a_burst_runs_in_line(fleet, scene)
-
-
-@PREFORK
-def test_tasks_sent_all_at_once_run_one_at_a_time(fleet, scene):
-    """Short bodies of one key, on two workers: all run once, and none beside another."""
-    results = [fleet.send(scenarios.step_or_queue, scene.key, 0.02) for _ in range(CROWD)]
-    for result in results:
-        assert result.get(timeout=LIMIT) == {"held": True}
-    assert sorted(order(scene)) == sorted(result.id for result in results)
-    scene.assert_exclusive()
 
 
 def test_a_parked_task_says_so(start_fleet, scene):
@@ -114,8 +83,8 @@ def test_a_parked_task_says_so(start_fleet, scene):
                 return len(events)
 
             assert not captured()  # from here on they are kept
-            holder = hold(fleet, scene)
-            results = [park(fleet, scene, QUEUE) for _ in range(2)]
+            holder = scene.hold(fleet)
+            results = [scene.park(fleet) for _ in range(2)]
             wait_for("an event for each", lambda: captured() == len(results))
     for place, result in enumerate(results, 1):
         told = AsyncResult(result.id, app=result.app)
@@ -126,17 +95,16 @@ def test_a_parked_task_says_so(start_fleet, scene):
         (event,) = (event for event in events if event["uuid"] == result.id)
         assert about.items() <= event.items()
         assert fleet.says(result.id, "parked", f"place {place}", scene.key, holder.id)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     for result in results:
         assert result.get(timeout=LIMIT)["held"] is True
 
 
-@BROKERS
+@PREFORK
 def test_shared_tasks_leave_the_line_together(fleet, scene):
     """Those of lock_mode="shared" run side by side as soon as the exclusive one has ended."""
-    holder = hold(fleet, scene)
-    results = [park(fleet, scene, scenarios.hold_shared_or_queue) for _ in range(3)]
+    holder = scene.hold(fleet)
+    results = [scene.park(fleet, task=scenarios.hold_shared_or_queue) for _ in range(3)]
     scene.open_gate(holder.id)
     scene.wait_for_report("begin", times=4)
     assert len(scene.reported("end")) == 1
@@ -151,11 +119,11 @@ def test_a_limit_of_two_lets_two_run_at_a_time(fleet, scene):
     task = scenarios.hold_one_of_two_or_queue
     results = [fleet.send(task, scene.key) for _ in range(2)]
     scene.wait_for_report("begin", times=2)
-    results += [park(fleet, scene, task) for _ in range(3)]
+    results += [scene.park(fleet, task=task) for _ in range(3)]
     for number, result in enumerate(results):
         began = min(number + 2, len(results))
         scene.wait_for_report("begin", times=began)
-        assert order(scene)[2:] == [result.id for result in results[2:began]]
+        assert scene.begun[2:] == [result.id for result in results[2:began]]
         scene.open_gate(result.id)
         assert result.get(timeout=LIMIT)["held"] is True
     assert_never_more_than(2, scene)
@@ -164,7 +132,7 @@ def test_a_limit_of_two_lets_two_run_at_a_time(fleet, scene):
 # Full lines
 
 
-@BROKERS
+@PREFORK
 def test_a_burst_becomes_one_run_now_and_one_after(fleet, scene):
     """With room for one, which the newest takes, the first and the last run, the others do not."""
     first = fleet.send(scenarios.hold_newest, scene.key)
@@ -181,15 +149,15 @@ def test_a_burst_becomes_one_run_now_and_one_after(fleet, scene):
         with pytest.raises(TaskRevokedError, match="took its place"):
             result.get(timeout=LIMIT)
         assert result.state == states.REVOKED
-    assert order(scene) == [first.id, others[-1].id]
+    assert scene.begun == [first.id, others[-1].id]
 
 
-@BROKERS
+@PREFORK
 def test_a_chord_is_told_of_a_member_that_made_room(fleet, scene):
     """Its body does not run, its errback is called, and nobody waits for ever."""
     called = Scene(f"{scene.key}-errback", scene.redis)
     called.open_gate()
-    holder = hold(fleet, scene)
+    holder = scene.hold(fleet)
     members = [fleet.signature(scenarios.hold_newest, scene.key) for _ in range(3)]
     body = scenarios.gather.s().set(queue=fleet.queue)
     result = fleet.start(chord(members, body.on_error(fleet.signature(scenarios.hold, called.key))))
@@ -199,8 +167,7 @@ def test_a_chord_is_told_of_a_member_that_made_room(fleet, scene):
         return [member.state for member in members].count(state)
 
     wait_for("two made room", lambda: members_that(states.REVOKED) == 2)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     with pytest.raises(ChordError):
         AsyncResult(result.id, app=result.app).get(timeout=LIMIT)
     wait_for("the third has run", lambda: members_that(states.SUCCESS) == 1)
@@ -212,16 +179,15 @@ def test_a_chord_is_told_of_a_member_that_made_room(fleet, scene):
 @PREFORK
 def test_a_full_line_skips_the_newcomer(fleet, scene):
     """With room for one, the next ends as REVOKED, and is told that the line is full."""
-    holder = hold(fleet, scene)
-    parked = park(fleet, scene, scenarios.hold_or_be_next)
+    holder = scene.hold(fleet)
+    parked = scene.park(fleet, task=scenarios.hold_or_be_next)
     refused = fleet.send(scenarios.hold_or_be_next, scene.key)
     with pytest.raises(TaskRevokedError, match="is full"):
         refused.get(timeout=LIMIT)
     assert refused.state == states.REVOKED
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert parked.get(timeout=LIMIT)["held"] is True
-    assert order(scene) == [holder.id, parked.id]
+    assert scene.begun == [holder.id, parked.id]
 
 
 # A parked task that is not to run any more
@@ -230,51 +196,48 @@ def test_a_full_line_skips_the_newcomer(fleet, scene):
 @BROKERS
 def test_a_task_that_is_revoked_in_line_gives_its_turn_on(fleet, scene):
     """It ends as REVOKED at its turn, never runs, and the next one does."""
-    holder = hold(fleet, scene)
-    revoked, following = (park(fleet, scene, QUEUE) for _ in range(2))
+    holder = scene.hold(fleet)
+    revoked, following = (scene.park(fleet) for _ in range(2))
     assert len(fleet.revoke(revoked.id, reply=True)) == len(fleet.workers)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     with pytest.raises(TaskRevokedError):
         revoked.get(timeout=LIMIT)
     assert following.get(timeout=LIMIT)["held"] is True
-    assert order(scene) == [holder.id, following.id]
+    assert scene.begun == [holder.id, following.id]
     assert fleet.times_it_says("Discarding revoked task", revoked.id) == 1
 
 
 @ANY_BROKER
 def test_a_task_that_expires_in_line_gives_its_turn_on(fleet, scene):
     """It ends as REVOKED at its turn, never runs, and the next one does."""
-    holder = hold(fleet, scene)
-    expired = park(fleet, scene, QUEUE, expires=1)
+    holder = scene.hold(fleet)
+    expired = scene.park(fleet, expires=1)
     expiry = time.time() + 1
-    following = park(fleet, scene, QUEUE)
+    following = scene.park(fleet)
     wait_for("it has expired", lambda: time.time() > expiry)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     with pytest.raises(TaskRevokedError, match="expired"):
         expired.get(timeout=LIMIT)
     assert following.get(timeout=LIMIT)["held"] is True
-    assert order(scene) == [holder.id, following.id]
+    assert scene.begun == [holder.id, following.id]
 
 
 @PREFORK
 @pytest.mark.parametrize("what", ["record", "message"])
 def test_a_damaged_ticket_is_set_aside(fleet, scene, what):
     """It is reported as an error and kept for people to see; the next one runs."""
-    holder = hold(fleet, scene)
-    _, following = (park(fleet, scene, QUEUE) for _ in range(2))
+    holder = scene.hold(fleet)
+    _, following = (scene.park(fleet) for _ in range(2))
     tickets, aside = f"{scene.lock}:tickets", f"{scene.lock}:aside"
     ticket = scene.line[0].removesuffix("#")
     record = scene.redis.hget(tickets, ticket)
     garbage = "garbage" if what == "record" else record[: record.index("{")] + "garbage"
     scene.redis.hset(tickets, ticket, garbage)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert following.get(timeout=LIMIT)["held"] is True
     wait_for("it is reported", lambda: fleet.says("ERROR", ticket, "set aside", aside))
     assert list(scene.redis.hgetall(aside)) == [ticket]
-    assert order(scene) == [holder.id, following.id]
+    assert scene.begun == [holder.id, following.id]
     assert fleet.send(scenarios.step, scene.key).get(timeout=LIMIT) == {"held": True}
     scene.redis.delete(aside)
 
@@ -282,59 +245,59 @@ def test_a_damaged_ticket_is_set_aside(fleet, scene, what):
 # The body of a parked task ends in another way
 
 
-@BROKERS
+@PREFORK
 def test_a_parked_task_may_retry(fleet, scene):
     """The retry is new work: it comes at the end of the line, and runs to its end."""
-    holder = hold(fleet, scene)
-    retried = park(fleet, scene, scenarios.retry_once_or_queue)
-    following = park(fleet, scene, QUEUE)
+    holder = scene.hold(fleet)
+    retried = scene.park(fleet, task=scenarios.retry_once_or_queue)
+    following = scene.park(fleet)
     scene.open_gate(holder.id)
     scene.wait_for_report("begin", id=following.id)
     scene.wait_for_line(1)
     scene.open_gate()
     assert retried.get(timeout=LIMIT) == 1
     assert following.get(timeout=LIMIT)["held"] is True
-    assert order(scene) == [holder.id, retried.id, following.id, retried.id]
+    assert scene.begun == [holder.id, retried.id, following.id, retried.id]
     scene.assert_exclusive()
 
 
-@BROKERS
+@PREFORK
 def test_a_parked_task_may_be_replaced(fleet, scene):
     """What takes its place, alone or as a chain, is new work of the same key and runs."""
     one = fleet.signature(QUEUE, scene.key)
     two = fleet.signature(QUEUE, scene.key) | fleet.signature(QUEUE, scene.key)
     scene.open_gate()
     for other in (one, two):
-        holder = hold(fleet, scene)
-        replaced = park(fleet, scene, scenarios.replace_or_queue, other)
+        holder = scene.hold(fleet)
+        replaced = scene.park(fleet, other, task=scenarios.replace_or_queue)
         scene.open_gate(holder.id)
         assert replaced.get(timeout=LIMIT)["held"] is True
-    assert len(order(scene)) == 2 + 2 + 3
+    assert len(scene.begun) == 2 + 2 + 3
     scene.assert_exclusive()
 
 
 @BROKERS
 def test_a_parked_task_may_be_requeued(fleet, scene):
     """A message that its body gives back to the queue comes again and runs."""
-    holder = hold(fleet, scene)
-    requeued = park(fleet, scene, scenarios.reject_once_or_queue)
+    holder = scene.hold(fleet)
+    requeued = scene.park(fleet, task=scenarios.reject_once_or_queue)
     scene.open_gate(holder.id)
     assert requeued.get(timeout=LIMIT) == scene.key
-    assert order(scene) == [holder.id, requeued.id, requeued.id]
+    assert scene.begun == [holder.id, requeued.id, requeued.id]
     scene.assert_exclusive()
 
 
-@BROKERS
+@PREFORK
 def test_a_parked_task_has_its_time_limit(fleet, scene):
     """The limit of its message ends its body, and the next one runs."""
-    holder = hold(fleet, scene)
-    limited = park(fleet, scene, QUEUE, time_limit=1)
-    following = park(fleet, scene, scenarios.step_or_queue)
+    holder = scene.hold(fleet)
+    limited = scene.park(fleet, time_limit=1)
+    following = scene.park(fleet, task=scenarios.step_or_queue)
     scene.open_gate(holder.id)
     with pytest.raises(TimeLimitExceeded):
         limited.get(timeout=LIMIT)
     assert following.get(timeout=LIMIT) == {"held": True}
-    assert order(scene) == [holder.id, limited.id, following.id]
+    assert scene.begun == [holder.id, limited.id, following.id]
     scene.redis.delete(f"{scene.lock}:running")  # kept for a copy that might come
 
 
@@ -342,9 +305,9 @@ def test_a_parked_task_has_its_time_limit(fleet, scene):
 def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
     """With acks_late its body, stopped in one worker, runs again in another one."""
     first = start_fleet("prefork", broker_url=fleet.broker_url)
-    holder = hold(fleet, scene)
-    parked = park(first, scene, scenarios.hold_or_queue_late)
-    following = park(fleet, scene, QUEUE)
+    holder = scene.hold(fleet)
+    parked = scene.park(first, task=scenarios.hold_or_queue_late)
+    following = scene.park(fleet)
     scene.open_gate(holder.id)
     pid = scene.wait_for_report("begin", id=parked.id)["pid"]
     first.workers[0].process.send_signal(signal.SIGQUIT)
@@ -353,29 +316,27 @@ def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
     scene.open_gate()
     assert parked.get(timeout=LIMIT)["held"] is True
     assert following.get(timeout=LIMIT)["held"] is True
-    assert order(scene).count(parked.id) == 2
+    assert scene.begun.count(parked.id) == 2
     scene.assert_exclusive([pid])
 
 
 # Canvas
 
 
-@BROKERS
+@PREFORK
 def test_links_of_a_parked_task_are_called_once(fleet, scene):
     """A link after its success, an errback after its failure: each once."""
     linked, failed = (Scene(f"{scene.key}-{name}", scene.redis) for name in ("link", "error"))
     for each in (linked, failed):
         each.open_gate()
-    holder = hold(fleet, scene)
-    good = park(fleet, scene, QUEUE, link=fleet.signature(scenarios.hold, linked.key))
-    bad = park(
+    holder = scene.hold(fleet)
+    good = scene.park(fleet, link=fleet.signature(scenarios.hold, linked.key))
+    bad = scene.park(
         fleet,
-        scene,
-        scenarios.fail_or_queue,
+        task=scenarios.fail_or_queue,
         link_error=fleet.signature(scenarios.hold, failed.key),
     )
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert good.get(timeout=LIMIT)["held"] is True
     with pytest.raises(ValueError, match=scene.key):
         bad.get(timeout=LIMIT)
@@ -385,25 +346,24 @@ def test_links_of_a_parked_task_are_called_once(fleet, scene):
         assert len(each.reported("begin")) == 1
 
 
-@BROKERS
+@PREFORK
 @pytest.mark.parametrize("kind", ["chain", "group", "chord"])
 def test_a_canvas_of_one_key_completes(fleet, scene, kind):
     """Whatever members are parked: each runs once, and who waits for all of them is answered."""
-    holder = hold(fleet, scene)
+    holder = scene.hold(fleet)
     members = [fleet.signature(QUEUE, scene.key) for _ in range(3)]
     gather = scenarios.gather.s().set(queue=fleet.queue)
     canvases = {"chain": chain(*members), "group": group(members), "chord": chord(members, gather)}
     result = fleet.start(canvases[kind])
     scene.wait_for_line(1 if kind == "chain" else 3)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     # Celery before 5.7 does not hear of the members of a group whose result was restored.
     wait_for(f"the {kind} is over", result.ready)
     ends = result.get(timeout=LIMIT)
     assert [end["held"] for end in (ends if isinstance(ends, list) else [ends])] == (
         [True] if kind == "chain" else [True] * 3
     )
-    assert len(set(order(scene))) == len(order(scene)) == 4
+    assert len(set(scene.begun)) == len(scene.begun) == 4
     scene.assert_exclusive()
 
 
@@ -443,20 +403,22 @@ def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
     fleet = start_fleet("prefork", **options)
     holder = fleet.send(scenarios.hold_renewed, scene.key)
     scene.wait_for_report("begin")
-    results = [park(fleet, scene, QUEUE) for _ in range(3)]
+    results = [scene.park(fleet) for _ in range(3)]
     fleet.workers[0].kill()
     restart()
     scene.open_gate()
     second = start_fleet("prefork", queue=fleet.queue, **options)
     scene.wait_for_report("end", times=3, error=None)
-    assert order(scene) == [holder.id, *(result.id for result in results)]
+    assert scene.begun == [holder.id, *(result.id for result in results)]
+    running = f"{scene.lock}:running"
+    wait_for("the last has left its line", lambda: not scene.redis.exists(running))
     second.workers[0].kill()  # while there is a broker
 
 
 @PREFORK
 def test_an_eager_task_cannot_be_parked(fleet, scene):
     """apply() fails with LockHeldError where the lock is held."""
-    holder = hold(fleet, scene)
+    holder = scene.hold(fleet)
     result = QUEUE.apply((scene.key,))
     assert isinstance(result.result, LockHeldError)
     assert holder.id in result.result.holder
@@ -465,13 +427,13 @@ def test_an_eager_task_cannot_be_parked(fleet, scene):
     holder.get(timeout=LIMIT)
 
 
-@BROKERS
+@PREFORK
 def test_a_task_whose_key_was_changed_in_line_runs(fleet, start_fleet, scene):
     """Parked by one version of the app, and delivered to one that locks it by another key."""
     old = start_fleet("prefork", broker_url=fleet.broker_url)
-    holder = hold(fleet, scene)
-    parked = park(old, scene, QUEUE)
-    following = park(fleet, scene, QUEUE)
+    holder = scene.hold(fleet)
+    parked = scene.park(old)
+    following = scene.park(fleet)
     old.workers[0].terminate()
     old.workers[0].wait_until_it_ends()
     start_fleet(
@@ -480,8 +442,7 @@ def test_a_task_whose_key_was_changed_in_line_runs(fleet, start_fleet, scene):
         queue=old.queue,
         conf={"task_annotations": {QUEUE.name: {"lock_key": "<key>-new"}}},
     )
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert parked.get(timeout=LIMIT)["held"] is True
     assert following.get(timeout=LIMIT)["held"] is True
-    assert sorted(order(scene)) == sorted([holder.id, parked.id, following.id])
+    assert sorted(scene.begun) == sorted([holder.id, parked.id, following.id])

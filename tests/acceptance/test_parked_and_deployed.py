@@ -14,7 +14,7 @@ from celery.exceptions import NotRegistered
 from celery.result import AsyncResult
 
 from tests.acceptance import deployed_app, scenarios
-from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = [
@@ -24,6 +24,7 @@ pytestmark = [
 
 QUEUE = scenarios.hold_or_queue
 APP = deployed_app.__name__
+BODIES = ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
 
 
 @pytest.fixture
@@ -34,25 +35,28 @@ def deploy(fleet, start_fleet, scene):
     ``deploy(change, ...)`` returns the new fleet, the first and the second; the lock is free then.
     """
 
-    def deploy(change=None, *options, by_name=False):
-        old = start_fleet("solo", broker_url=fleet.broker_url)  # which ends soonest
-        holder = fleet.send(scenarios.hold_by_itself, scene.key)
-        scene.wait_for_report("begin", id=holder.id)
-        args, named = ((), {"key": scene.key}) if by_name else ((scene.key,), {})
-        first = old.send(QUEUE, *args, kwargs=named)
-        scene.wait_for_line(1)
-        second = fleet.send(QUEUE, scene.key)
-        scene.wait_for_line(2)
-        old.workers[0].terminate()
-        old.workers[0].wait_until_it_ends()
+    def deploy(change=None, *options):
+        queue = f"deployed-{scene.key}"
+        holder = scene.hold(fleet)
+        with consuming(fleet, queue):
+            first = QUEUE.apply_async((), {"key": scene.key}, queue=queue)
+            scene.wait_for_line(1)
+        second = scene.park(fleet)
         env = {} if change is None else {"DEPLOYED": change}
-        about = {"queue": old.queue, "app": APP, "env": env, "broker_url": fleet.broker_url}
-        new = start_fleet("prefork", *options, **about)
-        scene.open_gate()
-        scene.open_gate(holder.id)
+        new = start_fleet("prefork", *options, queue=queue, app=APP, env=env)
+        scene.open_gates(holder)
         return new, first, second
 
     return deploy
+
+
+@contextlib.contextmanager
+def consuming(fleet, queue):
+    """Let the workers of a fleet take messages of one more queue."""
+    about = {"destination": [f"{worker.name}@here" for worker in fleet.workers], "reply": True}
+    scenarios.app.control.add_consumer(queue, timeout=LIMIT, limit=2, **about)
+    yield
+    scenarios.app.control.cancel_consumer(queue, timeout=LIMIT, limit=2, **about)
 
 
 @pytest.fixture
@@ -63,27 +67,23 @@ def aside(scene):
     scene.redis.delete(name)
 
 
-def began(scene):
-    return [event["id"] for event in scene.reported("begin")]
-
-
 def assert_set_aside(scene, aside, new, first, second):
     """Check that the first was set aside and says why, and that the line goes on."""
     assert second.get(timeout=LIMIT)["held"] is True
     ticket = f"{first.id}:0:0"
-    wait_for("it is set aside", lambda: list(aside()) == [ticket])
+    wait_for("it is set aside", lambda: ticket in aside())
     assert b'1 {"' in aside()[ticket].encode()  # with all that is needed to put it back
     wait_for("it failed", lambda: first.state == "FAILURE")
     wait_for("it is logged", lambda: new.says("ERROR", first.id, "is set aside", scene.lock))
-    assert first.id not in began(scene)
+    assert first.id not in scene.begun
     assert new.send(scenarios.step, scene.key).get(timeout=LIMIT)["held"]
 
 
-@BROKERS
+@PREFORK
 @pytest.mark.parametrize("change", ["gone", "another argument", "before_start fails"])
 def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, change):
     """It leaves the line at its turn, with a FAILURE that says why; the next has its turn."""
-    new, first, second = deploy(change, by_name=True)
+    new, first, second = deploy(change)
     assert_set_aside(scene, aside, new, first, second)
     errors = {
         "gone": NotRegistered,
@@ -95,24 +95,20 @@ def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, c
     assert isinstance(error, expected) if isinstance(expected, type) else expected in str(error)
 
 
-@pytest.mark.parametrize("fleet", ["prefork", "threads", "solo"], indirect=True)
-@pytest.mark.parametrize(
-    "body", ['[["k"], {}, {"chain": n', "[1]", "5", "null", "[5, {}, {}]", '[["k"], 5, {}]', ""]
-)
-def test_a_damaged_body_is_set_aside(scene, aside, fleet, body):
+@fleets("prefork", "threads", "solo")
+def test_a_damaged_body_is_set_aside(scene, aside, fleet):
     """Its envelope is intact: no worker ends with it, its task fails, and the next has its turn."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin", id=holder.id)
-    first = fleet.send(QUEUE, scene.key)
-    scene.wait_for_line(1)
-    second = fleet.send(QUEUE, scene.key)
-    scene.wait_for_line(2)
-    tickets, ticket = f"{scene.lock}:tickets", f"{first.id}:0:0"
-    record = scene.redis.hget(tickets, ticket)
-    scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
-    scene.open_gate()
-    scene.open_gate(holder.id)
-    assert_set_aside(scene, aside, fleet, first, second)
+    holder = scene.hold(fleet)
+    damaged = [scene.park(fleet) for _ in BODIES]
+    following = scene.park(fleet)
+    tickets = f"{scene.lock}:tickets"
+    for result, body in zip(damaged, BODIES, strict=True):
+        ticket = f"{result.id}:0:0"
+        record = scene.redis.hget(tickets, ticket)
+        scene.redis.hset(tickets, ticket, record[: record.index("\n") + 1] + body)
+    scene.open_gates(holder)
+    for result in damaged:
+        assert_set_aside(scene, aside, fleet, result, following)
     assert all(worker.running for worker in fleet.workers)
 
 
@@ -123,9 +119,9 @@ def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, c
     _, first, second = deploy(change)
     for result in (first, second):
         assert result.get(timeout=LIMIT)["held"] is True
-    assert sorted(began(scene)[1:]) == sorted([first.id, second.id])
+    assert sorted(scene.begun[1:]) == sorted([first.id, second.id])
     if change == "skip":
-        assert began(scene)[1:] == [first.id, second.id]
+        assert scene.begun[1:] == [first.id, second.id]
         scene.assert_exclusive()
     assert aside() == {}
 
@@ -134,36 +130,31 @@ def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, c
 def test_what_is_parked_survives_a_deploy_to_several_keys_and_back(fleet, start_fleet, scene):
     """A new worker takes it out of line and puts it off; an old one gets it, and runs it once."""
     other = Scene(f"{scene.key}-too", scene.redis)
-    keeper = fleet.send(scenarios.hold_by_itself, other.key)
+    keeper = other.hold(fleet)
     try:
-        other.wait_for_report("begin", id=keeper.id)
-        old = start_fleet("solo", broker_url=fleet.broker_url)
-        holder = fleet.send(scenarios.hold_by_itself, scene.key)
-        scene.wait_for_report("begin", id=holder.id)
-        parked = []
-        for place in (1, 2, 3):
-            parked.append(old.send(QUEUE, scene.key))
-            scene.wait_for_line(place)
-        old.workers[0].terminate()
-        old.workers[0].wait_until_it_ends()
-        about = {"queue": old.queue, "broker_url": fleet.broker_url}
-        new = start_fleet("prefork", app=APP, env={"DEPLOYED": "two keys"}, **about)
-        scene.open_gate()
-        scene.open_gate(holder.id)
+        queue = f"deployed-{scene.key}"
+        holder = scene.hold(fleet)
+        with consuming(fleet, queue):
+            parked = []
+            for place in (1, 2, 3):
+                parked.append(QUEUE.apply_async((scene.key,), queue=queue))
+                scene.wait_for_line(place)
+        new = start_fleet("prefork", app=APP, env={"DEPLOYED": "two keys"}, queue=queue)
+        scene.open_gates(holder)
         for result in parked:
             wait_for("it is put off", lambda one=result.id: new.says(one, "put off for"))
         new.workers[0].terminate()
         new.workers[0].wait_until_it_ends()
-        start_fleet("prefork", **about)
-        for result in parked:
-            assert result.get(timeout=LIMIT)["held"] is True
-            assert began(scene).count(result.id) == 1
+        with consuming(fleet, queue):
+            for result in parked:
+                assert result.get(timeout=LIMIT)["held"] is True
+                assert scene.begun.count(result.id) == 1
     finally:
         other.open_gate(keeper.id)
         keeper.get(timeout=LIMIT)
 
 
-@BROKERS
+@PREFORK
 @pytest.mark.parametrize("change", ["no key", "no SingletonTask", "--no-dislock"])
 def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
     """It runs once and without a lock, a copy of it does not run, and the next has its turn."""
@@ -173,11 +164,11 @@ def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, asid
         new, first, second = deploy(change)
     assert second.get(timeout=LIMIT)["held"] is True
     wait_for("it has run", lambda: first.state == "SUCCESS")
-    assert began(scene).count(first.id) == 1
+    assert scene.begun.count(first.id) == 1
     headers = {"dislock_ticket": [scene.lock, f"{first.id}:0:0"]}
     new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
     wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
-    assert began(scene).count(first.id) == 1
+    assert scene.begun.count(first.id) == 1
     assert aside() == {}
 
 
@@ -186,7 +177,7 @@ def test_a_task_that_ends_itself_before_its_turn_leaves_its_line(scene, aside, d
     """Its before_start has raised Ignore: nothing is set aside, and the next has its turn."""
     _, first, second = deploy("before_start ignores")
     assert second.get(timeout=LIMIT)["held"] is True
-    assert first.id not in began(scene)
+    assert first.id not in scene.begun
     assert aside() == {}
 
 
@@ -240,8 +231,7 @@ def test_what_workers_without_locks_drop_is_set_aside(start_fleet, alone):
     first = park_for(others, ours, scene)
     second = ours.send(QUEUE, scene.key)
     scene.wait_for_line(2)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     scene.wait_for_report("end", id=second.id)
     assert scene.redis.hkeys(f"{scene.lock}:aside") == [f"{first.id}:0:0"]
     assert ours.says("ERROR", first.id, "is set aside", "its result is FAILURE")

@@ -9,7 +9,6 @@ import uuid
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from celery.canvas import StampingVisitor
 from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
@@ -21,18 +20,6 @@ pytestmark = pytest.mark.acceptance
 PARKED = "PARKED"
 KEYS = {"direct": "right.key", "topic": "parked.some.words"}  # to be sent with
 KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration", "type", "app_id")
-
-
-class Stamped(StampingVisitor):
-    def on_signature(self, sig, **headers):
-        return {"tenant": "seven"}
-
-
-def hold(fleet, scene):
-    """Let a task hold the lock until a gate is open that is its own."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin", id=holder.id)
-    return holder
 
 
 # Where it came from
@@ -79,10 +66,12 @@ def test_a_message_goes_back_to_its_exchange(fleet, start_fleet, scene):
 
 
 @ANY_BROKER
-@pytest.mark.parametrize("how", ["apply_async", "send_task"])
-def test_a_task_loses_nothing_in_line(fleet, scene, how):
-    """Arguments, headers, stamps, priority, expiry, limits, reply_to and links are as they were."""
-    link = fleet.signature(scenarios.step, f"{scene.key}-link")
+@pytest.mark.parametrize("name", ["tell_or_queue", "tell_or_retry"])
+def test_a_task_loses_nothing_in_line(fleet, scene, name):
+    """Arguments, headers, stamps, priority, expiry, limits, reply_to and links are as they were.
+
+    So they are of a retry.
+    """
     options = {
         "priority": 3,
         "headers": {"tenant": "7"},
@@ -93,33 +82,30 @@ def test_a_task_loses_nothing_in_line(fleet, scene, how):
         "root_id": str(uuid.uuid4()),
         "parent_id": str(uuid.uuid4()),
         "reply_to": "somewhere",
-        "link": link,
+        "retries": 1,
+        "link": fleet.signature(scenarios.step, f"{scene.key}-link"),
         "queue": fleet.queue,
     }
-    task = scenarios.tell_or_queue
 
     def send():
+        signature = getattr(scenarios, name).s(scene.key, extra="kept")
+        signature.stamp(tenant="seven")
         with fleet.connection() as connection:
-            if how == "send_task":
-                name, args, kwargs = task.name, (scene.key,), {"extra": "kept"}
-                return scenarios.app.send_task(name, args, kwargs, connection=connection, **options)
-            signature = task.s(scene.key, extra="kept")
-            signature.stamp(Stamped())
             return signature.apply_async(connection=connection, **options)
 
     plain = send()
     expected = plain.get(timeout=LIMIT)
     assert (expected["priority"], expected["extra"], expected["own_id"]) == (3, "kept", True)
     assert (expected["reply_to"], expected["timelimit"]) == ("somewhere", [50, 40])
-    assert how == "send_task" or expected["stamps"]["tenant"] == "seven"
+    assert (expected["retries"], expected["stamps"]["tenant"]) == (1, "seven")
     linked = [child.get(timeout=LIMIT) for child in plain.children]
 
-    holder = hold(fleet, scene)
-    parked = send()
-    scene.wait_for_line(1)
+    holder = scene.hold(fleet)
+    second = send()
+    wait_for("it comes second", lambda: second.state in {"PARKED", "RETRY"})
     scene.open_gate(holder.id)
-    assert parked.get(timeout=LIMIT) == {**expected, "id": parked.id}
-    children = wait_for("the link is called", lambda: parked.children)
+    assert second.get(timeout=LIMIT) == {**expected, "id": second.id}
+    children = wait_for("the link is called", lambda: second.children)
     assert [child.get(timeout=LIMIT) for child in children] == linked
 
 
@@ -198,7 +184,7 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
 
         publish(scratch.name)
         expected = received(scratch.name)
-        holder = hold(fleet, scene)
+        holder = scene.hold(fleet)
         publish(own_fleet.queue)
         scene.wait_for_line(len(messages))
         own_fleet.workers[0].terminate()
@@ -228,13 +214,12 @@ def test_a_message_comes_again_as_it_came(fleet, start_fleet, scene):
 @PREFORK
 def test_a_task_with_a_countdown_is_parked_when_its_time_has_come(fleet, scene):
     """Not before, and when it has its turn it does not wait again."""
-    holder = hold(fleet, scene)
+    holder = scene.hold(fleet)
     due = time.time() + 1
     parked = fleet.send(scenarios.hold_or_queue, scene.key, countdown=1)
     wait_for("it is parked", lambda: parked.state == PARKED)
     assert time.time() >= due
     scene.wait_for_line(1)
-    scene.open_gate()
-    scene.open_gate(holder.id)
+    scene.open_gates(holder)
     assert parked.get(timeout=LIMIT)["held"] is True
-    assert [event["id"] for event in scene.reported("begin")] == [holder.id, parked.id]
+    assert scene.begun == [holder.id, parked.id]

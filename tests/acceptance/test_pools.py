@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-
 import pytest
-from celery import chain, chord, states
-from celery.exceptions import ChordError, TaskRevokedError
-from celery.result import AsyncResult
+from celery import states
+from celery.exceptions import TaskRevokedError
 
 from celery_dislock import LockHeldError, LockLostError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.scenarios import BRIEF
 
 pytestmark = pytest.mark.acceptance
@@ -33,6 +30,7 @@ def test_of_many_sends_of_a_key_one_runs(fleet, scene):
     assert [event["id"] for event in scene.reported("begin")] == [winner.id]
 
 
+@fleets("prefork", "threads")
 def test_executions_of_a_key_never_overlap(fleet, scene, redis_client):
     """Short tasks of a few keys, sent in a crowd, run one after another for each key."""
     scenes = [Scene(f"{scene.key}-{number}", redis_client) for number in range(3)]
@@ -45,18 +43,7 @@ def test_executions_of_a_key_never_overlap(fleet, scene, redis_client):
         each.assert_exclusive()
 
 
-def test_different_keys_run_side_by_side(fleet, scene, redis_client):
-    """A lock keeps out nobody but those of its own key."""
-    scenes = [Scene(f"{scene.key}-{number}", redis_client) for number in range(2)]
-    results = [fleet.send(scenarios.hold, each.key) for each in scenes]
-    for each in scenes:
-        each.wait_for_report("begin")
-    for each in scenes:
-        each.open_gate()
-    for result in results:
-        result.get(timeout=LIMIT)
-
-
+@fleets("prefork", "gevent")
 def test_a_lease_is_renewed_for_as_long_as_the_body_runs(fleet, scene):
     """A body that lasts several timeouts holds its lock throughout, and the others stay out."""
     result = fleet.send(scenarios.hold_renewed, scene.key)
@@ -95,7 +82,7 @@ def test_a_body_that_never_yields_keeps_its_lock(fleet, scene, tmp_path):
     assert not fleet.says("is lost", scene.key)
 
 
-@pytest.mark.parametrize("fleet", ["threads", "gevent", "solo"], indirect=True)
+@fleets("threads", "gevent")
 def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
     """In a worker of one process nobody is left to renew: the body is told as soon as it asks."""
     result = fleet.send(scenarios.hold_the_gil, scene.key, 2 * BRIEF)
@@ -106,6 +93,7 @@ def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
     wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
 
 
+@fleets("prefork", "gevent")
 def test_at_the_cap_the_lease_runs_out_under_the_body(fleet, scene):
     """After max_renew_times renewals the lock frees itself for the next, and the body runs on."""
     first = fleet.send(scenarios.outlive_cap, scene.key)
@@ -154,80 +142,23 @@ def test_a_lost_lease_interrupts_the_body(fleet, scene):
     assert after.get(timeout=LIMIT) == {"held": True}
 
 
-def test_a_lost_lease_is_logged_and_the_body_goes_on(fleet, scene):
-    """lock_on_lost="warn" says in the log that the lock is lost, and lets the body run."""
-    result = fleet.send(scenarios.outlive_loss, scene.key)
-    scene.wait_for_report("begin")
-    scene.lose_the_lock()
-    wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
-    assert not scene.reported("end")
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is False
-
-
-def test_success_releases(fleet, scene):
-    """When a caller has the result, the lock is free for the next task."""
-    for _ in range(2):
-        assert fleet.send(scenarios.step_slowly, scene.key).get(timeout=LIMIT) == {"held": True}
-        assert scene.is_free
-
-
-def test_an_error_releases(fleet, scene):
-    """A body that raises frees the lock before its caller hears of it."""
-    for _ in range(3):
-        with pytest.raises(ValueError, match=scene.key):
-            fleet.send(scenarios.fail, scene.key).get(timeout=LIMIT)
-        assert scene.is_free
-    scene.assert_exclusive()
-
-
-@pytest.mark.parametrize("task", [scenarios.retry_once, scenarios.autoretry_once])
-def test_a_retry_releases(fleet, scene, task):
-    """A task that retries frees its lock, and takes it again when its time has come."""
-    assert fleet.send(task, scene.key).get(timeout=LIMIT) == 1
-    assert [event["what"] for event in scene.history] == ["begin", "end"] * 2
-    scene.assert_exclusive()
-
-
-@pytest.mark.parametrize("task", [scenarios.ignore, scenarios.reject])
-def test_ignore_and_reject_release(fleet, scene, task):
-    """A body that raises Ignore or Reject frees the lock."""
-    fleet.send(task, scene.key)
-    scene.wait_for_report("end")
+@fleets("threads", "gevent", "eventlet", "solo")
+def test_however_a_body_ends_its_lock_is_free(fleet, scene):
+    """As test_ways_out.py shows of prefork: success, an error, a retry and Ignore."""
+    assert fleet.send(scenarios.step_slowly, scene.key).get(timeout=LIMIT) == {"held": True}
+    assert scene.is_free
+    with pytest.raises(ValueError, match=scene.key):
+        fleet.send(scenarios.fail, scene.key).get(timeout=LIMIT)
+    assert scene.is_free
+    assert fleet.send(scenarios.retry_once, scene.key).get(timeout=LIMIT) == 1
+    fleet.send(scenarios.ignore, scene.key)
+    scene.wait_for_report("end", error="Ignore")
     scene.wait_until_free()
-    assert fleet.send(scenarios.step, scene.key).get(timeout=LIMIT) == {"held": True}
-
-
-def test_a_requeued_task_takes_its_lock_again(fleet, scene):
-    """A message that its body gives back to the queue runs again under a new lease."""
-    assert fleet.send(scenarios.reject_once, scene.key).get(timeout=LIMIT) == scene.key
-    assert len(scene.reported("begin")) == 2
+    assert len(scene.reported("begin")) == 5
     scene.assert_exclusive()
 
 
-def test_a_chain_of_one_key_runs_all_its_steps(fleet, scene):
-    """The lock is free before the next step of a chain is published."""
-    steps = [fleet.signature(scenarios.step_slowly, scene.key) for _ in range(3)]
-    assert chain(*steps).apply_async().get(timeout=LIMIT) == {"held": True}
-    assert len(scene.reported("end", error=None)) == len(steps)
-    scene.assert_exclusive()
-
-
-@pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery 5.5
-def test_a_skipped_member_ends_its_chord(fleet, scene):
-    """A chord hears of a member that was skipped: its callback fails, nobody waits for ever."""
-    members = [fleet.signature(scenarios.hold, scene.key) for _ in range(2)]
-    result = chord(members)(scenarios.gather.s().set(queue=fleet.queue))
-    wait_for(
-        "one member is skipped",
-        lambda: [r.state for r in result.parent.results].count(states.REVOKED) == 1,
-    )
-    scene.open_gate()
-    callback = AsyncResult(result.id, app=result.app)  # without its parents: their error is known
-    with pytest.raises(ChordError, match=scene.key):
-        callback.get(timeout=LIMIT)
-
-
+@PREFORK
 def test_a_skipped_task_tells_its_caller_who_holds_the_lock(fleet, scene):
     """The caller's get() ends with TaskRevokedError, which names the key and the holder."""
     holder = fleet.send(scenarios.hold, scene.key)
@@ -242,6 +173,7 @@ def test_a_skipped_task_tells_its_caller_who_holds_the_lock(fleet, scene):
     holder.get(timeout=LIMIT)
 
 
+@PREFORK
 def test_a_conflict_can_be_an_error(fleet, scene):
     """lock_on_conflict="raise" fails the task, and the backend gives our own error back."""
     holder = fleet.send(scenarios.hold, scene.key)
@@ -257,30 +189,7 @@ def test_a_conflict_can_be_an_error(fleet, scene):
     holder.get(timeout=LIMIT)
 
 
-def test_a_second_delivery_of_a_task_is_put_off(fleet, scene):
-    """The same task id again waits until the first has ended, and runs then."""
-    task_id = str(uuid.uuid4())
-    for _ in range(2):
-        result = fleet.send(scenarios.hold, scene.key, task_id=task_id)
-    wait_for("one delivery is put off", lambda: fleet.says("put off", task_id))
-    assert len(scene.reported("begin")) == 1
-    scene.open_gate()
-    scene.wait_for_report("end", times=2, id=task_id, error=None)
-    scene.assert_exclusive()
-    wait_for("the task has succeeded", lambda: AsyncResult(task_id, app=result.app).successful())
-
-
-def test_a_task_revoked_before_it_starts_takes_no_lock(fleet, scene):
-    """A revoked task neither runs nor locks, and the next one of its key does both."""
-    task_id = str(uuid.uuid4())
-    assert len(fleet.revoke(task_id, reply=True)) == len(fleet.workers)
-    with pytest.raises(TaskRevokedError):
-        fleet.send(scenarios.hold, scene.key, task_id=task_id).get(timeout=LIMIT)
-    assert scene.is_free
-    assert scene.history == []
-    assert fleet.send(scenarios.step, scene.key).get(timeout=LIMIT) == {"held": True}
-
-
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
 def test_a_warm_shutdown_lets_the_body_end_under_its_lock(pool, start_fleet, scene):
     """A worker that is told to stop renews the lease until its last body has ended."""
     fleet = start_fleet(pool)

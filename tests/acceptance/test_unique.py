@@ -11,18 +11,15 @@ import pytest
 from billiard.exceptions import WorkerLostError
 from celery import Celery, states
 from celery.exceptions import TaskRevokedError
-from celery.exceptions import TimeoutError as CeleryTimeoutError
 
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, reservation_in, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, reservation_in, wait_for
 
 pytestmark = pytest.mark.acceptance
 
-POOLS = pytest.mark.parametrize("fleet", ["prefork", "threads", "rabbitmq"], indirect=True)
 EDITIONS = 20
-MANY_EDITIONS = 1100
 SOON = 0.3  # seconds of a countdown
 
 
@@ -46,7 +43,7 @@ def editions_run(scene):
     return [event["edition"] for event in scene.reported("ran")]
 
 
-@POOLS
+@fleets("prefork", "threads")
 class TestUntilStart:
     def test_the_key_is_free_when_the_body_begins(self, fleet, scene):
         """One runs, one waits; the third is the one that waits."""
@@ -97,7 +94,7 @@ class TestUntilStart:
 class TestRevoked:
     @pytest.mark.parametrize(
         ("fleet", "by"),
-        [(one, "another process") for one in ("prefork", "threads", "rabbitmq")]
+        [(one, "another process") for one in ("prefork", "rabbitmq")]
         + [("prefork", "its sender")],  # a pair on RabbitMQ is told by nobody else
         indirect=["fleet"],
     )
@@ -122,7 +119,7 @@ class TestRevoked:
         assert not scene.reported("begin", id=first.id)
 
 
-@POOLS
+@fleets("prefork", "rabbitmq")
 class TestUntilEnd:
     def test_the_key_is_reserved_until_the_body_ends(self, fleet, scene):
         """Duplicates get the result of the one that runs; after it the key is free."""
@@ -163,7 +160,7 @@ class TestUntilEnd:
 
 
 class TestRenewals:
-    @pytest.mark.parametrize("fleet", ["threads"], indirect=True)
+    @fleets("threads")
     def test_it_is_renewed_while_the_body_runs(self, fleet, scene):
         """A reservation that nobody renews would be gone after a few timeouts."""
         first = fleet.send(scenarios.unique_to_the_end, scene.key)
@@ -215,19 +212,8 @@ class TestDeaths:
             first.get(timeout=LIMIT)
         assert_the_next_is_sent(fleet, scene, scenarios.unique_to_the_end)
 
-    @PREFORK
-    def test_a_message_that_comes_back_runs(self, fleet, scene):
-        """A redelivery needs no reservation."""
-        first = fleet.send(scenarios.unique_and_survive, scene.key)
-        scene.wait_for_report("begin")
-        os.kill(scene.lease.holder["pid"], signal.SIGKILL)
-        scene.wait_for_report("begin", times=2)
-        scene.open_gate()
-        assert first.get(timeout=LIMIT)["held"] is True
-        scene.wait_until_unreserved()
 
-
-@POOLS
+@PREFORK
 class TestReplacing:
     def test_twenty_editions_are_one_run(self, fleet, scene):
         """A debounce: the newest runs when its time has come, and the others end as REVOKED."""
@@ -243,6 +229,7 @@ class TestReplacing:
             assert results[-1].id in str(older.result)
         assert editions_run(scene) == [EDITIONS - 1]
         scene.wait_until_unreserved()
+        assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
 
     def test_an_edition_that_is_due_while_an_older_one_runs_is_not_lost(self, fleet, scene):
         """It is parked.  The newest is the last that runs, also if it is due at once."""
@@ -321,31 +308,10 @@ def assert_no_copy_would_run(scene, task_id):
     assert not scene.redis.hexists(f"{scene.lock}:running", ticket)
 
 
-class TestManyEditions:
-    @PREFORK
-    def test_a_thousand_editions_are_one_run(self, fleet, scene):
-        """Of the last one; what is kept for the key is one record, however many there were."""
-        scene.open_gate()
-        for number in range(MANY_EDITIONS):
-            last = fleet.send(scenarios.index, scene.key, number, countdown=2, ignore_result=True)
-        wait_for("the newest runs", lambda: scene.reported("end", id=last.id))
-        wait_for("all others end", lambda: not unacknowledged(scene, fleet))
-        assert editions_run(scene) == [MANY_EDITIONS - 1]
-        assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
-
-
-def unacknowledged(scene, fleet):
-    """How many messages of this fleet wait, or are with its workers; none if it has RabbitMQ."""
-    if fleet.broker_url:
-        return 0
-    held = scene.redis.hvals("unacked")
-    return scene.redis.llen(fleet.queue) + sum(scene.key in one for one in held)
-
-
 class TestInLine:
     """A line of one, in which the newest is: those that are displaced have ended."""
 
-    @POOLS
+    @PREFORK
     @pytest.mark.parametrize("until", ["start", "end"])
     def test_one_that_is_displaced_frees_its_key(self, fleet, scene, until):
         """By a message that was sent without a reservation: it has a callback."""
@@ -370,23 +336,6 @@ class TestInLine:
             assert sent.get(timeout=LIMIT)["held"] is True
         scene.wait_until_unreserved()
 
-    @PREFORK
-    def test_one_that_is_displaced_by_its_replacement(self, fleet, scene):
-        """Its end leaves the reservation of the newer one alone."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
-        first = fleet.send(scenarios.index_in_line, scene.key, 1)
-        scene.wait_for_line(1)
-        second = fleet.send(scenarios.index_in_line, scene.key, 2)
-        with pytest.raises(TaskRevokedError):
-            first.get(timeout=LIMIT)
-        assert scene.reserved_for == second.id
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-        assert second.get(timeout=LIMIT) == 2
-        assert editions_run(scene) == [2]
-        scene.wait_until_unreserved()
-
 
 @pytest.fixture
 def _impatient(monkeypatch):
@@ -398,32 +347,6 @@ def _impatient(monkeypatch):
 @pytest.mark.usefixtures("_impatient")
 class TestWaitingForAnother:
     """A duplicate's get() ends."""
-
-    @PREFORK
-    def test_it_waits_for_a_task_that_is_well(self, fleet, scene):
-        """For as long as that waits for its time, in line and runs."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
-        first = fleet.send(scenarios.unique_in_queue, scene.key, countdown=2)
-        again = fleet.send(scenarios.unique_in_queue, scene.key)
-        assert again.duplicate is True
-        with pytest.raises(CeleryTimeoutError):
-            again.get(timeout=4)  # it is parked by then
-        assert first.state == "PARKED"
-        scene.open_gate(holder.id)
-        scene.open_gate()
-        assert again.get(timeout=LIMIT)["held"] is True
-
-    @PREFORK
-    def test_it_waits_for_a_long_run(self, fleet, scene):
-        """The task holds its lock, and has no reservation any more."""
-        fleet.send(scenarios.unique_in_queue_renewed, scene.key, countdown=SOON)
-        again = fleet.send(scenarios.unique_in_queue_renewed, scene.key)
-        scene.wait_for_report("begin")
-        with pytest.raises(CeleryTimeoutError):
-            again.get(timeout=3)
-        scene.open_gate()
-        assert again.get(timeout=LIMIT)["held"] is True
 
     @PREFORK
     def test_the_first_stores_no_result(self, fleet, scene):
@@ -470,16 +393,11 @@ class TestWaitingForAnother:
             one.wait_until_unreserved()
 
 
-@pytest.fixture(scope="module", params=["--no-dislock", "dislock_enabled"])
-def off(request, start_pair):
+@pytest.fixture(scope="module")
+def off(start_pair):
     """A worker in which locks are off."""
-    if request.param == "--no-dislock":
-        with start_pair("prefork", "off", modes=["--no-dislock"]) as fleet:
-            yield fleet
-    else:
-        conf = {"dislock_enabled": False}
-        with start_pair("threads", "disabled", conf=conf, modes=[""]) as fleet:
-            yield fleet
+    with start_pair("prefork", "off", modes=["--no-dislock"]) as fleet:
+        yield fleet
 
 
 class TestWhereLocksAreOff:
@@ -524,14 +442,6 @@ class TestWhereLocksAreOff:
         wait_for("the worker drops it", lambda: off.says("unregistered"))
         scene.wait_until_unreserved()
 
-    def test_a_retry_keeps_it(self, off, scene):
-        """As where locks are on."""
-        first = off.send(scenarios.unique_retry_once, scene.key)
-        scene.wait_for_report("end", error="Retry")
-        assert off.send(scenarios.unique_retry_once, scene.key).id == first.id
-        assert first.get(timeout=LIMIT) == 1
-        scene.wait_until_unreserved()
-
 
 @contextmanager
 def sending_elsewhere(**options):
@@ -557,14 +467,11 @@ def plain(start_pair):
 class TestMixed:
     """Of the workers of a plain task one has --dislock, and one has not."""
 
-    @pytest.mark.parametrize("first", ["plain", "prefork_pair"])
-    def test_both_end_reservations(self, plain, prefork_pair, scene, first):
+    def test_both_end_reservations(self, plain, prefork_pair, scene):
         """Whichever of them gets a message, the next is a duplicate until that one has ended."""
         queues = [plain.queue, prefork_pair.queue]
-        if first != "plain":
-            queues.reverse()
         with sending_elsewhere(name=scenarios.plain_unique.name) as task:
-            for queue in queues:
+            for queue in (*queues, plain.queue):
                 scene.redis.delete(scenarios.gate_of(scene.key))
                 one = task.apply_async((scene.key,), queue=queue)
                 scene.wait_for_report("begin", id=one.id)
@@ -619,16 +526,13 @@ class TestStrangers:
         scene.open_gate()
         sent.get(timeout=LIMIT)
 
-    @pytest.mark.parametrize(
-        "forged",
-        [1, ["dislock:{k}", "end", 1], ["elsewhere", "end"], ["dislock:{k}", "end", "no mark", 1]],
-        ids=str,
-    )
-    def test_a_forged_header_is_ignored(self, fleet, scene, forged):
+    def test_a_forged_header_is_ignored(self, fleet, scene):
         """The task runs as ever."""
         scene.open_gate()
-        sent = fleet.send(scenarios.hold, scene.key, headers={"dislock_unique": forged})
-        assert sent.get(timeout=LIMIT)["held"] is True
+        name = "dislock:{k}"
+        for forged in (1, [name, "end", 1], ["elsewhere", "end"], [name, "end", "no mark", 1]):
+            sent = fleet.send(scenarios.hold, scene.key, headers={"dislock_unique": forged})
+            assert sent.get(timeout=LIMIT)["held"] is True
 
 
 def headers_of(scene):

@@ -87,16 +87,11 @@ class TestContention:
 
     TIMEOUT = 0.6  # seconds
 
-    def test_a_short_while(self, start_holder, redis_url, redis_server, tmp_path):
-        """In three seconds of it no lock has two holders at any instant, and all tokens grow."""
-        self.contend(start_holder, redis_url, redis_server, tmp_path / "journal", seconds=3)
-
     @pytest.mark.slow
-    def test_a_longer_while(self, start_holder, redis_url, redis_server, tmp_path):
+    def test_a_while(self, start_holder, redis_url, redis_server, tmp_path):
         """In twelve seconds of it no lock has two holders at any instant, and all tokens grow."""
-        self.contend(start_holder, redis_url, redis_server, tmp_path / "journal", seconds=12)
+        journal, seconds = tmp_path / "journal", 12
 
-    def contend(self, start_holder, redis_url, redis_server, journal, *, seconds):
         def start():
             process = start_holder("contend", redis_url, journal, self.TIMEOUT, *keys)
             process.wait_for("ready")

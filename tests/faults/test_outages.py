@@ -10,7 +10,7 @@ import pytest
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import RENEW
-from tests.faults.proxy import runs, swallow_reply
+from tests.faults.proxy import runs
 from tests.holding import Holding, wait_for
 
 pytestmark = pytest.mark.faults
@@ -39,16 +39,6 @@ class TestBlackHole:
             (event,) = holding.named("lock_lost", lease)
             assert not event.held
             assert "could not be renewed in time" in event.arguments["reason"]
-
-    @pytest.mark.parametrize("nth", [1, 10, 20])
-    def test_a_batch_that_stalls_half_way_costs_no_lease(self, proxy, holding, nth):
-        """A reply that never comes, after others of its batch did, is given up in time."""
-        leases = [holding.take(f"export:{number}", 6.0) for number in range(20)]
-        proxy.fault(runs(RENEW), swallow_reply, nth=nth)
-        wait_for(lambda: all(lease.renewals or lease.why_ended for lease in leases), "renewals")
-        assert proxy.count(runs(RENEW), swallow_reply) == 1
-        assert all(lease.held for lease in leases)
-        assert holding.named("lock_lost") == []
 
     def test_a_lost_lease_stays_lost(self, proxy, holding, others):
         """When the way is free again the lease is not revived: another may have the lock."""
@@ -108,35 +98,6 @@ class TestFlappingConnections:
             assert proxy.count(runs(RENEW)) >= 2
             assert isinstance(others.try_take(KEY), Conflict)
             assert holding.named("lock_lost") == []
-
-
-class TestServerPaused:
-    @pytest.fixture
-    def holding(self, own_redis_server):
-        with Holding(own_redis_server.url, {"socket_timeout": BLOCKED}) as holding:
-            yield holding
-            own_redis_server.resume()
-
-    def test_shorter_than_the_lease(self, own_redis_server, holding, caplog):
-        """A server that stalls, and answers again within the lease, costs nothing."""
-        lease = holding.take(KEY, 6.0)
-        with caplog.at_level(logging.WARNING, "celery_dislock"):
-            own_redis_server.pause()
-            wait_for(lambda: "Cannot renew" in caplog.text, "the first failure")
-            own_redis_server.resume()
-            holding.wait_renewed(lease, 2)
-        assert holding.named("lock_lost") == []
-
-    def test_longer_than_the_lease(self, own_redis_server, holding):
-        """A server that stalls for longer costs the lease, which is told while it still stalls."""
-        lease = holding.take(KEY, 1.2)
-        holding.wait_renewed(lease)
-        own_redis_server.pause()
-        wait_for(lambda: not lease.held, "the deadline")
-        wait_for(lambda: holding.named("lock_lost"), "the report", BLOCKED / 2)
-        own_redis_server.resume()
-        lease.release()
-        assert len(holding.named("lock_lost")) == 1
 
 
 class TestServerKilled:

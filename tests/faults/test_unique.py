@@ -6,8 +6,6 @@ import base64
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 
@@ -23,6 +21,7 @@ from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.faults.conftest import ROOT
 from tests.faults.proxy import Proxy, runs
 from tests.faults.unique_app import UNIQUE_FOR
+from tests.forked import run_python
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, Watched, wait_for_replicas
 from tests.redis_server import RedisServer
@@ -91,15 +90,10 @@ class TestSenders:
         """Send a message in a process that dies at the given place."""
 
         def send(place, name, doc, edition=0):
-            command = [sys.executable, "-m", "tests.faults.unique_app"]
             env = {"UNIQUE_LOCKS": lock_server.url, "UNIQUE_BROKER": lock_server.url}
-            sender = subprocess.run(
-                [*command, place, name, doc, str(edition)],
-                cwd=ROOT,
-                env={**os.environ, **env},
-                check=False,
-                timeout=LIMIT,
-            )
+            env = {**os.environ, **env, "PYTHONPATH": str(ROOT)}
+            words = (place, name, doc, str(edition))
+            sender = run_python("tests.faults.unique_app", *words, folder=ROOT, env=env)
             assert sender.returncode == KILLED
 
         return send
@@ -109,9 +103,7 @@ class TestSenders:
         [
             ("before reserve", 0, None, 0),
             ("after reserve", 0, "being sent", PUBLISH_FOR),
-            ("before publish", 0, "being sent", PUBLISH_FOR),
             ("after publish", 1, "being sent", PUBLISH_FOR),
-            ("before confirm", 1, "being sent", PUBLISH_FOR),
             ("after confirm", 1, "waiting", UNIQUE_FOR),
         ],
     )
@@ -351,10 +343,9 @@ class TestFailovers:
             with contextlib.closing(app), Dislock(app):
                 yield Failing(watched, app, redis_client)
 
-    @pytest.mark.parametrize("until", ["start", "end"])
-    def test_a_failover_that_loses_a_reservation(self, failing, until):
+    def test_a_failover_that_loses_a_reservation(self, failing):
         """Two messages are sent, and both run; the first ends nothing of the second's."""
-        edit = failing.declare(lock_unique_until=until)
+        edit = failing.declare(lock_unique_until="end")
         failing.cut_off()
         first = edit.delay(1)
         assert failing.reserved_for() == first.id
@@ -368,10 +359,9 @@ class TestFailovers:
         assert failing.ran == [1, 2]
         assert failing.left() == []
 
-    @pytest.mark.parametrize("until", ["start", "end"])
-    def test_a_failover_that_loses_a_replacement(self, failing, until):
+    def test_a_failover_that_loses_a_replacement(self, failing):
         """The older message does not learn that it was replaced: it runs as well, and first."""
-        edit = failing.declare(lock_unique_until=until, lock_on_duplicate="replace")
+        edit = failing.declare(lock_unique_until="start", lock_on_duplicate="replace")
         first = edit.delay(1)
         failing.cut_off()
         second = edit.delay(2)
