@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Row
 from example_project.redis_server import RedisServer
-from tests.acceptance.rabbitmq import RabbitMissing, RabbitServer
+from tests.acceptance.rabbitmq import find_rabbitmq, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,10 +53,10 @@ def run(folder: Path) -> list[Row]:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(RedisServer(folder / "redis"))
         client = stack.enter_context(server.client())
-        try:
-            broker, name = stack.enter_context(RabbitServer(folder / "rabbit")).url, "RabbitMQ"
-        except RabbitMissing:
-            broker, name = server.url, "Redis"
+        broker, name = server.url, "Redis"
+        if programs := find_rabbitmq():
+            broker = stack.enter_context(running(programs, folder / "rabbit")).url
+            name = "RabbitMQ"
         os.environ["ENQUEUE_REDIS"], os.environ["ENQUEUE_BROKER"] = server.url, broker
         from benchmarks import enqueue_tasks as tasks  # noqa: PLC0415  # reads the addresses
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TESTS = Path(__file__).parent
-TIERS = ["acceptance", "docs", "smoke", "faults", "integration", "unit", "site"]
+TIERS = ["acceptance", "faults", "docs", "smoke", "integration", "unit", "site"]
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]
@@ -28,15 +29,26 @@ collect_ignore = [] if find_spec("playwright") else ["site"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Keep the tests of a file in one process, if several run; those that wait longest come first.
+    """Keep the tests of a file in one process, if several run; the largest groups come first.
 
     Groups are those of pytest-xdist's ``--dist loadgroup``.  The acceptance tests have their own.
     """
+
+    def group(item: pytest.Item) -> str:
+        mark = item.get_closest_marker("xdist_group")
+        return mark.args[0] if mark else item.nodeid
+
     for item in items:
         if not item.get_closest_marker("acceptance"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
     yield
-    items.sort(key=lambda item: TIERS.index(item.path.relative_to(TESTS).parts[0]))
+    sizes = Counter(map(group, items))
+    items.sort(
+        key=lambda item: (
+            TIERS.index(item.path.relative_to(TESTS).parts[0]),
+            -sizes[group(item)],
+        )
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import redis
 
-from tests.acceptance import folder_app, scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
 from tests.acceptance.rabbitmq import RabbitServer, own_rabbitmq
 from tests.redis_server import RedisServer
@@ -98,7 +98,7 @@ def start_pair(
                 workers[worker] = 0
             for worker in pair:
                 worker.wait_until_ready()
-            yield Fleet(pool, queue, pair, broker_url, (conf or {}).get("broker_transport_options"))
+            yield Fleet(pool, queue, pair, broker_url)
         finally:
             _stop(pair, workers)
 
@@ -121,24 +121,12 @@ def rabbitmq_pair(
         yield pair
 
 
-@pytest.fixture(scope="session")
-def filesystem_pair(
-    start_pair: Callable[..., AbstractContextManager[Fleet]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Fleet]:
-    """A pair of the prefork pool whose broker is a folder."""
-    conf = {"broker_transport_options": folder_app.folders(tmp_path_factory.mktemp("folders"))}
-    app = folder_app.__name__
-    with start_pair("prefork", "filesystem", folder_app.URL, conf=conf, app=app) as pair:
-        yield pair
-
-
 @pytest.fixture(scope="session", params=list(CONCURRENCY))
 def fleet(
     request: pytest.FixtureRequest, start_pair: Callable[..., AbstractContextManager[Fleet]]
 ) -> Iterator[Fleet]:
     """Two workers of one pool with --dislock, for all tests of that pool; or of another broker."""
-    if request.param in {"prefork", "rabbitmq", "filesystem"}:
+    if request.param in {"prefork", "rabbitmq"}:
         yield request.getfixturevalue(f"{request.param}_pair")
     else:
         with start_pair(request.param, request.param) as pair:
@@ -181,9 +169,7 @@ def start_fleet(
         workers[worker] = 0
         if ready:
             worker.wait_until_ready()
-        return Fleet(
-            pool, queue, [worker], broker_url, (conf or {}).get("broker_transport_options")
-        )
+        return Fleet(pool, queue, [worker], broker_url)
 
     try:
         yield start

@@ -44,8 +44,6 @@ def fleets(*names: str) -> pytest.MarkDecorator:
 
 PREFORK = fleets("prefork")
 BROKERS = fleets("prefork", "rabbitmq")
-ANY_BROKER = fleets(*["prefork", "rabbitmq", "filesystem"])  # needs no control, no redelivery
-
 T = TypeVar("T")
 
 
@@ -116,8 +114,7 @@ class Worker:
 class Fleet:
     """Workers of one pool that share a queue.
 
-    Where their broker is not the Redis of the locks, *broker_url* says which it is, and
-    *transport_options* what else is needed to reach it.
+    Where their broker is not the Redis of the locks, *broker_url* says which it is.
     """
 
     def __init__(
@@ -126,13 +123,11 @@ class Fleet:
         queue: str,
         workers: Sequence[Worker],
         broker_url: str | None = None,
-        transport_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.pool = pool
         self.queue = queue
         self.workers = workers
         self.broker_url = broker_url
-        self.transport_options = transport_options or {}
 
     def send(self, task: Task, *args: Any, **options: Any) -> AsyncResult:
         with self.connection() as connection:
@@ -153,7 +148,6 @@ class Fleet:
             yield None
         else:
             with scenarios.app.connection_for_write(self.broker_url) as connection:
-                connection.transport_options.update(self.transport_options)
                 yield connection
 
     def start(self, canvas: Signature) -> Any:

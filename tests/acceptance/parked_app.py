@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kombu import Exchange, Queue
 
-from tests.acceptance.folder_app import app
+from tests.acceptance.scenarios import app
 
 __all__ = ["QUEUES", "app"]
 

@@ -10,7 +10,6 @@ take it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import shutil
@@ -28,9 +27,6 @@ from amqp.exceptions import AMQPError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
-
-    from typing_extensions import Self
 
 START_TIMEOUT = 90.0  # seconds until a new server must answer
 STOP_TIMEOUT = 15.0  # seconds after SIGTERM until SIGKILL
@@ -39,143 +35,98 @@ KNOCK_TIMEOUT = 5.0  # seconds that a server which accepts connections may take 
 POLL_INTERVAL = 0.05  # seconds between two looks at a starting server
 START_ATTEMPTS = 5  # sets of free ports tried, should others keep taking one
 PACKAGED = Path("/usr/lib/rabbitmq/bin")  # a package's own programs: those on PATH change the user
-PORT_TAKEN = ("in use", "eaddrinuse")  # what is said where a port was
 LOOPBACK = "127.0.0.1"
 
 
-class RabbitMissing(RuntimeError):  # noqa: N818  # reads as what is the case
-    """There is no rabbitmq-server here: install RabbitMQ."""
-
-
-class RabbitFailed(RuntimeError):  # noqa: N818  # as RabbitMissing
-    """A rabbitmq-server was found, but did not start or obey."""
-
-
-def find_rabbitmq() -> Path:
-    """
-    Return the folder of rabbitmq-server and rabbitmqctl.  Starts nothing.
-
-    Raises:
-        RabbitMissing: They are not there, or no epmd beside them.
-    """
+def find_rabbitmq() -> Path | None:
+    """Return the folder of rabbitmq-server and rabbitmqctl; None if they or epmd are not there."""
     if not shutil.which("epmd"):
-        raise RabbitMissing("no epmd on PATH: install RabbitMQ and Erlang")
+        return None
     if (PACKAGED / "rabbitmq-server").exists():
         return PACKAGED
-    if found := shutil.which("rabbitmq-server"):
-        return Path(found).parent
-    raise RabbitMissing("no rabbitmq-server on PATH: install RabbitMQ")
+    found = shutil.which("rabbitmq-server")
+    return Path(found).parent if found else None
 
 
 class RabbitServer:
     """
-    One RabbitMQ node without plugins, as a context manager.
-
-    Entering starts it and waits until it answers; leaving ends it and its port mapper, whatever
-    happened inside.  It asks for no user: root's server runs as root.
+    One RabbitMQ node without plugins.  It asks for no user: root's server runs as root.
 
     Args:
+        programs: The folder of its programs.
         folder: Where the server keeps its data, its cookie and its log; made if it is not there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, programs: Path, folder: Path) -> None:
         self.folder = Path(folder).resolve()
         self.node = f"dislock-{uuid.uuid4().hex[:8]}@localhost"
         self.port = 0
-        self._programs = Path()
-        self._env: dict[str, str] = {}
+        self.programs = programs
+        self.env: dict[str, str] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._starter: int | None = None
-
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     @property
     def url(self) -> str:
         """The server's default virtual host."""
         return self._url("/")
 
-    def start(self) -> Self:
-        """
-        Start the server and wait until it answers.
-
-        Raises:
-            RabbitMissing: There is no RabbitMQ on this machine.
-            RabbitFailed: It ended, or did not answer within `START_TIMEOUT`; none is left.
-        """
-        self._programs = find_rabbitmq()
-        self._starter = os.getpid()
-        atexit.register(self.stop)
-        try:
-            for _ in range(START_ATTEMPTS):
-                self._launch()
-                if self._answers():
-                    return self
-                self._end_processes()
-                if not any(words in self._log_text() for words in PORT_TAKEN):
-                    break
-        except BaseException:
+    def start(self) -> None:
+        """Start the server and wait until it answers, on other ports if others take them."""
+        for _ in range(START_ATTEMPTS):
+            self._launch()
+            if self._answers():
+                return
             self.stop()
-            raise
-        self.stop()
-        msg = f"{self._programs / 'rabbitmq-server'} did not start:\n{self._log_text()[-2000:]}"
-        raise RabbitFailed(msg)
+        log = self._log().read_text("utf-8", "replace")[-2000:]
+        raise RuntimeError(f"{self.programs / 'rabbitmq-server'} did not start:\n{log}")
 
     def stop(self) -> None:
-        """End the server and its port mapper, and wait until they are gone."""
-        if self._starter != os.getpid():
-            return  # a fork of the program that started it: the server is not ours to end
-        atexit.unregister(self.stop)
-        self._end_processes()
+        """End first the server, then its port mapper, and wait until they are gone."""
+        while self._processes:
+            process = self._processes.pop()
+            try:
+                if process.poll() is None:
+                    process.terminate()
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_TIMEOUT)
+            finally:  # the Erlang machine is a child of the script that was started
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def add_virtual_host(self, name: str) -> str:
         """Make a virtual host, which has queues and connections of its own; return its URL."""
-        self._control("add_vhost", name)
-        self._control("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
+        self.control("add_vhost", name)
+        self.control("set_permissions", "-p", name, "guest", ".*", ".*", ".*")
         return self._url(name)
 
-    def close_connections(self, name: str) -> None:
-        """Close all connections to a virtual host, as an operator or a failing network does."""
-        self._control("close_all_connections", "--vhost", name, "a test wants it")
-
-    def _url(self, virtual_host: str) -> str:
-        return f"amqp://guest:guest@{LOOPBACK}:{self.port}/{virtual_host}"
-
-    def _control(self, *words: str) -> None:
-        command = [str(self._programs / "rabbitmqctl"), "--node", self.node, "--quiet", *words]
+    def control(self, *words: str) -> str:
+        """Run rabbitmqctl with these words; return what it says."""
+        command = [str(self.programs / "rabbitmqctl"), "--node", self.node, "--quiet", *words]
         done = subprocess.run(
             command,
-            env=self._env,
+            env=self.env,
             cwd=self.folder,
             capture_output=True,
             text=True,
             timeout=COMMAND_TIMEOUT,
             check=False,
         )
-        if done.returncode:
-            raise RabbitFailed(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        assert not done.returncode, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _url(self, virtual_host: str) -> str:
+        return f"amqp://guest:guest@{LOOPBACK}:{self.port}/{virtual_host}"
 
     def _launch(self) -> None:
         self.port, distribution, mapper = _free_ports(3)
         self._prepare(distribution, mapper)
-        with (self.folder / "epmd.log").open("wb") as log:
-            # Started here, for the node would leave a daemon behind.
-            epmd = ["epmd", "-port", str(mapper), "-address", LOOPBACK]
-            self._processes.append(self._popen(epmd, log))
+        # Started here, for the node would leave a daemon behind.
+        self._popen("epmd", "-port", str(mapper), "-address", LOOPBACK)
         deadline = time.monotonic() + START_TIMEOUT
         while not _listens(mapper) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL)
-        with self._log().open("wb") as log:
-            server = [str(self._programs / "rabbitmq-server")]
-            self._processes.append(self._popen(server, log))
+        self._popen(str(self.programs / "rabbitmq-server"))
 
     def _prepare(self, distribution: int, mapper: int) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -186,8 +137,8 @@ class RabbitServer:
         (self.folder / "enabled_plugins").write_text("[].\n", "ascii")
         (self.folder / "env.conf").touch()  # in place of the system's
         foreign = ("RABBITMQ_", "ERL_")
-        self._env = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-        self._env |= {
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        self.env |= {
             "HOME": str(home),
             "ERL_EPMD_ADDRESS": LOOPBACK,
             "ERL_EPMD_PORT": str(mapper),
@@ -205,36 +156,22 @@ class RabbitServer:
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
 
-    def _popen(self, command: list[str], log: object) -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                command,
-                env=self._env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+    def _popen(self, *command: str) -> None:
+        with self._log().open("ab") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env=self.env,
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
             )
-        except OSError as exc:
-            raise RabbitFailed(f"{command[0]} cannot be run: {exc}") from exc
-
-    def _end_processes(self) -> None:
-        """End first the server, then its port mapper."""
-        while self._processes:
-            process = self._processes.pop()
-            try:
-                if process.poll() is None:
-                    process.terminate()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(STOP_TIMEOUT)
-            finally:  # the Erlang machine is a child of the script that was started
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
 
     def _answers(self) -> bool:
-        """Wait until our own server answers: True; False where it ended, or takes too long."""
+        """Wait until our own server answers: True; False if it ended, or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT
         while all(process.poll() is None for process in self._processes):
             if _listens(self.port) and self._says_its_name():
@@ -258,21 +195,27 @@ class RabbitServer:
     def _log(self) -> Path:
         return self.folder / "rabbitmq-server.log"
 
-    def _log_text(self) -> str:
-        logs = (self.folder / "epmd.log", self._log())
-        return "".join(log.read_text("utf-8", "replace") for log in logs if log.exists())
+
+@contextlib.contextmanager
+def running(programs: Path, folder: Path) -> Iterator[RabbitServer]:
+    """Run one, and end it whatever happens."""
+    rabbitmq = RabbitServer(programs, folder)
+    try:
+        rabbitmq.start()
+        yield rabbitmq
+    finally:
+        rabbitmq.stop()
 
 
 @contextlib.contextmanager
 def own_rabbitmq(folder: Path) -> Iterator[RabbitServer]:
     """Run one for tests.  Where there is no RabbitMQ they are skipped; in CI they fail."""
-    try:
-        find_rabbitmq()
-    except RabbitMissing as exc:
+    programs = find_rabbitmq()
+    if programs is None:
         if os.environ.get("CI"):
-            pytest.fail(f"CI must have RabbitMQ: {exc}", pytrace=False)
-        pytest.skip(str(exc))
-    with RabbitServer(folder) as rabbitmq:
+            pytest.fail("CI must have RabbitMQ", pytrace=False)
+        pytest.skip("there is no rabbitmq-server, or no epmd: install RabbitMQ")
+    with running(programs, folder) as rabbitmq:
         yield rabbitmq
 
 

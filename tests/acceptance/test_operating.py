@@ -8,7 +8,6 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from celery import chain
 from celery.exceptions import TaskRevokedError
 from click.testing import CliRunner
 
@@ -61,21 +60,6 @@ def test_the_holder_is_terminated_and_the_next_in_line_runs(fleet, scene):
 
 
 @PREFORK
-def test_a_terminated_task_that_keeps_its_lock_is_freed(fleet, scene):
-    """With ``release_on_failure=False`` the lease is left to expire: nobody renews it any more."""
-    holder = fleet.send(scenarios.hold_or_keep, scene.key)
-    begun(scene, holder)
-    handle = scenarios.hold_or_keep.lock_for(scene.key)
-    (shown,) = handle.holders()
-    freed = handle.free(terminate=True, wait=1.0)
-    if not freed:  # it may have been renewed just now; nobody does so again
-        wait_for("nobody renews it", lambda: not handle.holders()[0].may_live, limit=2 * LIMIT)
-        freed = handle.free(terminate=True, wait=1.0)
-    assert [one.token for one in freed] == [shown.token]
-    assert handle.holders() == []
-
-
-@PREFORK
 def test_a_holder_that_is_not_terminated_learns_that_it_lost_the_lock(fleet, scene):
     """Its next renewal finds the lease gone; another has the lock by then."""
     holder = fleet.send(scenarios.hold_renewed, scene.key)
@@ -119,23 +103,6 @@ def test_a_dropped_task_is_revoked_and_those_behind_it_run(fleet, scene):
     scene.open_gates(holder)
     assert second.get(timeout=LIMIT)["held"] is True
     assert scene.begun == [holder.id, second.id]
-
-
-@PREFORK
-def test_a_dropped_task_ends_its_chain(fleet, scene):
-    """What comes after it is told by a worker that knows the task, with the same reason."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    begun(scene, holder)
-    canvas = chain(fleet.signature(QUEUE, scene.key), fleet.signature(scenarios.step, scene.key))
-    last = fleet.start(canvas)
-    scene.wait_for_line(1)
-    assert dislock("drop", last.parent.id, "--yes").exit_code == 0
-    with pytest.raises(TaskRevokedError, match="dropped by an operator"):
-        last.parent.get(timeout=LIMIT)
-    wait_for("a worker says so", lambda: fleet.says(last.parent.id, "dropped by an operator"))
-    scene.open_gate(holder.id)
-    holder.get(timeout=LIMIT)
-    assert scene.begun == [holder.id]
 
 
 @pytest.fixture

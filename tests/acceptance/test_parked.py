@@ -15,7 +15,7 @@ from celery.result import AsyncResult
 
 from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
 from tests.acceptance.scenarios import BRIEF
 from tests.redis_server import RedisServer
@@ -57,7 +57,7 @@ def assert_a_burst_runs_in_line(fleet, scene):
 # In line
 
 
-@ANY_BROKER
+@BROKERS
 def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
     """Parked tasks leave all slots to others; then each runs once, first come, first served."""
     assert_a_burst_runs_in_line(fleet, scene)
@@ -207,7 +207,7 @@ def test_a_task_that_is_revoked_in_line_gives_its_turn_on(fleet, scene):
     assert fleet.times_it_says("Discarding revoked task", revoked.id) == 1
 
 
-@ANY_BROKER
+@BROKERS
 def test_a_task_that_expires_in_line_gives_its_turn_on(fleet, scene):
     """It ends as REVOKED at its turn, never runs, and the next one does."""
     holder = scene.hold(fleet)
@@ -391,8 +391,8 @@ def test_a_line_survives_a_restart_of_rabbitmq_and_its_workers(start_fleet, scen
     with own_rabbitmq(tmp_path / "rabbitmq") as server:
 
         def restart():
-            server._control("stop_app")
-            server._control("start_app")
+            server.control("stop_app")
+            server.control("start_app")
 
         assert_a_line_survives(start_fleet, scene, restart, server.url)
 

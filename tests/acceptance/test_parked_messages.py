@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 from kombu import Connection, Producer, Queue
 
 from tests.acceptance import parked_app, scenarios
-from tests.acceptance.fleet import ANY_BROKER, BROKERS, LIMIT, PREFORK, Scene, wait_for
+from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, wait_for
 
 pytestmark = pytest.mark.acceptance
 
@@ -25,15 +25,13 @@ KEPT = ("correlation_id", "reply_to", "priority", "delivery_mode", "expiration",
 # Where it came from
 
 
-@ANY_BROKER
+@BROKERS
 def test_a_message_goes_back_to_its_exchange(fleet, start_fleet, scene):
     """Exchange and routing key of the second delivery are those of the first, whatever its type."""
-    conf = {"broker_transport_options": fleet.transport_options} if fleet.transport_options else {}
     start_fleet(
         "prefork",
         queue=",".join(queue.name for queue in parked_app.QUEUES.values()),
         broker_url=fleet.broker_url,
-        conf=conf,
         app=parked_app.__name__,
     )
 
@@ -65,7 +63,7 @@ def test_a_message_goes_back_to_its_exchange(fleet, start_fleet, scene):
 # As it came
 
 
-@ANY_BROKER
+@BROKERS
 @pytest.mark.parametrize("name", ["tell_or_queue", "tell_or_retry"])
 def test_a_task_loses_nothing_in_line(fleet, scene, name):
     """Arguments, headers, stamps, priority, expiry, limits, reply_to and links are as they were.

@@ -180,7 +180,7 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
     fleet = rabbitmq_pair
     policy = {"dead-letter-exchange": "", "dead-letter-routing-key": "buried"}
     words = ("bury", f"^{fleet.queue}$", json.dumps(policy), "--apply-to", "queues")
-    rabbitmq._control("set_policy", *words)
+    rabbitmq.control("set_policy", *words)
     try:
         fleet.send(scenarios.hold, scene.key)
         scene.wait_for_report("begin")
@@ -192,7 +192,7 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
         assert message.headers["id"] == second.id
         wait_for("the caller is told", lambda: second.state == states.FAILURE)
     finally:
-        rabbitmq._control("clear_policy", "bury")
+        rabbitmq.control("clear_policy", "bury")
     scene.open_gate()
 
 

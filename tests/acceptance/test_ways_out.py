@@ -13,7 +13,6 @@ import os
 import signal
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import celery
 import pytest
@@ -24,9 +23,6 @@ from celery.exceptions import TaskRevokedError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for
 from tests.redis_server import RedisServer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.acceptance
 
@@ -41,27 +37,6 @@ ITSELF = "itself"
 MAIN = "main process"
 EITHER = "either"  # whichever comes first
 NOBODY = "nobody"  # it has none
-
-
-class VirtualHost:
-    """A part of the RabbitMQ server, with connections of its own."""
-
-    def __init__(self, rabbitmq):
-        self.name = uuid.uuid4().hex
-        self.rabbitmq = rabbitmq
-        self.url = rabbitmq.add_virtual_host(self.name)
-
-    def drop_connections(self):
-        self.rabbitmq.close_connections(self.name)
-
-
-class RedisBroker(RedisServer):
-    """A Redis that is a broker, and nothing else."""
-
-    def drop_connections(self):
-        with self.client() as client:
-            client.client_kill_filter(_type="normal", skipme=True)
-            client.client_kill_filter(_type="pubsub", skipme=True)
 
 
 @pytest.fixture(scope="session", params=["redis"])
@@ -93,13 +68,17 @@ def start_worker(start_fleet, broker, request):
 
 
 @pytest.fixture
-def own_broker(request, broker, tmp_path) -> Iterator[RedisBroker | VirtualHost]:
-    """A broker whose connections can be dropped; the lock server stays what it is."""
+def own_broker(request, broker, tmp_path):
+    """The URL of a broker, and what drops its connections; the lock server stays what it is."""
     if broker == "rabbitmq":
-        yield VirtualHost(request.getfixturevalue("rabbitmq"))
+        rabbitmq, name = request.getfixturevalue("rabbitmq"), uuid.uuid4().hex
+        close = ("close_all_connections", "--vhost", name, "a test wants it")
+        yield rabbitmq.add_virtual_host(name), lambda: rabbitmq.control(*close)
     else:
-        with RedisBroker(tmp_path / "broker") as server:
-            yield server
+        with RedisServer(tmp_path / "broker") as server, server.client() as client:
+            kinds = ("normal", "pubsub")
+            kill = client.client_kill_filter
+            yield server.url, lambda: [kill(_type=kind, skipme=True) for kind in kinds]
 
 
 def is_gone(pid):
@@ -546,12 +525,13 @@ def test_death_of_the_worker_and_redelivery(start_worker, scene, broker):
 
 def test_lost_connection(start_worker, own_broker, fleet, scene):
     """A task that was acknowledged early runs on under its lock, and only once."""
-    own = start_worker(broker_url=own_broker.url)
+    url, drop_connections = own_broker
+    own = start_worker(broker_url=url)
     (worker,) = own.workers
     result = own.send(scenarios.hold, scene.key)
     scene.wait_for_report("begin")
     lease = scene.lease
-    own_broker.drop_connections()
+    drop_connections()
     worker.wait_until_it_says("Connection to broker lost")
     late = fleet.send(scenarios.hold, scene.key)
     with pytest.raises(TaskRevokedError, match=result.id):
@@ -566,11 +546,12 @@ def test_lost_connection(start_worker, own_broker, fleet, scene):
 @ANY_BROKER
 def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     """With acks_late the message comes back while its task runs, and is put off until it ended."""
-    fleet = start_worker(broker_url=own_broker.url)
+    url, drop_connections = own_broker
+    fleet = start_worker(broker_url=url)
     (worker,) = fleet.workers
     result = fleet.send(scenarios.hold_and_survive, scene.key)
     scene.wait_for_report("begin")
-    own_broker.drop_connections()
+    drop_connections()
     worker.wait_until_it_says("Connection to broker lost")
     wait_for("it comes again", lambda: fleet.times_it_says(result.id, "received") > 1)
     if celery.VERSION >= (5, 7):  # older ones start nothing then before a body has ended
@@ -585,11 +566,12 @@ def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
 @ANY_BROKER
 def test_lost_connection_and_cancellation(start_worker, own_broker, scene):
     """A task that Celery stops for its lost connection frees its lock, and runs again at once."""
+    url, drop_connections = own_broker
     conf = {"worker_cancel_long_running_tasks_on_connection_loss": True}
-    fleet = start_worker(broker_url=own_broker.url, conf=conf)
+    fleet = start_worker(broker_url=url, conf=conf)
     result = fleet.send(scenarios.hold_and_survive, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
-    own_broker.drop_connections()
+    drop_connections()
     again = scene.wait_for_report("begin", times=2)
     assert again["id"] == result.id
     assert_it_holds(scene, result)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 import uuid
 from dataclasses import dataclass
@@ -204,17 +203,8 @@ class Site:
         """Count the messages that the broker has, those with a worker included; takes a second."""
         if self._rabbitmq is None:
             return self.redis.llen(self.queue) + self.redis.hlen("unacked")
-        command = [str(self._rabbitmq._programs / "rabbitmqctl"), "--node", self._rabbitmq.node]
-        listed = subprocess.run(
-            [*command, "--quiet", "--no-table-headers", "list_queues", "name", "messages"],
-            env=self._rabbitmq._env,
-            cwd=self._rabbitmq.folder,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-            check=True,
-        )
-        return int(dict(line.split() for line in listed.stdout.splitlines())[self.queue])
+        listed = self._rabbitmq.control("list_queues", "--no-table-headers", "name", "messages")
+        return int(dict(line.split() for line in listed.splitlines())[self.queue])
 
     def wait_until_no_message_is_left(self) -> None:
         wait_for(lambda: not self.unfinished(), "all messages are acknowledged", LIMIT)
