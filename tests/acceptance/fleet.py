@@ -205,11 +205,15 @@ class Scene:
         self.open_gate()
         self.open_gate(holder.id)
 
+    def begin(self, fleet: Fleet, task: Task = scenarios.hold, **options: Any) -> AsyncResult:
+        """Send a task; return when its body has begun."""
+        result = fleet.send(task, self.key, **options)
+        self.wait_for_report("begin", id=result.id)
+        return result
+
     def hold(self, fleet: Fleet) -> AsyncResult:
         """Let a task hold the lock until a gate is open that is its own."""
-        holder = fleet.send(scenarios.hold_by_itself, self.key)
-        self.wait_for_report("begin", id=holder.id)
-        return holder
+        return self.begin(fleet, scenarios.hold_by_itself)
 
     def park(
         self, fleet: Fleet, *args: Any, task: Task = scenarios.hold_or_queue, **options: Any

@@ -441,9 +441,6 @@ hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_or_be_next = locked("hold_or_be_next", lock_queue_limit=1, **QUEUE)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
-hold_one_of_two_or_queue = locked(
-    "hold_one_of_two_or_queue", stay_by_itself, lock_limit=2, **QUEUE, **BOUND
-)
 step_or_queue = locked("step_or_queue", do_little, **QUEUE)
 fail_or_queue = locked("fail_or_queue", raise_error, **QUEUE)
 reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)

@@ -75,8 +75,7 @@ def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, opt
     """--dislock-url puts the locks into that database, with --dislock and without."""
     url = server.url.removesuffix("0") + "1"
     fleet = start_fleet("prefork", *options, "--dislock-url", url)
-    result = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet)
     assert scene.is_free
     assert elsewhere.exists(scene.lock)
     scene.open_gate()

@@ -44,8 +44,7 @@ def leases(fleet):
 @fleets("prefork", "threads", "gevent")
 def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
     """With the process that has it, its key, task and token, and since when; then it is gone."""
-    result = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet)
     [lease] = wait_for("the lease is told", lambda: leases(fleet))
     assert lease["pid"] == scene.reported("begin")[0]["pid"]
     assert (lease["key"], lease["id"], lease["token"]) == (scene.key, result.id, scene.lease.token)
@@ -70,8 +69,7 @@ def test_what_workers_can_be_compared_by_is_told(fleet, server):
 def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_server):
     """The lock server is what is away, and the worker answers nevertheless."""
     fleet = start_fleet("prefork", "--dislock", conf={"dislock_url": own_redis_server.url})
-    fleet.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet, scenarios.hold_renewed)
     own_redis_server.pause()
     try:
         wait_for("the outage is told", lambda: figures(fleet)[0]["unavailable"])

@@ -177,8 +177,7 @@ def begun(scene, number):
 def test_a_running_task_keeps_its_lease_over_a_shorter_outage(fleet, lock_server, scene):
     """The watchdog tries again within the trust that is left, and the body never knows."""
     failures, ends = map(fleet.times_it_says, ("Cannot renew", "are renewed again"))
-    result = fleet.send(scenarios.hold_steadily, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hold_steadily)
     lock_server.pause()
     wait_for("a renewal has failed", lambda: fleet.times_it_says("Cannot renew") > failures)
     lock_server.resume()
@@ -190,8 +189,7 @@ def test_a_running_task_keeps_its_lease_over_a_shorter_outage(fleet, lock_server
 
 def test_a_running_task_is_told_of_a_longer_outage(fleet, lock_server, scene):
     """lock_on_lost="raise" reaches the body before anybody else can have the lock."""
-    result = fleet.send(scenarios.stop_at_loss, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.stop_at_loss)
     lock_server.kill()
     with pytest.raises(LockLostError):
         result.get(timeout=LIMIT)
@@ -202,8 +200,7 @@ def test_a_running_task_is_told_of_a_longer_outage(fleet, lock_server, scene):
 
 def test_a_body_that_has_ended_keeps_no_lock(fleet, lock_server, scene):
     """Its release fails and its process hangs: nobody renews the lock, and it is soon free."""
-    result = fleet.send(scenarios.hang_after_it, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hang_after_it)
     with lock_server.client() as client:
         assert client.exists(scene.lock)
         lock_server.pause()

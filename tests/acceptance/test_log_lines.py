@@ -60,8 +60,7 @@ def settled(fleet, task_id):
 )
 def test_a_conflict_is_one_line(fleet, scene, name, state, line):
     """Task name, id, key, holder and what becomes of the task are in one line."""
-    holding = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    holding = scene.begin(fleet)
     holder = rf"tests.acceptance.scenarios.hold\[{holding.id}\] on.*"
     task = getattr(scenarios, name)
     second = fleet.send(task, scene.key)
@@ -78,8 +77,7 @@ def test_a_conflict_is_one_line(fleet, scene, name, state, line):
 @PREFORK
 def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
     """The line names the delivery that runs, and when the copy comes again."""
-    first = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    first = scene.begin(fleet)
     fleet.send(scenarios.hold, scene.key, task_id=first.id)
     wait_for("the copy is put off", lambda: lines_about(fleet, scenarios.hold, first.id))
     settled(fleet, first.id)
@@ -92,8 +90,7 @@ def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
 
 def newest_of_many(fleet, scene):
     """Park tasks of which each takes the place of the one before; return the lines about each."""
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet)
     parked = [fleet.send(scenarios.hold_newest, scene.key) for _ in range(CROWD)]
     revoked = CROWD - 1
     wait_for(

@@ -36,8 +36,7 @@ def test_a_retry_is_no_failure(fleet, scene):
 
 def test_a_death_is_a_failure(fleet, scene):
     """release_on_failure=False leaves the lock of a child that was killed to expire."""
-    result = fleet.send(scenarios.hold_or_keep, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hold_or_keep)
     lease = scene.lease
     os.kill(lease.holder["pid"], signal.SIGKILL)
     with pytest.raises(WorkerLostError):
@@ -60,8 +59,7 @@ def test_a_lock_can_be_held_longer_than_the_body_lasts(fleet, scene):
 
 def test_a_fixed_expiry_is_never_renewed(fleet, scene):
     """lock_expire ends the lease under a body that lasts longer, which is told."""
-    result = fleet.send(scenarios.hold_without_renewal, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hold_without_renewal)
     assert scene.lease.extended_by == scenarios.BRIEF
     scene.wait_until_free()
     assert not scene.reported("end")
@@ -75,8 +73,7 @@ def test_a_fixed_expiry_is_never_renewed(fleet, scene):
 
 def test_a_call_of_ones_own_runs_inside_the_lock(fleet, scene):
     """A class with its own __call__ keeps it, and cannot skip the lock."""
-    holder = fleet.send(scenarios.hold_counted, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet, scenarios.hold_counted)
     with pytest.raises(TaskRevokedError, match=holder.id):
         fleet.send(scenarios.hold_counted, scene.key).get(timeout=LIMIT)
     scene.open_gate()

@@ -13,7 +13,6 @@ from celery import chain, chord, group, states
 from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
 
-from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import BROKERS, LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.rabbitmq import own_rabbitmq
@@ -29,14 +28,6 @@ PARKED = "PARKED"
 QUEUE = scenarios.hold_or_queue
 BURST = 8  # tasks of one key: more than the slots of both workers of a pair
 CROWD = 20
-
-
-def assert_never_more_than(most, scene):
-    """Check that no more bodies than that were inside at a time."""
-    inside = 0
-    for event in scene.history:
-        inside += {"begin": 1, "end": -1}.get(event["what"], 0)
-        assert inside <= most, scene.history
 
 
 def assert_a_burst_runs_in_line(fleet, scene):
@@ -113,30 +104,13 @@ def test_shared_tasks_leave_the_line_together(fleet, scene):
         assert result.get(timeout=LIMIT)["held"] is True
 
 
-@PREFORK
-def test_a_limit_of_two_lets_two_run_at_a_time(fleet, scene):
-    """Of the tasks in line, as many run as lock_limit says, and each that ends lets one follow."""
-    task = scenarios.hold_one_of_two_or_queue
-    results = [fleet.send(task, scene.key) for _ in range(2)]
-    scene.wait_for_report("begin", times=2)
-    results += [scene.park(fleet, task=task) for _ in range(3)]
-    for number, result in enumerate(results):
-        began = min(number + 2, len(results))
-        scene.wait_for_report("begin", times=began)
-        assert scene.begun[2:] == [result.id for result in results[2:began]]
-        scene.open_gate(result.id)
-        assert result.get(timeout=LIMIT)["held"] is True
-    assert_never_more_than(2, scene)
-
-
 # Full lines
 
 
 @PREFORK
 def test_a_burst_becomes_one_run_now_and_one_after(fleet, scene):
     """With room for one, which the newest takes, the first and the last run, the others do not."""
-    first = fleet.send(scenarios.hold_newest, scene.key)
-    scene.wait_for_report("begin")
+    first = scene.begin(fleet, scenarios.hold_newest)
     others = []
     for _ in range(CROWD - 1):
         others.append(fleet.send(scenarios.hold_newest, scene.key))
@@ -401,8 +375,7 @@ def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
     """Park tasks, kill the worker, restart the broker, and let another worker come."""
     options |= {"broker_url": broker_url, "conf": {"dislock_watchdog_timeout": BRIEF}}
     fleet = start_fleet("prefork", **options)
-    holder = fleet.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet, scenarios.hold_renewed)
     results = [scene.park(fleet) for _ in range(3)]
     fleet.workers[0].kill()
     restart()
@@ -413,18 +386,6 @@ def assert_a_line_survives(start_fleet, scene, restart, broker_url, **options):
     running = f"{scene.lock}:running"
     wait_for("the last has left its line", lambda: not scene.redis.exists(running))
     second.workers[0].kill()  # while there is a broker
-
-
-@PREFORK
-def test_an_eager_task_cannot_be_parked(fleet, scene):
-    """apply() fails with LockHeldError where the lock is held."""
-    holder = scene.hold(fleet)
-    result = QUEUE.apply((scene.key,))
-    assert isinstance(result.result, LockHeldError)
-    assert holder.id in result.result.holder
-    assert scene.line == []
-    scene.open_gate(holder.id)
-    holder.get(timeout=LIMIT)
 
 
 @PREFORK

@@ -53,8 +53,7 @@ def test_a_body_that_nothing_stops_is_killed_at_its_cap(fleet, scene):
 def test_a_redelivery_while_the_task_runs_is_put_off(start_fleet, scene):
     """A message that the broker delivers twice runs twice at most, and never beside itself."""
     fleet = start_fleet("prefork", env={"SCENARIOS_VISIBILITY_TIMEOUT": "2"})
-    result = fleet.send(scenarios.hold_and_survive, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hold_and_survive)
     wait_for("the redelivery is put off", lambda: fleet.says("put off", result.id))
     assert len(scene.reported("begin")) == 1
     scene.open_gate()

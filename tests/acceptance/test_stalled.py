@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.acceptance
 
-TIMEOUTS_OUTLIVED = 3.5
+TIMEOUTS_OUTLIVED = 2.0
 STALLED = "The main process renews the lock"
 
 
@@ -39,7 +39,7 @@ def stopped(scene) -> Iterator[int]:
 def wait_until_outlived(scene):
     """Wait until the lease is older than some timeouts."""
     wait_for(
-        "the lease is older than three timeouts",
+        "the lease is older than two timeouts",
         lambda: scene.lease.extended_by > (1 + TIMEOUTS_OUTLIVED) * BRIEF,
     )
 
@@ -111,8 +111,7 @@ def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):
     """All its processes are stopped, so nobody renews; the child is told when it goes on."""
     fleet = start_fleet("prefork", "--dislock")
     (worker,) = fleet.workers
-    first = fleet.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
+    first = scene.begin(fleet, scenarios.hold_renewed)
     os.killpg(worker.process.pid, signal.SIGSTOP)
     try:
         scene.wait_until_free()

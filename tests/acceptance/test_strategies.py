@@ -38,8 +38,7 @@ SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
 @SEVERAL_SLOTS
 def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
     """The caller sees RETRY with the holder in the result, and then what the body returns."""
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet)
     second = fleet.send(scenarios.hold_or_retry, scene.key)
     wait_for("the second is put off", lambda: second.state == states.RETRY)
     reason = AsyncResult(second.id, app=second.app).result
@@ -57,8 +56,7 @@ def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
 @SEVERAL_SLOTS
 def test_those_who_wait_come_in_their_order(fleet, scene):
     """Each waiter is woken when its turn has come: first come, first served."""
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet)
     waiting = []
     for number in (1, 2):  # one worker may get all messages, and has three slots
         waiting.append(fleet.send(scenarios.hold_or_wait, scene.key))
@@ -74,8 +72,7 @@ def test_those_who_wait_come_in_their_order(fleet, scene):
 @PREFORK
 def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
     """They fill all slots while it has its turn, and would wait for it in vain."""
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet)
     parked = fleet.send(scenarios.hold_or_queue, scene.key)
     scene.wait_for_line(1)
     slots = len(fleet.workers) * CONCURRENCY["prefork"]
@@ -93,8 +90,7 @@ def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
 def test_waiting_holds_up_nothing_in_its_process(pool, start_fleet, scene):
     """Beside a waiter, the watchdog renews and other tasks run, in one and the same process."""
     fleet = start_fleet(pool)
-    fleet.send(scenarios.hold_renewed, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet, scenarios.hold_renewed)
     second = fleet.send(scenarios.hold_or_wait, scene.key)
     scene.wait_for_line(1)
     wait_for(
@@ -113,8 +109,7 @@ def test_waiting_holds_up_nothing_in_its_process(pool, start_fleet, scene):
 @pytest.mark.parametrize("how", ["soft time limit", "SIGTERM", "SIGKILL", "its child is killed"])
 def test_a_waiter_that_is_stopped_leaves_no_ghost(fleet, scene, how):
     """What ends a waiting task takes it out of the line, and the next in line gets the lock."""
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet)
     limit = {"soft_time_limit": 2} if how == "soft time limit" else {}
     second = fleet.send(scenarios.hold_or_wait, scene.key, **limit)
     (owner,) = scene.wait_for_line(1)
@@ -140,8 +135,7 @@ def test_a_warm_shutdown_lets_a_waiter_get_its_turn(fleet, start_fleet, scene):
     """A worker that is told to stop ends when those that wait in it have had the lock."""
     waiting = start_fleet("prefork", broker_url=fleet.broker_url)
     (worker,) = waiting.workers
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet)
     second = waiting.send(scenarios.hold_or_wait, scene.key)
     scene.wait_for_line(1)
     worker.terminate()
@@ -158,8 +152,7 @@ def test_death_of_the_worker_in_the_middle_of_a_wait(fleet, start_fleet, scene):
         pytest.skip("this kombu redelivers every 100 s")
     own = {"broker_url": fleet.broker_url, "queue": scene.key}
     own["env"] = {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet)
     dying = start_fleet("prefork", **own)
     second = dying.send(scenarios.hold_or_wait_late, scene.key)
     (dead,) = scene.wait_for_line(1)
@@ -182,8 +175,7 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
     words = ("bury", f"^{fleet.queue}$", json.dumps(policy), "--apply-to", "queues")
     rabbitmq.control("set_policy", *words)
     try:
-        fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        scene.begin(fleet)
         with Connection(rabbitmq.url) as connection:
             buried = Queue("buried", routing_key="buried")(connection.default_channel)
             buried.queue_declare()
@@ -206,8 +198,7 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
 )
 def test_a_callable_can_end_the_task(fleet, scene, answer, state, error):
     """Whatever a callable does, the caller is told; a bug is a failure."""
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet)
     second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
     with pytest.raises(error):
         second.get(timeout=LIMIT)
@@ -220,8 +211,7 @@ def test_a_callable_can_end_the_task(fleet, scene, answer, state, error):
 @pytest.mark.parametrize("answer", ["task.retry", "wait"])
 def test_a_callable_can_let_the_task_run_later(fleet, scene, answer):
     """A retry and a wait end in the body's result."""
-    fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    scene.begin(fleet)
     second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
     if answer == "wait":
         scene.wait_for_line(1)

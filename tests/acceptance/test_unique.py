@@ -47,8 +47,7 @@ def editions_run(scene):
 class TestUntilStart:
     def test_the_key_is_free_when_the_body_begins(self, fleet, scene):
         """One runs, one waits; the third is the one that waits."""
-        first = fleet.send(scenarios.unique_in_queue, scene.key)
-        scene.wait_for_report("begin")
+        first = scene.begin(fleet, scenarios.unique_in_queue)
         assert scene.reserved_for is None
         later = scenarios.unique_in_queue.s(scene.key).set(queue=fleet.queue, countdown=LIMIT)
         with fleet.connection() as connection:
@@ -62,8 +61,7 @@ class TestUntilStart:
 
     def test_a_skipped_task_frees_its_key(self, fleet, scene):
         """The lock is held: the task that was sent is skipped, and the next may be sent."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        holder = scene.begin(fleet)
         for _ in range(2):
             skipped = fleet.send(scenarios.unique_or_skip, scene.key)
             assert skipped.duplicate is False
@@ -80,8 +78,7 @@ class TestUntilStart:
 
     def test_a_parked_task_keeps_its_key(self, fleet, scene):
         """It waits in line as it would in the queue, and frees the key at its turn."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        holder = scene.begin(fleet)
         parked = fleet.send(scenarios.unique_in_queue, scene.key)
         scene.wait_for_line(1)
         assert fleet.send(scenarios.unique_in_queue, scene.key).id == parked.id
@@ -123,8 +120,7 @@ class TestRevoked:
 class TestUntilEnd:
     def test_the_key_is_reserved_until_the_body_ends(self, fleet, scene):
         """Duplicates get the result of the one that runs; after it the key is free."""
-        first = fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
+        first = scene.begin(fleet, scenarios.unique_to_the_end)
         again = fleet.send(scenarios.unique_to_the_end, scene.key)
         assert (again.id, again.duplicate) == (first.id, True)
         scene.open_gate()
@@ -150,8 +146,7 @@ class TestUntilEnd:
 
     def test_without_a_lock(self, fleet, scene):
         """lock_limit=None: no lease, and one message all the same."""
-        first = fleet.send(scenarios.unique_without_lock, scene.key)
-        scene.wait_for_report("begin")
+        first = scene.begin(fleet, scenarios.unique_without_lock)
         assert fleet.send(scenarios.unique_without_lock, scene.key).id == first.id
         assert not scene.leases
         scene.open_gate()
@@ -160,18 +155,6 @@ class TestUntilEnd:
 
 
 class TestRenewals:
-    @fleets("threads")
-    def test_it_is_renewed_while_the_body_runs(self, fleet, scene):
-        """A reservation that nobody renews would be gone after a few timeouts."""
-        first = fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
-        brief = 2 * scenarios.BRIEF
-        wait_for("a short expiry", lambda: scene.reservation.remaining <= brief)
-        wait_for("more than that", lambda: scene.lease.extended_by > 3.5 * scenarios.BRIEF)
-        assert scene.reserved_for == first.id
-        scene.open_gate()
-        first.get(timeout=LIMIT)
-
     @PREFORK
     def test_what_outlives_its_lease_keeps_its_key(self, fleet, scene):
         """The main process renews it: the child is stopped, or the lock's expiry is fixed."""
@@ -205,8 +188,7 @@ class TestDeaths:
     @PREFORK
     def test_a_dead_process_frees_its_key(self, fleet, scene):
         """The main process ends the reservation with the lease."""
-        first = fleet.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
+        first = scene.begin(fleet, scenarios.unique_to_the_end)
         os.kill(scene.lease.holder["pid"], signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             first.get(timeout=LIMIT)
@@ -250,8 +232,7 @@ class TestReplacing:
 
     def test_one_that_waits_for_its_lock_is_replaced(self, fleet, scene):
         """It has not begun: when it is handed the lock, it learns of the newer message."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        holder = scene.begin(fleet)
         first = fleet.send(scenarios.index_or_wait, scene.key, 1)
         scene.wait_for_line(1)
         second = fleet.send(scenarios.index_or_wait, scene.key, 2)
@@ -265,8 +246,7 @@ class TestReplacing:
 
     def test_one_that_is_parked_is_replaced(self, fleet, scene):
         """At its turn it learns of the newer message, and gives its turn on."""
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        holder = scene.begin(fleet)
         results = [fleet.send(scenarios.index, scene.key, 1)]
         scene.wait_for_line(1)
         results.append(fleet.send(scenarios.index, scene.key, 2))
@@ -285,8 +265,7 @@ class TestReplacing:
     def test_one_that_was_parked_under_another_key_is_replaced(self, fleet, scene, task):
         """Its reservation is older than its lock_key.  It has claimed its turn when it learns."""
         old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin", id=holder.id)
+        holder = scene.begin(fleet)
         write_record(scene, old, "-", "-", mark="abc", confirmed=2, by="newer")
         headers = {"dislock_unique": [old, "start", "abc", 1]}
         parked = fleet.send(task, scene.key, task_id=task_id, headers=headers)
@@ -316,8 +295,7 @@ class TestInLine:
     def test_one_that_is_displaced_frees_its_key(self, fleet, scene, until):
         """By a message that was sent without a reservation: it has a callback."""
         task = getattr(scenarios, f"unique_newest_until_{until}")
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
+        holder = scene.begin(fleet)
         first = fleet.send(task, scene.key)
         scene.wait_for_line(1)
         assert scene.reserved_for == first.id
@@ -509,8 +487,7 @@ class TestStrangers:
         old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
         write_record(scene, old, "w", task_id)
         headers = {"dislock_unique": [old, "end"]}
-        sent = fleet.send(scenarios.hold, scene.key, task_id=task_id, headers=headers)
-        scene.wait_for_report("begin")
+        sent = scene.begin(fleet, task_id=task_id, headers=headers)
         assert reservation_in(scene.redis, old).state == "running"
         scene.open_gate()
         sent.get(timeout=LIMIT)
@@ -520,8 +497,7 @@ class TestStrangers:
         """A message that names the key of others does not keep their messages from being sent."""
         others = f"dislock:{{others-{scene.key}}}"
         headers = {"dislock_unique": [others, "end"]}
-        sent = fleet.send(scenarios.hold, scene.key, headers=headers)
-        scene.wait_for_report("begin")
+        sent = scene.begin(fleet, headers=headers)
         assert not scene.redis.exists(f"{others}:unique")
         scene.open_gate()
         sent.get(timeout=LIMIT)

@@ -263,8 +263,7 @@ def test_revoke_while_it_waits_for_its_time(fleet, scene):
 
 def test_revoke_while_it_is_put_off(fleet, scene):
     """A second delivery that is revoked while it is put off leaves the first its lock."""
-    result = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet)
     fleet.send(scenarios.hold, scene.key, task_id=result.id)
     wait_for("it is put off", lambda: fleet.says("put off", result.id))
     assert len(fleet.revoke(result.id, reply=True)) == len(fleet.workers)
@@ -277,8 +276,7 @@ def test_revoke_while_it_is_put_off(fleet, scene):
 
 def test_revoke_while_it_runs(fleet, scene):
     """A plain revoke of a running task changes nothing: it holds its lock to its end."""
-    result = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet)
     assert len(fleet.revoke(result.id, reply=True)) == len(fleet.workers)
     late = fleet.send(scenarios.hold, scene.key)
     with pytest.raises(TaskRevokedError, match=result.id):
@@ -348,10 +346,9 @@ def test_death_of_the_child_and_redelivery(fleet, scene):
     assert_released(EITHER, fleet, scene, result.id, dead=[first["pid"]])
 
 
-@pytest.mark.parametrize("option", ["--max-tasks-per-child", "--max-memory-per-child"])
-def test_replacement_of_the_child(start_worker, scene, option):
-    """A child that ends after its task, for tasks or memory, has released before."""
-    fleet = start_worker(option, "1")
+def test_replacement_of_the_child(start_worker, scene):
+    """A child that ends after its task has released before."""
+    fleet = start_worker("--max-tasks-per-child", "1")
     results = []
     for _ in range(2):
         results.append(fleet.send(scenarios.step, scene.key))
@@ -371,8 +368,7 @@ def test_a_lock_that_was_lost_is_not_released(fleet, scene, how):
     first = fleet.send(scenarios.hold_by_itself, scene.key)
     pid = scene.wait_for_report("begin")["pid"]
     scene.lose_the_lock()
-    second = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin", id=second.id)
+    second = scene.begin(fleet)
     lease = scene.lease
     if how == "the body ends":
         scene.open_gate(first.id)
@@ -395,17 +391,21 @@ def test_a_lock_that_was_lost_is_not_released(fleet, scene, how):
 
 
 def test_warm_shutdown(start_worker, fleet, scene):
-    """A worker that is told to stop keeps the lock until its last body has ended."""
+    """A worker that is told to stop keeps the lock until its last body has ended.
+
+    A new worker of the same name starts meanwhile, as in a deploy, and takes no lock from it.
+    """
     own = start_worker()
     (worker,) = own.workers
-    result = own.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(own)
     worker.terminate()
     worker.wait_until_it_says("Warm shutdown")
+    lease = scene.lease
+    start_worker("--dislock", "-n", lease.holder["worker"])
     late = fleet.send(scenarios.step, scene.key)
     with pytest.raises(TaskRevokedError, match=result.id):
         late.get(timeout=LIMIT)
-    assert_it_holds(scene, result)
+    assert scene.lease.token == lease.token
     scene.open_gate()
     assert worker.wait_until_it_ends() == 0
     assert result.get(timeout=LIMIT)["held"] is True
@@ -472,28 +472,12 @@ def test_death_of_the_worker(start_worker, fleet, scene):
     left = scene.lease
     own.workers[0].kill()
     scene.wait_until_free()
-    following = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin", id=following.id)
+    following = scene.begin(fleet)
     assert left.expires_ms <= scene.lease.acquired_ms
     scene.open_gate()
     assert following.get(timeout=LIMIT)["held"] is True
     assert not [r for r in scene.releases if r["id"] == result.id]
     scene.assert_exclusive([pid])
-
-
-def test_a_worker_that_shuts_down_keeps_its_lock(start_worker, fleet, scene):
-    """A new worker of the same name starts meanwhile, as in a deploy, and takes no lock from it."""
-    own = start_worker()
-    result = own.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    own.workers[0].terminate()
-    own.workers[0].wait_until_it_says("Warm shutdown")
-    lease = scene.lease
-    start_worker("--dislock", "-n", lease.holder["worker"])
-    assert scene.lease.token == lease.token
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    assert_released(ITSELF, own, scene, result.id, then=fleet)
 
 
 @ANY_BROKER
@@ -528,8 +512,7 @@ def test_lost_connection(start_worker, own_broker, fleet, scene):
     url, drop_connections = own_broker
     own = start_worker(broker_url=url)
     (worker,) = own.workers
-    result = own.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(own)
     lease = scene.lease
     drop_connections()
     worker.wait_until_it_says("Connection to broker lost")
@@ -549,8 +532,7 @@ def test_lost_connection_and_redelivery(start_worker, own_broker, scene):
     url, drop_connections = own_broker
     fleet = start_worker(broker_url=url)
     (worker,) = fleet.workers
-    result = fleet.send(scenarios.hold_and_survive, scene.key)
-    scene.wait_for_report("begin")
+    result = scene.begin(fleet, scenarios.hold_and_survive)
     drop_connections()
     worker.wait_until_it_says("Connection to broker lost")
     wait_for("it comes again", lambda: fleet.times_it_says(result.id, "received") > 1)
