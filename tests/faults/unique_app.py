@@ -59,7 +59,6 @@ def unique(name, **options):
 
 
 edit = unique("edit", lock_unique_until="end")
-newest = unique("newest", lock_unique_until="start", lock_on_duplicate="replace")
 index = unique(  # as docs/how-to/send-once.md has it
     "index", lock_unique_until="start", lock_on_duplicate="replace", lock_on_conflict="queue"
 )
