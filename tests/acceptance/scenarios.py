@@ -377,6 +377,7 @@ BOUND = {"bind": True}
 
 hold = locked("hold")
 hold_renewed = locked("hold_renewed", **BRIEFLY)
+outlive_loss = locked("outlive_loss", **BRIEFLY)
 hold_steadily = locked("hold_steadily", lock_watchdog_timeout=STEADY)
 hold_by_itself = locked("hold_by_itself", stay_by_itself, **BOUND)
 hold_without_renewal = locked("hold_without_renewal", lock_expire=BRIEF)

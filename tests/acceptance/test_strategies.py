@@ -86,10 +86,9 @@ def test_those_who_wait_leave_a_slot_to_a_parked_task(fleet, scene):
     scene.assert_exclusive()
 
 
-@pytest.mark.parametrize("pool", ["threads", "gevent"])
-def test_waiting_holds_up_nothing_in_its_process(pool, start_fleet, scene):
+def test_waiting_holds_up_nothing_in_its_process(start_fleet, scene):
     """Beside a waiter, the watchdog renews and other tasks run, in one and the same process."""
-    fleet = start_fleet(pool)
+    fleet = start_fleet("gevent")
     scene.begin(fleet, scenarios.hold_renewed)
     second = fleet.send(scenarios.hold_or_wait, scene.key)
     scene.wait_for_line(1)
