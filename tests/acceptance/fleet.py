@@ -165,7 +165,9 @@ class Fleet:
 
     def times_it_says(self, *words: str) -> int:
         """Count the lines with all these words that the workers have logged."""
-        lines = (line for worker in self.workers for line in worker.log.splitlines())
+        logs = [worker.log for worker in self.workers]
+        told = (log for log in logs if all(word in log for word in words))  # spares most looks
+        lines = (line for log in told for line in log.splitlines())
         return sum(all(word in line for word in words) for line in lines)
 
 

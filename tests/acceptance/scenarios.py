@@ -464,7 +464,6 @@ unique_fail = locked("unique_fail", raise_error, **UNTIL_END)
 unique_for_a_while = locked(
     "unique_for_a_while", do_little, lock_unique_until="expiry", lock_unique_for=LONG
 )
-plain_unique = locked("plain_unique", base=None, **UNTIL_END)
 unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)
 unique_newest_until_end = locked("unique_newest_until_end", **NEWEST, **UNTIL_END)
 # The debounce of docs/how-to/send-once.md.

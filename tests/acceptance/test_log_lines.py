@@ -88,38 +88,26 @@ def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
     assert re.match(COPY.format(key=scene.key, holder=".*"), said[0])
 
 
-def newest_of_many(fleet, scene):
-    """Park tasks of which each takes the place of the one before; return the lines about each."""
+@PREFORK
+def test_making_room_in_line_is_one_line(fleet, scene):
+    """All but one that were parked have a second line, however many processes end them."""
     holder = scene.begin(fleet)
     parked = [fleet.send(scenarios.hold_newest, scene.key) for _ in range(CROWD)]
-    revoked = CROWD - 1
-    wait_for(
-        "one is left in line",
-        lambda: sum(one.state == states.REVOKED for one in parked) == revoked,
-    )
+
+    def revoked():
+        return sum(one.state == states.REVOKED for one in parked)
+
+    wait_for("one is left in line", lambda: revoked() == CROWD - 1)
     settled(fleet, holder.id)
     told = [lines_about(fleet, scenarios.hold_newest, one.id) for one in parked]
     scene.open_gate()
     wait_for("all have ended", lambda: all(one.ready() for one in (holder, *parked)))
-    return told
-
-
-@PREFORK
-def test_making_room_in_line_is_one_line(fleet, scene):
-    """All but one that were parked have a second line, however many processes end them."""
-    told = newest_of_many(fleet, scene)
     assert sorted(map(len, told)) == [1, *[2] * (CROWD - 1)]
     reason = f"a newer task took its place in line for lock {scene.key!r}. It does not run."
     for lines in told:
-        parked, *skipped = sorted(lines)
-        assert f" parked: place 1 in line for lock {scene.key!r}, held by " in parked
+        first, *skipped = sorted(lines)
+        assert f" parked: place 1 in line for lock {scene.key!r}, held by " in first
         assert all(line.endswith(f" skipped: {reason}") for line in skipped)
-
-
-def test_within_a_process_a_task_is_parked_before_it_makes_room(start_fleet, scene):
-    """However its threads take turns; the lines of two processes may come in any order."""
-    for lines in newest_of_many(start_fleet("threads", "--concurrency", "8"), scene):
-        assert " parked: " in lines[0]
 
 
 @PREFORK

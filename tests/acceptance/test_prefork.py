@@ -12,7 +12,7 @@ import pytest
 from billiard.exceptions import WorkerLostError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, REDELIVERY_IS_SLOW, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK
 
 pytestmark = pytest.mark.acceptance
 
@@ -47,17 +47,3 @@ def test_a_body_that_nothing_stops_is_killed_at_its_cap(fleet, scene):
         result.get(timeout=LIMIT)
     pid = scene.wait_for_report("resisted")["pid"]
     assert_the_next_one_runs(fleet, scene, dead=[pid])
-
-
-@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
-def test_a_redelivery_while_the_task_runs_is_put_off(start_fleet, scene):
-    """A message that the broker delivers twice runs twice at most, and never beside itself."""
-    fleet = start_fleet("prefork", env={"SCENARIOS_VISIBILITY_TIMEOUT": "2"})
-    result = scene.begin(fleet, scenarios.hold_and_survive)
-    wait_for("the redelivery is put off", lambda: fleet.says("put off", result.id))
-    assert len(scene.reported("begin")) == 1
-    scene.open_gate()
-    assert result.get(timeout=LIMIT)["held"] is True
-    scene.wait_for_report("end", times=2, id=result.id)
-    scene.wait_until_free()
-    scene.assert_exclusive()

@@ -404,22 +404,6 @@ class TestWhereLocksAreOff:
         first.get(timeout=LIMIT)
         assert_the_next_is_sent(off, scene, scenarios.unique_to_the_end)
 
-    def test_when_the_task_does_not_succeed(self, off, scene):
-        """It fails, is revoked, expires, or is unknown in this worker."""
-        task = scenarios.unique_fail
-        with pytest.raises(ValueError, match=scene.key):
-            off.send(task, scene.key).get(timeout=LIMIT)
-        scene.wait_until_unreserved()
-        off.revoke(off.send(task, scene.key, countdown=LIMIT).id, reply=True)
-        scene.wait_until_unreserved()
-        off.send(task, scene.key, countdown=1, expires=0.5)
-        assert scene.reserved_for
-        scene.wait_until_unreserved()
-        with sending_elsewhere(name="unknown", base=scenarios.SingletonTask) as unknown:
-            assert unknown.apply_async((scene.key,), queue=off.queue).duplicate is False
-        wait_for("the worker drops it", lambda: off.says("unregistered"))
-        scene.wait_until_unreserved()
-
 
 @contextmanager
 def sending_elsewhere(**options):
@@ -433,33 +417,6 @@ def sending_elsewhere(**options):
         def task(key): ...
 
         yield task
-
-
-@pytest.fixture(scope="module")
-def plain(start_pair):
-    """A worker that was told nothing of locks."""
-    with start_pair("prefork", "plain", modes=[""]) as fleet:
-        yield fleet
-
-
-class TestMixed:
-    """Of the workers of a plain task one has --dislock, and one has not."""
-
-    def test_both_end_reservations(self, plain, prefork_pair, scene):
-        """Whichever of them gets a message, the next is a duplicate until that one has ended."""
-        queues = [plain.queue, prefork_pair.queue]
-        with sending_elsewhere(name=scenarios.plain_unique.name) as task:
-            for queue in (*queues, plain.queue):
-                scene.redis.delete(scenarios.gate_of(scene.key))
-                one = task.apply_async((scene.key,), queue=queue)
-                scene.wait_for_report("begin", id=one.id)
-                for other in queues:
-                    again = task.apply_async((scene.key,), queue=other)
-                    assert (again.id, again.duplicate) == (one.id, True)
-                scene.open_gate()
-                held = one.get(timeout=LIMIT)["held"]
-                assert held is (None if queue == plain.queue else True)
-                scene.wait_until_unreserved()
 
 
 @PREFORK
