@@ -33,127 +33,78 @@ def warnings(app):
     return list(about_tasks(app))
 
 
-class TestMissed:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"lock_unique_until": "start"},
-            {"lock_unique_until": "end", "lock_on_duplicate": "replace"},
-        ],
-    )
-    def test_a_message_that_may_be_missed(self, app, options):
-        """It comes while an older one runs, and is dropped."""
-        declare(app, "shop.index", base=SingletonTask, lock_on_conflict="skip", **options)
-        (warning,) = warnings(app)
-        assert "what it was sent for is missed: shop.index" in warning
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"lock_unique_until": "end"},
-            {"lock_unique_until": "start", "lock_limit": None, "lock_key": "k"},
-        ],
-    )
-    def test_others_are_not(self, app, options):
-        """No message comes while one runs, or it can run beside it."""
-        declare(app, "shop.index", base=SingletonTask, lock_on_conflict="skip", **options)
-        assert warnings(app) == []
+UNIQUE = {"lock_unique_until": "start"}
+NEWEST = {"lock_unique_until": "end", "lock_on_duplicate": "replace"}
+LATE = {"acks_late": True}
 
 
-class TestVisibility:
-    @pytest.mark.parametrize(
-        ("options", "conf", "seconds"),
-        [
-            ({"time_limit": 3601}, {}, 3600),
-            ({}, {"task_time_limit": 7200}, 3600),
-            ({"max_renew_times": 361}, {}, 3600),
-            ({"max_renew_times": 0}, {}, 3600),
-            ({"lock_expire": 4000}, {}, 3600),
-            ({}, {"broker_transport_options": {"visibility_timeout": 60}}, 60),
-        ],
-    )
-    def test_a_task_that_outlives_it_is_named(self, app, options, conf, seconds):
-        """acks_late on Redis: what may last longer is delivered again."""
-        app.conf.update(conf)
-        declare(app, "shop.export", base=SingletonTask, acks_late=True, **options)
-        (warning,) = warnings(app)
-        assert "shop.export" in warning
-        assert f"visibility_timeout of {seconds} s" in warning
-
-    @pytest.mark.parametrize(
-        ("options", "conf", "broker"),
-        [
-            ({"acks_late": True}, {}, "redis://"),
-            ({"acks_late": True, "time_limit": 60, "max_renew_times": 0}, {}, "redis://"),
-            ({"max_renew_times": 0}, {}, "redis://"),
-            ({"acks_late": True, "max_renew_times": 0}, {}, "amqp://"),
-            (
-                {"acks_late": True, "time_limit": 7200},
-                {"broker_transport_options": {"visibility_timeout": 7200}},
-                "redis://",
-            ),
-        ],
-    )
-    def test_others_are_not(self, options, conf, broker):
-        """The defaults fit, as do a time limit, an early acknowledgement and another broker."""
-        app = without_strangers(Celery("shop", broker=broker, set_as_current=False))
-        app.conf.update(conf, dislock_url="redis://")
-        declare(app, "shop.export", base=SingletonTask, **options)
-        assert warnings(app) == []
+@pytest.mark.parametrize(
+    ("options", "conf", "words"),
+    [
+        ({"lock_on_conflict": "skip", **UNIQUE}, {}, "was sent for is missed: shop.export"),
+        ({"lock_on_conflict": "skip", **NEWEST}, {}, "was sent for is missed: shop.export"),
+        ({"lock_on_conflict": "reject"}, {}, "never dead-lettered: shop.export"),
+        ({**LATE, "time_limit": 3601}, {}, "visibility_timeout of 3600 s"),
+        (LATE, {"task_time_limit": 7200}, "visibility_timeout of 3600 s"),
+        ({**LATE, "max_renew_times": 361}, {}, "visibility_timeout of 3600 s"),
+        ({**LATE, "max_renew_times": 0}, {}, "visibility_timeout of 3600 s"),
+        ({**LATE, "lock_expire": 4000}, {}, "visibility_timeout of 3600 s"),
+        (LATE, {"broker_transport_options": {"visibility_timeout": 60}}, "timeout of 60 s"),
+    ],
+)
+def test_options_that_do_not_work_as_intended(app, options, conf, words):
+    """A message is missed, is acknowledged before it is rejected, or is delivered again."""
+    app.conf.update(conf)
+    declare(app, "shop.export", base=SingletonTask, **options)
+    (warning,) = warnings(app)
+    assert words in warning
+    assert "shop.export" in warning
 
 
-class TestUnlocked:
-    def test_a_key_alone_does_not_lock_without_the_flag(self, app):
-        """A lock_key on another base class is silently nothing, so the worker says it."""
-        declare(app, "shop.export", lock_key="k")
-        declare(app, "shop.sync", base=SingletonTask, lock_key="k")
-        (warning,) = about_tasks(app)
-        assert "shop.export" in warning
-        assert "shop.sync" not in warning
-        assert "--dislock" in warning
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {},
-            {"lock_key": False},
-            {"lock_expiry": 60, "unique_on": None},  # of celery-singleton
-        ],
-    )
-    def test_no_lock_wanted_no_warning(self, app, options):
-        """Such tasks are as they are meant."""
-        declare(app, "shop.export", **options)
-        assert list(about_tasks(app)) == []
-
-    def test_many_tasks_are_counted(self, app):
-        """A long list is cut short."""
-        for number in range(8):
-            declare(app, f"shop.task{number}", lock_limit=2)
-        (warning,) = about_tasks(app)
-        assert "shop.task4 and 3 others" in warning
+@pytest.mark.parametrize(
+    ("options", "conf"),
+    [
+        ({"lock_on_conflict": "skip"}, {}),
+        ({"lock_on_conflict": "skip", "lock_unique_until": "end"}, {}),
+        ({"lock_on_conflict": "skip", "lock_limit": None, "lock_key": "k", **UNIQUE}, {}),
+        ({"lock_on_conflict": "reject", **LATE}, {}),
+        ({"lock_on_conflict": "reject"}, {"task_acks_late": True}),
+        ({**LATE, "time_limit": 60, "max_renew_times": 0}, {}),
+        ({"max_renew_times": 0}, {}),
+        ({**LATE, "max_renew_times": 0}, {"broker_url": "amqp://"}),
+        (
+            {**LATE, "time_limit": 7200},
+            {"broker_transport_options": {"visibility_timeout": 7200}},
+        ),
+    ],
+)
+def test_options_that_work(options, conf):
+    """The defaults fit, as do a time limit, an early acknowledgement and another broker."""
+    app = without_strangers(Celery("shop", broker="redis://", set_as_current=False))
+    app.conf.update({"dislock_url": "redis://", **conf})
+    declare(app, "shop.export", base=SingletonTask, **options)
+    assert warnings(app) == []
 
 
-class TestReject:
-    def test_a_task_whose_messages_cannot_be_rejected_is_named(self, app):
-        """Without acks_late the broker has forgotten the message when the task meets the lock."""
-        declare(app, "shop.export", base=SingletonTask, lock_on_conflict="reject")
-        (warning,) = warnings(app)
-        assert "shop.export" in warning
-        assert "acks_late=True" in warning
+def test_a_key_alone_does_not_lock_without_the_flag(app):
+    """A lock_key on another base class is silently nothing, so the worker says it."""
+    for number in range(8):
+        declare(app, f"shop.task{number}", lock_key="k")
+    declare(app, "shop.a", base=SingletonTask, lock_key="k")
+    (warning,) = about_tasks(app)
+    assert "shop.task4 and 3 others" in warning
+    assert "shop.a" not in warning
+    assert "--dislock" in warning
 
-    @pytest.mark.parametrize(
-        ("options", "conf"),
-        [
-            ({"lock_on_conflict": "reject", "acks_late": True}, {}),
-            ({"lock_on_conflict": "reject"}, {"task_acks_late": True}),
-            ({"lock_on_conflict": "skip"}, {}),
-        ],
-    )
-    def test_others_are_not(self, app, options, conf):
-        """A late acknowledgement, by the task or the app, and any other strategy."""
-        app.conf.update(conf)
-        declare(app, "shop.export", base=SingletonTask, **options)
-        assert warnings(app) == []
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lock_key": False}, {"lock_expiry": 60, "unique_on": None}],  # of celery-singleton
+)
+def test_no_lock_wanted_no_warning(app, options):
+    """Such tasks are as they are meant."""
+    declare(app, "shop.export", **options)
+    assert list(about_tasks(app)) == []
 
 
 class TestServer:

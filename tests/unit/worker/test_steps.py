@@ -21,104 +21,11 @@ def app(plain_app):
     return plain_app
 
 
-def test_the_worker_says_where_its_locks_are(app, caplog):
-    """One line has all that two workers must share to share a lock: the server and the prefix."""
+def declare(app, name, **options):
+    @app.task(name=name, shared=False, **options)
+    def body(): ...
 
-    @app.task(name="singleton", base=SingletonTask, shared=False)
-    def singleton(): ...
-
-    app.conf.dislock_prefix = "staging"
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
-    with caplog.at_level(logging.INFO, "celery_dislock"):
-        step.start(None)
-    assert caplog.messages[0] == (
-        "Locks are on; lock server: redis://localhost:1/0, prefix: staging"
-    )
-
-
-def test_a_bad_setting_stops_a_worker_that_locks_nothing(app):
-    """A --dislock-url that no task uses is checked all the same; --no-dislock checks nothing."""
-    worker = SimpleNamespace(app=without_strangers(app), hostname="w1@here")
-    with pytest.raises(SystemExit, match="dislock_url='http://x': give the lock server's URL"):
-        LockStep(worker, dislock_url=("http://x",))
-    LockStep(worker, dislock=False)
-
-
-def test_no_dislock_says_so_loudly(app, caplog):
-    """An operator sees in the log that nothing locks."""
-    without_strangers(app)
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=False)
-    assert step.include_if(None)  # or Celery would not start it
-    step.start(None)
-    assert runtime_of(app).enabled is False
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "LOCKS ARE OFF" in record.message
-
-
-def test_the_command_line_wins_over_the_setting(app, reachable):
-    """--dislock and --dislock-url are written to the app's configuration."""
-    app.conf.dislock_enabled = False
-    LockStep(
-        SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url="redis://other:1/3"
-    )
-    assert runtime_of(app).enabled is True
-    assert runtime_of(app).process.store.server == "redis://other:1/3"
-
-
-def test_a_worker_without_a_lock_server_refuses_to_start(app, monkeypatch):
-    """The message names the server and the ways out; there is no traceback."""
-
-    def ping(_):
-        raise StoreError("redis://localhost:1/0", "Connection refused")
-
-    monkeypatch.setattr(Store, "ping", ping)
-    with pytest.raises(SystemExit) as caught:
-        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
-    assert "redis://localhost:1/0: Connection refused" in caught.value.code
-    assert "--no-dislock" in caught.value.code
-
-
-def test_a_worker_with_a_bad_option_refuses_to_start(app, reachable):
-    """A task that is only locked under --dislock is checked when the worker starts."""
-
-    @app.task(name="keyed", lock_key="k:<x>", shared=False)
-    def keyed(): ...
-
-    with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
-        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
-
-
-def test_a_worker_whose_singleton_tasks_have_no_server_refuses_to_start():
-    """Without a flag the server is not asked, but there must be one."""
-    app = Celery("shop", broker="amqp://localhost//", set_as_current=False)
-    Dislock(app)
-
-    @app.task(name="singleton", base=SingletonTask, shared=False)
-    def singleton(): ...
-
-    with pytest.raises(SystemExit, match="dislock_url"):
-        LockStep(SimpleNamespace(app=app, hostname="w1@here"))
-
-
-def test_dead_children_are_looked_for_often(app):
-    """The event loop asks the pool to look for exits, once however often it is set up."""
-    calls = []
-
-    class Hub:
-        def call_repeatedly(self, delay, call):
-            calls.append(call)
-            return SimpleNamespace(cancel=lambda: calls.remove(call))
-
-    @app.task(name="singleton", base=SingletonTask, shared=False)
-    def singleton(): ...
-
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
-    worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
-    step.register_with_event_loop(worker, Hub())
-    step.register_with_event_loop(worker, Hub())
-    assert calls == ["maintain"]
-    step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
+    app.finalize()
 
 
 @pytest.fixture
@@ -136,18 +43,84 @@ def worker(app):
     return SimpleNamespace(app=app, hostname="w1@here", timer=timer)
 
 
-def declare_parking(app, timeout=30.0):
-    @app.task(
-        name="parks",
-        base=SingletonTask,
-        lock_key="k",
-        lock_on_conflict="queue",
-        lock_watchdog_timeout=timeout,
-        shared=False,
+def test_the_worker_says_where_its_locks_are(app, worker, caplog):
+    """One line has all that two workers must share to share a lock: the server and the prefix."""
+    declare(app, "singleton", base=SingletonTask)
+    app.conf.dislock_prefix = "staging"
+    with caplog.at_level(logging.INFO, "celery_dislock"):
+        LockStep(worker).start(None)
+    assert caplog.messages[0] == (
+        "Locks are on; lock server: redis://localhost:1/0, prefix: staging"
     )
-    def parks(): ...
 
-    app.finalize()
+
+def test_a_bad_setting_stops_a_worker_that_locks_nothing(app, worker):
+    """A --dislock-url that no task uses is checked all the same; --no-dislock checks nothing."""
+    without_strangers(app)
+    with pytest.raises(SystemExit, match="dislock_url='http://x': give the lock server's URL"):
+        LockStep(worker, dislock_url=("http://x",))
+    LockStep(worker, dislock=False)
+
+
+def test_no_dislock_says_so_loudly(app, worker, caplog):
+    """An operator sees in the log that nothing locks."""
+    without_strangers(app)
+    step = LockStep(worker, dislock=False)
+    assert step.include_if(None)  # or Celery would not start it
+    step.start(None)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "LOCKS ARE OFF" in record.message
+
+
+def test_the_command_line_wins_over_the_setting(app, worker, reachable):
+    """--dislock and --dislock-url are written to the app's configuration."""
+    app.conf.dislock_enabled = False
+    LockStep(worker, dislock=True, dislock_url="redis://other:1/3")
+    assert runtime_of(app).enabled is True
+    assert runtime_of(app).process.store.server == "redis://other:1/3"
+
+
+def test_a_worker_without_a_lock_server_refuses_to_start(app, worker, monkeypatch):
+    """The message names the server and the ways out; without a flag there must be one, too."""
+
+    def ping(_):
+        raise StoreError("redis://localhost:1/0", "Connection refused")
+
+    monkeypatch.setattr(Store, "ping", ping)
+    with pytest.raises(SystemExit, match="redis://localhost:1/0: Connection refused") as caught:
+        LockStep(worker, dislock=True)
+    assert "--no-dislock" in caught.value.code
+    other = Celery("shop", broker="amqp://localhost//", set_as_current=False)
+    Dislock(other)
+    declare(other, "singleton", base=SingletonTask)
+    with pytest.raises(SystemExit, match="dislock_url"):
+        LockStep(SimpleNamespace(app=other, hostname="w1@here"))
+
+
+def test_a_worker_with_a_bad_option_refuses_to_start(app, worker, reachable):
+    """A task that is only locked under --dislock is checked when the worker starts."""
+    declare(app, "keyed", lock_key="k:<x>")
+    with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
+        LockStep(worker, dislock=True)
+
+
+def test_dead_children_are_looked_for_often(app):
+    """The event loop asks the pool to look for exits, once however often it is set up."""
+    calls = []
+
+    class Hub:
+        def call_repeatedly(self, delay, call):
+            calls.append(call)
+            return SimpleNamespace(cancel=lambda: calls.remove(call))
+
+    declare(app, "singleton", base=SingletonTask)
+    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+    worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
+    step.register_with_event_loop(worker, Hub())
+    step.register_with_event_loop(worker, Hub())
+    assert calls == ["maintain"]
+    step.register_with_event_loop(SimpleNamespace(pool=SimpleNamespace()), Hub())
 
 
 @pytest.fixture
@@ -182,17 +155,10 @@ def test_every_worker_has_the_steps(app):
 
 def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
     """One with tasks that do not park does: others may have left a line."""
-
-    @app.task(name="plain", shared=False)
-    def plain(): ...
-
+    declare(app, "plain")
     without_strangers(app)
     assert SweepStep(worker).include_if(worker) is False
-
-    @app.task(name="skips", base=SingletonTask, lock_key="k", shared=False)
-    def skips(): ...
-
-    app.tasks["skips"]
+    declare(app, "skips", base=SingletonTask, lock_key="k")
     assert SweepStep(worker).include_if(worker) is True
 
 
@@ -202,21 +168,23 @@ def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
 def test_where_nothing_is_parked_nobody_sweeps(app, worker, conf):
     """Without locks, and with several lock servers, whatever a callable may say."""
     without_strangers(app).conf.update(conf)
-
-    @app.task(
-        name="t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None, shared=False
-    )
-    def t(): ...
-
+    declare(app, "t", base=SingletonTask, lock_key="k", lock_on_conflict=lambda *_: None)
     assert SweepStep(worker).include_if(worker) is False
 
 
-def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
-    """At once, and then whenever the step before says; with connections of its own."""
-    declare_parking(without_strangers(app), timeout=6.0)
+@pytest.fixture
+def step(app, worker, sweeps):
+    """A step that has started."""
+    options = {"lock_on_conflict": "queue", "lock_watchdog_timeout": 6.0}
+    declare(without_strangers(app), "parks", base=SingletonTask, lock_key="k", **options)
     step = SweepStep(worker)
     step.include_if(worker)
     step.start(worker)
+    return step
+
+
+def test_a_worker_sweeps_in_its_timer(app, worker, step, sweeps):
+    """At once, and then whenever the step before says; with connections of its own."""
     [sweep] = sweeps
     process, *told = sweep.told
     assert told == [runtime_of(app).process.sweep_name, "w1@here", 2.0]
@@ -225,14 +193,12 @@ def test_a_worker_sweeps_in_its_timer(app, worker, sweeps):
         entry = worker.timer.due.pop()
         assert (entry.after, worker.timer.due) == (after, [])
         entry.run()
+    step.stop(worker)
+    assert (worker.timer.due, sweep.ended) == ([], 1)
 
 
-def test_those_whom_the_sweep_has_ended_are_told_to_monitors(app, worker, sweeps):
+def test_those_whom_the_sweep_has_ended_are_told_to_monitors(worker, step, sweeps):
     """By the worker's dispatcher, as it is then."""
-    declare_parking(app)
-    step = SweepStep(worker)
-    step.include_if(worker)
-    step.start(worker)
     sent = []
     dispatcher = SimpleNamespace(send=lambda type_, **fields: sent.append((type_, fields)))
     worker.consumer = SimpleNamespace(event_dispatcher=dispatcher)
@@ -240,14 +206,3 @@ def test_those_whom_the_sweep_has_ended_are_told_to_monitors(app, worker, sweeps
     [(event, fields)] = sent
     assert event == "task-revoked"
     assert (fields["uuid"], fields["reason"], fields["state"]) == ("1", "why", "REVOKED")
-
-
-def test_a_worker_that_stops_sweeps_no_more(app, worker, sweeps):
-    """What was due is cancelled, and another worker can sweep."""
-    declare_parking(app)
-    step = SweepStep(worker)
-    step.include_if(worker)
-    step.start(worker)
-    step.stop(worker)
-    assert worker.timer.due == []
-    assert sweeps[0].ended == 1
