@@ -147,16 +147,6 @@ def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
     assert cursors(process) == [FIRST, FIRST, b"17"]
 
 
-def test_a_name_that_cannot_be_had_keeps_no_line_waiting(process, sweep):
-    """The server may be full, or the name damaged: the next page is swept all the same."""
-    process.identity.error = DamagedLockError("redis://fake", "damaged", "the name")
-    process.lines.pages = [(PAGE * 2, b"17", {}), (PAGE * 2, FIRST, {})]
-    for _ in range(2):
-        sweep.step()
-    assert cursors(process) == [FIRST, b"17"]
-    assert False in process.answered
-
-
 def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
     """A server that is slow does not put the round off."""
     process.lines.pages = [(PAGE * 5, b"17", {})] * 2
@@ -232,12 +222,14 @@ def test_at_its_end_another_worker_can_sweep(process, sweep, away):
 
 
 def test_who_does_not_claim_its_turns_is_looked_into(process, sweep):
-    """Beside those that were replaced; where there is none, nobody is asked."""
+    """Beside those that were replaced; a name of the store that is damaged keeps none waiting."""
+    process.identity.error = DamagedLockError("redis://fake", "damaged", "the name")
     process.lines.pages = [(2, FIRST, empty("a", "b"))]
     process.lines.swept = {"a": Swept(1, {}, ("1:0:0",)), "b": Swept(1, {})}
     sweep.step()
     assert ("a", ("1:0:0",)) in process.told
     assert ("b", ()) not in process.told
+    assert process.answered == [False, True]
 
 
 def test_a_damaged_lock_is_reported_and_the_others_are_swept(sweep, process):
