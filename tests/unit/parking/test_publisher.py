@@ -250,7 +250,8 @@ def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lin
 )
 def test_one_that_others_wait_for_is_ended_by_a_worker(app, task, postman, producer, lines, about):
     """Only who knows the task can read its body, and with it the chord and the chain to be told."""
-    tell_replaced(postman, lines, {"1:0:0": parked("1", **about)})
+    lines.parked[LOCK, "1:0:0"] = b""
+    assert tell_replaced(postman, lines, {"1:0:0": parked("1", **about)}) == {}  # told there
     [(body, options)] = producer.sent
     assert body == b"1"
     assert options["headers"]["task"] == about.get("task", "t")
