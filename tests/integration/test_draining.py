@@ -291,10 +291,6 @@ class TestStoreName:
         identity.confirm()
         assert redis_client.ttl("dislock:lines:@store") > 29 * 86400
 
-    def test_each_prefix_is_a_store_of_its_own(self, identity, redis_url):
-        """Though the server is the same."""
-        assert StoreIdentity(Store(redis_url).lock_server, "old").name() != identity.name()
-
     def test_forged_names_leave_one_record(self, identity, redis_client):
         """Anybody who can publish a message can send one with any name."""
         for number in range(50):

@@ -445,6 +445,19 @@ class TestManyAtATime:
         assert isinstance(broker.ask("a", copy=2, marked=True, **SHARED), Granted)
         assert broker.given() == ["b"]
 
+    def test_a_lease_is_not_cut_by_what_is_reserved_in_the_same_step(self, broker, driven):
+        """A waiter that gets a counted lock itself, and lets the next in, keeps its own lease."""
+        for owner in ("x", "y"):
+            broker.store.acquire([LOCK], owner, 10, "{}", limit=2)
+        for owner in ("w1", "w2"):
+            broker.store.acquire([LOCK], owner, 30, "{}", limit=2, place=LONG)
+        driven(10)
+        assert isinstance(
+            broker.store.acquire([LOCK], "w1", 30, "{}", limit=2, place=LONG), Granted
+        )
+        driven(6)
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
+
 
 class TestSweep:
     def test_a_line_that_is_swept_does_not_end_by_itself(self, broker, held, driven, redis_client):
@@ -471,10 +484,6 @@ class TestSweep:
         driven(86400)
         broker.sweep()
         assert redis_client.hkeys(f"{LOCK}:running") == ["b:0:0"]
-
-    def test_nothing_is_asked_about_no_lines(self, broker):
-        """An empty page costs nothing."""
-        assert broker.lines.sweep([]) == {}
 
     def test_a_line_whose_lock_is_damaged_is_told(self, broker, redis_client):
         """A key of another kind spoils its own line only."""
@@ -629,6 +638,13 @@ class TestBounds:
         assert isinstance(broker.park("b", message=b"m" * 1000, bounds=bounds), Full)
         assert snapshot(redis_url) == before
 
+    def test_who_has_its_turn_does_not_count(self, broker, held):
+        """The bound is of those that wait."""
+        broker.park("a", bounds=Bounds(1))
+        broker.end("first")
+        assert isinstance(broker.park("b", bounds=Bounds(1)), Parked)
+        assert isinstance(broker.park("c", bounds=Bounds(1)), Full)
+
 
 class TestLeaving:
     def test_who_moves_out_runs_elsewhere(self, broker, held):
@@ -651,6 +667,13 @@ class TestLeaving:
         before = snapshot(redis_url)
         assert broker.lines.move_out(LOCK, "a:0:0") is True
         assert snapshot(redis_url) == before
+
+    def test_the_marked_copy_of_who_left_does_not_run(self, broker, held):
+        """Its message, already on its way, finds the mark of work that is over."""
+        broker.park("a")
+        broker.end("first")
+        broker.leave("a")
+        assert broker.ask("a", copy=2, marked=True) == Done()
 
 
 class TestSettling:
@@ -997,6 +1020,13 @@ class TestMarks:
         assert broker.end("done") is False
         assert broker.ask("done", copy=2, marked=True) == Done()
 
+    def test_a_task_that_lost_its_place_is_marked_so_too(self, broker):
+        """The place of a task in a full line is taken: its copies do not run."""
+        broker.ask("first")
+        for task in ("a", "b"):
+            broker.park(task, bounds=Bounds(1, overflow="replace"))
+        assert broker.ask("a", copy=2) == Done()
+
 
 class TestIndex:
     def test_pages_together_have_all(self, broker):
@@ -1155,6 +1185,40 @@ class TestWithdraw:
         for ticket in ("other:0:0", "bytes", ""):
             assert broker.lines.withdraw(LOCK, ticket) is False
         assert snapshot(redis_url) == before
+
+    def test_one_delivery_runs_it_without_a_lock(self, broker, held, redis_client):
+        """It is told so again when it comes again; any other is told no, and is done."""
+        broker.park("head")
+        assert broker.withdraw("head", "first") is True
+        assert broker.withdraw("head", "first") is True
+        assert broker.withdraw("head", "second") is False
+        assert isinstance(broker.ask("head"), Done)
+        assert left(redis_client) == {LOCK}
+
+    def test_one_that_runs_is_left_alone(self, broker, held, redis_client, redis_url):
+        """A copy that cannot be run takes neither its lease nor its ticket away."""
+        broker.park("head")
+        broker.end("first")
+        assert isinstance(broker.ask("head", marked=True), Granted)
+        before = snapshot(redis_url)
+        for delivery in ("", "a copy"):
+            assert broker.withdraw("head", delivery) is False
+        assert snapshot(redis_url) == before
+        assert broker.end("head") is True
+
+    def test_what_was_set_aside_does_not_run_without_a_lock_either(self, broker, held):
+        """Its caller was told FAILURE."""
+        broker.park("head")
+        broker.withdraw("head")
+        assert broker.withdraw("head", "a copy") is False
+
+    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
+        """Its caller was told FAILURE; what people put back is not marked, and runs."""
+        broker.park("second")
+        broker.lines.withdraw(LOCK, "second:0:0")
+        broker.end("first")
+        assert isinstance(broker.ask("second", marked=True), Done)
+        assert isinstance(broker.ask("second"), Granted)
 
 
 def test_a_sweep_tells_who_has_not_claimed_many_turns(broker, held, driven):
