@@ -264,33 +264,20 @@ def _keywords_name(signature: inspect.Signature) -> str:
     return "".join(p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD)
 
 
-class _Default:
-    """Stands in a signature's text for a parameter's default."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return f"defaults[{self._name!r}]"
-
-
-def _binder(signature: inspect.Signature, name: str) -> Callable[..., dict[str, Any]]:
+def _binder(signature: inspect.Signature, task_name: str) -> Callable[..., dict[str, Any]]:
     """
     Make a function of this signature that returns its arguments by name, defaults applied.
 
     Python binds the arguments of a call many times faster than `inspect.Signature.bind`.
     """
     given = list(signature.parameters.values())
-    defaults = {one.name: one.default for one in given}
-    plain = [
-        one.replace(
-            annotation=one.empty,
-            default=one.empty if one.default is one.empty else _Default(one.name),
-        )
-        for one in given
-    ]
+    plain = [one.replace(annotation=one.empty, default=one.empty) for one in given]
     head = str(inspect.Signature(plain))[1:-1]
     body = ", ".join(f"{one.name!r}: {one.name}" for one in given)
-    bind: Any = eval(f"lambda {head}: {{{body}}}", {"defaults": defaults})  # noqa: S307 -- names
-    bind.__qualname__ = name  # in the text of a TypeError
+    bind: Any = eval(f"lambda {head}: {{{body}}}")  # noqa: S307 -- of names alone
+    by_name = {one.name for one in given if one.kind is one.KEYWORD_ONLY}
+    defaults = {one.name: one.default for one in given if one.default is not one.empty}
+    bind.__defaults__ = tuple(value for name, value in defaults.items() if name not in by_name)
+    bind.__kwdefaults__ = {name: defaults[name] for name in defaults if name in by_name}
+    bind.__qualname__ = task_name  # in the text of a TypeError
     return bind  # type: ignore[no-any-return]
