@@ -230,11 +230,13 @@ class TestKinds:
         """Each node is looked at; the locks of one that is away are told."""
         with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
             site = Site(cluster.url)
-            site.hold("a", "w1@here")
+            for key in "abc":
+                site.hold(key, "w1@here")
             # A new cluster's replicas begin to follow a moment later.
             wait_for(lambda: "warning" not in dict(site.found("replicas")), "replicas that follow")
-            nodes = [one for one in site.examine().findings if one.check == "server"]
-            assert [one.level for one in nodes] == ["ok"] * 3
+            findings = site.examine().findings
+            assert [one.level for one in findings if one.check == "server"] == ["ok"] * 3
+            assert any(one.what.startswith("3 locks, 3 leases") for one in findings)
             cluster.masters[2].kill()
             assert not site.examine().away
             [(level, what)] = site.found("server")

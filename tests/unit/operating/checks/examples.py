@@ -5,26 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from celery_dislock.operating.checks.facts import Facts, Fleet, Locks, Member
-from celery_dislock.servers.view import Holder, LockState, Waiter
+from tests import pages
 
 
 def holder(worker="w9@gone", **given):
-    known = dict.fromkeys(Holder._fields)
-    about = {"owner": "o", "token": 1, "held": 5.0, "remaining": 20.0, "expiring": False}
-    return Holder(**{**known, **about, "worker": worker, "turn": False, "who": "t[1]", **given})
+    known = {"held": 5.0, "remaining": 20.0, "renewed": None, "who": "t[1]"}
+    return pages.holder(**{**known, "worker": worker, **given})
 
 
 def place(**given):
-    known = dict.fromkeys(Waiter._fields)
-    about = {"parked": True, "ticket": "t:0:0", "turns": 0, "exchange": "", "routing_key": "celery"}
-    return Waiter(**{**known, **about, **given})
+    known = {"ticket": "t:0:0", "exchange": "", "routing_key": "celery"}
+    return pages.place(**{**known, **given})
 
 
 def lock(**given):
-    known = dict.fromkeys(LockState._fields)
-    empty = {"holders": [], "line": [], "turns": [], "limit_note": ""}
-    numbers = {"waiting": 0, "aside": 0, "limit_differs": 0}
-    return LockState(**{**known, **empty, **numbers, "key": "k", "name": "dislock:{k}", **given})
+    return pages.lock(**{"key": "k", "limit_differs": 0, **given})
 
 
 def described(**given):
