@@ -14,7 +14,7 @@ from celery.events.state import State
 from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
-from tests.acceptance import camera, scenarios
+from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, ROOT, wait_for
 from tests.forked import start_celery
 from tests.integration.servers import free_port
@@ -220,18 +220,6 @@ def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_lock_at_its_cap_is_told(start_fleet, scene, watcher, pool):
-    """After how many renewals, and when the lease ends."""
-    fleet = start_fleet(pool, "--task-events")
-    running = fleet.send(scenarios.outlive_cap, scene.key)
-    event = watcher.wait_for(running, "task-lock-capped")
-    assert (event["key"], event["action"], event["renewals"]) == (scene.key, "expire", 2)
-    assert 0 <= event["ends_in"] <= scenarios.BRIEF
-    scene.open_gate()
-    wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
-
-
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
     start_fleet, scene, watcher, pool
 ):
@@ -250,35 +238,6 @@ def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
     watcher.look()
     heard = [e["type"] for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}]
     assert heard == (["task-lock-lost"] if pool == "prefork" else [])
-
-
-def test_a_snapshot_of_celery_events_shows_what_became_of_tasks(
-    start_fleet, scene, server, tmp_path
-):
-    """The camera of ``celery events`` has a skipped, a parked and a lost one."""
-    options = ["--camera", f"{camera.__name__}.{camera.Camera.__name__}", "--frequency", "0.2"]
-    with program(tmp_path, server, "events", *options) as log:
-        wait_for(
-            "the camera works",
-            lambda: scene.redis.get(camera.SHUTTERS) or "Traceback" in log.read_text(),
-        )
-        fleet = start_fleet("prefork", "--task-events")
-        holder = fleet.send(scenarios.outlive_loss, scene.key)
-        scene.wait_for_report("begin")
-        skipped = fleet.send(scenarios.hold, scene.key)
-        parked = fleet.send(scenarios.hold_or_queue, scene.key)
-        wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
-        wait_for("it is parked", lambda: parked.state == "PARKED")
-
-        def seen(result):
-            return json.loads(scene.redis.hget(camera.SEEN, result.id) or "{}").get("state")
-
-        wait_for("two are seen", lambda: (seen(skipped), seen(parked)) == ("REVOKED", "PARKED"))
-        scene.lose_the_lock()
-        wait_for("the third is seen", lambda: seen(holder) == "LOCK-LOST")
-        scene.open_gate()
-        wait_for("their ends are seen", lambda: (seen(holder), seen(parked)) == ("SUCCESS",) * 2)
-        assert seen(skipped) == "REVOKED"
 
 
 def test_flower_shows_a_skipped_task_as_revoked(start_fleet, scene, server, tmp_path):

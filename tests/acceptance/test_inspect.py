@@ -55,17 +55,6 @@ def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
     wait_for("nothing is held", lambda: not leases(fleet))
 
 
-@fleets("threads")
-def test_what_workers_can_be_compared_by_is_told(fleet, server):
-    """Version, server, prefix, whether it locks, and the options of each task."""
-    told = figures(fleet)[0]
-    assert (told["enabled"], told["locks"], told["no_server"]) == (True, True, None)
-    assert (told["server"], told["prefix"]) == (server.url, "dislock")
-    assert told["version"]
-    assert told["tasks"][scenarios.hold_renewed.name]["lock_watchdog_timeout"] == scenarios.BRIEF
-    assert any("visibility_timeout" in one for one in told["warnings"])
-
-
 def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_server):
     """The lock server is what is away, and the worker answers nevertheless."""
     fleet = start_fleet("prefork", "--dislock", conf={"dislock_url": own_redis_server.url})

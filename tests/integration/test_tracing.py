@@ -7,9 +7,8 @@ import logging
 import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
-from celery.exceptions import TaskRevokedError
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, current_lease
+from celery_dislock import SingletonTask, current_lease
 from celery_dislock.operating import tracing
 from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
@@ -121,50 +120,6 @@ def test_the_instrumentors_span_tells_of_the_lock(app, run, exported):
     assert about["owner"].startswith(result.id)
     assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.released"]
     assert span.events[-1].attributes["celery_dislock.held"] >= 0
-
-
-def test_a_skipped_tasks_span_says_who_was_in_the_way(app, run, exported):
-    """The holder, in the words of the log."""
-    dislock = Dislock(app)
-
-    @app.task(base=SingletonTask, lock_key="k", name="shop.export", shared=False)
-    def export(): ...
-
-    holding = dislock.lock("k")
-    holding.acquire()
-    try:
-        result = run(export)
-    finally:
-        holding.release()
-    assert isinstance(result.result, TaskRevokedError)
-    span = span_of(exported, result.id)
-    assert ours(span) == {"key": "k", "outcome": "skip"}
-    assert names_of(span) == ["celery_dislock.conflict"]
-    (event,) = span.events[:1]
-    assert "thread MainThread" in event.attributes["celery_dislock.holder"]
-
-
-def test_a_lost_lease_is_an_event_of_the_span(app, run, exported, redis_client):
-    """It is noticed in the watchdog's thread, and told to the task's span."""
-
-    @app.task(
-        base=SingletonTask,
-        lock_key="k",
-        lock_watchdog_timeout=0.6,
-        name="shop.export",
-        shared=False,
-    )
-    def export():
-        redis_client.delete("dislock:{k}")
-        lease = current_lease()
-        wait_for(lambda: lease.lost, "the loss")
-        with pytest.raises(LockLostError):
-            lease.ensure_held()
-
-    result = run(export)
-    span = span_of(exported, result.id)
-    assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.lost"]
-    assert "deleted" in span.events[1].attributes["celery_dislock.reason"]
 
 
 def test_the_same_is_counted_through_its_api(app, run, exported, reader):

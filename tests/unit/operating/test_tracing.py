@@ -147,6 +147,7 @@ def test_losses_and_caps_are_events_of_the_span(app, world, span):
     export.apply()
     names = [name.rpartition(".")[2] for name, _ in span.events]
     assert names == ["acquired", "capped", "lost"]
+    assert "ran out" in span.events[-1][1]["celery_dislock.reason"]
     assert ("celery_dislock.capped", {"celery_dislock.key": "k", "celery_dislock.renewals": 2}) in (
         span.events
     )
