@@ -179,7 +179,7 @@ class Counters:
             task = task[:LABEL_MOST]
             if len(self._tasks) < TASKS_MOST:
                 self._tasks.add(task)
-            elif task not in self._tasks:
+            else:
                 task = OTHER
         sums = self._sums.setdefault(worker[:LABEL_MOST], Counter())
         if what in HISTOGRAMS:
