@@ -183,12 +183,12 @@ def test_parked_tasks_are_counted_by_task(server, read, monkeypatch):
     monkeypatch.setattr(scraping, "PLACES", 4)
     server.looks = {"dislock:{a}": look(waiting=3), "dislock:{b}": look(waiting=9)}
     server.lines = {
-        "dislock:{a}": parked("one", "two", "one"),
+        "dislock:{a}": parked("one", "two", "two"),
         "dislock:{b}": parked("two", "one", "two", "two", "two"),
     }
     reading = read()
-    assert value(reading, "parked", "one") == 2 + 1
-    assert value(reading, "parked", "two") == 1 + 8
+    assert value(reading, "parked", "one") == 1 + 1
+    assert value(reading, "parked", "two") == 2 + 8
     assert reading.values["celery_dislock_parked_oldest_seconds"] == {("one",): 4, ("two",): 4}
 
 
