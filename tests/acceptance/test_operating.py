@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -74,10 +74,9 @@ def test_a_holder_that_is_not_terminated_learns_that_it_lost_the_lock(fleet, sce
     assert holder.get(timeout=LIMIT)["held"] is False
 
 
-@pytest.mark.parametrize("pool", ["threads"])
-def test_a_pool_that_cannot_terminate_keeps_the_lock(start_fleet, pool, scene):
+@fleets("threads")
+def test_a_pool_that_cannot_terminate_keeps_the_lock(fleet, scene):
     """A thread cannot be ended: after the limit the lock is still held, and the message says so."""
-    fleet = start_fleet(pool, "--dislock")
     holder = fleet.send(scenarios.hold, scene.key)
     begun(scene, holder)
     answer = dislock("free", scene.key, "--terminate", "--yes", "--wait", "1", "--json")
