@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import pytest
 from celery import Celery
+from celery.exceptions import TaskRevokedError
 from celery.result import result_from_tuple
 from kombu.transport import redis as redis_transport
 
@@ -225,6 +226,11 @@ class Scene:
         result = fleet.send(task, self.key, *args, **options)
         self.wait_for_line(before + 1)
         return result
+
+    def assert_others_stay_out(self, fleet: Fleet, holder: AsyncResult | None = None) -> None:
+        """Send another task of this key: it is skipped, and is told who holds the lock."""
+        with pytest.raises(TaskRevokedError, match=holder and holder.id):
+            fleet.send(scenarios.step, self.key).get(timeout=LIMIT)
 
     @property
     def begun(self) -> list[str]:

@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
@@ -44,13 +43,6 @@ def wait_until_outlived(scene):
     )
 
 
-def assert_others_stay_out(fleet, scene):
-    """Send another task of the key: it is skipped."""
-    late = fleet.send(scenarios.hold_renewed, scene.key)
-    with pytest.raises(TaskRevokedError):
-        late.get(timeout=LIMIT)
-
-
 @PREFORK
 def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
     """No thread of its process runs for four timeouts, and the main process renews."""
@@ -58,7 +50,7 @@ def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
     scene.wait_for_report("begin")
     token = scene.lease.token
     wait_until_outlived(scene)
-    assert_others_stay_out(fleet, scene)
+    scene.assert_others_stay_out(fleet)
     end = result.get(timeout=LIMIT)
     assert end["held"] is True
     assert end["token"] == token
@@ -74,7 +66,7 @@ def test_a_stopped_process_keeps_its_lock(fleet, scene):
     result = fleet.send(scenarios.hold_renewed, scene.key)
     with stopped(scene):
         wait_until_outlived(scene)
-        assert_others_stay_out(fleet, scene)
+        scene.assert_others_stay_out(fleet)
     scene.open_gate()
     end = result.get(timeout=LIMIT)
     assert end["held"] is True
