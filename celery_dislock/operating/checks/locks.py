@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.operating.checks.table import (
-    NOTE,
-    WARNING,
-    Row,
-    note,
-    number,
-    ok,
-    serious,
-    some,
-    warning,
-)
+from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.servers.view import REPEAT, differing
@@ -81,14 +71,14 @@ def _limited(lock: LockState, _: Facts) -> str | None:
 ROWS = (
     Row(
         "leases",
-        WARNING,
+        warning,
         lambda lock, _: lock.is_overdue,
         "Leases that missed two renewals, because the process is dead, stopped or cut off",
         "They end by themselves, after their timeout. To end one now: celery dislock free KEY",
     ),
     Row(
         "leases",
-        WARNING,
+        warning,
         _held_long,
         "Held unusually long while others wait",
         "If its body hangs: celery dislock free --terminate KEY. A task that takes that long on "
@@ -96,7 +86,7 @@ ROWS = (
     ),
     Row(
         "lines",
-        WARNING,
+        warning,
         _unclaimed,
         f"Parked tasks that had {TURNS_MANY} or more turns, and did not claim them",
         "No worker consumes the queue, or it cannot run them: look at its log. To end one: celery "
@@ -104,7 +94,7 @@ ROWS = (
     ),
     Row(
         "lines",
-        WARNING,
+        warning,
         _stuck,
         "Lines of locks that nobody holds",
         "A worker with --dislock goes on with the line at its next sweep, within a third of the "
@@ -112,7 +102,7 @@ ROWS = (
     ),
     Row(
         "set aside",
-        WARNING,
+        warning,
         lambda lock, _: lock.aside and number(lock.aside, "task"),
         "Parked tasks that could not be read or run were set aside",
         "When a worker can run them: celery dislock put-back KEY. See the page Operate it, Tasks "
@@ -120,7 +110,7 @@ ROWS = (
     ),
     Row(
         "reservations",
-        NOTE,
+        note,
         _reserved,
         "Reserved for long, for a message that has not come",
         "It may wait in a queue still, or for its countdown. If it was purged, end the "
@@ -128,7 +118,7 @@ ROWS = (
     ),
     Row(
         "limits",
-        WARNING,
+        warning,
         lambda lock, _: lock.limit_differs and differing(lock),
         "Independent lock servers disagree about a pause or a limit. When another of them is away, "
         "that decides who gets the lock",
@@ -136,7 +126,7 @@ ROWS = (
     ),
     Row(
         "limits",
-        NOTE,
+        note,
         _limited,
         "Paused or limited by somebody",
         "To take it back: celery dislock resume KEY",

@@ -6,15 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import ForbiddenError
-from celery_dislock.operating.checks.table import (
-    NOTE,
-    SERIOUS,
-    WARNING,
-    Row,
-    ok,
-    serious,
-    warning,
-)
+from celery_dislock.operating.checks.table import Row, note, ok, serious, warning
 from celery_dislock.scripts import TRY
 from celery_dislock.servers.permissions import check_rights, tried_in
 from celery_dislock.servers.records import text
@@ -72,21 +64,21 @@ def _online(one: Member) -> list[dict[str, str]]:
 ROWS = (
     Row(
         "settings",
-        NOTE,
+        note,
         lambda one, _: one.no_info,
         "Memory, role, replicas and what is saved could not be looked at",
         "Allow it: ACL SETUSER ... +info",
     ),
     Row(
         "persistence",
-        WARNING,
+        warning,
         lambda one, facts: one.info.get("aof_enabled") == "0" and facts.parks,
         "A crash or a restart loses the parked tasks that are not saved (appendonly no)",
         "Set appendonly to yes: parked tasks exist nowhere else.",
     ),
     Row(
         "persistence",
-        WARNING,
+        warning,
         lambda one, facts: one.info.get("aof_enabled") == "0" and facts.server.kind == "quorum",
         "After a restart it has forgotten its leases, and may grant them again (appendonly no)",
         "Set appendonly to yes and appendfsync to always, or start it again only after the longest "
@@ -94,28 +86,28 @@ ROWS = (
     ),
     Row(
         "replicas",
-        SERIOUS,
+        serious,
         _is_short,
         "Fewer replicas follow than dislock_min_replicas, so no lock can be taken",
         "Start the replicas, or lower dislock_min_replicas.",
     ),
     Row(
         "replicas",
-        WARNING,
+        warning,
         _is_alone,
         "No replica follows. If it fails, nothing takes over, and its locks are away",
         "Start a replica; better two.",
     ),
     Row(
         "replicas",
-        WARNING,
+        warning,
         _goes_on_alone,
         "A master that is cut off from its Sentinels goes on taking locks",
         "Set min-replicas-to-write 1 and min-replicas-max-lag 10 on all servers.",
     ),
     Row(
         "round trip",
-        WARNING,
+        warning,
         lambda one, _: (one.round_trip or 0.0) >= SLOW and f"{one.round_trip * 1000:.2g} ms",
         "Round trips are slow, and each locked task waits for two",
         "Keep the lock server near the workers.",

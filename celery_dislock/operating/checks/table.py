@@ -59,14 +59,14 @@ class Row(NamedTuple):
 
     Attributes:
         check: The check's name.
-        level: How serious it is.
+        finding: Makes the finding: :data:`serious`, :data:`warning` or :data:`note`.
         is_so: Tells whether something is so of one of them, with the facts; a text says more of it.
         what: What is wrong, before the names.
         remedy: What to do about it.
     """
 
     check: str
-    level: str
+    finding: Callable[..., Finding]
     is_so: Callable[[Any, Facts], object]
     what: str
     remedy: str
@@ -80,7 +80,7 @@ class Row(NamedTuple):
                 f"{name} ({found[name]})" if found[name] is not True else name for name in about
             )
             what = f"{self.what}: {some(named)}."
-            yield _finding(self.level, what, self.remedy, about)._replace(check=self.check)
+            yield self.finding(what, self.remedy, about)._replace(check=self.check)
 
 
 def findings(

@@ -5,17 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.operating.checks.table import (
-    SERIOUS,
-    WARNING,
-    Row,
-    note,
-    number,
-    ok,
-    serious,
-    some,
-    warning,
-)
+from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,35 +23,35 @@ DECIDE = ("lock_key", "lock_mode", "lock_limit")
 ROWS = (
     Row(
         "lock server",
-        SERIOUS,
+        serious,
         lambda one, _: bool(one["tasks"] or one.get("enabled")) and one.get("no_server"),
         "These workers have no lock server",
         "Set dislock_url.",
     ),
     Row(
         "tasks",
-        SERIOUS,
+        serious,
         lambda one, _: not one["locks"],
         "These workers run tasks without their locks (--no-dislock), also if others lock them",
         "Start them with --dislock.",
     ),
     Row(
         "renewals",
-        SERIOUS,
+        serious,
         lambda one, _: one.get("unavailable"),
         "The lock server does not answer these workers",
         "Look at the network between them and the lock server.",
     ),
     Row(
         "renewals",
-        WARNING,
+        warning,
         lambda one, _: bool(one.get("errors")),
         "The watchdog has survived unexpected errors",
         "Look for 'Unexpected error' in these workers' logs.",
     ),
     Row(
         "renewals",
-        WARNING,
+        warning,
         lambda one, _: some(str(held.get("key")) for held in _held(one) if held.get("overdue")),
         "Running tasks missed two renewals in a row",
         "Their processes are stopped, their bodies hold the GIL, or the server was away.",

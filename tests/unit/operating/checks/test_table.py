@@ -5,7 +5,6 @@ from __future__ import annotations
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.table import (
     LISTED,
-    WARNING,
     Row,
     findings,
     number,
@@ -31,9 +30,9 @@ def test_a_check_that_cannot_go_on_says_so_and_ends_no_other():
 
 def test_a_row_names_what_it_is_about():
     """With what it says of each, unless it says no more than that it is so."""
-    row = Row("sizes", WARNING, lambda size, _: size > 9 or (size > 5 and "large"), "Big", "Cut.")
+    row = Row("sizes", warning, lambda size, _: size > 9 or (size > 5 and "large"), "Big", "Cut.")
     [one] = row.finds({"a": 1, "b": 7, "c": 10}, facts())
-    assert one == ("sizes", WARNING, "Big: b (large), c.", "Cut.", ["b", "c"])
+    assert one == ("sizes", "warning", "Big: b (large), c.", "Cut.", ["b", "c"])
     assert list(row.finds({"a": 1}, facts())) == []
 
 
