@@ -17,7 +17,7 @@ from tests.holding import name_of
 from tests.pages import Visitor, ann
 
 MOUNT = "/ops/locks"
-MANY = 10_000
+MANY = 3_000
 HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 
 
@@ -140,17 +140,17 @@ def test_it_is_mounted_in_a_framework(mounted, app, held, stack):
 
 @pytest.fixture
 def many(app, redis_client):
-    """Ten thousand locks that are held."""
+    """Thousands of locks that are held."""
     store = runtime_of(app).process.store
     for number in range(MANY):
         store.acquire([name_of(f"export:{number:05}")], f"o@w:7/{number}", 3600.0, HOLDER)
     redis_client.config_resetstat()
 
 
-def test_ten_thousand_locks_are_read_in_pages_and_once_for_all(page, many, redis_client):
-    """No command looks at more than a few hundred keys, and a hundred browsers cost as one."""
+def test_thousands_of_locks_are_read_in_pages_and_once_for_all(page, many, redis_client):
+    """No command looks at more than a few hundred keys, and many browsers cost as one."""
     visitor = Visitor(page)
-    for number in range(100):
+    for number in range(30):
         told = visitor.get(f"/api/locks?page={number + 1}").json
         assert told["all"] == MANY
     if told["age"] < FRESH:  # else it was read again: this machine is slow

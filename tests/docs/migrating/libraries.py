@@ -6,7 +6,6 @@ can be used in one app.
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,12 @@ from celery.contrib.testing.worker import start_worker
 from celery.signals import setup_logging
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import redis
     from celery import Celery
 
 LIMIT = 30.0  # seconds for what takes milliseconds
-POLL = 0.01  # seconds between two looks
 NEVER = -1  # what Redis answers for the time to live of a key without an expiry
 HOUR = 3600  # seconds
 DAY = 86400  # seconds
@@ -81,14 +79,6 @@ def worker(app: Celery, **options: Any) -> Iterator[None]:
             yield
     finally:
         setup_logging.disconnect(leave_alone)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Look again and again, until the condition is met."""
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(POLL)
 
 
 def corp_of(args: Any, kwargs: Any) -> str:

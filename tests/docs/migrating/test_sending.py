@@ -27,9 +27,9 @@ from tests.docs.migrating.libraries import (
     of_all,
     of_each,
     reservations,
-    wait_for,
     worker,
 )
+from tests.holding import wait_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

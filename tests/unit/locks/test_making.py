@@ -39,3 +39,5 @@ def test_an_error_names_the_option_as_dislock_lock_has_it(app):
         make_lock(runtime_of(app), "k", {"lock_mode": "both"})
     with pytest.raises(SettingsError, match="timeout=-1"):
         make_lock(runtime_of(app), "k", {}, timeout=-1)
+    with pytest.raises(SettingsError, match="fair='no'"):
+        make_lock(runtime_of(app), "k", {}, fair="no")
