@@ -154,31 +154,6 @@ class TestOwnership:
             lease.ensure_held()
             assert lock.locked()
 
-    def test_all_holders_are_told(self, dislock):
-        """Holders tells of each lease its owner, remaining time, token, mode and holder."""
-        shared = dislock.lock(KEY, mode="shared")
-        assert not shared.locked()
-        assert shared.holders() == []
-        done, held = threading.Event(), threading.Event()
-
-        def hold():
-            with shared:
-                held.set()
-                done.wait(PATIENCE)
-
-        with shared as lease, ThreadPoolExecutor(1, thread_name_prefix="beside") as pool:
-            other = pool.submit(hold)
-            held.wait(PATIENCE)
-            found = {h.owner: h for h in shared.holders()}
-            done.set()
-            other.result(PATIENCE)
-            assert len(found) == 2
-            mine = found.pop(lease.owner)
-            assert (mine.token, mine.mode) == (lease.token, "shared")
-            assert (mine.thread, mine.pid) == (lease.holder["thread"], lease.holder["pid"])
-            assert 0 < mine.remaining <= LONG
-            assert (next(iter(found.values())).thread or "").startswith("beside")
-
 
 class TestAsking:
     @pytest.mark.parametrize(

@@ -60,15 +60,6 @@ def test_of_two_that_try_one_takes_over(store):
     assert refused.owner == "second"
 
 
-def test_nobody_in_line_gets_in_between(store):
-    """A waiter waits on while a left lease is taken over."""
-    leave(store, [LOCK])
-    assert isinstance(store.acquire([LOCK], "waiter", TTL, OLD, place=TTL), Refused)
-    assert store.take_over([LOCK], "first", "second", NEW) == 1
-    assert isinstance(store.acquire([LOCK], "second", TTL, NEW), Granted)
-    assert isinstance(store.acquire([LOCK], "waiter", TTL, OLD, place=TTL), Refused)
-
-
 @pytest.mark.parametrize("how", ["held", "released", "run out"])
 def test_only_what_is_left_is_taken_over(store, redis_client, how):
     """A lease that its owner has still, or that has ended, is not there for others."""
@@ -121,12 +112,6 @@ class TestPlaces:
         assert store.wait(LOCK, "first", 1.0)
         assert store.take_over([LOCK], "first", "second", NEW) == 0
         assert store.release([LOCK], "first")
-
-    def test_one_that_is_not_in_line_has_no_place(self, store, redis_client, wait):
-        """Its place has ended, or was never there."""
-        wait("later")
-        assert store.take_over([LOCK], "first", "second", NEW) == 0
-        assert redis_client.zrange(f"{LOCK}:line", 0, -1) == ["later"]
 
 
 def test_a_mark_is_kept_for_its_time_beside_its_lock(store, redis_client):

@@ -481,14 +481,6 @@ class TestApps:
         stranger.send_task("unique.edit", (1,))
         assert messages(client) == 4
 
-    def test_a_sender_that_does_not_know_the_task(self, make, client):
-        """The options are the task's: without it nobody knows that it is unique."""
-        stranger = make("knows-nothing")
-        for _ in range(2):
-            stranger.send_task("unique.edit", (1,))
-        assert messages(client) == 2
-        assert not client.keys("dislock*")
-
     @pytest.mark.parametrize(
         ("conf", "options"),
         [
