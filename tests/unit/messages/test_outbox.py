@@ -127,26 +127,6 @@ def test_other_messages_are_sent_at_once(app, world, broker):
     assert seen == [1]
 
 
-def test_a_users_on_replace_is_kept(app, world, broker):
-    """A class may do something of its own when it is replaced."""
-    seen = []
-
-    class Counting(SingletonTask):
-        abstract = True
-
-        def on_replace(self, sig):
-            seen.append(sig.task)
-            return super().on_replace(sig)
-
-    @app.task(base=Counting, lock_key="k", bind=True)
-    def task(self):
-        return self.replace(self.si())
-
-    deliver(task)
-    assert seen == [task.name]
-    assert len(broker.sent) == 1
-
-
 # lock_hold_on_retry
 
 
