@@ -191,9 +191,6 @@ def task(app):
     @app.task(name="t")
     def task(): ...
 
-    @app.task(name="ignoring", ignore_result=True)
-    def ignoring(): ...
-
     app.finalize()
     return task
 
@@ -213,7 +210,7 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     caplog.set_level("INFO", "celery_dislock")
     left = []
     lines.leave = lambda *told: left.append((*told, result(app)[0])) or len(left) == 1
-    message = parked("1") if why == REASON else dropped(why)
+    message = parked("1", **({} if why == REASON else {REPLACED_HEADER: why}))
     assert tell_replaced(postman, lines, {"1:0:0": message}) == {"1": why}
     state, error = result(app)
     assert (state, type(error), str(error)) == ("REVOKED", TaskRevokedError, why)
@@ -376,17 +373,8 @@ def test_a_backend_that_tells_nothing_leaves_all_in_line(
     assert lines.store.calls == []
 
 
-# Dropped by an operator
-
-
-def dropped(reason, task_id="1", alone=True):
-    """Make the message of a task that an operator has dropped."""
-    message = Message.from_bytes(parked(task_id, alone=alone))
-    return replace(message, headers={**message.headers, REPLACED_HEADER: reason}).to_bytes()
-
-
 @pytest.mark.parametrize("reason", ["", "a\nb", "x" * 1001, 7, None, ["x"]])
 def test_a_reason_that_nobody_has_written_so_is_no_reason(app, task, postman, lines, reason):
     """The usual one takes its place."""
-    tell_replaced(postman, lines, {"1:0:0": dropped(reason)})
+    tell_replaced(postman, lines, {"1:0:0": parked("1", **{REPLACED_HEADER: reason})})
     assert str(result(app)[1]) == REASON
