@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 
 import pytest
+from celery import Task
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
+from celery_dislock.hooks import guard_tasks
 from celery_dislock.messages.headers import HELD_HEADER
 from celery_dislock.messages.outbox import Outbox
 from tests.unit.deliveries import Broker, deliver
@@ -125,6 +127,25 @@ def test_other_messages_are_sent_at_once(app, world, broker):
 
     deliver(retrying(app, body=body))
     assert seen == [1]
+
+
+@pytest.mark.parametrize("base", [SingletonTask, Task])
+def test_a_users_on_replace_is_kept(app, world, broker, base):
+    """A class may do something of its own when it is replaced."""
+    seen = []
+
+    def on_replace(self, sig):
+        seen.append((sig.task, world.store.leases))
+        return super(type(self), self).on_replace(sig)
+
+    @app.task(base=base, lock_key="k", bind=True, on_replace=on_replace)
+    def task(self):
+        return self.replace(self.si())
+
+    guard_tasks(app)
+    deliver(task)
+    assert seen == [(task.name, {})]
+    assert len(broker.sent) == 1
 
 
 # lock_hold_on_retry

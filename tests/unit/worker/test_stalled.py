@@ -132,16 +132,11 @@ def test_a_stalled_process_is_said_once(clock, caplog):
 
 def test_one_renewal_is_not_worth_a_line(clock, caplog):
     """After an outage the main process may be the first to renew, and the process goes on."""
-    store = Store(HEALTHY, Looked(13.0, 0.0), HEALTHY, HEALTHY, Looked(13.0, 0.0), HEALTHY)
-    run(StalledKeeper(store, clock), clock, [Request(Guard())], 10 * INTERVAL)
-    assert caplog.messages == []
-
-
-def test_what_is_overdue_soon_is_looked_at_soon(clock):
-    """The server knows when that is."""
-    store = Store(Looked(0.0, 1.0), HEALTHY)
+    store = Store(Looked(0.0, 1.0), Looked(13.0, 0.0), HEALTHY, HEALTHY, HEALTHY)
     run(StalledKeeper(store, clock), clock, [Request(Guard())], 2 * INTERVAL)
-    assert len(store.asked) == 2
+    assert len(store.asked) == 2  # the server knows when it is overdue
+    run(StalledKeeper(store, clock), clock, [Request(Guard())], 8 * INTERVAL)
+    assert caplog.messages == []
 
 
 class Fixed(Guard):
@@ -231,45 +226,44 @@ def test_nothing_stops_it(clock, caplog, monkeypatch):
     assert len(store.asked) == 1
 
 
-class TestStep:
-    @pytest.fixture
-    def app(self, plain_app):
-        without_strangers(plain_app)
+@pytest.fixture
+def app(plain_app):
+    without_strangers(plain_app)
 
-        @plain_app.task(name="quick", base=SingletonTask, lock_watchdog_timeout=6, shared=False)
-        def quick(): ...
+    @plain_app.task(name="quick", base=SingletonTask, lock_watchdog_timeout=6, shared=False)
+    def quick(): ...
 
-        @plain_app.task(name="slow", base=SingletonTask, shared=False)
-        def slow(): ...
+    @plain_app.task(name="slow", base=SingletonTask, shared=False)
+    def slow(): ...
 
-        return plain_app
+    return plain_app
 
-    @staticmethod
-    def included(app, pool=prefork.TaskPool):
-        step = StalledStep(SimpleNamespace(app=app))
-        return step.include_if(SimpleNamespace(app=app, pool_cls=pool)), step
 
-    def test_it_belongs_to_prefork_workers(self, app):
-        """In other pools the body runs in the process that would have to renew."""
-        assert self.included(app)[0]
-        assert not self.included(app, solo.TaskPool)[0]
+def included(app, pool=prefork.TaskPool):
+    step = StalledStep(SimpleNamespace(app=app))
+    return step.include_if(SimpleNamespace(app=app, pool_cls=pool)), step
 
-    @pytest.mark.parametrize("setting", ["dislock_renew_for_stalled", "dislock_enabled"])
-    def test_a_setting_turns_it_off(self, app, setting):
-        """A process that stalls loses its locks; without locks there is nothing to do."""
-        app.conf[setting] = False
-        assert not self.included(app)[0]
 
-    def test_the_shortest_timeout_decides_how_often_it_steps(self, app):
-        """So that an overdue lease is found within a part of its interval."""
-        _, step = self.included(app)
-        assert step._every == pytest.approx(6 / 3 / 4)
+def test_the_step_belongs_to_prefork_workers(app):
+    """In others the body runs in the process that would have to renew.  It steps often enough."""
+    is_there, step = included(app)
+    assert is_there
+    assert step._every == pytest.approx(6 / 3 / 4)  # of the shortest timeout
+    assert not included(app, solo.TaskPool)[0]
 
-    def test_without_tasks_that_lock_there_is_nothing_to_do(self, plain_app):
-        """And with fixed expiries alone."""
-        assert not self.included(without_strangers(plain_app))[0]
 
-        @plain_app.task(name="fixed", base=SingletonTask, lock_expire=60, shared=False)
-        def fixed(): ...
+@pytest.mark.parametrize("setting", ["dislock_renew_for_stalled", "dislock_enabled"])
+def test_a_setting_turns_the_step_off(app, setting):
+    """A process that stalls loses its locks; without locks there is nothing to do."""
+    app.conf[setting] = False
+    assert not included(app)[0]
 
-        assert not self.included(plain_app)[0]
+
+def test_without_tasks_that_renew_their_locks_there_is_no_step(plain_app):
+    """No tasks, or fixed expiries alone."""
+    assert not included(without_strangers(plain_app))[0]
+
+    @plain_app.task(name="fixed", base=SingletonTask, lock_expire=60, shared=False)
+    def fixed(): ...
+
+    assert not included(plain_app)[0]
