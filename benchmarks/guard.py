@@ -37,6 +37,7 @@ from celery_dislock.keys.templates import key_builder
 from celery_dislock.locks.attempt import to_json
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 from example_project.redis_server import RedisServer
 
@@ -142,10 +143,10 @@ class Tasks:
         owner = f"{task_id}@celery@bench:12345/01234567.1"
         holder = {"task": "bench.export", "id": task_id, "worker": "celery@bench", "pid": 12345}
         said, store = to_json(holder), self.store
-        terms: dict[str, Any] = {"mode": options.lock_mode, "limit": options.lock_limit}
+        terms = Terms(options.lock_mode, options.lock_limit or 1)
 
         def call() -> None:
-            assert isinstance(store.acquire(names, owner, timeout, said, **terms), Granted)
+            assert isinstance(store.acquire(names, owner, timeout, said, terms=terms), Granted)
             assert store.release(names, owner)
 
         return call

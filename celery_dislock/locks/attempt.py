@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import LockHeldError
 from celery_dislock.servers.records import in_words
-from celery_dislock.servers.store import RELEASED
+from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.requests import Ending
     from celery_dislock.servers.reservations import Reservation
-    from celery_dislock.servers.store import Ending
 
 AT_ONCE, WAITED, PARKED, PUT_OFF = "at_once", "waited", "parked", "put_off"  # Attempt.how
 
@@ -41,7 +41,8 @@ class Attempt:
         owner: The string that identifies this acquisition.
         holder: Description of the owner for others: task, id, worker, pid.
         sender: Sender of the signals about this lock.
-        caller_ended: See :class:`celery_dislock.locks.lease.Grant`.
+        caller_ended: Returns whether the thread or greenlet that must release the lock has ended.
+            None: the lock of a task, which always ends with its execution.
 
     Attributes:
         reservation: The reservation of the task's message, which the acquisition begins and the
@@ -90,11 +91,6 @@ class Attempt:
         self.asked_at: float | None = None
         self.waited = 0.0
         self.trace: Any = None
-
-    def asks(self, now: float) -> None:
-        """Note the time of a request; the first one counts."""
-        if self.asked_at is None:
-            self.asked_at = now
 
     def end(self, ending: Ending = RELEASED) -> None:
         """End the lease, if there is one; a second call does nothing."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from celery_dislock.config.options import TaskOptions
-    from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.running import Running
@@ -39,7 +37,6 @@ class CallerLease:
 
     Args:
         lock: The lock.
-        attempt: The attempt that took the lock.
         lease: The lease.
         runtime: The runtime of a lock in plain Python.  It makes a new store after it was closed.
         execution: Whether this is the lease of a task's execution, which ends with the body.
@@ -51,25 +48,10 @@ class CallerLease:
         caller: The thread or greenlet that has the lease.
     """
 
-    __slots__ = (
-        "_attempt",
-        "caller",
-        "entries",
-        "execution",
-        "lease",
-        "lock",
-        "running",
-        "runtime",
-    )
+    __slots__ = ("caller", "entries", "execution", "lease", "lock", "running", "runtime")
 
     def __init__(
-        self,
-        lock: Lock,
-        attempt: Attempt,
-        lease: Lease,
-        *,
-        runtime: object = None,
-        execution: bool = False,
+        self, lock: Lock, lease: Lease, *, runtime: object = None, execution: bool = False
     ) -> None:
         self.lock = lock
         self.lease = lease
@@ -78,7 +60,6 @@ class CallerLease:
         self.entries: dict[object, object] = {}
         self.running: Running | None = None
         self.caller: ref[Caller] | None = None
-        self._attempt = attempt
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
@@ -102,7 +83,7 @@ class CallerLease:
         try:
             if self.running is not None:
                 self.running.end()
-            self._attempt.end()
+            self.lease.release()
         finally:
             caller = self.caller() if self.caller is not None else None
             if caller is not None:
@@ -114,29 +95,36 @@ class Caller:
     A thread or a greenlet.
 
     Attributes:
+        is_greenlet: Whether it is a greenlet.
+        thread: The thread; of a greenlet, what :mod:`threading` takes for one.
+        pid: The process that made this record; a forked child does not have its leases.
         entering: Weak reference to the :class:`Leaving` of the ``with`` statement whose
             ``__enter__`` runs next.
     """
 
-    __slots__ = ("__weakref__", "_greenlet", "_leases", "_pid", "_thread", "entering")
+    __slots__ = (
+        "__weakref__",
+        "_greenlet",
+        "_leases",
+        "entering",
+        "is_greenlet",
+        "pid",
+        "thread",
+    )
 
     def __init__(self, greenlet: Any = None) -> None:
         self.entering: Any = None
-        self._greenlet = None if greenlet is None else ref(greenlet)
-        self._thread = threading.current_thread()
+        self.is_greenlet = greenlet is not None
+        self.thread = threading.current_thread()
+        self.pid = os.getpid()
+        self._greenlet = ref(greenlet) if self.is_greenlet else None
         self._leases: list[CallerLease] = []  # a task's comes after that of an eager task around it
-        self._pid = os.getpid()
-
-    @property
-    def is_greenlet(self) -> bool:
-        """Whether the caller is a greenlet, not a thread."""
-        return self._greenlet is not None
 
     @property
     def dead(self) -> bool:
         """Whether it has ended; unknown for a thread that :mod:`threading` did not start."""
         if self._greenlet is None:
-            return not self._thread.is_alive()
+            return not self.thread.is_alive()
         greenlet = self._greenlet()
         return greenlet is None or greenlet.dead
 
@@ -147,12 +135,12 @@ class Caller:
 
     def forget(self, held: CallerLease) -> None:
         """Remove a lease of this caller from the record; a second call does nothing."""
-        with suppress(ValueError):
+        if held in self._leases:
             self._leases.remove(held)
 
     def find(self, lock: Lock) -> CallerLease | None:
         """Return this caller's latest lease of one of the lock's keys; None if there is none."""
-        return next(self._of(lock), None)
+        return next(self._of(lock), None) if self._leases else None
 
     def refuse_to_wait(self, lock: Lock) -> None:
         """
@@ -161,7 +149,7 @@ class Caller:
         Raises:
             LockHeldError: This caller has a lease of one of the keys.
         """
-        for held in self._of(lock):
+        for held in self._of(lock) if self._leases else ():
             if held.lease.held:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
@@ -183,10 +171,6 @@ class Caller:
             return "the task that is running here"
         return "this very greenlet" if self.is_greenlet else "this very thread"
 
-    def owned_here(self) -> bool:
-        """Return whether this record was made in this process, not in the parent before a fork."""
-        return self._pid == os.getpid()
-
 
 _threads = threading.local()
 _greenlets: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()
@@ -196,14 +180,15 @@ def current_caller() -> Caller:
     """Return the record of the calling thread or greenlet."""
     greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
-    if here is not None and here.parent is not None:  # the first greenlet of a thread has no parent
-        caller = _greenlets.get(here)
-        if caller is None or not caller.owned_here():
-            caller = _greenlets[here] = Caller(here)
-        return caller
-    caller = getattr(_threads, "caller", None)
-    if caller is None or not caller.owned_here():
-        caller = _threads.caller = Caller()
+    # The first greenlet of a thread has no parent.
+    in_greenlet = here is not None and here.parent is not None
+    caller = _greenlets.get(here) if in_greenlet else getattr(_threads, "caller", None)
+    if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
+        caller = Caller(here if in_greenlet else None)
+        if in_greenlet:
+            _greenlets[here] = caller
+        else:
+            _threads.caller = caller
     return caller
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from celery_dislock.locks.loop import Loop
-    from celery_dislock.servers.store import LateRelease, Store
+    from celery_dislock.servers.requests import LateRelease
+    from celery_dislock.servers.store import Store
 
 BATCH = 500  # releases in one round trip
 RETRY_EVERY = 1.0  # seconds

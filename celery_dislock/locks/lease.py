@@ -6,7 +6,7 @@ the trust and never extends it.  After that time the watchdog marks the lease as
 lost even if the server could still extend it: the owner may already have been told, and acted on
 it.
 
-Nothing here sends or waits.  What does so for a lease is its :class:`Driver`.
+Nothing here sends or waits.  What does so for a lease is its :class:`Driver`: the lock.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import os
 import time
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError
-from celery_dislock.servers.store import RELEASED
+from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.config.options import TaskOptions
+    from celery_dislock.servers.requests import Ending
     from celery_dislock.servers.reservations import Reservation
-    from celery_dislock.servers.store import Ending
 
 TRUST_MARGIN = 0.5  # seconds before a lease's expiry at which trust in it ends: time to stop a body
 TRUST_MARGIN_RATIO = 0.1  # of the timeout, used if that is shorter than TRUST_MARGIN
@@ -45,51 +45,42 @@ def wall_time(when: float, clock: Callable[[], float]) -> float:
     return when + time.time() - clock() if clock is time.monotonic else when
 
 
-class End(Enum):
-    """How a lease has ended; the values are texts for messages."""
+class End(str, Enum):
+    """How a lease has ended."""
 
     RELEASED = "released"  # by its owner
-    EXPIRING = "left to expire"  # by its owner
-    ABANDONED = "the thread or greenlet that took it has ended"  # without releasing it
+    EXPIRING = "expiring"  # its owner has left it to expire
+    ABANDONED = "abandoned"  # the thread or greenlet that took it has ended without releasing it
     LOST = "lost"  # this process can no longer trust it
 
 
 ENDED_BY_OWNER = {End.RELEASED, End.EXPIRING}
 
+WHY_ENDED = {
+    End.RELEASED: "released",
+    End.EXPIRING: "left to expire",
+    End.ABANDONED: "the thread or greenlet that took it has ended",
+}
 
-class Grant(NamedTuple):
-    """
-    What the lock server has granted.
 
-    Attributes:
-        names: Names of the locks in Redis.
-        options: The terms of the lock.
-        owner: The string that identifies the acquisition.
-        holder: Description of the owner for others: task, id, worker, pid.
-        sender: Sender of the signals about the lease.
-        tokens: The fencing token of each lock, by key.
-        since: Time before the request was sent, on this process's clock.
-        ttl: Seconds from *since* until the lease expires, unless it is renewed.
-        caller_ended: Returns whether the thread or greenlet that must release the lock has ended.
-            None: the lock of a task, which always ends with its execution.
-        trace: What the observer keeps with the lease.
-    """
+class Asker(Protocol):
+    """The attempt that has taken a lock, as its lease sees it."""
 
-    names: Sequence[str]
-    options: TaskOptions
     owner: str
     holder: Mapping[str, Any]
     sender: object
-    tokens: Mapping[str, int]
-    since: float
-    ttl: float
-    caller_ended: Callable[[], bool] | None = None
-    trace: Any = None
+    trace: Any
+    caller_ended: Callable[[], bool] | None
 
 
 class Driver(Protocol):
-    """What sends for a lease, and waits for the replies."""
+    """The lock of a lease: it sends for the lease, and waits for the replies."""
 
+    names: Sequence[str]
+    key: str
+    options: TaskOptions
+    timeout: float
+    interval: float | None
     clock: Callable[[], float]
 
     @property
@@ -121,21 +112,21 @@ class Lease:
         finished: True once the lease was released, or left to expire.  A release may have failed:
             then the lease ends with its expiry.
         reservation: The reservation of its key, which is renewed with it; None: none.
+        since: Time before the lock was asked for, on this process's clock.
     """
 
     __slots__ = (
-        "_driver",
         "_handed_on",
         "_pid",
         "_reason",
         "asked_until",
+        "caller_ended",
         "capped",
+        "driver",
         "due",
         "end",
         "finished",
-        "grant",
         "holder",
-        "interval",
         "key",
         "on_end",
         "owner",
@@ -144,36 +135,35 @@ class Lease:
         "reported",
         "reservation",
         "sender",
+        "since",
         "tokens",
         "trace",
         "trusted_until",
     )
 
-    def __init__(self, grant: Grant, driver: Driver) -> None:
-        options, since, ttl = grant.options, grant.since, grant.ttl
-        self.grant = grant
-        self.key = " + ".join(grant.tokens)
-        self.owner = grant.owner
-        self.holder = grant.holder
-        self.sender = grant.sender
-        self.trace = grant.trace
-        self.tokens = grant.tokens
+    def __init__(
+        self, driver: Driver, asker: Asker, tokens: Mapping[str, int], since: float, ttl: float
+    ) -> None:
+        self.driver = driver
+        self.key = driver.key
+        self.owner = asker.owner
+        self.holder = asker.holder
+        self.sender = asker.sender
+        self.trace = asker.trace
+        self.caller_ended = asker.caller_ended
+        self.tokens = tokens
+        self.since = self.renewed_at = since
         self.renewals = 0
         self.reservation: Reservation | None = None
-        self.capped = False
-        self.finished = False
+        self.capped = self.finished = self.reported = False  # reported: to the observer
         self.end: End | None = None  # None: it has not ended
-        self.reported = False  # to the observer
         self.on_end: Callable[[Lease, str], None] | None = None  # takes the action, too
-        self.interval = options.renewal_interval
         # Monotonic time of the next renewal; None: no renewals.
-        self.due = None if self.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
-        self.renewed_at = since
+        self.due = None if driver.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)
         self.asked_until = 0.0  # beyond the trust, if another process may have renewed it
-        self._handed_on = ttl < options.timeout  # until the first renewal sets the full timeout
+        self._handed_on = ttl < driver.timeout  # until the first renewal sets the full timeout
         self._reason = ""  # of a loss
-        self._driver = driver
         self._pid = os.getpid()
 
     @property
@@ -212,12 +202,12 @@ class Lease:
 
         ``datetime.fromtimestamp(lease.acquired_at)`` shows it to people.
         """
-        return wall_time(self.grant.since, self._driver.clock)
+        return wall_time(self.since, self.driver.clock)
 
     @property
     def held_for(self) -> float:
         """Seconds since the lock was asked for."""
-        return self._driver.clock() - self.grant.since
+        return self.driver.clock() - self.since
 
     @property
     def why_ended(self) -> str:
@@ -225,7 +215,7 @@ class Lease:
         if self.is_inherited:
             return "it belongs to the process that this one was forked from"
         if self.end is not None:
-            return self._reason or self.end.value
+            return self._reason or WHY_ENDED[self.end]
         if self.capped:
             return f"it was renewed {self.renewals} times, its cap"
         return "" if self._is_trusted else "its time ran out"
@@ -242,7 +232,7 @@ class Lease:
     @property
     def trust_left(self) -> float:
         """Seconds until the trust ends unless the lease is renewed, even if it has ended."""
-        return max(0.0, self.trusted_until - self._driver.clock())
+        return max(0.0, self.trusted_until - self.driver.clock())
 
     @property
     def kept_until(self) -> float:
@@ -275,18 +265,19 @@ class Lease:
         if self._is_trusted:
             return True
         has_ended = self.end is not None or self.capped or self.is_inherited
-        if has_ended or self.due is None or not self._driver.asks:
+        if has_ended or self.due is None or not self.driver.asks:
             return False
-        return self._driver.renew(self)
+        return self.driver.renew(self)
 
     def extend(self, sent_at: float) -> None:
         """Extend the trust after a successful renewal that was sent at *sent_at*."""
-        if self.due is not None and self.interval is not None:
+        interval = self.driver.interval
+        if self.due is not None and interval is not None:
             if sent_at >= self.trusted_until:  # others renewed it meanwhile, at the same intervals
-                self.renewals += int((sent_at - self.due) / self.interval)
-            self.due = sent_at + self.interval
+                self.renewals += int((sent_at - self.due) / interval)
+            self.due = sent_at + interval
         self.renewed_at = sent_at
-        self.trusted_until = sent_at + trust_in(self.grant.options.timeout)
+        self.trusted_until = sent_at + trust_in(self.driver.timeout)
         if self._handed_on:
             self._handed_on = False
         else:
@@ -308,7 +299,7 @@ class Lease:
         again, or the lease ends with its expiry.  The log says when.
         """
         if not self.finished and not self.is_inherited:
-            self._driver.end(self, ending)
+            self.driver.end(self, ending)
 
     def __bool__(self) -> bool:
         """False for a body that runs without a lock alone; see :attr:`held` for what is lost."""

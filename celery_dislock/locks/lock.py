@@ -15,13 +15,12 @@ from celery_dislock.locks.lease import (
     GONE_WHEN_RELEASED,
     GONE_WHEN_RENEWED,
     End,
-    Grant,
     Lease,
     trust_in,
 )
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, First, Granted, Refused, Replaced
-from celery_dislock.servers.store import LateRelease
+from celery_dislock.servers.requests import LateRelease, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from celery_dislock.locks.observer import Observer
     from celery_dislock.locks.watchdog import Watchdog
     from celery_dislock.servers.replies import Handed
-    from celery_dislock.servers.store import Ending, Store
+    from celery_dislock.servers.requests import Ending
+    from celery_dislock.servers.store import Store
 
 ASK_AGAIN = 30.0  # seconds: the longest time between two requests of a waiter
 PLACE_TIMEOUT = 3 * ASK_AGAIN  # seconds without a request after which a waiter counts as dead
@@ -58,18 +58,22 @@ class Lock:
         pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
+        key: The key, or all keys in one text, for messages.
+        terms: Which leases the lock admits beside this one.
         timeout: Seconds after which a lease expires unless it is renewed.
-        limit: Maximum number of exclusive leases at a time; or one for each key.
+        interval: Seconds between two renewals; None: leases are not renewed.
     """
 
     __slots__ = (
         "clock",
+        "interval",
+        "key",
         "keys",
-        "limit",
         "names",
         "options",
         "pause",
         "store",
+        "terms",
         "timeout",
         "watchdog",
     )
@@ -84,6 +88,7 @@ class Lock:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.key = " + ".join(keys)
         self.keys = keys
         self.names = names
         self.options = options
@@ -92,12 +97,8 @@ class Lock:
         self.clock = clock
         self.pause = pause
         self.timeout = options.timeout
-        self.limit: int | Sequence[int] = options.lock_limit or 1
-
-    @property
-    def key(self) -> str:
-        """The key, or all keys in one text, for messages."""
-        return " + ".join(self.keys)
+        self.interval = options.renewal_interval
+        self.terms = Terms(options.lock_mode, options.lock_limit or 1)
 
     @property
     def observer(self) -> Observer:
@@ -109,14 +110,13 @@ class Lock:
         """Whether the worker's main process may renew the leases."""
         return self.watchdog.renewals.asks
 
-    def try_acquire(self, attempt: Attempt, *, fair: bool = True) -> Lease | Conflict:
+    def try_acquire(self, attempt: Attempt) -> Lease | Conflict:
         """
         Take the lock if it admits one more lease.  Never waits; one round trip.
 
         Args:
             attempt: The attempt.  If its owner already has the lock, the same lease is granted
                 again.
-            fair: True: do not pass the waiters in line.
 
         Returns:
             The lease, which the watchdog renews from now on, or the conflict.
@@ -127,10 +127,8 @@ class Lock:
         """
         try:
             asked_at = self.clock()
-            attempt.asks(asked_at)
-            answer = self._ask(attempt, place=0.0, fair=fair)
+            answer = self._ask(attempt, asked_at)
             if isinstance(answer, Granted):
-                attempt.has_begun = True
                 return self.keep(attempt, answer.tokens, asked_at, self.timeout)
             return self.conflict(answer)
         except (Replaced, StoreError):
@@ -140,12 +138,7 @@ class Lock:
             raise
 
     def acquire(
-        self,
-        attempt: Attempt,
-        *,
-        timeout: float | None,
-        fair: bool = True,
-        gives_way: bool = False,
+        self, attempt: Attempt, *, timeout: float | None, gives_way: bool = False
     ) -> Lease | Conflict:
         """
         Take the lock, and wait in line for it, first come, first served.  Blocks.
@@ -161,7 +154,6 @@ class Lock:
         Args:
             attempt: The attempt.
             timeout: Maximum seconds to wait; None: no limit.
-            fair: False: pass the waiters in line if the lock admits one more lease.
             gives_way: Return at once if the lock is reserved for a parked task: its message may
                 need the slot in which the caller waits.
 
@@ -173,18 +165,15 @@ class Lock:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        begun = self.clock()
-        attempt.asks(begun)
-        give_up_at = math.inf if timeout is None else begun + timeout
+        give_up_at = math.inf if timeout is None else self.clock() + timeout
         asked = False
         unheard = 0
         try:
             while True:
                 asked_at = self.clock()
-                answer = self._ask(attempt, place=PLACE_TIMEOUT, fair=fair)
+                answer = self._ask(attempt, asked_at, PLACE_TIMEOUT)
                 asked = True
                 if isinstance(answer, Granted):
-                    attempt.has_begun = True
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
                 attempt.how = WAITED
                 if gives_way and is_turn(answer.holder):
@@ -213,18 +202,17 @@ class Lock:
                 self.interrupted(attempt)
             raise
 
-    def _ask(self, attempt: Attempt, *, place: float, fair: bool) -> Granted | Refused:
-        return self.store.acquire(
-            self.names,
-            attempt.owner,
-            self.timeout,
-            attempt.holder_json,
-            mode=self.options.lock_mode,
-            limit=self.limit,
+    def _ask(self, attempt: Attempt, now: float, place: float = 0.0) -> Granted | Refused:
+        if attempt.asked_at is None:
+            attempt.asked_at = now
+        answer = self.store.acquire(
+            *(self.names, attempt.owner, self.timeout, attempt.holder_json),
+            terms=self.terms,
             place=place,
-            fair=fair,
             reservation=attempt.reservation,
         )
+        attempt.has_begun = isinstance(answer, Granted)
+        return answer
 
     def _wait(self, attempt: Attempt, refused: Refused, left: float) -> Handed | None:
         """Wait in line; return a grant that can be used at once, or None: ask again."""
@@ -279,26 +267,15 @@ class Lock:
             StoreError: The grant came too late to be trusted.  The lock was released again, or ends
                 with its expiry.
         """
-        if self.clock() >= since + trust_in(ttl):
+        lease = Lease(self, attempt, dict(zip(self.keys, tokens, strict=True)), since, ttl)
+        now = self.clock()
+        if now >= lease.trusted_until:
             self.abandon(attempt)
             raise StoreError(self.store.server, "it granted a lock too late to be trusted")
-        grant = Grant(
-            self.names,
-            self.options,
-            attempt.owner,
-            attempt.holder,
-            attempt.sender,
-            dict(zip(self.keys, tokens, strict=True)),
-            since,
-            ttl,
-            attempt.caller_ended,
-            attempt.trace,
-        )
-        lease = attempt.lease = Lease(grant, self)
+        attempt.lease = lease
         self.watchdog.renewals.watch(lease)
         asked_at = since if attempt.asked_at is None else attempt.asked_at
-        waited = attempt.waited + self.clock() - asked_at
-        self.watchdog.reports.acquired(lease, attempt.how, waited)
+        self.watchdog.reports.acquired(lease, attempt.how, attempt.waited + now - asked_at)
         return lease
 
     def renew(self, lease: Lease) -> bool:
@@ -350,7 +327,7 @@ class Lock:
         if ending.expires:
             # The main process of the worker may have renewed it until now.
             renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
-            at_least = max(at_least, renewed_at + self.timeout - lease.grant.since)
+            at_least = max(at_least, renewed_at + self.timeout - lease.since)
         if at_least != ending.at_least:
             ending = ending._replace(at_least=at_least)
         try:

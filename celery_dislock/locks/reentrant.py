@@ -13,12 +13,11 @@ step that releases something can therefore be repeated, and is repeated once if 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery_dislock.config.checks import optional, seconds
+from celery_dislock.config.checks import seconds
 from celery_dislock.exceptions import (
     EventLoopError,
     LockLostError,
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.records import About
     from celery_dislock.servers.view import Holder
 
-MAY_WAIT = optional(seconds(at_least=0))  # check of a maximum wait
+MAY_WAIT = seconds(at_least=0)  # check of a maximum wait
 THREADS = 1000  # threads and greenlets whose description is kept
 
 
@@ -111,16 +110,17 @@ class ReentrantLock:
             StoreError: The lock server did not answer.  The lock may have been taken.  If so, it
                 ends after its timeout at the latest.
         """
-        try:
-            wait_for = MAY_WAIT(timeout)
-        except ValueError as exc:
-            remedy = f"{exc}; leave it out to wait without a limit"
-            raise self._refusal("timeout", timeout, remedy) from exc
-        if wait_for is not None and not blocking:
-            remedy = "it has no effect with blocking=False: leave one of the two out"
-            raise self._refusal("timeout", timeout, remedy)
-        self._refuse_interruption()
-        return isinstance(self._take(object(), blocking=blocking, timeout=wait_for), CallerLease)
+        wait_for = None
+        if timeout is not None:
+            try:
+                wait_for = MAY_WAIT(timeout)
+            except ValueError as exc:
+                remedy = f"{exc}; leave it out to wait without a limit"
+                raise self._refusal("timeout", timeout, remedy) from exc
+            if not blocking:
+                remedy = "it has no effect with blocking=False: leave one of the two out"
+                raise self._refusal("timeout", timeout, remedy)
+        return isinstance(self._take_alone(blocking=blocking, timeout=wait_for), CallerLease)
 
     def try_acquire(self) -> Lease | Conflict:
         """
@@ -133,8 +133,7 @@ class ReentrantLock:
             SettingsError, LockLostError, LockTermsError, EventLoopError, StoreError: As for
                 :meth:`acquire`.
         """
-        self._refuse_interruption()
-        answer = self._take(object(), blocking=False, timeout=None)
+        answer = self._take_alone(blocking=False, timeout=None)
         return answer.lease if isinstance(answer, CallerLease) else answer
 
     def release(self) -> None:
@@ -263,6 +262,7 @@ class ReentrantLock:
         lock = self._made
         if lock is None or lock.store is not process.store:
             self._made = lock = self._runtime.lock(self.keys, self._options)
+            lock.terms = lock.terms._replace(fair=self._fair)
         return lock
 
     @property
@@ -292,9 +292,9 @@ class ReentrantLock:
                 held.entries[entry] = None
                 return held
             held.leave(entry)  # the last release was interrupted
-        thread = threading.current_thread()
-        renewed = None if self._options.lock_expire is not None else lock.timeout
-        me = _described(process.host, process.pid, threading.get_ident(), thread.name, renewed)
+        renewed = None if lock.interval is None else lock.timeout
+        thread = caller.thread
+        me = _described(process.host, process.pid, thread.ident, thread.name, renewed)
         attempt = Attempt(
             process.owner_name(me.start),
             me.holder,
@@ -305,14 +305,14 @@ class ReentrantLock:
         try:
             if blocking:
                 caller.refuse_to_wait(lock)
-                answer = lock.acquire(attempt, timeout=timeout, fair=self._fair)
+                answer = lock.acquire(attempt, timeout=timeout)
             else:
-                answer = lock.try_acquire(attempt, fair=self._fair)
+                answer = lock.try_acquire(attempt)
             if isinstance(answer, Conflict):
                 holder = in_words(answer.holder)
                 lock.observer.conflict(attempt, answer.key, "refused", holder)
                 return answer
-            held = CallerLease(lock, attempt, answer, runtime=self._runtime)
+            held = CallerLease(lock, answer, runtime=self._runtime)
             held.entries[entry] = None
             caller.hold(held)
         except BaseException:
@@ -320,10 +320,12 @@ class ReentrantLock:
             raise
         return held
 
-    def _refuse_interruption(self) -> None:
+    def _take_alone(self, *, blocking: bool, timeout: float | None) -> CallerLease | Conflict:
+        """Take the lock where no ``with`` block does."""
         if self._options.lock_on_lost != "warn":
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
+        return self._take(object(), blocking=blocking, timeout=timeout)
 
     def _refusal(self, option: str, value: object, remedy: str) -> SettingsError:
         return SettingsError(f"lock {self.key!r}", option, value, remedy)
@@ -403,7 +405,9 @@ class Described(NamedTuple):
 
 
 @lru_cache(THREADS)
-def _described(host: str, pid: int, ident: int, thread: str, timeout: float | None) -> Described:
+def _described(
+    host: str, pid: int, ident: int | None, thread: str, timeout: float | None
+) -> Described:
     holder: About = {"thread": thread, "worker": host, "pid": pid}
     if timeout is not None:
         holder["timeout"] = timeout

@@ -81,7 +81,7 @@ class Renewals:
 
     def watch(self, lease: Lease) -> None:
         """Renew this lease from now on; does not block."""
-        self._due[lease] = when = _next_action(lease)
+        self._due[lease] = when = lease.trusted_until if lease.due is None else lease.due
         self._loop.wake(when)
 
     def unwatch(self, lease: Lease) -> None:
@@ -103,9 +103,9 @@ class Renewals:
         due = [
             lease
             for lease, when in self._due.copy().items()
-            if when - (lease.interval or 0.0) * EARLY <= now
+            if when - (lease.driver.interval or 0.0) * EARLY <= now
         ]
-        due.sort(key=_end_of_trust)
+        due.sort(key=lambda lease: lease.kept_until)
         batch: list[Lease] = []
         reports: list[tuple[Report, Lease]] = []
         for lease in due:
@@ -116,7 +116,7 @@ class Renewals:
                 if report is not None:
                     self._due.pop(lease, None)
                     reports.append((report, lease))
-                elif lease.interval is None:
+                elif lease.due is None:
                     self._due[lease] = lease.trusted_until
                 else:
                     batch.append(lease)
@@ -130,17 +130,17 @@ class Renewals:
     def _over_with(self, lease: Lease, now: float) -> Report | None:
         """Return the report to make if the lease is no longer renewed; None if it goes on."""
         if lease.kept_until <= now:
-            expiry = lease.grant.options.lock_expire
+            expiry = lease.driver.options.lock_expire
             lease.lose(
                 "it could not be renewed in time"
                 if expiry is None
                 else f"its fixed expiry of {expiry:g} s ran out"
             )
             return self._reports.lost
-        if lease.grant.caller_ended is not None and lease.grant.caller_ended():
+        if lease.caller_ended is not None and lease.caller_ended():
             lease.end = End.ABANDONED
             return self._reports.abandoned
-        if lease.interval is not None and 0 < lease.grant.options.max_renew_times <= lease.renewals:
+        if lease.due is not None and 0 < lease.driver.options.max_renew_times <= lease.renewals:
             lease.capped = True
             return self._reports.capped
         return None
@@ -152,7 +152,7 @@ class Renewals:
         answers: Sequence[bool | StoreError]
         try:
             answers = self._store.renew(
-                [(one.grant.names, one.owner, one.grant.options.timeout) for one in batch],
+                [(one.driver.names, one.owner, one.driver.timeout) for one in batch],
                 within=within,
             )
         except StoreError as exc:
@@ -204,7 +204,7 @@ class Renewals:
                 lease.lose(GONE_WHEN_RENEWED)
                 return self._reports.lost
             lease.extend(sent_at)
-            self._due[lease] = _next_action(lease)
+            self._due[lease] = lease.trusted_until if lease.due is None else lease.due
             return self._reports.renewed
 
     def _retry_at(self, lease: Lease) -> float:
@@ -227,13 +227,6 @@ class Renewals:
     def _stalled(self, since: float, now: float) -> None:
         """Keep asking the server about leases in which the trust ended during a stall."""
         for lease in list(self._due.copy()) if self.asks else ():
-            if lease.interval is not None and since < lease.trusted_until <= now:
-                lease.asked_until = now + lease.interval
-
-
-def _next_action(lease: Lease) -> float:
-    return lease.trusted_until if lease.due is None else lease.due
-
-
-def _end_of_trust(lease: Lease) -> float:
-    return lease.kept_until
+            interval = lease.driver.interval
+            if interval is not None and since < lease.trusted_until <= now:
+                lease.asked_until = now + interval

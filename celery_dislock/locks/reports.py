@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from celery_dislock import signals
-from celery_dislock.locks.lease import GONE
+from celery_dislock.locks.lease import GONE, End
 from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Reports:
 
     def lost(self, lease: Lease) -> None:
         """Report that a lease is lost, and apply ``lock_on_lost``."""
-        action, reason = lease.grant.options.lock_on_lost, lease.why_ended
+        action, reason = lease.driver.options.lock_on_lost, lease.why_ended
         logger.error(
             "Lock %r of %s is lost: %s. Another execution may hold it by now; lock_on_lost=%r.",
             *(lease.key, in_words(lease.holder), reason, action),
@@ -57,7 +57,7 @@ class Reports:
 
     def capped(self, lease: Lease) -> None:
         """Report that a lease has reached its cap, and apply ``lock_on_cap``."""
-        action = lease.grant.options.lock_on_cap
+        action = lease.driver.options.lock_on_cap
         logger.warning(
             "Lock %r of %s was renewed %d times, its cap, and ends in %.1f s; lock_on_cap=%r.",
             *(lease.key, in_words(lease.holder), lease.renewals, lease.remaining, action),
@@ -81,11 +81,11 @@ class Reports:
     def finished(self, lease: Lease, *, expiring: bool) -> None:
         """Report that the owner has ended a lease."""
         self._ended(lease)
-        if not lease.lost:
+        if lease.end is not End.LOST:
             signals.lock_released.send(sender=lease.sender, lease=lease, expiring=expiring)
 
     def _ended(self, lease: Lease) -> None:
         """Tell the observer once how a lease has ended."""
         if not lease.reported and lease.end is not None:
             lease.reported = True
-            self.observer.ended(lease, lease.end.name.lower(), lease.held_for)
+            self.observer.ended(lease, lease.end, lease.held_for)

@@ -55,7 +55,7 @@ class Running:
                 body must not run.
         """
         lease = self._lease
-        options = lease.grant.options
+        options = lease.driver.options
         action = options.lock_on_lost if lease.lost else options.lock_on_cap
         if (lease.lost or lease.capped) and action in STOPPING:
             raise LockLostError(lease.key, lease.why_ended)

@@ -15,7 +15,7 @@ from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import Notes, forget_notes
 from celery_dislock.messages.message import result_is_ignored
 from celery_dislock.reporting import told
-from celery_dislock.servers.store import RELEASED
+from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,7 +31,7 @@ from celery_dislock.parking.store import ANYBODY, UNBOUNDED, Bounds, Ticket
 from celery_dislock.redaction import reason_of
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 
 if TYPE_CHECKING:
     from celery.app.task import Context
@@ -158,13 +158,14 @@ class Parking:
             goes_on=goes_on,
             task=delivery.sent_to,
             drained=bool(came_from) and delivery.notes.drained,
-            mode=lock.options.lock_mode,
-            limit=lock.limit if isinstance(lock.limit, int) else lock.limit[0],
+            mode=lock.terms.mode,
+            limit=limit if isinstance(limit := lock.terms.limit, int) else limit[0],
             bounds=bounds,
             reservation=attempt.reservation,
         )
         asked_at = lock.clock()
-        attempt.asks(asked_at)
+        if attempt.asked_at is None:
+            attempt.asked_at = asked_at
         answer = self._lines.park(
             lock.names[0], attempt.owner, lock.timeout, attempt.holder_json, ticket
         )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from celery_dislock.scripts.files import FOLDER, read_lua
 
 CALL = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
+NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +87,8 @@ COUNTS = Script.load("counts")
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
 REPLACED_BY = 5  # of _begins.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
+
+TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
 
 
 @cache

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
+from celery_dislock.scripts import GRANTED, REPLACED_BY, TAKE_UP_MS
 from celery_dislock.servers.records import holder_of, renewed_ago, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-TAKE_UP = 5.0  # seconds for a waiter to take up a lease that it was handed; as in _record.lua
+TAKE_UP = TAKE_UP_MS / 1000  # seconds for a waiter to take up a lease that it was handed
 
 
 class Granted(NamedTuple):
@@ -20,28 +22,30 @@ class Granted(NamedTuple):
     claimed: bool = False  # the task was parked, and this is its claim
 
 
-class _InTheWay(NamedTuple):
-    owner: str
-    remaining: float  # seconds
-    holder: Mapping[str, Any]
-    nth: int = 0  # index of the lock that refused, among the locks asked for
-    place: int = 0  # place in line, from 1, that the task would get if it were parked; 0: none
-
-
-class Refused(_InTheWay):
+@dataclass(frozen=True)
+class Refused:
     """
     A lock was refused.  Of several leases in the way, this is the one that ends first.
 
-    *held_for* and *renewed* are for messages: refusals that differ in nothing else are equal.
-
     Attributes:
+        owner: Owner of that lease.
+        remaining: Seconds until it ends, unless it is renewed.
+        holder: How its holder describes itself.
+        nth: Index of the lock that refused, among the locks asked for.
+        place: Place in line, from 1, that the task would get if it were parked; 0: none.
         held_for: Seconds since the acquisition; None: not known.
         renewed: Seconds since the last renewal, or the acquisition if there was none since; None:
             not known, or the lease has a fixed expiry.
     """
 
-    held_for: float | None = None
-    renewed: float | None = None
+    owner: str
+    remaining: float
+    holder: Mapping[str, Any]
+    nth: int = 0
+    place: int = 0
+    # For messages: refusals that differ in nothing else are equal.
+    held_for: float | None = field(default=None, compare=False)
+    renewed: float | None = field(default=None, compare=False)
 
 
 class Replaced(Exception):  # noqa: N818 -- an answer, which ends what asked for the lock
@@ -127,13 +131,33 @@ def refused(
     place: int = 0,
 ) -> Refused:
     """Parse a refusal of a script: the lease that is in the way."""
-    who = text(owner).removeprefix("~")
-    answer = Refused(who, remaining_ms / 1000, holder_of(holder), nth, place)
+    remaining, who = remaining_ms / 1000, holder_of(holder)
+    held_for = renewed = None
     if held_ms >= 0:  # less: not known, or the server's clock was set back
-        answer.held_for = held_ms / 1000
+        held_for = held_ms / 1000
         if not owner.startswith(b"~"):
-            answer.renewed = renewed_ago(answer.holder, answer.remaining, answer.held_for)
-    return answer
+            renewed = renewed_ago(who, remaining, held_for)
+    return Refused(text(owner).removeprefix("~"), remaining, who, nth, place, held_for, renewed)
+
+
+def acquired(reply: Sequence[Any], before: int = 0) -> list[int] | Refused:
+    """
+    Parse a reply of acquire.lua: the fencing tokens, or the lease that is in the way.
+
+    Args:
+        reply: The reply.
+        before: How many of the locks that were asked for come before these.
+
+    Raises:
+        Replaced: The task must not run.
+    """
+    state, *answer = reply
+    if state == GRANTED:
+        return [int(token) for token in answer]
+    if state == REPLACED_BY:
+        raise Replaced(text(answer[-1]))
+    remaining_ms, other, other_holder, nth, *held_ms = answer
+    return refused(remaining_ms, other, other_holder, *held_ms, nth=before + nth)
 
 
 def turns(reply: Sequence[bytes]) -> list[Turn]:

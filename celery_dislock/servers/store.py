@@ -5,40 +5,36 @@ from __future__ import annotations
 import contextlib
 import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
     ACQUIRE_UNIQUE,
     FREE,
-    GRANTED,
     LOOK,
     RECALL,
-    RELEASE,
     RELEASE_DEAD,
-    RELEASE_UNIQUE,
     REMEMBER,
     RENEW,
     RENEW_STALLED,
-    REPLACED_BY,
     TAKE_OVER,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
-from celery_dislock.servers.records import MODES, text
+from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     First,
     Granted,
     Handed,
     Refused,
-    Replaced,
+    acquired,
     looked,
     milliseconds,
-    refused,
     renewed,
     turns,
 )
-from celery_dislock.servers.reservations import Reservation, Reservations
+from celery_dislock.servers.requests import ALONE, RELEASED
+from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.server import server_for
 from celery_dislock.servers.view import state_of
 
@@ -47,80 +43,11 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Looked, Turn
+    from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
+    from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.view import Holder
 
 LEASES_ALONE = -1  # an argument of look.lua
-
-
-class Execution(NamedTuple):
-    """
-    An execution that may not renew its leases itself, although its process is alive.
-
-    Attributes:
-        locks: Names of the locks in Redis.
-        owner_start: Start of the owner's name: all but the counter of the acquisition.
-        ttl: Expiry of the leases in seconds, counted from their renewal.
-        overdue: Seconds without a renewal after which a lease is renewed.
-        longest: Seconds after the acquisition from which a lease is not renewed; 0: no limit.
-    """
-
-    locks: Sequence[str]
-    owner_start: str
-    ttl: float
-    overdue: float
-    longest: float
-
-
-class Ending(NamedTuple):
-    """
-    How an owner's leases end, and what of its task ends with them.
-
-    The guard makes it, and the lease hands it to the script.
-
-    Attributes:
-        expires: Whether the leases are left to expire instead of being released.  The lease then
-            sets *at_least* to the time of their expiry.
-        at_least: Seconds since the acquisition.  A lease that is younger is left to expire at that
-            age.  0: end it now.
-        ticket: Ticket of a task that has ended, and may have been parked; empty: none.
-        settles: Seconds in which the task's result may still be on its way.  A copy that comes
-            later may run.  0: the task is done, and no copy may run.
-        reservation: A reservation that ends, too, if it has the name of the one lock; None: none.
-    """
-
-    expires: bool = False
-    at_least: float = 0.0
-    ticket: str = ""
-    settles: float = 0.0
-    reservation: Reservation | None = None
-
-    @property
-    def script(self) -> Script:
-        """The script that ends the leases."""
-        return RELEASE if self.reservation is None else RELEASE_UNIQUE
-
-    def terms(self, home: str) -> tuple[str | int, ...]:
-        """Return the arguments of that script after the owner; *home* as for the store."""
-        ends = () if self.reservation is None else self.reservation.ends
-        return (milliseconds(self.at_least), home, self.ticket, milliseconds(self.settles), *ends)
-
-
-RELEASED = Ending()
-
-
-class LateRelease(NamedTuple):
-    """
-    A release that is sent later.
-
-    Attributes:
-        locks: Names of the locks in Redis.
-        owner: Owner of the leases, or of the places in line.
-        ending: How they end.
-    """
-
-    locks: Sequence[str]
-    owner: str
-    ending: Ending = RELEASED
 
 
 class Store:
@@ -167,17 +94,15 @@ class Store:
         self._hand_over = hand_over
         self._confirms = bool(options and options.get("min_replicas"))  # only acquire() sends WAIT
 
-    def acquire(  # noqa: PLR0913 -- each is an argument of the script
+    def acquire(
         self,
         locks: Sequence[str],
         owner: str,
         ttl: float,
         holder: str,
         *,
-        mode: str = "exclusive",
-        limit: int | Sequence[int] = 1,
+        terms: Terms = ALONE,
         place: float = 0.0,
-        fair: bool = True,
         reservation: Reservation | None = None,
     ) -> Granted | Refused:
         """
@@ -189,13 +114,10 @@ class Store:
             owner: Owner of the leases; each acquisition has its own.
             ttl: Expiry of the lease in seconds, > 0, rounded up to a millisecond.
             holder: JSON object that others are shown while the lock is held.
-            mode: "exclusive" or "shared".
-            limit: Maximum number of leases of an exclusive lock at a time, > 0; or one for each of
-                the locks.
+            terms: Which leases the locks admit beside these.
             place: Seconds for which a refused owner keeps its place in line at the lock that
                 refused it.  The owner also keeps the leases on the locks before that one.  It must
                 ask again before this time is over.  0: do not wait in line.
-            fair: True: come after those who already wait.
             reservation: The reservation of the task's message, if it has the name of the one lock.
                 The task begins with the acquisition; see
                 :meth:`celery_dislock.servers.reservations.Reservations.begin`.
@@ -208,30 +130,28 @@ class Store:
             StoreError: The server did not answer.  The locks may have been taken: their leases end
                 with their expiry, or at once when the owner asks again.
         """
-        script = ACQUIRE
-        terms: tuple[str | int, ...] = (milliseconds(place), int(fair))
-        if reservation is not None:
-            script, terms = ACQUIRE_UNIQUE, (*terms, *reservation.begins)
+        script, more = (
+            (ACQUIRE, ()) if reservation is None else (ACQUIRE_UNIQUE, reservation.begins)
+        )
         tokens: list[int] = []
         try:
             for together in self.lock_server.together(locks):
-                limits: str | int
-                if isinstance(limit, int):
-                    limits = limit
-                else:
-                    limits = ",".join(map(str, limit[len(tokens) : len(tokens) + len(together)]))
-                state, *answer = self.lock_server.run(
-                    script, together, owner, milliseconds(ttl), holder, MODES[mode], limits, *terms
+                before = len(tokens)
+                answer = acquired(
+                    self.lock_server.run(
+                        script,
+                        together,
+                        *(owner, milliseconds(ttl), holder),
+                        *terms.written(before, before + len(together)),
+                        *(milliseconds(place), int(terms.fair), *more),
+                    ),
+                    before,
                 )
-                if state == REPLACED_BY:
-                    raise Replaced(text(answer[-1]))
-                if state != GRANTED:
+                if isinstance(answer, Refused):
                     if not place:
-                        self._give_back(locks[: len(tokens)], owner)
-                    remaining_ms, other, other_holder, nth, *held_ms = answer
-                    nth += len(tokens)
-                    return refused(remaining_ms, other, other_holder, *held_ms, nth=nth)
-                tokens += map(int, answer)
+                        self._give_back(locks[:before], owner)
+                    return answer
+                tokens += answer
         except StoreError:
             self._give_back(locks[: len(tokens)], owner)
             raise
@@ -302,7 +222,8 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
-        return self._end(ending.script, locks, owner, *ending.terms(self.home)) == len(locks)
+        script, terms = ending.call(self.home)
+        return self._end(script, locks, owner, *terms) == len(locks)
 
     def release_dead(
         self, locks: Sequence[str], owner_start: str, at_least: float | None = 0.0
@@ -414,17 +335,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
-        calls = [
-            (
-                lock,
-                one.owner_start,
-                milliseconds(one.ttl),
-                milliseconds(one.overdue),
-                milliseconds(one.longest),
-            )
-            for one in executions
-            for lock in one.locks
-        ]
+        calls = [call for one in executions for call in one.calls]
         replies = iter(self.lock_server.run_many(RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
@@ -448,14 +359,14 @@ class Store:
         """
         nobody = ""  # no broker: the caller cannot publish
         errors: list[StoreError | None] = [None] * len(releases)
-        for script in (RELEASE, RELEASE_UNIQUE):
-            numbers, calls = [], []
-            for number, (locks, owner, ending) in enumerate(releases):
-                if ending.script is script:
-                    numbers += [number] * len(locks)
-                    calls += [(lock, owner, *ending.terms(nobody)) for lock in locks]
-            replies = self.lock_server.run_many(script, calls, within=within) if calls else []
-            for number, reply in zip(numbers, replies, strict=True):
+        sent: dict[Script, list[tuple[int, tuple[str | int, ...]]]] = {}
+        for number, (locks, owner, ending) in enumerate(releases):
+            script, terms = ending.call(nobody)
+            sent.setdefault(script, []).extend((number, (lock, owner, *terms)) for lock in locks)
+        for script, numbered in sent.items():
+            calls = [call for _, call in numbered]
+            replies = self.lock_server.run_many(script, calls, within=within)
+            for (number, _), reply in zip(numbered, replies, strict=True):
                 errors[number] = reply if isinstance(reply, StoreError) else errors[number]
         return errors
 

@@ -27,7 +27,7 @@ from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import leave_old_line
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
-from celery_dislock.servers.store import RELEASED
+from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.redelivery import Copies
@@ -142,7 +142,8 @@ class Guard:
         built = [builder.key(args, kwargs) for builder in self._keys]
         delivery = self._delivery(task, request, in_order(built))
         if self._limits is not None:
-            delivery.lock.limit = limits_in_order(built, self._limits)
+            limits = limits_in_order(built, self._limits)
+            delivery.lock.terms = delivery.lock.terms._replace(limit=limits)
         previous = current.set(delivery.attempt)
         try:
             self._refuse_turn_elsewhere(delivery)
@@ -187,7 +188,7 @@ class Guard:
         delivery.outbox = Outbox()
         caller, held, outcome = current_caller(), None, COMES_AGAIN
         if lease is not None:
-            held = CallerLease(delivery.lock, delivery.attempt, lease, execution=True)
+            held = CallerLease(delivery.lock, lease, execution=True)
         try:
             if held is not None:
                 caller.hold(held)

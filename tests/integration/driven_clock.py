@@ -16,6 +16,7 @@ import redis
 
 from celery_dislock import scripts
 from celery_dislock.scripts import Script
+from celery_dislock.servers import requests as requests_module
 from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers import store as store_module
 
@@ -57,7 +58,7 @@ def clocked(script: Script) -> Script:
 
 def drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all scripts that stores send read our clock."""
-    for module in (store_module, reservations_module, scripts):
+    for module in (store_module, requests_module, reservations_module, scripts):
         for name, script in list(vars(module).items()):
             if isinstance(script, Script):
                 monkeypatch.setattr(module, name, clocked(script))

@@ -24,8 +24,9 @@ from celery_dislock.scripts import COUNT, Script
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
+from celery_dislock.servers.requests import Ending, Execution, Terms
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending, Execution, Store
+from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
@@ -150,7 +151,7 @@ class Life:
         self.store.remember(LOCK, "id-1", "done", LONG)
         assert self.store.recall(LOCK, "id-1") == "done"
         for owner in ("a/1", "b/1"):
-            assert isinstance(self.acquire(owner, mode="shared"), Granted)
+            assert isinstance(self.acquire(owner, terms=Terms(mode="shared")), Granted)
         assert isinstance(self.acquire("c/1"), Refused)
         for owner in ("a/1", "b/1"):
             assert self.store.release([LOCK], owner)

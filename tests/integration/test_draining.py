@@ -19,7 +19,8 @@ from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.store import Store
 from tests.redis_server import RedisServer
 
 LONG = 600.0  # seconds

@@ -11,20 +11,19 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.operating.cli import dislock
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.servers import store as store_module
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
-from celery_dislock.servers.store import Reservation, Store
+from celery_dislock.servers.requests import Terms
+from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
 from celery_dislock.words import plain
 from tests.holding import name_of
 from tests.integration import driven_clock
-from tests.integration.driven_clock import clocked
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 LOCK = name_of("limits")
 LONG = 1000.0  # seconds: no such lease runs out by itself
-SHARED = {"mode": "shared"}
+SHARED = {"terms": Terms("shared")}
 
 
 class Worker:
@@ -64,10 +63,7 @@ class Worker:
 @pytest.fixture
 def passes(redis_client, monkeypatch):
     """Time that passes when it is told to, for the scripts and the keys."""
-    for name in ("ACQUIRE", "ACQUIRE_UNIQUE", "RENEW", "RELEASE", "RELEASE_DEAD"):
-        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "PARK_UNIQUE", "LIMIT", "SWEEP", "LEAVE"):
-        monkeypatch.setattr(scripts, name, clocked(getattr(scripts, name)))
+    driven_clock.drive(monkeypatch)
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
 
@@ -125,8 +121,8 @@ class TestPause:
     def test_who_would_pass_the_line_is_not_admitted(self, worker):
         """fair=False passes waiters, not an operator."""
         worker.lines.limit(LOCK, 0)
-        assert isinstance(worker.take("a", fair=False), Refused)
-        assert isinstance(worker.take("a", fair=False, place=LONG), Refused)
+        assert isinstance(worker.take("a", terms=Terms(fair=False)), Refused)
+        assert isinstance(worker.take("a", terms=Terms(fair=False), place=LONG), Refused)
 
     def test_a_parked_task_stays_in_line(self, worker):
         """Its turn comes with the end of the pause, neither by a release nor by the sweep."""
@@ -197,23 +193,23 @@ class TestLimit:
         worker.take("a")
         worker.lines.limit(LOCK, 2)
         assert isinstance(worker.take("b"), Granted)
-        assert isinstance(worker.take("c", limit=9), Refused)
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Refused)
         assert worker.lines.limit(LOCK, 1) == 2
         worker.release("a")
-        assert isinstance(worker.take("c", limit=9), Refused)
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Refused)
         worker.lines.limit(LOCK, None)
-        assert isinstance(worker.take("c", limit=9), Granted)
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Granted)
 
     def test_who_has_the_lock_keeps_it_beyond_a_lower_limit(self, worker):
         """Nobody is thrown out; as many must leave first as are too many."""
         for owner in "abc":
-            worker.take(owner, limit=3)
+            worker.take(owner, terms=Terms(limit=3))
         worker.lines.limit(LOCK, 1)
         for owner in "ab":
             worker.release(owner)
-            assert isinstance(worker.take("d", limit=3), Refused)
+            assert isinstance(worker.take("d", terms=Terms(limit=3)), Refused)
         worker.release("c")
-        assert isinstance(worker.take("d", limit=3), Granted)
+        assert isinstance(worker.take("d", terms=Terms(limit=3)), Granted)
 
     def test_those_in_line_are_admitted_at_once(self, worker):
         """As many as the new limit admits: waiters are woken, parked tasks are published."""
@@ -242,14 +238,14 @@ class TestLimit:
     def test_each_of_several_locks_has_its_own(self, worker, place):
         """Three tenants' tasks at a time, one call of the API."""
         api, tenant = sorted([name_of("limits-api"), name_of("limits-tenant")])
-        terms = {"limit": [2, 3], "place": place}
+        terms = {"terms": Terms(limit=[2, 3]), "place": place}
         take = worker.store.acquire
         for nth in range(2):
             assert isinstance(take([api, tenant], f"a{nth}", LONG, "{}", **terms), Granted)
         answer = take([api, tenant], "b", LONG, "{}", **terms)
         assert (type(answer), answer.nth) == (Refused, 0)
-        assert isinstance(take([tenant], "c", LONG, "{}", limit=3), Granted)
-        assert isinstance(take([tenant], "d", LONG, "{}", limit=3), Refused)
+        assert isinstance(take([tenant], "c", LONG, "{}", terms=Terms(limit=3)), Granted)
+        assert isinstance(take([tenant], "d", LONG, "{}", terms=Terms(limit=3)), Refused)
 
     def test_shared_leases_are_not_counted(self, worker):
         """They are any number, or none while the lock is paused."""

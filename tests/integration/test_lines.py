@@ -21,13 +21,12 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
-from celery_dislock.servers import store as store_module
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
-from tests.integration.driven_clock import clocked
 from tests.integration.servers import RedisCluster
 from tests.integration.strange import FAR
 
@@ -117,10 +116,7 @@ def turn_of(task):
 @pytest.fixture
 def driven(redis_client, monkeypatch):
     """Time that passes when it is told to, for the scripts and the keys."""
-    for name in ("ACQUIRE", "RENEW", "RELEASE", "RELEASE_DEAD", "LOOK"):
-        monkeypatch.setattr(store_module, name, clocked(getattr(store_module, name)))
-    for name in ("PARK", "LEAVE", "WITHDRAW", "GIVE_BACK", "SWEEP", "ENLIST", "DELIST", "LINES"):
-        monkeypatch.setattr(scripts, name, clocked(getattr(scripts, name)))
+    driven_clock.drive(monkeypatch)
     driven_clock.start(redis_client)
     return lambda seconds: driven_clock.advance(redis_client, seconds)
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending, Terms
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.lua_server import LuaServer
@@ -209,10 +209,8 @@ class LockMachine(RuleBasedStateMachine):
             twice,
             self.store.acquire,
             *([LOCK], owner, ttl * UNIT, json.dumps({"id": owner})),
-            mode=mode,
-            limit=limit,
+            terms=Terms(mode, limit, fair),
             place=place * UNIT,
-            fair=fair,
         )
         held = self.model.acquire(owner, ttl, mode, limit, place, fair)
         self.look()

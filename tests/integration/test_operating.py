@@ -19,7 +19,8 @@ from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview, find_parked
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import Waiter
 from celery_dislock.tasks.actions import Actions
 from tests.holding import Holding, name_of, wait_for
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 LOCK = name_of("operated")
 LONG = 1000.0  # seconds: no such lease runs out by itself
-SHARED = {"mode": "shared"}
 
 
 class Worker:

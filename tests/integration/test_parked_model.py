@@ -58,7 +58,7 @@ from hypothesis.stateful import (
 
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 from tests.integration import driven_clock
 from tests.integration.lua_server import LuaServer

@@ -12,7 +12,7 @@ from lupa.lua51 import LuaError
 
 from celery_dislock.parking.store import ANYBODY, ENDED, Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 

@@ -15,7 +15,8 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Execution, Store
+from celery_dislock.servers.requests import Execution
+from celery_dislock.servers.store import Store
 from tests.faults.history import Journal, read, violations
 from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import Holding, wait_for

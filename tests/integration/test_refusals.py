@@ -8,7 +8,9 @@ import pytest
 
 from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Full, Parked, Refused
-from celery_dislock.servers.store import Reservation, Store
+from celery_dislock.servers.requests import ALONE, Terms
+from celery_dislock.servers.reservations import Reservation
+from celery_dislock.servers.store import Store
 
 LOCK, OTHER = "dislock:{k}", "dislock:{k}:and:0a"
 LONG = 60.0
@@ -48,14 +50,14 @@ def tells_both(refused: Refused) -> bool:
 
 @pytest.mark.parametrize("place", [0.0, LONG])
 @pytest.mark.parametrize(
-    "terms", [{}, {"limit": 2}, {"mode": "shared"}], ids=["usual", "limit", "shared"]
+    "terms", [ALONE, Terms(limit=2), Terms("shared")], ids=["usual", "limit", "shared"]
 )
 def test_an_acquisition_is_told(store, redis_client, terms, place):
     """By the head of the script in the usual case, and by the rest of it in all others."""
     hold(redis_client)
-    if terms.get("limit") == 2:
+    if terms.limit == 2:
         hold(redis_client, owner="b/1")
-    assert tells_both(store.acquire([LOCK], "me", LONG, "{}", place=place, **terms))
+    assert tells_both(store.acquire([LOCK], "me", LONG, "{}", place=place, terms=terms))
 
 
 def test_a_unique_task_is_told(store, lines, redis_client):

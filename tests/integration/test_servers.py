@@ -23,7 +23,8 @@ from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (

@@ -13,8 +13,9 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending, Execution, LateRelease, Store
+from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
@@ -169,7 +170,7 @@ class TestRenewStalled:
         """Neither a lease that has expired beside another, nor one that is gone."""
         take(store, "other/1")
         store.release([LOCK], "other/1", Ending(at_least=LONG))
-        store.acquire([LOCK], "id-1@w:7/123", SHORT, HOLDER, limit=2)
+        store.acquire([LOCK], "id-1@w:7/123", SHORT, HOLDER, terms=Terms(limit=2))
         time.sleep(2 * SHORT)
         before = redis_client.hgetall(LOCK)
         assert self.renew_stalled(store, ttl=SHORT) == (0, 0)

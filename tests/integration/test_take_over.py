@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from celery_dislock.servers.replies import Granted, Refused
-from celery_dislock.servers.store import Ending, Store
+from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

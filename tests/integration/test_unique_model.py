@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 
 from celery_dislock.servers.replies import Replaced
+from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved
-from celery_dislock.servers.store import Ending
 from tests.integration import driven_clock
 from tests.integration.driven_clock import DrivenServer
 from tests.integration.lua_server import LuaServer

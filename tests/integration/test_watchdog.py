@@ -10,7 +10,7 @@ import pytest
 from celery_dislock import signals
 from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.attempt import Conflict
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -175,7 +175,7 @@ class TestReports:
         leases = [holding.take(f"export:{number}", 1.2) for number in range(20)]
         for lease in leases:
             lease.on_end = slow
-        redis_client.delete(*(lease.grant.names[0] for lease in leases))
+        redis_client.delete(*(lease.driver.names[0] for lease in leases))
         assert inside.wait(PATIENCE)
         for lease in leases:
             lease.release()

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.replies import Granted, Replaced
+from celery_dislock.servers.requests import Ending, Terms
 from celery_dislock.servers.reservations import OFF_FOR, Reservation, Reserved, Taken
-from celery_dislock.servers.store import Ending
 from tests.holding import name_of
 
 if TYPE_CHECKING:
@@ -433,7 +433,9 @@ class History:
             if reservation:
                 yield self.command("begin", message, partial(self.reservations.begin, reservation))
             return Granted(())
-        acquire = partial(self.store.acquire, [LOCK], owner, LEASE, "{}", limit=self.limit)
+        acquire = partial(
+            self.store.acquire, [LOCK], owner, LEASE, "{}", terms=Terms(limit=self.limit)
+        )
         answer = yield self.command("acquire", message, partial(acquire, reservation=reservation))
         return answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from celery_dislock.servers.replies import (
     Replaced,
     Swept,
 )
+from celery_dislock.servers.requests import RELEASED, Ending, LateRelease
 from celery_dislock.servers.reservations import Reservations, Reserved, Taken
-from celery_dislock.servers.store import RELEASED, Ending, LateRelease
 from celery_dislock.servers.view import Holder, ReservationState, state_of
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ class FakeLines:
             return answer
         place = len(self.parked) + 1
         if not ticket.message:
-            return answer._replace(place=place)
+            return replace(answer, place=place)
         self.parked[lock, ticket.name] = ticket.message
         return Parked(place, answer)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.locks.clearing import CLEAR_FOR
-from celery_dislock.servers.store import Ending, LateRelease
+from celery_dislock.servers.requests import Ending, LateRelease
 
 
 def test_an_owner_that_was_cut_short_is_released(world):

@@ -8,8 +8,8 @@ from celery_dislock.exceptions import (
     LockLostError,
 )
 from celery_dislock.locks import lease as lease_module
+from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending
 
 HOLDER = {"task": "shop.export", "id": "1", "worker": "w1", "pid": 7}
 
@@ -156,7 +156,7 @@ def test_the_time_of_a_clock_that_is_driven_is_told_as_it_is(world):
     """It has nothing to do with the machine's."""
     lease = world.lease()
     world.clock.advance(20)
-    assert lease.acquired_at == lease.grant.since == world.clock.now - 20
+    assert lease.acquired_at == lease.since == world.clock.now - 20
 
 
 def test_at_least_for_is_passed_on_at_release(world):

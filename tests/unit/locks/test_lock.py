@@ -29,8 +29,7 @@ def test_the_second_owner_meets_a_conflict_that_names_the_first(world):
 
 def test_a_conflict_says_for_how_long_the_lock_has_been_held(world):
     """As the server has told."""
-    refused = Refused("other", 29.0, HOLDER, 0, 2)
-    refused.held_for, refused.renewed = 720.0, 1.0
+    refused = Refused("other", 29.0, HOLDER, 0, 2, 720.0, 1.0)
     assert world.lock().conflict(refused) == Conflict("k", HOLDER, 29.0, 2, 720.0, 1.0)
 
 

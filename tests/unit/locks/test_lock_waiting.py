@@ -13,7 +13,7 @@ from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
 from celery_dislock.servers.replies import TAKE_UP, First, Handed
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from celery_dislock.locks.observer import Observer
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 
 
 def test_without_telemetry_a_lock_is_told_of_to_nobody(world):

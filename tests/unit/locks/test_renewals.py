@@ -14,8 +14,8 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.callers import Caller, has_ended
 from celery_dislock.locks.lease import End
 from celery_dislock.locks.renewals import BATCH
+from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.store import Ending
 
 
 def names(events):
@@ -293,7 +293,7 @@ class TestStalls:
         for _ in range(int(seconds)):
             world.clock.advance(1)
             if renewed:
-                world.store.renew([(lease.grant.names, lease.owner, 30)], within=1)
+                world.store.renew([(lease.driver.names, lease.owner, 30)], within=1)
         world.store.calls.clear()
 
     def test_a_lease_that_others_renewed_is_held_on(self, world, heard):

@@ -10,7 +10,7 @@ from celery.app.task import Context
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.delivery import Delivery
 from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 
 
 @pytest.fixture

@@ -220,8 +220,7 @@ def test_the_worker_hears_who_had_to_make_room(app, world, lines, monkeypatch):
 def test_a_parked_task_says_who_holds_the_lock_and_for_how_long(app, world, lines, caplog):
     """A lock may be reserved for another task in line."""
     caplog.set_level("INFO", "celery_dislock")
-    held = Refused("9:0:0#", 5.0, {"id": "9", "parked": True}, place=1)
-    held.held_for = 720.0
+    held = Refused("9:0:0#", 5.0, {"id": "9", "parked": True}, place=1, held_for=720.0)
     lines.answers = [held, Parked(1, held)]
     parked = ended(come(declare(app)))
     assert (parked.holder, parked.held_for) == ("task 9, whose turn it is", 720.0)

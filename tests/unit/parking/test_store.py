@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from celery_dislock.exceptions import StoreError
@@ -55,7 +57,7 @@ def lines(server, published):
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ([0, [], *LEASE, 4], HELD._replace(place=4)),
+        ([0, [], *LEASE, 4], replace(HELD, place=4)),
         ([1, [], b"1700000000000000", 0], Granted((1_700_000_000_000_000,))),
         ([1, [], b"5", 1], Granted((5,), claimed=True)),
         ([2, [], 3, *LEASE, []], Parked(3, HELD, {})),

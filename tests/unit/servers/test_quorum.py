@@ -22,6 +22,7 @@ from celery_dislock.servers.peers import (
 )
 from celery_dislock.servers.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 
 LOCK = "dislock:{export:7}"
@@ -144,13 +145,13 @@ class TestAcquire:
             (RELEASE, "a/1#1"),
         ]
 
-    @pytest.mark.parametrize("terms", [{"mode": "shared"}, {"limit": 2}])
+    @pytest.mark.parametrize("terms", [Terms("shared"), Terms(limit=2)])
     def test_what_is_not_exclusive_is_refused(self, terms):
         """Should a declaration have slipped through, no lock is taken that is less than asked."""
         store = Store(URLS)
         store.lock_server, peers = quorum([FREE] * 5)
         with pytest.raises(SettingsError, match="exclusive locks only"):
-            store.acquire([LOCK], "a/1", 30.0, "{}", **terms)
+            store.acquire([LOCK], "a/1", 30.0, "{}", terms=terms)
         assert peers.asked == []
 
 

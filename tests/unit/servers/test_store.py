@@ -7,6 +7,7 @@ import pytest
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE, FREE, LOOK, RECALL, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.replies import First, Granted, Handed, Refused
+from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 
 A, B = "dislock:{a}", "dislock:{b}"
@@ -68,7 +69,7 @@ def asked(server):
 def test_what_is_granted_comes_with_the_token_of_each_lock():
     """One question for all of them; durations are sent in milliseconds, rounded up."""
     server = Server([1, b"7", b"9"])
-    answer = store(server).acquire([A, B], "me/1", 1.0001, "{}", limit=3, fair=False)
+    answer = store(server).acquire([A, B], "me/1", 1.0001, "{}", terms=Terms(limit=3, fair=False))
     assert answer == Granted((7, 9))
     assert server.asked == [(ACQUIRE, A, B, "me/1", 1001, "{}", "x", 3, 0, 0)]
 

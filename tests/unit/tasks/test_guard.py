@@ -103,9 +103,9 @@ def test_each_key_is_taken_with_its_own_limit(app, world, monkeypatch):
     """In the order of the keys; the smaller one, if two templates give the same key."""
     asked, take = [], world.store.acquire
 
-    def acquire(locks, *args, limit, **terms):
-        asked.append(limit)
-        return take(locks, *args, limit=limit, **terms)
+    def acquire(*args, terms, **more):
+        asked.append(terms.limit)
+        return take(*args, **more)
 
     monkeypatch.setattr(world.store, "acquire", acquire)
 

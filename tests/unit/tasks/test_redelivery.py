@@ -7,7 +7,7 @@ import pytest
 from celery_dislock import SingletonTask, StoreError
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import UNIQUE_HEADER
-from celery_dislock.servers.store import Ending
+from celery_dislock.servers.requests import Ending
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"

@@ -11,7 +11,7 @@ from celery.concurrency import prefork, solo
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.servers.replies import Looked
-from celery_dislock.servers.store import Execution
+from celery_dislock.servers.requests import Execution
 from celery_dislock.worker import stalled
 from celery_dislock.worker.stalled import LATE, StalledKeeper, StalledStep
 from tests.unit.fakes import FakeClock, without_strangers

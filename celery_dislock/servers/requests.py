@@ -1,0 +1,119 @@
+"""What is asked of a lock server, and the arguments of its scripts that say so.
+
+Nothing here sends or waits; :mod:`celery_dislock.servers.store` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from celery_dislock.scripts import RELEASE, RELEASE_UNIQUE
+from celery_dislock.servers.records import MODES
+from celery_dislock.servers.replies import milliseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from celery_dislock.scripts import Script
+    from celery_dislock.servers.reservations import Reservation
+
+    Argument = str | int
+
+
+class Terms(NamedTuple):
+    """
+    Which other leases a lock admits beside the one that is asked for.
+
+    Attributes:
+        mode: "exclusive" or "shared".
+        limit: Maximum number of leases of an exclusive lock at a time, > 0; or one for each of
+            several locks.
+        fair: True: come after those who already wait.  False: pass them if the lock admits one more
+            lease.
+    """
+
+    mode: str = "exclusive"
+    limit: int | Sequence[int] = 1
+    fair: bool = True
+
+    def written(self, first: int, end: int) -> tuple[Argument, Argument]:
+        """Return the mode and the limits of the locks from *first* to *end* for a script."""
+        limit, mode = self.limit, MODES[self.mode]
+        return mode, limit if isinstance(limit, int) else ",".join(map(str, limit[first:end]))
+
+
+ALONE = Terms()
+
+
+class Ending(NamedTuple):
+    """
+    How an owner's leases end, and what of its task ends with them.
+
+    The guard makes it, and the lease hands it to the script.
+
+    Attributes:
+        expires: Whether the leases are left to expire instead of being released.  The lease then
+            sets *at_least* to the time of their expiry.
+        at_least: Seconds since the acquisition.  A lease that is younger is left to expire at that
+            age.  0: end it now.
+        ticket: Ticket of a task that has ended, and may have been parked; empty: none.
+        settles: Seconds in which the task's result may still be on its way.  A copy that comes
+            later may run.  0: the task is done, and no copy may run.
+        reservation: A reservation that ends, too, if it has the name of the one lock; None: none.
+    """
+
+    expires: bool = False
+    at_least: float = 0.0
+    ticket: str = ""
+    settles: float = 0.0
+    reservation: Reservation | None = None
+
+    def call(self, home: str) -> tuple[Script, tuple[Argument, ...]]:
+        """Return the script, and its arguments after the owner; *home* as for the store."""
+        times = milliseconds(self.at_least), home, self.ticket, milliseconds(self.settles)
+        if self.reservation is None:
+            return RELEASE, times
+        return RELEASE_UNIQUE, (*times, *self.reservation.ends)
+
+
+RELEASED = Ending()
+
+
+class LateRelease(NamedTuple):
+    """
+    A release that is sent later.
+
+    Attributes:
+        locks: Names of the locks in Redis.
+        owner: Owner of the leases, or of the places in line.
+        ending: How they end.
+    """
+
+    locks: Sequence[str]
+    owner: str
+    ending: Ending = RELEASED
+
+
+class Execution(NamedTuple):
+    """
+    An execution that may not renew its leases itself, although its process is alive.
+
+    Attributes:
+        locks: Names of the locks in Redis.
+        owner_start: Start of the owner's name: all but the counter of the acquisition.
+        ttl: Expiry of the leases in seconds, counted from their renewal.
+        overdue: Seconds without a renewal after which a lease is renewed.
+        longest: Seconds after the acquisition from which a lease is not renewed; 0: no limit.
+    """
+
+    locks: Sequence[str]
+    owner_start: str
+    ttl: float
+    overdue: float
+    longest: float
+
+    @property
+    def calls(self) -> list[tuple[Argument, ...]]:
+        """The calls of renew_stalled.lua, one for each lock."""
+        times = tuple(map(milliseconds, (self.ttl, self.overdue, self.longest)))
+        return [(lock, self.owner_start, *times) for lock in self.locks]
