@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TESTS = Path(__file__).parent
-TIERS = ["acceptance", "faults", "docs", "smoke", "integration", "unit", "site"]
+# Which tests start first: those that wait longest, largest group first.
+TURN = {"acceptance": 0, "faults": 0, "docs": 0, "smoke": 0, "integration": 1, "unit": 2, "site": 3}
 
 # The browser tests need the extra "site", which `make site` installs.
 collect_ignore = [] if find_spec("playwright") else ["site"]
@@ -43,12 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(TESTS).as_posix()))
     yield
     sizes = Counter(map(group, items))
-    items.sort(
-        key=lambda item: (
-            TIERS.index(item.path.relative_to(TESTS).parts[0]),
-            -sizes[group(item)],
-        )
-    )
+    items.sort(key=lambda item: (TURN[item.path.relative_to(TESTS).parts[0]], -sizes[group(item)]))
 
 
 @pytest.fixture(scope="session")
