@@ -201,6 +201,15 @@ class TestJoining:
         assert broker.ask("a", copy=2, marked=True) == claimed
         assert snapshot(redis_url) == before
 
+    def test_a_copy_that_finds_the_lock_free_runs(self, broker, driven, redis_client):
+        """Where the holder died unseen, the copy of the first in line need not wait for a sweep."""
+        broker.ask("first", ttl=10)
+        broker.park("a")
+        driven(10)
+        assert isinstance(broker.ask("a", copy=2), Granted)
+        assert broker.given() == []
+        assert redis_client.hkeys(f"{LOCK}:running") == ["a:0:0"]
+
 
 class TestTurns:
     def test_a_release_gives_the_first_its_turn(self, broker, held):
@@ -336,6 +345,16 @@ class TestTurns:
         driven(-60)
         broker.leave("second")
         assert broker.ask("third", marked=True).tokens[0] > newest
+
+    def test_a_copy_of_what_runs_is_refused_by_its_holder(self, broker, held):
+        """Marked or not, with a message or without: it is told who runs, and has no place."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        running = Refused(owner_of("a", 2), LONG, {"id": "a"}, place=0)
+        for marked in (True, False):
+            assert broker.ask("a", copy=3, marked=marked) == running
+            assert broker.park("a", copy=3, marked=marked) == running
 
 
 class TestWaitersAndParked:

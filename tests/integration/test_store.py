@@ -119,6 +119,16 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
+class TestRelease:
+    def test_at_least_can_end_before_the_lease_would(self, store, redis_client):
+        """A lock that is kept for at_least is free right then, not at the old expiry."""
+        take(store, "a/1", ttl=LONG)
+        store.release([LOCK], "a/1", Ending(at_least=0.3))
+        assert redis_client.pttl(LOCK) <= 300
+        wait_until_gone(redis_client)
+        take(store, "b/1")
+
+
 class TestReleaseDead:
     @pytest.mark.parametrize(
         "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w.7/"]
