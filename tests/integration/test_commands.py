@@ -154,19 +154,6 @@ class TestList:
         if command not in {"doctor", "line"}:
             assert "whole" in answer.stdout
 
-    @pytest.mark.parametrize("of", ["show", "line"])
-    def test_a_strange_lock_is_shown(self, dislock, redis_client, of):
-        """Each of them alone: what cannot be read of it is left out, or it is damaged."""
-        damage(redis_client)
-        for name in redis_client.keys("dislock:{*}"):
-            key = name[len("dislock:{") : name.index("}")]
-            for options in ((), ("--json",)):
-                answer = dislock(of, key, *options)
-                assert "Traceback" not in answer.output
-                answer.stdout.encode()
-                if options and answer.stdout:
-                    json.loads(answer.stdout, parse_constant=pytest.fail)
-
     @pytest.mark.parametrize("hostile", HOSTILE)
     def test_a_hostile_key_is_shown_as_it_is(self, dislock, redis_client, hostile):
         """No escape sequence of a key or a task reaches the terminal; each lock is one line."""
@@ -278,15 +265,6 @@ class TestRun:
         process.send_signal(signal.SIGINT)
         assert ended(process)[0] == 9
         assert redis_client.keys("dislock:{k}*") == []
-
-    def test_a_signal_while_it_waits_ends_the_wait(self, redis_url, holding, redis_client):
-        """Nothing was run; its place in line is given up."""
-        holding.take("k", timeout=60)
-        process = start(redis_url, "run", "k", "--", "echo", "ran")
-        wait_for(lambda: redis_client.zcard(f"{name_of('k')}:line"), "a waiter in line")
-        process.send_signal(signal.SIGTERM)
-        assert ended(process)[:2] == (128 + signal.SIGTERM, "")
-        assert redis_client.zcard(f"{name_of('k')}:line") == 0
 
     @pytest.mark.parametrize("trap", ["", "trap '' TERM; "])
     def test_a_lost_lock_ends_the_command_and_what_it_started(
