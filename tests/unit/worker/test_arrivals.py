@@ -125,6 +125,7 @@ def test_what_is_dropped_leaves_its_line(app, world, lines, consumer, caplog, wa
     assert world.store.asked("withdraw") == [(LOCK, "2:0:0", "")]
     assert app.backend.get_state("2") == "FAILURE"
     assert way != "on_invalid_task" or "damaged" in str(app.backend.get_result("2"))
+    assert "no task of that name" not in str(app.backend.get_result("2"))  # Celery's own is kept
     drop(consumer, way, message(), InvalidTaskError("damaged"))  # a copy: it is not in line
     [record] = caplog.records
     assert record.levelno == logging.ERROR
