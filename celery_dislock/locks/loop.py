@@ -123,9 +123,8 @@ class Loop:
         Returns:
             Seconds until the next step, 0 if one is due now, None if there is nothing to do.
         """
-        self.beat()
         for job in self.jobs:
-            now = self.clock()
+            now = self.beat()  # no job is given a time at which a stall is not known yet
             if job.due_at() <= now:
                 job.run(now)
         # What it was woken for stays, also if that has ended by now: a process that takes and
@@ -139,9 +138,9 @@ class Loop:
         self.beat(due_at)
         return max(0.0, due_at - self.clock())
 
-    def beat(self, again_at: float = 0.0, *, within: float = 0.0) -> None:
+    def beat(self, again_at: float = 0.0, *, within: float = 0.0) -> float:
         """
-        Show that the loop runs, and notice that it did not.
+        Show that the loop runs, and notice that it did not; returns the time.
 
         Args:
             again_at: Monotonic time of the next beat, if that is not now.
@@ -151,6 +150,7 @@ class Loop:
         if self.on_stall is not None and now >= since + self._may_be_late + STALL_LEAST:
             self.on_stall(since, now)
         self._beats_at, self._may_be_late = max(now, again_at), WAITS * within
+        return now
 
     def report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call this in a thread in which code of the application may run."""

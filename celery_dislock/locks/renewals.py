@@ -229,4 +229,5 @@ class Renewals:
         for lease in list(self._due.copy()) if self.asks else ():
             interval = lease.driver.interval
             if interval is not None and since < lease.trusted_until <= now:
-                lease.asked_until = now + interval
+                # It may have been renewed a moment ago, and lasts for a timeout then.
+                lease.asked_until = now + lease.driver.timeout

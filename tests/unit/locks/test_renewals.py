@@ -355,15 +355,15 @@ class TestStalls:
         assert lease.held
 
     def test_without_any_answer_it_is_lost(self, world, heard):
-        """After a renewal interval, and without a busy loop."""
+        """After the timeout for which another may have renewed it, and without a busy loop."""
         lease = world.lease(lock_watchdog_timeout=30)
         self.stall(world, lease, 100)
         world.store.away = True
-        world.run(9)
+        world.run(29)
         assert not lease.lost
         world.run(2)
         assert lease.lost
-        assert len(world.store.asked("renew")) < 30
+        assert len(world.store.asked("renew")) < 60
 
     def test_the_renewals_of_others_count(self, world):
         """As many as there would have been; the cap counts them all."""
