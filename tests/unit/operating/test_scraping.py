@@ -239,9 +239,13 @@ def test_a_line_of_waiters_has_no_parked_tasks(server, read):
 
 
 def test_labels_are_bounded(server, read):
-    """Records in Redis may say anything."""
-    many = [("w", f"t{number}", 9_000, 10) for number in range(TASKS_MOST)]
-    server.looks = {"dislock:{a}": look(*many, ("w", "x" * 10_000, 9_000, 10))}
-    told = read().values["celery_dislock_leases"]
-    assert len(told) == TASKS_MOST
-    assert told[OTHER, "w"] == 2
+    """Records in Redis may say anything, in any number; what stands in a label can be printed."""
+    many = [("w", f"t{number}", 9_000, 10) for number in range(TASKS_MOST - 1)]
+    long, red = ("w", "x" * 10_000, 9_000, 10), ("w", r"\u001b", 9_000, 10)
+    unique = f"2 w {NOW_MS} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
+    server.looks = {"dislock:{a}": look(red, *many, long, unique=unique)}
+    reading = read()
+    assert len(reading.values["celery_dislock_leases"]) == TASKS_MOST
+    assert value(reading, "leases", r"\x1b", "w") == 1
+    assert value(reading, "leases", OTHER, "w") == 2
+    assert value(reading, "reservations", "waiting") == 1
