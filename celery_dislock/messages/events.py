@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from celery import Celery
     from celery.events.dispatcher import EventDispatcher
 
-BROKER_WITHIN = 1.0  # seconds for the broker to connect, and for each reply
+BROKER_WITHIN = 2.0  # seconds for the broker to connect, and for each reply
 # As transports call it: redis-py's, and then amqp's.
 TIMEOUTS = ("socket_connect_timeout", "socket_timeout", "read_timeout", "write_timeout")
 

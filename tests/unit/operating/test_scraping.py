@@ -167,6 +167,19 @@ def test_a_server_that_is_away_is_told_and_nothing_else(server, read):
     assert value(read(), "server_up") == 1
 
 
+@pytest.mark.parametrize(("kind", "up"), [("cluster", False), ("quorum", True)])
+def test_a_member_that_is_away_is_told_unless_the_others_have_its_locks(server, read, kind, up):
+    """Of a cluster some locks are missing; several servers have the same."""
+
+    def away(*_command):
+        raise StoreError("redis://fake", "away")
+
+    server.kind = kind
+    senders = [*server.senders() * 2, away]
+    server.senders = lambda: senders
+    assert read().up is up
+
+
 def test_leases_are_counted_by_task_and_worker(server, read):
     """Those of which two renewals were missed count as overdue, too."""
     server.looks = {
