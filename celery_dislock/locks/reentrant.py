@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.checks import seconds
 from celery_dislock.exceptions import (
@@ -294,14 +294,11 @@ class ReentrantLock:
             held.leave(entry)  # the last release was interrupted
         renewed = None if lock.interval is None else lock.timeout
         thread = caller.thread
-        me = _described(process.host, process.pid, thread.ident, thread.name, renewed)
-        attempt = Attempt(
-            process.owner_name(me.start),
-            me.holder,
-            self,
-            partial(has_ended, weakref.ref(caller)),
-            me.holder_json,
+        start, holder, written = _described(
+            process.host, process.pid, thread.ident, thread.name, renewed
         )
+        caller_ended = partial(has_ended, weakref.ref(caller))
+        attempt = Attempt(process.owner_name(start), holder, self, caller_ended, written)
         try:
             if blocking:
                 caller.refuse_to_wait(lock)
@@ -309,8 +306,8 @@ class ReentrantLock:
             else:
                 answer = lock.try_acquire(attempt)
             if isinstance(answer, Conflict):
-                holder = in_words(answer.holder)
-                lock.observer.conflict(attempt, answer.key, "refused", holder)
+                who = in_words(answer.holder)
+                lock.observer.conflict(attempt, answer.key, "refused", who)
                 return answer
             held = CallerLease(lock, answer, runtime=self._runtime)
             held.entries[entry] = None
@@ -396,22 +393,15 @@ if not TYPE_CHECKING:
     ReentrantLock.__exit__ = _Exit()
 
 
-class Described(NamedTuple):
-    """What all leases of one thread with the same timeout have in common."""
-
-    start: str  # of the owners' names
-    holder: Mapping[str, Any]
-    holder_json: str
-
-
 @lru_cache(THREADS)
 def _described(
     host: str, pid: int, ident: int | None, thread: str, timeout: float | None
-) -> Described:
+) -> tuple[str, Mapping[str, Any], str]:
+    """Return the start of the owners' names, and the holder, also as JSON."""
     holder: About = {"thread": thread, "worker": host, "pid": pid}
     if timeout is not None:
         holder["timeout"] = timeout
-    return Described(f"{host}:{pid}:{ident}/", holder, to_json(holder))
+    return f"{host}:{pid}:{ident}/", holder, to_json(holder)
 
 
 def _leave(held: CallerLease, entry: object, exc: BaseException | None) -> None:

@@ -33,6 +33,7 @@ from celery_dislock.scripts import (
     RENEW_STALLED,
 )
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers
+from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -352,7 +353,8 @@ def merge_looks(answers: Sequence[list[Any]], majority: int) -> list[Any]:
             merged += [owner, now + remaining, token, *found[0][2:]]
     limits: dict[bytes, list[tuple[bytes, int]]] = {}
     for *_, limit, limit_ms in answers:
-        limits.setdefault(limit.split(b" ")[1] if limit else b"", []).append((limit, limit_ms))
+        found = LIMIT_RECORD.fullmatch(limit)
+        limits.setdefault(found[1] if found else limit, []).append((limit, limit_ms))
     agreed = next((found for found in limits.values() if len(found) >= majority), [])
     others = len(answers) - len(agreed)
     return [now, merged, *answers[0][2:-2], *(agreed or [(b"", -1)])[0], others]

@@ -36,7 +36,7 @@ REPEAT = "Set it again while all of them answer, or take it back"
 
 # Numbers as the scripts bound them; see _record.lua.
 _MS, _US, _COUNT = rb"(\d{1,15})", rb"(\d{1,18})", rb"(\d{1,15})"
-_LIMIT = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
+LIMIT_RECORD = re.compile(rb"1 %b %b (.*)" % (_COUNT, _MS), re.DOTALL)
 _WAITS = re.compile(rb"1 %b %b ([xs]) %b (.*)" % (_MS, _MS, _COUNT), re.DOTALL)
 _PARKED = re.compile(rb"1 %b %b %b ([xs]) %b (\S+) 1 (.*)" % (_US, _COUNT, _MS, _COUNT), re.DOTALL)
 _RESERVED = re.compile(
@@ -254,7 +254,7 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
 
 def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
     now_ms, leases, waiting, line, turns, aside, unique, limit, limit_ms, *differs = reply
-    limited = _LIMIT.fullmatch(limit)
+    limited = LIMIT_RECORD.fullmatch(limit)
     if limit and not limited:
         raise ValueError("its limit")
     return LockState(

@@ -152,19 +152,6 @@ def test_when_a_lease_was_acquired_is_unix_time(world, monkeypatch):
     assert lease.acquired_at == pytest.approx(acquired + 3600)
 
 
-def test_the_time_of_a_clock_that_is_driven_is_told_as_it_is(world):
-    """It has nothing to do with the machine's."""
-    lease = world.lease()
-    world.clock.advance(20)
-    assert lease.acquired_at == lease.since == world.clock.now - 20
-
-
-def test_at_least_for_is_passed_on_at_release(world):
-    """A short task holds its lock for the time it promised."""
-    world.lease(lock_at_least_for=60).release()
-    assert world.store.asked("release") == [("dislock:{k}", "me", 60)]
-
-
 def test_at_least_for_prolongs_a_lease_that_is_left(world):
     """A lease left to expire ends no earlier than it would have, nor than it promised."""
     lease = world.lease(lock_at_least_for=10, lock_watchdog_timeout=30)

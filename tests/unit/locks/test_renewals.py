@@ -268,16 +268,6 @@ def test_a_step_may_be_interrupted_by_another(world):
     assert [one.finished for one in inner] == [True]
 
 
-def test_a_watch_that_is_taken_back_twice_counts_once(world):
-    """An exception may cut a release short: what is repeated changes nothing."""
-    first, second = world.lease("a", "a"), world.lease("b", "b")
-    world.watchdog.renewals.unwatch(first)
-    world.watchdog.renewals.unwatch(first)
-    assert len(world.watchdog.renewals) == 1
-    second.release()
-    assert len(world.watchdog.renewals) == 0
-
-
 class TestStalls:
     """A pool process was stopped, or a body held the GIL, and the main process renewed."""
 

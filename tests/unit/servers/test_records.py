@@ -44,11 +44,6 @@ def test_a_holder_that_cannot_be_read_is_shown_as_it_is(written):
     assert len(shown) < 100
 
 
-def test_a_holder_is_the_object_that_was_written():
-    """Its fields are what the holder said of itself."""
-    assert records.holder_of(b'{"task":"t","pid":7}') == {"task": "t", "pid": 7}
-
-
 @pytest.mark.parametrize(
     ("holder", "words"),
     [

@@ -71,11 +71,6 @@ def test_a_turn_may_come_without_its_message():
     ]
 
 
-def test_tickets_come_with_their_messages():
-    """Names are text, messages are bytes."""
-    assert replies.messages([b"t:0", b"m", b"u:0", b"\xff"]) == {"t:0": b"m", "u:0": b"\xff"}
-
-
 @pytest.mark.parametrize(
     ("each", "together"),
     [([1], True), ([1, 1], True), ([1, 0], False), ([FAILED, 0], False), ([1, FAILED], FAILED)],
