@@ -60,6 +60,14 @@ def test_what_is_handed_over_is_held_without_asking_again(world, handing):
     assert lease.held
 
 
+def test_a_hand_off_begins_no_task(world, handing):
+    """Only the server's own grant has told it of the reservation; the guard has to begin it."""
+    handing(after=3.0)
+    attempt = Attempt("me", {})
+    assert world.lock().acquire(attempt, timeout=None)
+    assert not attempt.has_begun
+
+
 def test_it_is_trusted_for_what_was_reserved(world, handing):
     """Trust begins at the hand-off, by the age of the place, and ends before the reservation."""
     handing(after=3.0, age=1.0)
