@@ -154,7 +154,7 @@ class Observer:
         return FOREVER
 
     def run(self) -> None:
-        """Do what is due, in the watchdog's loop; blocks for a round trip."""
+        """Do what is due, in the watchdog's loop; blocks for some seconds at most."""
 
     def finish(self) -> None:
         """Do what is left to do at the end of the process; blocks for a second at most."""
