@@ -17,12 +17,15 @@ RUN = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tests.forked import template
+from tests.redis_server import RedisServer
 
 def test_it_never_ends():
     long = "import time; time.sleep(600)"
-    if {forked}:
+    if {kind!r} == "forked":
         folder = Path()
         child = template.start("timeit", [long], folder=folder, env=os.environ, out=1, err=2)
+    elif {kind!r} == "server":
+        child = RedisServer(Path("server")).start()
     else:
         child = subprocess.Popen([sys.executable, "-c", long], start_new_session=True)
     Path("pid.new").write_text(str(child.pid))
@@ -32,10 +35,13 @@ def test_it_never_ends():
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
-@pytest.mark.parametrize(("how", "forked"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
-def test_a_killed_run_takes_its_processes_along(tmp_path, how, forked):
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(signal.SIGTERM, "started"), (signal.SIGKILL, "forked"), (signal.SIGKILL, "server")],
+)
+def test_a_killed_run_takes_its_processes_along(tmp_path, how, kind):
     """Those in a session of their own, too, as workers and servers are."""
-    (tmp_path / "test_run.py").write_text(RUN.format(forked=forked), "utf-8")
+    (tmp_path / "test_run.py").write_text(RUN.format(kind=kind), "utf-8")
     with subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "-p", "tests.orphans", "test_run.py"],
         cwd=tmp_path,
