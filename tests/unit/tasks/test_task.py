@@ -34,6 +34,16 @@ def test_celerys_own_tasks_and_those_that_say_false_are_left_alone(app, name, ke
     assert ("dislock_guard" in vars(kind)) is guarded
 
 
+def test_a_class_without_a_name_is_left_alone(app):
+    """A base class is bound by whatever looks at it, and its subclasses would inherit a guard."""
+
+    class Base(SingletonTask):
+        abstract = True
+
+    install(Base, app)
+    assert "dislock_guard" not in vars(Base)
+
+
 def test_only_what_a_user_declared_is_an_option(app):
     """Methods of a class body and what Celery gives every task are not; the nearest class wins."""
 
