@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import LockHeldError
@@ -30,6 +31,7 @@ def current_lease() -> Lease | None:
     return attempt.lease if attempt is not None else None
 
 
+@dataclass(slots=True, eq=False)
 class Attempt:
     """
     One attempt of one owner to take a lock, and the lease if it succeeded.
@@ -56,41 +58,21 @@ class Attempt:
         trace: What the observer keeps with the attempt and its lease.
     """
 
-    __slots__ = (
-        "asked_at",
-        "caller_ended",
-        "has_begun",
-        "holder",
-        "holder_json",
-        "how",
-        "lease",
-        "owner",
-        "reservation",
-        "sender",
-        "trace",
-        "waited",
-    )
+    owner: str
+    holder: Mapping[str, Any]
+    sender: object = None
+    caller_ended: Callable[[], bool] | None = None
+    holder_json: str = ""
+    reservation: Reservation | None = None
+    has_begun: bool = False
+    lease: Lease | None = None
+    how: str = AT_ONCE
+    asked_at: float | None = None
+    waited: float = 0.0
+    trace: Any = None
 
-    def __init__(
-        self,
-        owner: str,
-        holder: Mapping[str, Any],
-        sender: object = None,
-        caller_ended: Callable[[], bool] | None = None,
-        holder_json: str = "",
-    ) -> None:
-        self.owner = owner
-        self.holder = holder
-        self.holder_json = holder_json or to_json(holder)
-        self.sender = sender
-        self.caller_ended = caller_ended
-        self.reservation: Reservation | None = None
-        self.has_begun = False
-        self.lease: Lease | None = None
-        self.how = AT_ONCE
-        self.asked_at: float | None = None
-        self.waited = 0.0
-        self.trace: Any = None
+    def __post_init__(self) -> None:
+        self.holder_json = self.holder_json or to_json(self.holder)
 
     def end(self, ending: Ending = RELEASED) -> None:
         """End the lease, if there is one; a second call does nothing."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
 
+@dataclass(slots=True, eq=False)
 class CallerLease:
     """
     A lease that a caller has, and its acquisitions.
@@ -48,18 +50,13 @@ class CallerLease:
         caller: The thread or greenlet that has the lease.
     """
 
-    __slots__ = ("caller", "entries", "execution", "lease", "lock", "running", "runtime")
-
-    def __init__(
-        self, lock: Lock, lease: Lease, *, runtime: object = None, execution: bool = False
-    ) -> None:
-        self.lock = lock
-        self.lease = lease
-        self.runtime = runtime
-        self.execution = execution
-        self.entries: dict[object, object] = {}
-        self.running: Running | None = None
-        self.caller: ref[Caller] | None = None
+    lock: Lock
+    lease: Lease
+    runtime: object = None
+    execution: bool = False
+    entries: dict[object, object] = field(default_factory=dict)
+    running: Running | None = None
+    caller: ref[Caller] | None = None
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
         """
