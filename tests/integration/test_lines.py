@@ -23,7 +23,7 @@ from celery_dislock.parking.store import ENDED, Bounds, Lines, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
-from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.requests import Ending, Terms
 from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration import driven_clock
@@ -463,12 +463,12 @@ class TestManyAtATime:
     def test_a_lease_is_not_cut_by_what_is_reserved_in_the_same_step(self, broker, driven):
         """A waiter that gets a counted lock itself, and lets the next in, keeps its own lease."""
         for owner in ("x", "y"):
-            broker.store.acquire([LOCK], owner, 10, "{}", limit=2)
+            broker.store.acquire([LOCK], owner, 10, "{}", terms=Terms(limit=2))
         for owner in ("w1", "w2"):
-            broker.store.acquire([LOCK], owner, 30, "{}", limit=2, place=LONG)
+            broker.store.acquire([LOCK], owner, 30, "{}", terms=Terms(limit=2), place=LONG)
         driven(10)
         assert isinstance(
-            broker.store.acquire([LOCK], "w1", 30, "{}", limit=2, place=LONG), Granted
+            broker.store.acquire([LOCK], "w1", 30, "{}", terms=Terms(limit=2), place=LONG), Granted
         )
         driven(6)
         assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
