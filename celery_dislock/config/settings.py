@@ -19,8 +19,16 @@ from difflib import SequenceMatcher, get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from celery_dislock.config.checks import (
+from celery_dislock.config.options import (
+    ALONE,
+    BELONG_TO,
+    MEANT,
+    MIGRATING,
     NEAR_MISS,
+    NEED,
+    OF_OTHERS,
+    TaskOptions,
+    declare,
     did_you_mean,
     mapping,
     number_from,
@@ -29,16 +37,6 @@ from celery_dislock.config.checks import (
     optional,
     text,
     yes_or_no,
-)
-from celery_dislock.config.options import (
-    ALONE,
-    BELONG_TO,
-    MEANT,
-    MIGRATING,
-    NEED,
-    OF_OTHERS,
-    TaskOptions,
-    declare,
 )
 from celery_dislock.config.urls import HIDDEN, NO_REPLICAS, ONLY_EXCLUSIVE, harmless, shown
 from celery_dislock.exceptions import SettingsError

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from celery_dislock.keys.values import CONTROL, DIGEST_CHARS, percent_encoded
+from celery_dislock.keys.templates import CONTROL, DIGEST_CHARS, percent_encoded
 from celery_dislock.words import shortened
 
 if TYPE_CHECKING:

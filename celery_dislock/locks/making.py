@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.checks import seconds, yes_or_no
+from celery_dislock.config.options import seconds, yes_or_no
 from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.templates import in_order
-from celery_dislock.keys.values import check_key
+from celery_dislock.keys.templates import check_key, in_order
 from celery_dislock.locks.reentrant import ReentrantLock
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import weakref
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.checks import seconds
+from celery_dislock.config.options import seconds
 from celery_dislock.exceptions import (
     EventLoopError,
     LockLostError,

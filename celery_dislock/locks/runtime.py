@@ -14,8 +14,8 @@ from itertools import count
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
-from celery_dislock.config.lock_server import lock_server
 from celery_dislock.config.settings import ResolvedOptions, app_settings
+from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.locks.interruption import patched_by
 from celery_dislock.locks.lock import Lock

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery import Celery
 
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.values import check_key
+from celery_dislock.keys.templates import check_key
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import TROUBLES, shown_key

@@ -37,9 +37,8 @@ from celery_dislock.exceptions import (
     StoreError,
 )
 from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
-from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.delivery import Delivery, delay_of, seconds_until
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
-from celery_dislock.messages.outbox import delay_of, seconds_until
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken

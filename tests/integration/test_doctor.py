@@ -21,8 +21,7 @@ from celery_dislock.operating.about import about
 from celery_dislock.operating.checks.facts import Facts, Fleet
 from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.doctor import examine
-from celery_dislock.parking.identity import StoreIdentity
-from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.process import StoreIdentity, runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import name_of, wait_for

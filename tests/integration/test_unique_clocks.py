@@ -15,7 +15,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock
-from celery_dislock.messages import outbox
+from celery_dislock.messages import delivery
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers.replies import Replaced
@@ -70,7 +70,7 @@ class TestSenders:
                 return datetime.now(tz) + wrong
 
         monkeypatch.setattr(time, "time", lambda: real() + ahead)
-        monkeypatch.setattr(outbox, "datetime", Wrong)
+        monkeypatch.setattr(delivery, "datetime", Wrong)
         now = app.now
         monkeypatch.setattr(app, "now", lambda: now() + wrong)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from celery_dislock.keys.values import check_key
+from celery_dislock.keys.templates import check_key
 from celery_dislock.tasks.task import guard_of
 from celery_dislock.words import plain
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from celery_dislock.keys.values import MAX_KEY_BYTES, check_key
+from celery_dislock.keys.templates import MAX_KEY_BYTES, check_key
 
 
 class LoudText(str):

@@ -7,7 +7,7 @@ import pytest
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.cli import draining
 from celery_dislock.operating.draining import Sent
-from celery_dislock.parking.identity import StoreIdentity
+from celery_dislock.parking.process import StoreIdentity
 from tests.unit.operating.cli.conftest import lock, place
 
 FOUND, USAGE = 1, 2

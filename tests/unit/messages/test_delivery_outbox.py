@@ -10,8 +10,8 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
 from celery_dislock.hooks import guard_tasks
+from celery_dislock.messages.delivery import Outbox
 from celery_dislock.messages.headers import HELD_HEADER
-from celery_dislock.messages.outbox import Outbox
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"

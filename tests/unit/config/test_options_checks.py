@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from celery_dislock.config import checks
+from celery_dislock.config import options as checks
 
 
 @pytest.mark.parametrize(

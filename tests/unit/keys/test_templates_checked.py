@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_dislock.exceptions import LockKeyError
-from celery_dislock.keys.values import check_key
+from celery_dislock.keys.templates import check_key
 from tests.unit.keys.support import LoudText, assert_valid
 
 # No test is timed: a shared machine may stall.

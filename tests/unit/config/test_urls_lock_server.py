@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from celery import Celery
 
-from celery_dislock.config.lock_server import lock_server
+from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import SettingsError
 
 
