@@ -98,7 +98,7 @@ def group(url: str) -> Group:
     User, password, database and query are each taken from the first host that has them.
 
     Raises:
-        ValueError: The URL cannot be parsed; the message does not quote it.
+        SettingsError: The URL cannot be parsed.
     """
     scheme = url.partition("://")[0]
     port = _default_port(scheme)
@@ -106,14 +106,14 @@ def group(url: str) -> Group:
     for given in re.split("[;,]", url):
         part = given if "://" in given else f"{scheme}://{given}"
         if not part.startswith(f"{scheme}://"):
-            raise ValueError("the hosts have different schemes")
+            raise _refused(url, "the hosts have different schemes")
         try:
             parts = urlsplit(part)
             hosts.append((parts.hostname or "", parts.port or port))
         except ValueError:  # its message quotes the bad port, which may be a password
-            raise ValueError("a port is not a number") from None
+            raise _refused(url, "a port is not a number") from None
         if not parts.hostname:
-            raise ValueError("a host is missing")
+            raise _refused(url, "a host is missing")
         login = login or parts.netloc.rpartition("@")[0]
         path = path or parts.path.rstrip("/")
         query = query or parts.query
@@ -181,6 +181,10 @@ def without_password(url: str) -> str:
     user = "" if found["user"] is None else f"{found['user']}:"
     login = f"{user}{HIDDEN}@" if found["login"] else ""
     return f"{found['scheme']}://{login}{found['place']}"
+
+
+def _refused(url: str, remedy: str) -> SettingsError:
+    return SettingsError("app.conf", "dislock_url", without_password(url), remedy)
 
 
 def _default_port(scheme: str) -> int:

@@ -23,9 +23,9 @@ from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
 from celery_dislock.operating.metrics import COUNTED, METRICS, OUTCOME, PARTS, STATE
 from celery_dislock.scripts import COUNTS
 from celery_dislock.scripts.names import counts_of, index_of_counts
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.overview import PLACES, Overview
 from celery_dislock.servers.records import text
-from celery_dislock.servers.server import SOCKET_TIMEOUT
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:

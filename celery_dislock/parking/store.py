@@ -19,6 +19,7 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.scripts.names import aside_of, index_of_lines
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
 from celery_dislock.servers.records import MODES, text
 from celery_dislock.servers.replies import (
     Done,
@@ -32,7 +33,6 @@ from celery_dislock.servers.replies import (
     refused,
     turns,
 )
-from celery_dislock.servers.server import SOCKET_TIMEOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -22,11 +22,12 @@ from redis.cluster import parse_cluster_slots
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
-from celery_dislock.config.urls import group, without_password
+from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, connection_maker
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.pipeline import LEAST, ask_all
+from celery_dislock.servers.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,7 @@ ASKED = 4  # nodes that can be asked for the slot map in the given time if none 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
 
 
-class Cluster:
+class Cluster(Server):
     """
     The nodes of a Redis Cluster.
 
@@ -65,7 +66,6 @@ class Cluster:
         name: The URL without its password, for messages.
     """
 
-    keeps_lines = True
     kind = "cluster"
 
     def __init__(
@@ -76,18 +76,14 @@ class Cluster:
         pause: Callable[[float], None] = time.sleep,
         min_replicas: int = 0,
     ) -> None:
-        try:
-            self.name, servers, seeds = group(url)
-        except ValueError as exc:
-            remedy = str(exc)
-            raise SettingsError("app.conf", "dislock_url", without_password(url), remedy) from None
+        self.name, servers, seeds = group(url)
         if urlsplit(servers).path.strip("/") not in {"", "0"}:
             other = "a cluster has database 0 only"
             raise SettingsError("app.conf", "dislock_url", self.name, other)
         self._make = connection_maker(self.name, servers, options)
         self._patience = options.get("socket_timeout") or SOCKET_TIMEOUT
         self._pause = pause
-        self._min_replicas = min_replicas
+        self.min_replicas = min_replicas
         self._seeds = seeds
         self._known: list[Address] = list(seeds)  # asked for the slot map, in this order
         self._nodes: dict[Address, Node] = {}
@@ -98,20 +94,16 @@ class Cluster:
         """Group consecutive keys of one slot.  One script can take the keys of one group."""
         return [list(group) for _, group in groupby(keys, lambda key: key_slot(key.encode()))]
 
-    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """Run a script on the node that has its locks; see :meth:`Node.run`."""
-        return self.exchange(script, keys, *arguments)[0]
-
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
-        """See :meth:`celery_dislock.servers.node.Node.exchange`."""
+        """Run a script on the node that has its locks; see :meth:`Server.exchange`."""
         slot = key_slot(keys[0].encode())
         address, asking = self._owner(slot), False
         redirects = failures = looks = 0
         while True:
             try:
-                reply = self._node(address).run(script, keys, *arguments, asking=asking)
+                reply = self._node(address).exchange(script, keys, *arguments, asking=asking)[0]
             except StoreError as exc:
                 error, cause = exc, exc.raw
             else:
@@ -147,22 +139,8 @@ class Cluster:
                 error = exc
         raise error
 
-    def senders(self) -> list[Callable[..., Any]]:
-        """
-        Return a function for each node that has slots, which sends that node a command.
-
-        Raises:
-            StoreError: No node answered with the slot map, or a slot is on no node.
-        """
-        return [send for _, send in self.members()]
-
     def members(self) -> list[tuple[str, Callable[..., Any]]]:
-        """
-        Return the senders, each with the name of its node.
-
-        Raises:
-            StoreError: No node answered with the slot map, or a slot is on no node.
-        """
+        """Return the nodes that have slots; see :meth:`Server.members`."""
         if not self._slots or None in self._slots:
             self._find_slots()
             if None in self._slots:
@@ -171,9 +149,8 @@ class Cluster:
         return [(node.name, node.send) for node in nodes]
 
     def asks(self, key: str) -> list[Command]:
-        """See :meth:`celery_dislock.servers.node.Node.asks`."""
-        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
-        return [(b"BLPOP", key, b"no time"), (b"ASKING",), (b"CLUSTER", b"SLOTS"), *waits]
+        """Return what the nodes are asked for, too; see :meth:`Server.asks`."""
+        return [*super().asks(key), (b"ASKING",), (b"CLUSTER", b"SLOTS")]
 
     def pop(self, key: str, seconds: float) -> bytes | None:
         """
@@ -197,14 +174,10 @@ class Cluster:
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
-        Run a script many times, in one pipelined round trip to each node concerned.
+        Run a script many times; see :meth:`Server.run_many`.
 
-        For one thread only.  A call is sent again only after a redirection.  *within* limits the
-        time until the first reply of each node.  See
-        :meth:`celery_dislock.servers.node.Node.run_many`.
-
-        Raises:
-            StoreError: No node answered with the slot map.
+        A call is sent again only after a redirection.  *within* limits the time until the first
+        reply of each node.
         """
         until = time.monotonic() + within
         if not self._slots:
@@ -221,9 +194,11 @@ class Cluster:
         # Nodes that failed the last time come last: connecting to one may use up all of the time.
         order = sorted(batches, key=self._failing.__contains__)
         asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
-        answers, self._failing = ask_all(script, asked, within=max(until - time.monotonic(), LEAST))
-        for address, answer in answers.items():
-            replies.update(zip(batches[address], answer, strict=True))
+        answers = ask_all(script, asked, within=max(until - time.monotonic(), LEAST))
+        self._failing = {at for at, answer in answers.items() if isinstance(answer, StoreError)}
+        for at, answer in answers.items():
+            each = repeat(answer) if at in self._failing else answer
+            replies.update(zip(batches[at], each, strict=False))
         self._follow(script, calls, replies, until)
         return [replies[number] for number in range(len(calls))]
 
@@ -241,7 +216,9 @@ class Cluster:
                 key, *arguments = calls[number]
                 try:
                     node = self._node(cause.node_addr)
-                    replies[number] = node.run(script, [str(key)], *arguments, asking=asking)
+                    replies[number] = node.exchange(script, [str(key)], *arguments, asking=asking)[
+                        0
+                    ]
                 except StoreError as exc:
                     replies[number] = exc
         if unsettled or moved:
@@ -263,7 +240,7 @@ class Cluster:
                 lambda _within: self._make(host=host, port=port),
                 pause=self._pause,
                 resends=0,  # exchange() sends again, perhaps to another node
-                min_replicas=self._min_replicas,
+                min_replicas=self.min_replicas,
             )
             return self._nodes.setdefault(address, node)
 

@@ -297,7 +297,7 @@ def _use_provider(arguments: dict[str, Any]) -> None:
     arguments["credential_provider"] = provider
 
 
-def unknown_option(exc: TypeError) -> str:
+def unknown_option(exc: Exception) -> str:
     """Return which connection option is unknown, without the rest of the error's text."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(exc))
     return f"redis-py has no option {found[1]!r} here" if found else "one of them has a wrong type"

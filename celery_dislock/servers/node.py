@@ -40,6 +40,7 @@ from celery_dislock.servers.connections import (
     store_error,
 )
 from celery_dislock.servers.pipeline import Batch
+from celery_dislock.servers.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ class Watching(Protocol):
         """Return who watches, and why each of them cannot tell the master; empty: it can."""
 
 
-class Node:
+class Node(Server):
     """One Redis process, and the connections to it.
 
     Safe to use from many threads or greenlets, except :meth:`run_many`.
@@ -85,8 +86,6 @@ class Node:
         min_replicas: Number of replicas that must have an acquisition before it counts.
         watched_by: Knows which server is the master; None: the server of the URL is used.
     """
-
-    keeps_lines = True
 
     def __init__(
         self,
@@ -102,37 +101,12 @@ class Node:
         self._connect = connect
         self._pause = pause
         self._resends = resends
-        self._min_replicas = min_replicas
+        self.min_replicas = min_replicas
         self._watched_by = watched_by
         self.kind = "sentinel" if watched_by else "single"
         confirm = watched_by.confirm if watched_by else None
         self._wire = Wire(connect, confirm)
         self.batch = Batch(name, connect, confirm)
-
-    def run(
-        self,
-        script: Script,
-        keys: Sequence[str],
-        *arguments: str | bytes | int,
-        asking: bool = False,
-    ) -> Any:
-        """
-        Run a script.  Blocks for one round trip, or for a few if replies are lost.
-
-        Args:
-            script: The script.
-            keys: The locks.  In a cluster, all must be in one slot.
-            arguments: Arguments of the script.
-            asking: Send ASKING first: the slot is being moved to this node of a cluster.
-
-        Returns:
-            The script's reply, strings as bytes.
-
-        Raises:
-            StoreError: No reply arrived, or the reply is an error.  The script may have run, unless
-                the error is an UnreachableError.
-        """
-        return self.exchange(script, keys, *arguments, asking=asking)[0]
 
     def exchange(
         self,
@@ -142,13 +116,16 @@ class Node:
         asking: bool = False,
     ) -> tuple[Any, bool]:
         """
-        Run a script as :meth:`run` does; return its reply, and whether an earlier one was lost.
+        Run a script; see :meth:`Server.exchange`.
 
-        If one was lost, the script may have run twice.  The reply is then that of the last run,
-        which found the changes of the first.
+        Args:
+            script: The script.
+            keys: The locks.  In a cluster, all must be in one slot.
+            arguments: Arguments of the script.
+            asking: Send ASKING first: the slot is being moved to this node of a cluster.
         """
         before = (b"ASKING",) if asking else None
-        then = self._await_replicas if self._min_replicas and script in GRANT else None
+        then = self._await_replicas if self.min_replicas and script in GRANT else None
         try:
             try:
                 return self._exchange(script.by_digest(keys, *arguments), before, then)
@@ -159,20 +136,11 @@ class Node:
             exc.args = (exc.server, exc.reason, exc.lock)
             raise
         except _TooFewReplicas as exc:
-            self.run(RELEASE, keys, arguments[0], 0, asking=asking)
+            self.exchange(RELEASE, keys, arguments[0], 0, asking=asking)
             raise self._error(exc) from None
 
-    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Return all keys as one group, since one script can take them all."""
-        return [keys]
-
     def send(self, *command: str | bytes | int) -> Any:
-        """
-        Send a command; see :meth:`run`.
-
-        Raises:
-            StoreError: No reply arrived, or the reply is an error.  The command may have run.
-        """
+        """Send a command; see :meth:`Server.send`."""
         try:
             return self._exchange(command)[0]
         except NoScriptError as exc:
@@ -182,17 +150,8 @@ class Node:
         """Return the Sentinels, and what is wrong with each; see :meth:`Sentinels.roll_call`."""
         return self._watched_by.roll_call() if self._watched_by else []
 
-    def asks(self, key: str) -> list[Command]:
-        """Return each command that is sent outside scripts, in a form that changes nothing."""
-        waits: list[Command] = [(b"WAIT", 0, 0)] if self._min_replicas else []
-        return [(b"BLPOP", key, b"no time"), *waits]
-
-    def senders(self) -> list[Callable[..., Any]]:
-        """Return a function for each server that has locks, which sends it a command: here one."""
-        return [self.send]
-
     def members(self) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the senders, each with the name of its server: here one."""
+        """Return this server; see :meth:`Server.members`."""
         return [(self.name, self.send)]
 
     def _exchange(
@@ -241,12 +200,12 @@ class Node:
         if reply[0] not in {GRANTED, PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
-        wait = connection.pack_command(b"WAIT", self._min_replicas, int(patience * 1000))
+        wait = connection.pack_command(b"WAIT", self.min_replicas, int(patience * 1000))
         connection.send_packed_command(wait, check_health=False)
         have = connection.read_response()
-        if have < self._min_replicas:
+        if have < self.min_replicas:
             raise _TooFewReplicas(
-                f"only {have} of {self._min_replicas} replicas had the lock in "
+                f"only {have} of {self.min_replicas} replicas had the lock in "
                 f"{patience:g} s; it was given back"
             )
 
@@ -262,7 +221,7 @@ class Node:
         Args:
             key: Name of the list.
             seconds: Seconds to wait, > 0, may be a fraction.
-            asking: See :meth:`run`.
+            asking: See :meth:`exchange`.
 
         Returns:
             The element; None if none arrived in time.
@@ -285,22 +244,7 @@ class Node:
         return None if reply is None else reply[1]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
-        """
-        Run a script many times in one pipelined round trip, on a separate connection.
-
-        For one thread only.  Nothing is resent: the caller decides when to try again.
-
-        Args:
-            script: The script.
-            calls: Key and arguments of each call.
-            within: Seconds to connect if there is no connection yet, and for the first reply.
-
-        Returns:
-            The reply to each call, or a StoreError if the reply is an error.
-
-        Raises:
-            StoreError: The server did not answer.  Each call may have run or not.
-        """
+        """Run a script many times, on a separate connection; see :meth:`Server.run_many`."""
         self.batch.send(script, calls, within=within)
         return self.batch.read(script, calls, within=within)
 

@@ -9,7 +9,8 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.scripts import LOOK
 from celery_dislock.scripts.names import lock_in
-from celery_dislock.servers.server import SOCKET_TIMEOUT, keys_pattern, scan
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
+from celery_dislock.servers.server import keys_pattern, scan
 from celery_dislock.servers.view import LockState, state_of
 
 if TYPE_CHECKING:

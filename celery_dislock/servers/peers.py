@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.exceptions import NoScriptError, RedisError
@@ -30,7 +30,7 @@ from celery_dislock.servers.connections import (
     locks_of,
     store_error,
 )
-from celery_dislock.servers.pipeline import LEAST, Batch, ask_all
+from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +48,6 @@ logger = logging.getLogger("celery_dislock")
 
 class NoReplyError(StoreError):
     """A command was sent and got no reply; the server may still run it at any later time."""
-
-
-class Sent(NamedTuple):
-    """A command that was sent, and whose reply has not been read."""
-
-    connection: redis.Connection
-    again: Command  # sent if the server does not know the script, or the connection broke
-    undo: Command | None  # sent if no reply arrives
 
 
 class Peer:
@@ -123,28 +115,38 @@ class Peer:
             self._failures = 0
             logger.info("Lock server %s answers again.", self.name)
 
-    def start(self, first: Command, again: Command, undo: Command | None, within: float) -> Sent:
+    def start(self, first: Command, again: Command, within: float) -> redis.Connection:
         """
         Send a command; see :meth:`celery_dislock.servers.connections.Wire.start`.
+
+        Args:
+            first: The command.
+            again: What is sent if the connection has broken.
+            within: Seconds to connect.
 
         Raises:
             StoreError: The command could not be sent.
         """
         try:
             try:
-                return Sent(self._wire.start(first, within=within), again, undo)
+                return self._wire.start(first, within=within)
             except redis.ConnectionError:  # perhaps an idle connection that has ended
                 self._wire.close_idle()
-                return Sent(self._wire.start(again, within=within), again, undo)
+                return self._wire.start(again, within=within)
         except (RedisError, OSError) as exc:
             raise store_error(self.name, exc) from None
 
-    def finish(self, asked: Sent, within: float) -> Any:
+    def finish(
+        self, connection: redis.Connection, again: Command, undo: Command | None, within: float
+    ) -> Any:
         """
         Read the reply.  Blocks for at most *within* seconds, twice that with a new connection.
 
-        If the server does not know the script, or the connection broke, the command is sent again,
-        once.
+        Args:
+            connection: What :meth:`start` has returned.
+            again: Sent, once, if the server does not know the script, or the connection broke.
+            undo: Sent if no reply arrives; None: nothing.
+            within: Seconds until the reply begins to arrive.
 
         Raises:
             StoreError: The reply is an error.
@@ -153,16 +155,16 @@ class Peer:
         until = self._clock() + within
         try:
             try:
-                return self._wire.finish(asked.connection, within=within, undo=asked.undo)
+                return self._wire.finish(connection, within=within, undo=undo)
             except NoScriptError:
                 pass
             except redis.ConnectionError:
                 self._wire.close_idle()
             left = max(until - self._clock(), LEAST)
-            connection = self._wire.start(asked.again, within=left)
-            return self._wire.finish(connection, within=left, undo=asked.undo)
+            connection = self._wire.start(again, within=left)
+            return self._wire.finish(connection, within=left, undo=undo)
         except redis.ResponseError as exc:
-            raise store_error(self.name, exc, locks_of(asked.again)) from None
+            raise store_error(self.name, exc, locks_of(again)) from None
         except Silence:
             raise NoReplyError(self.name, "no reply in time") from None
         except (RedisError, OSError) as exc:
@@ -175,7 +177,7 @@ class Peer:
         Raises:
             StoreError: The server did not answer, or the reply is an error.
         """
-        return self.finish(self.start(command, command, None, within), within)
+        return self.finish(self.start(command, command, within), command, None, within)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -244,9 +246,7 @@ class Peers:
         """
 
         def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
-            batches = {peer: (peer.batch, calls) for peer in peers}
-            replies, failed = ask_all(script, batches, within=within)
-            return {peer: replies[peer][0] if peer in failed else replies[peer] for peer in peers}
+            return ask_all(script, {peer: (peer.batch, calls) for peer in peers}, within=within)
 
         return self._ask(run, within)
 
@@ -280,19 +280,10 @@ class Peers:
         peers: Sequence[Peer],
         within: float,
     ) -> dict[Peer, Any]:
-        until = self._clock() + within
-        asked: dict[Peer, Sent] = {}
-        replies: dict[Peer, Any] = {}
-        for peer in peers:
-            try:
-                # Half of the time left, so that a server that is away leaves some for the others.
-                left = max((until - self._clock()) / 2, LEAST)
-                asked[peer] = peer.start(first, again, undo, left)
-            except StoreError as exc:
-                replies[peer] = exc
-        for peer, on_its_way in asked.items():
-            try:
-                replies[peer] = peer.finish(on_its_way, max(until - self._clock(), 0.0))
-            except StoreError as exc:
-                replies[peer] = exc
-        return replies
+        return ask_each(
+            peers,
+            lambda peer, left: peer.start(first, again, left),
+            lambda peer, connection, left: peer.finish(connection, again, undo, left),
+            within=within,
+            clock=self._clock,
+        )

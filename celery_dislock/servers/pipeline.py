@@ -18,7 +18,7 @@ from celery_dislock.redaction import Ours
 from celery_dislock.servers.connections import AWAY, close, connect_within, read, store_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Confirm, Connect
@@ -33,6 +33,7 @@ class NothingSent(Ours, redis.ConnectionError):
 LEAST = 0.05  # seconds for a request that is sent although the time is used up
 
 Key = TypeVar("Key")
+Sent = TypeVar("Sent")
 
 
 class Batch:
@@ -118,45 +119,72 @@ class Batch:
             raise
 
 
+def ask_each(
+    servers: Iterable[Key],
+    send: Callable[[Key, float], Sent],
+    read: Callable[[Key, Sent, float], Any],
+    *,
+    within: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[Key, Any]:
+    """
+    Ask several servers at once.
+
+    All are sent to, in this order, before the first reply is read.  So all servers together take no
+    longer than one, and one that is away does not delay the others.  But connecting to a server
+    that is away may use up half of the time that is left: such servers should come last.
+
+    Args:
+        servers: What identifies each server.
+        send: Sends to a server, within these seconds.
+        read: Reads the reply, given also what *send* has returned, within these seconds.
+        within: Seconds for all servers together.
+        clock: Monotonic clock in seconds.
+
+    Returns:
+        The reply of each server, or the StoreError that *send* or *read* has raised.
+    """
+    until = clock() + within
+    sent: dict[Key, Sent] = {}
+    replies: dict[Key, Any] = {}
+    for server in servers:
+        try:
+            # Half of the time left, so that a server that is away leaves some for the others.
+            sent[server] = send(server, max((until - clock()) / 2, LEAST))
+        except StoreError as exc:
+            replies[server] = exc
+    for server, one in sent.items():
+        try:
+            replies[server] = read(server, one, max(until - clock(), 0.0))
+        except StoreError as exc:
+            replies[server] = exc
+    return replies
+
+
 def ask_all(
     script: Script, batches: Mapping[Key, tuple[Batch, Sequence[Call]]], *, within: float
-) -> tuple[dict[Key, list[Any]], set[Key]]:
+) -> dict[Key, Any]:
     """
-    Run a script on several servers at once.
-
-    The calls are sent to all servers, in the order of *batches*, before the first reply is read.
-    So all servers together take no longer than one, and one that is away does not delay the others.
-    But connecting to a server that is away may use up half of the time that is left: such servers
-    should come last.
+    Run a script on several servers at once; see :func:`ask_each`.
 
     Args:
         script: The script.
-        batches: Batch and calls of each server, under a key that identifies the server.
+        batches: Batch and calls of each server, under what identifies the server.
         within: Seconds until the first reply of each server.
 
     Returns:
-        The replies of each server, see :meth:`Batch.read`, and the set of servers that did not
-        answer.  For such a server, each reply is the same StoreError.
+        The replies of each server, see :meth:`Batch.read`, or a StoreError if it did not answer.
     """
-    until = time.monotonic() + within
-    replies: dict[Key, list[Any]] = {}
-    failed: dict[Key, StoreError] = {}
-    for key, (batch, calls) in batches.items():
-        try:
-            # Half of the time left, so that a server that is away leaves some for the others.
-            batch.send(script, calls, within=max((until - time.monotonic()) / 2, LEAST))
-        except StoreError as exc:
-            failed[key] = exc
-    for key, (batch, calls) in batches.items():
-        if key not in failed:
-            try:
-                left = max(until - time.monotonic(), 0.0)
-                replies[key] = batch.read(script, calls, within=left)
-                continue
-            except StoreError as exc:
-                failed[key] = exc
-        replies[key] = [failed[key]] * len(calls)
-    return replies, set(failed)
+
+    def send(server: Key, left: float) -> None:
+        batch, calls = batches[server]
+        batch.send(script, calls, within=left)
+
+    def read(server: Key, _sent: None, left: float) -> list[Any]:
+        batch, calls = batches[server]
+        return batch.read(script, calls, within=left)
+
+    return ask_each(batches, send, read, within=within)
 
 
 def _send_all(

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.urls import NO_REPLICAS, ONLY_EXCLUSIVE, address, check_several, shown
+from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import (
     ACQUIRE,
@@ -33,13 +33,13 @@ from celery_dislock.scripts import (
     RENEW_STALLED,
 )
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers
+from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Command
     from celery_dislock.servers.pipeline import Call
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
@@ -55,7 +55,7 @@ def drift(ttl_ms: int) -> int:
     return ttl_ms // 100 + 2
 
 
-class Quorum:
+class Quorum(Server):
     """
     Three or more independent servers.
 
@@ -66,7 +66,6 @@ class Quorum:
             So if several clients ask at once, the first one is first on most servers.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URLs.
         pause: Called with the seconds to wait between two attempts.
-        min_replicas: Must be 0: a majority takes the place of replicas.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -85,15 +84,8 @@ class Quorum:
         options: Mapping[str, Any],
         *,
         pause: Callable[[float], None] = time.sleep,
-        min_replicas: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        try:
-            check_several(urls)
-        except ValueError as exc:
-            raise SettingsError("app.conf", "dislock_url", shown(urls), str(exc)) from None
-        if min_replicas:
-            raise SettingsError("app.conf", "dislock_min_replicas", min_replicas, NO_REPLICAS)
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
         peers = [Peer(url, {**limits, **options}, clock) for url in sorted(urls, key=address)]
@@ -103,46 +95,29 @@ class Quorum:
         self._clock = clock
         self._names = Names(clock)
 
-    def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Return all keys as one group, since one script can take them all."""
-        return [keys]
-
-    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
         """
-        Run a script on all servers.
+        Run a script on all servers; see :meth:`Server.exchange`.
+
+        Reports no lost reply, since the decision allows for those.
 
         Returns:
-            What a majority says, in the form of a single server's reply.
+            What a majority says, in the form of a single server's reply, and False.
 
         Raises:
             StoreError: Too few servers answered.  The script may have run on some of them.  An
                 acquisition is released again on every server that can be reached.
         """
         if script is ACQUIRE:
-            return self._acquire(keys, *arguments)
+            return self._acquire(keys, *arguments), False
         arguments = self._as_sent(script, arguments)
-        return self._decide(
-            script, self._peers.ask(script, keys, *arguments, within=self._patience)
-        )
-
-    def exchange(
-        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
-    ) -> tuple[Any, bool]:
-        """See :meth:`Node.exchange`.  Reports no lost reply: :meth:`run` allows for those."""
-        return self.run(script, keys, *arguments), False
+        replies = self._peers.ask(script, keys, *arguments, within=self._patience)
+        return self._decide(script, replies), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
-        """
-        Run a script many times, in one pipelined round trip to each server.
-
-        For one thread only.  Nothing is resent.
-
-        Returns:
-            For each call what a majority says, or a StoreError.
-
-        Raises:
-            StoreError: Too few servers answered.  Each call may have run or not.
-        """
+        """Run a script many times on all servers; see :meth:`Server.run_many`."""
         sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
         replies = self._peers.ask_many(script, sent, within=within)
         self._require_majority(replies)
@@ -165,17 +140,9 @@ class Quorum:
         replies = self._peers.send(*command, within=self._patience)
         return self._require_majority(replies)[0]
 
-    def senders(self) -> list[Callable[..., Any]]:
-        """Return a function for each server, which sends that server a command."""
-        return [send for _, send in self.members()]
-
     def members(self) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the senders, each with the name of its server."""
+        """Return all servers; see :meth:`Server.members`."""
         return self._peers.members(self._patience)
-
-    def asks(self, key: str) -> list[Command]:  # noqa: ARG002 -- nobody waits on a key here
-        """See :meth:`celery_dislock.servers.node.Node.asks`."""
-        return []
 
     def pop(self, key: str, seconds: float) -> None:  # noqa: ARG002 -- nobody is woken here
         """Sleep for a short random time, at most *seconds*."""

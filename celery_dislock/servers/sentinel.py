@@ -16,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
@@ -24,7 +23,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
-from celery_dislock.config.urls import HIDDEN, group, redis_options, without_password
+from celery_dislock.config.urls import group, redis_options
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.redaction import Ours, reason_of
 from celery_dislock.servers.connections import (
@@ -38,11 +37,10 @@ from celery_dislock.servers.connections import (
 from celery_dislock.servers.node import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     Address = tuple[str, int]
 
-NAMED = 5  # most Sentinels whose answers an error quotes
 CONFIRMED_FOR = 0.5  # seconds for which an answer of the Sentinels counts
 LEFT_ALONE = 10  # a Sentinel that fails is skipped for this many times the failure's duration
 
@@ -265,9 +263,8 @@ class Sentinels:
         if answers:
             self._named = named
         if named is None:
-            shown = errors[:NAMED] + ([f"and {len(errors) - NAMED} more"] if errors[NAMED:] else [])
             kind = NoSentinel if slow and not answers else NoMaster
-            raise kind(f"no Sentinel names a master {self._master!r} ({'; '.join(shown)})")
+            raise kind(f"no Sentinel names a master {self._master!r} ({'; '.join(errors)})")
         self._holds_until = began + CONFIRMED_FOR
         return named
 
@@ -355,37 +352,25 @@ def watched(
     Raises:
         SettingsError: The URL or an option cannot be used.
     """
+    name, servers, addresses = group(url)
     options = dict(options)
-    master = options.pop("master_name", None)
-    asking = options.pop("sentinel_kwargs", None) or {}
-    if not isinstance(asking, Mapping):
-        shown = {"sentinel_kwargs": HIDDEN}
-        raise SettingsError("app.conf", "dislock_transport_options", shown, "give a dict")
-    asking = redis_options(asking)
+    master, asking = options.pop("master_name", None), options.pop("sentinel_kwargs", None)
     others = options.pop("min_other_sentinels", 0)
-    try:
-        name, servers, addresses = group(url)
-    except ValueError as exc:
-        raise SettingsError("app.conf", "dislock_url", without_password(url), str(exc)) from None
+    setting = "dislock_transport_options"
     if not master or not isinstance(master, str):
-        raise SettingsError(
-            "app.conf",
-            "dislock_transport_options",
-            sorted(options),
-            "sentinel:// needs 'master_name', the name that the Sentinels have for the master",
-        )
+        remedy = "sentinel:// needs 'master_name', the name that the Sentinels have for the master"
+        raise SettingsError("app.conf", setting, sorted(options), remedy)
     make = connection_maker(name, servers, options)
     patience = options.get("socket_timeout") or SOCKET_TIMEOUT
-    # All Sentinels together get the timeout of one server, unless sentinel_kwargs has a timeout.
-    each = asking.setdefault("socket_timeout", patience / len(addresses))
-    asking.setdefault("socket_connect_timeout", each)
-    asking.setdefault("retry", Retry(NoBackoff(), 0))
     try:
+        asking = redis_options(asking or {})
+        # All Sentinels together get the timeout of one server, unless sentinel_kwargs has one.
+        each = asking.setdefault("socket_timeout", patience / len(addresses))
+        asking = {"socket_connect_timeout": each, "retry": Retry(NoBackoff(), 0), **asking}
         pools = [redis.Redis(host, port, **asking).connection_pool for host, port in addresses]
-    except TypeError as exc:
-        raise SettingsError(
-            "app.conf", "dislock_transport_options", "sentinel_kwargs", unknown_option(exc)
-        ) from None
+    except (TypeError, ValueError) as exc:  # from None: the text of a ValueError may be a secret
+        remedy = unknown_option(exc)
+        raise SettingsError("app.conf", setting, "sentinel_kwargs", remedy) from None
     sentinels = Sentinels(
         (Sentinel(at, pool.make_connection) for at, pool in zip(addresses, pools, strict=True)),
         master,

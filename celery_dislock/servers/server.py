@@ -1,32 +1,16 @@
-"""Choose the kind of lock server for a URL: one Redis, Sentinels, a Redis Cluster, or several.
-
-All kinds have the interface :class:`Server`, which is all that a store uses.
-"""
+"""What every kind of lock server has in common, and the names on one."""
 
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from celery_dislock.config.urls import CLUSTER, SENTINEL
-from celery_dislock.servers.connections import SOCKET_TIMEOUT
-from celery_dislock.servers.node import RESENDS, single
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
-
-__all__ = [
-    "RESENDS",
-    "SOCKET_TIMEOUT",
-    "Server",
-    "keys_pattern",
-    "scan",
-    "server_for",
-]
+    from celery_dislock.servers.pipeline import Call
 
 SCANNED = 500  # names that a server examines in one step of a scan
 
@@ -39,86 +23,99 @@ class Server(Protocol):
         name: The URL without its password, for messages.
         keeps_lines: Whether the server can keep waiters and parked tasks in line.
         kind: "single", "sentinel", "cluster" or "quorum".
+        min_replicas: Number of replicas that must have an acquisition before it counts.
     """
 
     name: str
-    keeps_lines: bool
     kind: str
+    keeps_lines: bool = True
+    min_replicas: int = 0
 
     def together(self, keys: Sequence[str]) -> list[Sequence[str]]:
-        """Group consecutive keys that one script can take together."""
+        """Group consecutive keys that one script can take together: here all."""
+        return [keys]
 
     def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """Run a script on the keys of one group; see :meth:`Node.run`."""
+        """
+        Run a script.  Blocks for one round trip, or for a few if replies are lost.
+
+        Args:
+            script: The script.
+            keys: The locks of one group; see :meth:`together`.
+            arguments: Arguments of the script.
+
+        Returns:
+            The script's reply, strings as bytes.
+
+        Raises:
+            StoreError: No reply arrived, or the reply is an error.  The script may have run, unless
+                the error is an UnreachableError.
+        """
+        return self.exchange(script, keys, *arguments)[0]
 
     def exchange(
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
-        """Run a script; return its reply, and whether an earlier reply was lost."""
+        """
+        Run a script as :meth:`run` does; return its reply, and whether an earlier one was lost.
+
+        If one was lost, the script may have run twice.  The reply is then that of the last run,
+        which found the changes of the first.
+        """
+
+    def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
+        """
+        Run a script many times, in one pipelined round trip to each server concerned.
+
+        For one thread only.  Nothing is resent, except after a redirection in a cluster: the caller
+        decides when to try again.
+
+        Args:
+            script: The script.
+            calls: Key and arguments of each call.
+            within: Seconds to connect if there is no connection yet, and for the first reply.
+
+        Returns:
+            The reply to each call, or a StoreError if the reply is an error.
+
+        Raises:
+            StoreError: No server answered.  Each call may have run or not.
+        """
 
     def send(self, *command: str | bytes | int) -> Any:
-        """Send a command that concerns no key."""
+        """
+        Send a command that concerns no lock.
 
-    def senders(self) -> list[Callable[..., Any]]:
-        """Return a function for each server that has locks, which sends that server a command."""
+        Raises:
+            StoreError: No reply arrived, or the reply is an error.  The command may have run.
+        """
 
     def members(self) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the senders, each with the name of its server, for messages."""
+        """
+        Return the name of each server that has locks, and a function that sends it a command.
 
-    def asks(self, key: str) -> Sequence[Command]:
+        Raises:
+            StoreError: The nodes of a cluster are not known, or a slot is on none of them.
+        """
+
+    def senders(self) -> list[Callable[..., Any]]:
+        """Return the functions of :meth:`members`."""
+        return [send for _, send in self.members()]
+
+    def asks(self, key: str) -> list[Command]:
         """Return each command that is sent outside scripts, in a form that changes nothing."""
+        pops: list[Command] = [(b"BLPOP", key, b"no time")] if self.keeps_lines else []
+        return pops + ([(b"WAIT", 0, 0)] if self.min_replicas else [])
+
+    def watchers(self) -> list[tuple[str, str]]:
+        """Return the Sentinels, and what is wrong with each; empty: it can tell the master."""
+        return []
 
     def pop(self, key: str, seconds: float) -> bytes | None:
-        """Take an element from a list.  Blocks for at most *seconds*."""
-
-    def run_many(
-        self, script: Script, calls: Sequence[tuple[str | bytes | int, ...]], *, within: float
-    ) -> list[Any]:
-        """Run a script many times, in one pipelined round trip to each server concerned."""
+        """Take an element from a list.  Blocks for at most *seconds*; None: none arrived."""
 
     def close(self) -> None:
         """Close the connections that are not in use."""
-
-
-def server_for(
-    url: str | Sequence[str],
-    options: Mapping[str, Any] | None = None,
-    *,
-    pause: Callable[[float], None] = time.sleep,
-) -> Server:
-    """
-    Return the lock server of a URL.  Does not connect yet.
-
-    Args:
-        url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
-            redis+cluster:// or rediss+cluster://; or a list of three or more URLs of independent
-            single servers.
-        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.  Also
-            ``ssl`` for TLS if the URL does not ask for it; for sentinel:// kombu's
-            ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``,
-            see :class:`celery_dislock.servers.node.Node`.
-        pause: Called with the seconds to wait between two attempts.
-
-    Raises:
-        SettingsError: The URL or an option cannot be used.
-    """
-    options = dict(options or {})
-    min_replicas = options.pop("min_replicas", 0)
-    kind: Callable[..., Server] = single
-    # Imported when asked for: most processes have a single server, and a web process starts fast.
-    if not isinstance(url, str):
-        from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
-
-        kind = Quorum
-    elif url.startswith(SENTINEL):
-        from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
-
-        kind = watched
-    elif url.startswith(CLUSTER):
-        from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
-
-        kind = Cluster
-    return kind(url, options, pause=pause, min_replicas=min_replicas)
 
 
 def keys_pattern(prefix: str, pattern: str) -> str:

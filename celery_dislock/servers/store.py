@@ -21,6 +21,7 @@ from celery_dislock.scripts import (
     TAKE_OVER,
 )
 from celery_dislock.scripts.names import mark_of, wake_list
+from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
     First,
@@ -35,7 +36,6 @@ from celery_dislock.servers.replies import (
 )
 from celery_dislock.servers.requests import ALONE, RELEASED
 from celery_dislock.servers.reservations import Reservations
-from celery_dislock.servers.server import server_for
 from celery_dislock.servers.view import state_of
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Store:
     order that all callers use.  In a cluster the call needs a round trip for each slot.
 
     Args:
-        url: See :func:`celery_dislock.servers.server.server_for`.
-        options: See :func:`celery_dislock.servers.server.server_for`.
+        url: See :func:`celery_dislock.servers.kinds.server_for`.
+        options: See :func:`celery_dislock.servers.kinds.server_for`.
         pause: Called with the seconds to wait between two attempts.
         home: The broker whose parked tasks the caller can publish; empty: none.
         hand_over: Called with the parked tasks that a release has given their turn.  It must

@@ -11,7 +11,7 @@ import pytest
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
-from celery_dislock.servers.server import RESENDS
+from celery_dislock.servers.node import RESENDS
 from tests.faults.proxy import cut, lose_reply, pass_on, runs, swallow_reply
 from tests.holding import Holding, name_of, wait_for
 

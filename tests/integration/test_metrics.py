@@ -22,7 +22,7 @@ from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, COUNTS
-from celery_dislock.servers.server import server_for
+from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched

@@ -21,7 +21,6 @@ from celery_dislock.config.settings import (
     task_options,
 )
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.servers.store import Store
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -454,10 +453,6 @@ class TestSettings:
         conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
         with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
             app_settings(conf)
-        with pytest.raises(SettingsError, match="not with several"):
-            Store(SEVERAL, {"min_replicas": 1})
-        with pytest.raises(SettingsError, match="named twice"):
-            Store(["redis://a"] * 3)
 
     @pytest.mark.parametrize(
         "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))

@@ -10,8 +10,8 @@ from redis.exceptions import AskError, MovedError
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers.cluster import REDIRECTS
+from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.node import RESENDS
-from celery_dislock.servers.server import server_for
 
 
 class TestClusterWithoutNodes:
@@ -39,14 +39,14 @@ class Node:
             raise said
         return said
 
-    def run(self, _script, keys, *_arguments, asking=False):
-        self._cluster.asked.append((self.address, "run", asking))
+    def exchange(self, _script, keys, *_arguments, asking=False):
+        self._cluster.asked.append((self.address, "exchange", asking))
         said = self._cluster.says[self.address].pop(0)
         if isinstance(said, Exception):
             error = StoreError("redis://node", "it failed")
             error.raw = said
             raise error
-        return said
+        return said, False
 
     def close_idle(self):
         self.closed = True
@@ -79,7 +79,7 @@ class TestSlots:
         return made
 
     def runs(self, cluster):
-        return [(address, *rest) for address, what, *rest in cluster.asked if what == "run"]
+        return [(address, *rest) for address, what, *rest in cluster.asked if what == "exchange"]
 
     def test_the_node_of_the_slot_is_asked(self, cluster):
         """Who has which slot is asked once, and remembered."""
@@ -88,8 +88,8 @@ class TestSlots:
             assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
         assert cluster.asked == [
             (ONE, "CLUSTER", "SLOTS"),
-            (ONE, "run", False),
-            (ONE, "run", False),
+            (ONE, "exchange", False),
+            (ONE, "exchange", False),
         ]
 
     def test_a_slot_that_has_moved_is_followed_for_good(self, cluster):

@@ -36,10 +36,10 @@ def test_an_idle_connection_that_is_of_no_use_is_replaced(broken):
     peer = Peer(URLS[0], {})
     peer._wire = SimpleNamespace(start=start, close_idle=lambda: None)
     if broken == 1:
-        assert peer.start(("first",), ("again",), None, 1.0).connection == "connection"
+        assert peer.start(("first",), ("again",), 1.0) == "connection"
     else:
         with pytest.raises(StoreError, match="the connection broke"):
-            peer.start(("first",), ("again",), None, 1.0)
+            peer.start(("first",), ("again",), 1.0)
     assert sent == [("first",), ("again",)]
 
 

@@ -8,8 +8,8 @@ from celery_dislock.config import urls
 from celery_dislock.config.settings import app_settings
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.servers.cluster import Cluster
+from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.node import Node
-from celery_dislock.servers.server import server_for
 
 
 class TestServerFor:

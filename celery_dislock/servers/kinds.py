@@ -1,0 +1,54 @@
+"""Choose the kind of lock server for a URL: one Redis, Sentinels, a Redis Cluster, or several."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.config.urls import CLUSTER, SENTINEL
+from celery_dislock.servers.node import single
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from celery_dislock.servers.server import Server
+
+
+def server_for(
+    url: str | Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    pause: Callable[[float], None] = time.sleep,
+) -> Server:
+    """
+    Return the lock server of a URL.  Does not connect yet.
+
+    Args:
+        url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
+            redis+cluster:// or rediss+cluster://; or a list of three or more URLs of independent
+            single servers.
+        options: Keyword arguments of redis-py's Connection, in addition to those of the URL.  Also
+            ``ssl`` for TLS if the URL does not ask for it; for sentinel:// kombu's
+            ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``,
+            see :class:`celery_dislock.servers.node.Node`.
+        pause: Called with the seconds to wait between two attempts.
+
+    Raises:
+        SettingsError: The URL or an option cannot be used.
+    """
+    options = dict(options or {})
+    replicas = options.pop("min_replicas", 0)
+    # Imported when asked for: most processes have a single server, and a web process starts fast.
+    if not isinstance(url, str):
+        from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
+
+        return Quorum(url, options, pause=pause)
+    if url.startswith(SENTINEL):
+        from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
+
+        return watched(url, options, pause=pause, min_replicas=replicas)
+    if url.startswith(CLUSTER):
+        from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
+
+        return Cluster(url, options, pause=pause, min_replicas=replicas)
+    return single(url, options, pause=pause, min_replicas=replicas)
