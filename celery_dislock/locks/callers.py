@@ -99,16 +99,6 @@ class Caller:
             ``__enter__`` runs next.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_greenlet",
-        "_leases",
-        "entering",
-        "is_greenlet",
-        "pid",
-        "thread",
-    )
-
     def __init__(self, greenlet: Any = None) -> None:
         self.entering: Any = None
         self.is_greenlet = greenlet is not None

@@ -115,32 +115,6 @@ class Lease:
         since: Time before the lock was asked for, on this process's clock.
     """
 
-    __slots__ = (
-        "_handed_on",
-        "_pid",
-        "_reason",
-        "asked_until",
-        "caller_ended",
-        "capped",
-        "driver",
-        "due",
-        "end",
-        "finished",
-        "holder",
-        "key",
-        "on_end",
-        "owner",
-        "renewals",
-        "renewed_at",
-        "reported",
-        "reservation",
-        "sender",
-        "since",
-        "tokens",
-        "trace",
-        "trusted_until",
-    )
-
     def __init__(
         self, driver: Driver, asker: Asker, tokens: Mapping[str, int], since: float, ttl: float
     ) -> None:
@@ -317,8 +291,6 @@ class NoLease(Lease):
     It is not held, has the key "" and the token 0, which is smaller than that of any lease.  No
     lock was taken that could be lost, so :meth:`ensure_held` raises nothing.
     """
-
-    __slots__ = ()
 
     def __init__(self) -> None:
         self.key = self.owner = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
@@ -41,6 +42,7 @@ LATE = 0.002  # seconds to wait beyond a lease's end: the server counts in milli
 logger = logging.getLogger("celery_dislock")
 
 
+@dataclass(eq=False)
 class Lock:
     """
     The lock of one or several keys, with one set of options.
@@ -64,41 +66,19 @@ class Lock:
         interval: Seconds between two renewals; None: leases are not renewed.
     """
 
-    __slots__ = (
-        "clock",
-        "interval",
-        "key",
-        "keys",
-        "names",
-        "options",
-        "pause",
-        "store",
-        "terms",
-        "timeout",
-        "watchdog",
-    )
+    keys: Sequence[str]
+    names: Sequence[str]
+    options: TaskOptions
+    store: Store
+    watchdog: Watchdog
+    clock: Callable[[], float] = time.monotonic
+    pause: Callable[[float], None] = time.sleep
 
-    def __init__(
-        self,
-        keys: Sequence[str],
-        names: Sequence[str],
-        options: TaskOptions,
-        store: Store,
-        watchdog: Watchdog,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.key = " + ".join(keys)
-        self.keys = keys
-        self.names = names
-        self.options = options
-        self.store = store
-        self.watchdog = watchdog
-        self.clock = clock
-        self.pause = pause
-        self.timeout = options.timeout
-        self.interval = options.renewal_interval
-        self.terms = Terms(options.lock_mode, options.lock_limit or 1)
+    def __post_init__(self) -> None:
+        self.key = " + ".join(self.keys)
+        self.timeout = self.options.timeout
+        self.interval = self.options.renewal_interval
+        self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
 
     @property
     def observer(self) -> Observer:

@@ -10,56 +10,15 @@ Its methods return at once, raise nothing, and may be called by any thread or gr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from celery_dislock.locks.attempt import Attempt
+    from celery_dislock.locks.lease import Lease
 
 FOREVER = float("inf")
-
-
-class Asking(Protocol):
-    """An attempt to take a lock, as an observer sees it."""
-
-    @property
-    def holder(self) -> Mapping[str, Any]:
-        """Task, task id, worker and process id; of a lock in plain Python, without a task."""
-
-    @property
-    def trace(self) -> Any:
-        """What :meth:`Observer.begin` has returned for it."""
-
-
-class Holding(Asking, Protocol):
-    """A lease, as an observer sees it."""
-
-    @property
-    def key(self) -> str:
-        """The key, or all keys in one text."""
-
-    @property
-    def owner(self) -> str:
-        """The string that identifies the acquisition."""
-
-    @property
-    def token(self) -> int:
-        """The fencing token."""
-
-    @property
-    def renewals(self) -> int:
-        """Number of renewals."""
-
-    @property
-    def remaining(self) -> float:
-        """Seconds for which the lease is trusted unless it is renewed."""
-
-    @property
-    def why_ended(self) -> str:
-        """Text that says why the lease has ended."""
-
-    @property
-    def sender(self) -> object:
-        """The task, or the lock in plain Python."""
 
 
 class Observer:
@@ -81,7 +40,7 @@ class Observer:
         """Return what the attempt of this thread and its lease keep for the observer."""
         return None
 
-    def acquired(self, lease: Holding, how: str, waited: float) -> None:
+    def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """
         Take note that a lock was granted.
 
@@ -91,7 +50,7 @@ class Observer:
             waited: Seconds since it was first asked for.
         """
 
-    def conflict(self, attempt: Asking, key: str, outcome: str, holder: str) -> None:
+    def conflict(self, attempt: Attempt, key: str, outcome: str, holder: str) -> None:
         """
         Take note that a lock was refused because it is held.
 
@@ -102,7 +61,7 @@ class Observer:
             holder: Who holds it, in words.
         """
 
-    def unavailable(self, attempt: Asking, key: str, outcome: str, reason: str) -> None:
+    def unavailable(self, attempt: Attempt, key: str, outcome: str, reason: str) -> None:
         """
         Take note that the lock server did not answer an attempt.
 
@@ -113,13 +72,13 @@ class Observer:
             reason: The error.
         """
 
-    def renewed(self, lease: Holding) -> None:
+    def renewed(self, lease: Lease) -> None:
         """Take note that a lease was renewed."""
 
-    def capped(self, lease: Holding, action: str) -> None:
+    def capped(self, lease: Lease, action: str) -> None:
         """Take note that a lease has reached its cap; *action* is its ``lock_on_cap``."""
 
-    def lost(self, lease: Holding, action: str, *, gone: bool) -> None:
+    def lost(self, lease: Lease, action: str, *, gone: bool) -> None:
         """
         Take note that a lease was lost.
 
@@ -129,7 +88,7 @@ class Observer:
             gone: Whether the server no longer had it.
         """
 
-    def ended(self, lease: Holding, end: str, held: float) -> None:
+    def ended(self, lease: Lease, end: str, held: float) -> None:
         """
         Take note that a lease has ended; called once per lease.
 

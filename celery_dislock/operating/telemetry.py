@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.locks.observer import Asking, Holding
+    from celery_dislock.locks.attempt import Attempt
+    from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Process
 
 WITHIN = 0.5  # seconds to wait for a reply of the lock server, in the watchdog's loop
@@ -55,7 +56,7 @@ def _of_a_lock(method: Callable[..., Any]) -> Callable[..., Any]:
     careful = _harmless(method)
 
     @wraps(method)
-    def call(self: Telemetry, about: Asking, *args: Any, **kwargs: Any) -> None:
+    def call(self: Telemetry, about: Attempt | Lease, *args: Any, **kwargs: Any) -> None:
         if self.counters is not None or about.trace is not None:
             careful(self, about, *args, **kwargs)
 
@@ -105,7 +106,7 @@ class Telemetry(Observer):
         return current_span()
 
     @_of_a_lock
-    def acquired(self, lease: Holding, how: str, waited: float) -> None:
+    def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""
         self._count("acquisitions", lease.holder, how)
         self._count("wait", lease.holder, value=waited)
@@ -116,7 +117,7 @@ class Telemetry(Observer):
             lease.trace.event("acquired", key=lease.key, wait=waited, token=lease.token)
 
     @_of_a_lock
-    def conflict(self, attempt: Asking, key: str, outcome: str, holder: str) -> None:
+    def conflict(self, attempt: Attempt, key: str, outcome: str, holder: str) -> None:
         """Count a conflict."""
         self._count("conflicts", attempt.holder, outcome)
         if attempt.trace is not None:
@@ -124,7 +125,7 @@ class Telemetry(Observer):
             attempt.trace.event("conflict", key=key, outcome=outcome, holder=holder)
 
     @_of_a_lock
-    def unavailable(self, attempt: Asking, key: str, outcome: str, reason: str) -> None:
+    def unavailable(self, attempt: Attempt, key: str, outcome: str, reason: str) -> None:
         """Count an attempt that the lock server did not answer."""
         self._count("unavailable", attempt.holder, outcome)
         if attempt.trace is not None:
@@ -132,12 +133,12 @@ class Telemetry(Observer):
             attempt.trace.event("unavailable", key=key, reason=reason)
 
     @_of_a_lock
-    def renewed(self, lease: Holding) -> None:
+    def renewed(self, lease: Lease) -> None:
         """Count a renewal."""
         self._count("renewals", lease.holder)
 
     @_harmless
-    def capped(self, lease: Holding, action: str) -> None:
+    def capped(self, lease: Lease, action: str) -> None:
         """Count a cap that is reached, and send an event."""
         self._count("capped", lease.holder)
         if lease.trace is not None:
@@ -146,13 +147,13 @@ class Telemetry(Observer):
         self._send_event(lease, "task-lock-capped", about)
 
     @_harmless
-    def lost(self, lease: Holding, action: str, *, gone: bool) -> None:
+    def lost(self, lease: Lease, action: str, *, gone: bool) -> None:
         """Count a loss, and send an event; :meth:`ended` follows."""
         self._count("lost", lease.holder, "gone" if gone else "expired")
         self._send_event(lease, "task-lock-lost", {"reason": lease.why_ended, "action": action})
 
     @_of_a_lock
-    def ended(self, lease: Holding, end: str, held: float) -> None:
+    def ended(self, lease: Lease, end: str, held: float) -> None:
         """Count for how long a lease was held."""
         self._count("held", lease.holder, value=held)
         if lease.trace is not None:
@@ -170,7 +171,7 @@ class Telemetry(Observer):
             holder = {"task": task, "worker": worker or f"sender@{self.process.host}"}
             self.counters.add("messages", holder, outcome)
 
-    def _send_event(self, lease: Holding, type_: str, about: dict[str, Any]) -> None:
+    def _send_event(self, lease: Lease, type_: str, about: dict[str, Any]) -> None:
         """Send an event about a task that a worker runs; in a pool process the loop does so."""
         task, task_id = lease.sender, lease.holder.get("id")
         if not isinstance(task, Task) or not task.send_events:

@@ -284,12 +284,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.  The lease may have ended.
         """
-        reply, resent = self.lock_server.exchange(FREE, [lock], owner, token, self.home)
-        if isinstance(reply, list):
-            reply, told = reply
-            if self._hand_over is not None:
-                self._hand_over(turns(told))
-        return bool(reply) or resent
+        return bool(self._end(FREE, [lock], owner, token, self.home))
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float

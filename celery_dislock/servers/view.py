@@ -132,13 +132,13 @@ class Waiter(NamedTuple):
     place: int
     waiting: float
     mode: str
-    parked: bool
-    ticket: str
-    turns: int
     who: str
     task: str | None
     id: str | None
-    args: str | None
+    parked: bool = False
+    ticket: str = ""
+    turns: int = 0
+    args: str | None = None
     exchange: str | None = None
     routing_key: str | None = None
     broker: str | None = None
@@ -327,13 +327,9 @@ def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) 
         place=nth,
         waiting=_since(now_ms, joined),
         mode=NAMES[waits[3].decode()] if waits else "exclusive",
-        parked=False,
-        ticket="",
-        turns=0,
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
-        args=None,
     )
 
 
