@@ -81,7 +81,10 @@ class Driver(Protocol):
     options: TaskOptions
     timeout: float
     interval: float | None
-    clock: Callable[[], float]
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Returns monotonic seconds."""
 
     @property
     def asks(self) -> bool:
