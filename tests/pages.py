@@ -14,11 +14,12 @@ from werkzeug.test import Client, TestResponse
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.operating.web import Page
 from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
+from celery_dislock.tasks.actions import Actions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.exceptions import DamagedLockError
+    from celery_dislock.exceptions import StoreError
 
 LIMIT = 10.0  # seconds for a server to end
 ORIGIN = "http://127.0.0.1:8765"
@@ -64,7 +65,7 @@ def place(number: int = 1, **changes: Any) -> Waiter:
     return Waiter(**{**known, **changes})
 
 
-def lock(key: str = "export:1", **changes: Any) -> LockState:
+def lock(key: str = "k", **changes: Any) -> LockState:
     """Make a lock that nobody holds."""
     known: dict[str, Any] = dict.fromkeys(LockState._fields)
     known |= {
@@ -90,21 +91,21 @@ class FakeOverview:
     Attributes:
         known: The locks by name, or the error of one.
         error: Raised instead of an answer.
-        scans: How often all names were asked for.
-        asked: The locks that were looked at one by one.
+        patterns: By which all names were asked for.
+        asked: The locks that were looked at one by one: name, first place, number of places.
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, LockState | DamagedLockError] = {}
+        self.known: dict[str, LockState | StoreError] = {}
         self.error: Exception | None = None
-        self.scans = 0
-        self.asked: list[tuple[str, int]] = []
+        self.patterns: list[str] = []
+        self.asked: list[tuple[str, int, int]] = []
 
-    def add(self, *states: LockState) -> None:
+    def put(self, *states: LockState) -> None:
         self.known.update({state.name: state for state in states})
 
     def names(self, pattern="*", failed=None):
-        self.scans += 1
+        self.patterns.append(pattern)
         self._answer()
         names = list(self.known)
         for first in range(0, len(names), 100):
@@ -115,7 +116,7 @@ class FakeOverview:
         return [self.known[name] for name in names]
 
     def lock(self, name, first=0, most=20):
-        self.asked.append((name, first))
+        self.asked.append((name, first, most))
         self._answer()
         state = self.known.get(name) or lock(name=name, key=name.partition("{")[2][:-1])
         if isinstance(state, Exception):
@@ -127,12 +128,24 @@ class FakeOverview:
             raise self.error
 
 
-class FakeActions:
-    """Notes what was done, and answers that it was."""
+class FakeActions(Actions):
+    """
+    Notes what was done.
+
+    Attributes:
+        answer: Whether there was something to do it to.
+        before: The limit that there was.
+        left: The lease that a task has which was told to end.
+        aside: What is put back, with what is wrong with it.
+        error: Raised instead of an answer.
+    """
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
         self.answer = True
+        self.before: int | None = None
+        self.left: Holder | None = None
+        self.aside: list[tuple[str, str]] = []
         self.error: Exception | None = None
 
     def _note(self, *done: Any) -> bool:
@@ -148,13 +161,22 @@ class FakeActions:
         return self._note("unreserve", name, shown.id, shown.mark, shown.number)
 
     def terminate(self, holder, *, signal="TERM"):
-        self._note("terminate", holder.id, holder.owner, holder.token)
+        self._note("terminate", holder.id, signal)
+
+    def _wait_until_ended(self, name, _holder, seconds):
+        self._note("wait", name, seconds)
+        return self.left
 
     def drop(self, name, ticket):
         return self._note("drop", name, ticket)
 
+    def put_back(self, name, ticket=""):
+        self._note("put back", name, ticket)
+        yield from self.aside
+
     def limit(self, name, limit, *, seconds=None, note=""):
-        self._note("limit", name, limit, note)
+        self._note("limit", name, limit, seconds, note)
+        return self.before
 
 
 class StagedLocks(AppLocks):

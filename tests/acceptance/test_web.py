@@ -172,6 +172,29 @@ def test_a_proxy_in_front_is_believed_only_if_it_is_trusted(serve):
     assert alone.ask("/api/locks", **host)[0] == 400
 
 
+def test_what_is_no_http_is_refused_and_others_are_served(serve):
+    """Broken lines, lengths and hosts, over a socket: an error, or the end of the connection."""
+    server = serve("--allow-actions")
+    post = b"POST /api/limit HTTP/1.1\r\nHost: localhost\r\n"
+    for sent in (
+        b"\0\xff\x16\x03\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /api/locks HTTP/1.1\r\n\r\n",  # names no host
+        b"GET /api/locks HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
+        b"GET /api/locks HTTP/1.1\r\nHost: " + b"a" * 10**5 + b"\r\n\r\n",
+        post + b"Content-Length: -1\r\n\r\n",
+        post + b"Content-Length: 99999999\r\n\r\n",
+        post + b"Transfer-Encoding: gzip\r\n\r\n",
+        post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), LIMIT) as connection:
+            connection.sendall(sent)
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(12)[9:10] in {b"", b"4", b"5"}, sent[:60]
+        assert server.ask("/api/locks")[0] == 200
+    assert server.stop()[1] == ""
+
+
 @pytest.fixture
 def nginx(tmp_path):
     """Start nginx with the block of the page about the page, in front of a port; gives its own."""

@@ -22,14 +22,13 @@ from celery_dislock.operating.cli import dislock as command
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
-from tests.holding import Holding, name_of, wait_for
+from tests.holding import name_of, wait_for
 from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
 from tests.leaks import SECRET
 
 ROOT = Path(__file__).parents[2]
 LONG = 600.0  # seconds: no such lease runs out by itself
 LIMIT = 30  # seconds for a command
-HOSTILE = ["\x1b[31mred\x1b[0m", "a\nb", "<script>alert(1)</script>", "'\"$(id)", "\u202eright"]
 AWAY, USAGE, FOUND, HELD, LOST = 3, 2, 1, 75, 76
 
 
@@ -47,15 +46,6 @@ def app(redis_url):
     )
     def export(corp_id): ...
 
-    @app.task(name="shop.move", lock_key=["from:<a>", "to:<b>"], shared=False)
-    def move(a, b): ...
-
-    @app.task(base=SingletonTask, name="shop.digest", shared=False)
-    def digest(a, b=1): ...
-
-    @app.task(name="shop.plain", shared=False)
-    def plain(): ...
-
     yield app
     app.close()
 
@@ -71,12 +61,6 @@ def dislock(app):
         return answer
 
     return run
-
-
-@pytest.fixture
-def holding(redis_url):
-    with Holding(redis_url) as holding:
-        yield holding
 
 
 @pytest.fixture
@@ -154,46 +138,6 @@ class TestList:
         if command not in {"doctor", "line"}:
             assert "whole" in answer.stdout
 
-    @pytest.mark.parametrize("hostile", HOSTILE)
-    def test_a_hostile_key_is_shown_as_it_is(self, dislock, redis_client, hostile):
-        """No escape sequence of a key or a task reaches the terminal; each lock is one line."""
-        holder = json.dumps({"task": hostile, "id": hostile, "worker": hostile, "pid": 1})
-        now = int(redis_client.time()[0]) * 1000
-        redis_client.hset(f"dislock:{{{hostile}}}", hostile, f"1 {now + 60_000} 5 {now} x {holder}")
-        for options in ([], ["--json"]):
-            printed = dislock("ls", *options).stdout
-            assert "\x1b" not in printed
-            assert "\u202e" not in printed
-        assert len(dislock("ls").stdout.splitlines()) == 2
-        assert json.loads(dislock("ls", "--json").stdout)[0]["key"] == hostile
-
-
-class TestReservations:
-    def test_a_key_that_stays_reserved_is_freed(self, dislock, redis_client):
-        """As "expiry" says; it is listed and shown with the age of its end."""
-        reserve(redis_client, "digest", "d")
-        assert " ended, " in dislock("ls").stdout
-        assert "stays reserved for task id-9, which ended " in dislock("show", "digest").stdout
-        assert dislock("free", "digest", "--yes").exit_code == 0
-
-
-class TestDrop:
-    def test_a_parked_task_is_found_and_dropped(self, dislock, store, app):
-        """By its id, in whichever line it stands; its result is REVOKED."""
-        for key in ("a", "b", "c"):
-            hold(store, key)
-            park(app, key)
-        wanted = park(app, "b")
-        answer = dislock("drop", wanted, "--json", input="y\n")
-        assert answer.exit_code == 0
-        assert "place 2 in line for lock b" in answer.stderr
-        assert json.loads(answer.stdout) == [
-            {"key": "b", "ticket": f"{wanted}:0:0", "dropped": True}
-        ]
-        assert app.AsyncResult(wanted).state == "REVOKED"
-        assert "dropped by an operator" in str(app.AsyncResult(wanted).result)
-        assert json.loads(dislock("line", "b", "--json").stdout)["waiting"] == 1
-
 
 def start(redis_url, *args):
     """Start a command in a process of its own."""
@@ -249,14 +193,6 @@ class TestPutBack:
 
 
 class TestRun:
-    def test_it_waits_for_the_lock(self, redis_url, holding, redis_client):
-        """Without a limit, in line."""
-        lease = holding.take("k", timeout=60)
-        process = start(redis_url, "run", "k", "--", "echo", "ran")
-        wait_for(lambda: redis_client.zcard(f"{name_of('k')}:line"), "a waiter in line")
-        lease.release()
-        assert ended(process)[:2] == (0, "ran\n")
-
     def test_signals_reach_the_command(self, redis_url, redis_client):
         """The command decides what becomes of them, and its exit code counts."""
         script = "trap 'exit 9' INT; echo ready; while :; do sleep 0.05; done"
@@ -290,17 +226,6 @@ def _runs(pid):
 
 
 class TestStrangers:
-    """A server or an app that is not as the commands would like it."""
-
-    COMMANDS = (
-        ("ls",),
-        ("show", "k"),
-        ("line", "k"),
-        ("free", "k", "--yes"),
-        ("drop", "t", "--yes"),
-        ("run", "k", "--timeout", "0", "--", "true"),
-    )
-
     @pytest.mark.parametrize("args", [("ls",), ("drop", "t", "--yes")])
     def test_a_server_that_is_away(self, dislock, app, args):
         """Exit code 3, one line, and no password."""

@@ -163,17 +163,6 @@ def test_a_late_copy_of_what_was_done_there_does_not_run(app, old, drain):
     assert here.lines.claims(lock) == [claimed]
 
 
-def test_who_answers_no_changes_nothing(app, old, drain, redis_client):
-    """The lines are shown, with how many are in each."""
-    park(old.process, "a")
-    answer = drain(input="n\n")
-    assert answer.exit_code == FOUND
-    assert "a    1" in answer.stdout
-    assert sent(redis_client) == []
-    assert not runtime_of(app).process.identity.whose(old.process.identity.name())
-    assert drain("--yes").exit_code == 0
-
-
 def test_a_turn_that_is_on_its_way_is_sent_on_as_well(old, drain, redis_client):
     """Whoever published it may have died before: it comes twice, and one of the two runs."""
     ticket = park(old.process, "a")
@@ -245,24 +234,6 @@ def test_a_broker_that_goes_away_meanwhile_loses_nothing(app, old, drain, monkey
     assert not runtime_of(app).process.identity.whose(old.process.identity.name())
 
 
-@pytest.mark.parametrize("args", [(), ("--from-prefix", "dislock"), ("--from-url", "redis://a,b")])
-def test_where_the_locks_are_there_is_nothing_to_drain(drain, args):
-    """Nor where nobody says where; a URL of nothing is refused like that of the settings."""
-    answer = drain("--yes", told=args)
-    assert answer.exit_code in {USAGE, AWAY}
-    assert "--from-url URL" in answer.stderr or "where the app's locks are" in answer.stderr or args
-
-
-def test_several_servers_have_no_lines(redis_url):
-    """There is nothing to be drained to them."""
-    urls = [redis_url, "redis://a", "redis://b"]
-    with make_app(redis_url, dislock_url=urls) as app:
-        answer = CliRunner().invoke(
-            command, ["drain", "--from-prefix", "old"], obj=SimpleNamespace(app=app)
-        )
-    assert answer.exit_code == USAGE
-
-
 def test_what_had_lost_its_place_there_ends(app, old):
     """Its result says so, though no worker sweeps there any more."""
     draining = Drain(
@@ -305,22 +276,3 @@ class TestStoreName:
                 identity.take_over(f"{number:016x}")
         assert redis_client.hlen("dislock:lines:@store") == 101
         assert identity.whose(f"{0:016x}")
-
-    def test_a_name_that_is_given_twice_is_given_once(self, identity, redis_client):
-        """The command may be sent again."""
-        before = identity.name()
-        for _ in range(2):
-            identity._ask("f" * 16, "renamed")
-        assert redis_client.hgetall("dislock:lines:@store") == {"name": "f" * 16, before: "drained"}
-
-    def test_a_server_that_lost_its_data_takes_its_old_name_over(self, redis_url, redis_client):
-        """Whoever comes first: the process that knew the name, or another one."""
-        old, new = (StoreIdentity(Store(redis_url).lock_server, "dislock") for _ in range(2))
-        before = old.name()
-        redis_client.delete("dislock:lines:@store")
-        assert old.confirm() == before
-        redis_client.delete("dislock:lines:@store")
-        assert new.name() != before
-        assert not new.whose(before)
-        old.confirm()
-        assert new.whose(before)

@@ -8,10 +8,13 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from random import Random
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 import redis
+from celery import Celery
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +27,11 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
-from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.messages.message import Message
+from celery_dislock.operating.cli import dislock as command
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.store import Ticket
+from celery_dislock.servers.replies import Granted, Parked, Refused
 from celery_dislock.servers.store import Store
 from tests.holding import PATIENCE, name_of, wait_for
 from tests.integration.servers import RedisCluster
@@ -88,6 +95,31 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def owners(store: Store) -> list[list[str]]:
     """Who holds each of the three locks."""
     return [[held.owner for held in store.holders(name)] for name in NAMES]
+
+
+def test_an_operator_drops_and_frees_on_each_kind_of_server(url):
+    """``celery dislock drop`` and ``free`` find the lock's node; the parked task is REVOKED."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.dislock_url = url
+
+    @app.task(name="tests.parked", shared=False)
+    def parked(): ...
+
+    process = runtime_of(app).process
+    assert isinstance(process.store.acquire([A], "me", LONG, HOLDER), Granted)
+    headers = {"task": "tests.parked", "id": "p-1"}
+    message = Message("", "celery", headers, "application/json", "utf-8", {}, True, b"[[],{},{}]")
+    process.lines.enlist(A)
+    ticket = Ticket("p-1:0:0", "p-1@", False, message.to_bytes())
+    assert isinstance(process.lines.park(A, "p-1@w/1", LONG, "{}", ticket), Parked)
+    told = []
+    for args in (("drop", "p-1", "--yes"), ("free", "a", "--yes"), ("show", "a")):
+        answer = CliRunner().invoke(command, args, obj=SimpleNamespace(app=app))
+        told.append((answer.exit_code, answer.output.splitlines()[-1]))
+    assert [code for code, _ in told] == [0, 0, 1]
+    assert [last.partition(".")[0] for _, last in told[:2]] == ["Dropped", "Freed lock a"]
+    result = app.AsyncResult("p-1")
+    assert (result.state, "dropped by an operator" in str(result.result)) == ("REVOKED", True)
 
 
 class TestStore:

@@ -76,7 +76,7 @@ def main() -> None:
     """Take them all."""
     program = next(filter(None, map(shutil.which, PROGRAMS)))
     site, overview, _ = staged(show_arguments=True)
-    overview.add(*shop())
+    overview.put(*shop())
     with serving(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         for scheme in ("light", "dark"):

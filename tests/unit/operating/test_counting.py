@@ -88,14 +88,6 @@ def test_seconds_go_into_their_bucket_and_into_the_sum(counters, server):
     }
 
 
-def test_each_worker_has_counts_of_its_own(counters, server):
-    """A process may hold locks under the worker's name, and under its host's."""
-    for worker in ("celery@w1", "host"):
-        counters.add("acquisitions", {"task": "t", "worker": worker}, "at_once")
-    counters.flush(server.send)
-    assert server.of("celery@w1") == server.of("host") == {"acquisitions at_once t": 1}
-
-
 def test_a_batch_whose_reply_was_lost_counts_twice_at_most(counters, server):
     """A server that hangs finds it once in its sockets; until it answers it gets no other."""
     server.loses_replies = True

@@ -8,6 +8,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import SingletonTask
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.draining import LOOK_EVERY, Drain
 from tests.unit.fakes import FakeClock
 from tests.unit.operating.cli.conftest import FakeOverview, holder, lock
@@ -64,6 +65,15 @@ def test_a_live_lease_shows_a_worker_that_is_too_busy_to_sweep(drain, changed, s
     drain._overview.put(lock(name="old:{a}", waiting=1, line=[], holders=[holder(**changed)]))
     drain._parked = lambda _lock: [1]
     assert bool(drain.workers(0.0)) is seen
+
+
+def test_there_must_be_lines_and_they_must_be_elsewhere(app, drain):
+    """Several servers keep none; and where the app's locks are there is nothing to drain."""
+    drain._here.identity = drain._there.identity = SimpleNamespace(confirm=lambda: "f" * 16)
+    with pytest.raises(SettingsError, match="where the app's locks are"):
+        drain.check()
+    with pytest.raises(SettingsError, match="keep no parked tasks"):
+        Drain(app, ["redis://a", "redis://b", "redis://c"], None)
 
 
 def test_the_interval_is_that_of_the_apps_tasks(app, drain):

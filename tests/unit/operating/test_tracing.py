@@ -163,11 +163,3 @@ def test_every_metric_has_an_instrument(meter):
     )
     labels = {"task": "t", "worker": "w", "outcome": "skip"}
     assert ("celery_dislock.conflicts", 1, labels) in meter.recorded
-
-
-def test_leases_go_up_and_down(meter):
-    """The number of leases that a process holds is that of its acquisitions less its ends."""
-    for what in ("acquisitions", "acquisitions", "held"):
-        instruments().record(what, "", "t", "w", 1)
-    steps = [value for name, value, _ in meter.recorded if name == "celery_dislock.leases"]
-    assert steps == [1, 1, -1]

@@ -18,6 +18,7 @@ from tests.unit.operating.cli.conftest import (
     reserved,
 )
 
+ENDED = ("id-1", "5eed", 7)  # the reservation
 FREED = ("free", "dislock:{k}", holder().owner, 5)
 
 
@@ -70,7 +71,7 @@ def test_all_leases_are_freed(make, overview, actions):
     overview.put(lock("k", holders=[holder(), holder(owner="other", token=6)]))
     assert len(make("k").free()) == 2
     assert actions.done == [FREED, ("free", "dislock:{k}", "other", 6)]
-    actions.gone = False
+    actions.answer = False
     assert make("k").free() == []
 
 
@@ -99,7 +100,7 @@ def test_a_task_is_terminated_first(make, overview, actions, left, freed, done):
     assert actions.done == [("terminate", "9b1d", "TERM"), ("wait", "dislock:{k}", 5.0), *done]
 
 
-UNRESERVED = ("unreserve", "dislock:{k}", reserved())
+UNRESERVED = ("unreserve", "dislock:{k}", *ENDED)
 
 
 def test_a_reservation_is_ended_and_told(make, overview, actions):
@@ -107,7 +108,7 @@ def test_a_reservation_is_ended_and_told(make, overview, actions):
     overview.put(lock("k", holders=[holder()], reservation=reserved()))
     assert make("k").free() == [holder(), reserved()]
     assert actions.done == [FREED, UNRESERVED]
-    actions.gone = False
+    actions.answer = False
     assert make("k").free() == []
 
 
@@ -142,7 +143,7 @@ def test_keys_that_are_reserved_together_are_freed(make, overview, actions):
     overview.put(lock("a and others", name=name, reservation=reserved()))
     assert [one.key for one in make("a", "b").state()] == ["a", "b", "a and others"]
     assert make("a", "b").free() == [reserved()]
-    assert actions.done == [("unreserve", name, reserved())]
+    assert actions.done == [("unreserve", name, *ENDED)]
 
 
 def test_what_runs_no_body_is_freed_at_once(make, overview, actions):

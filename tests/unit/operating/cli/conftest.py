@@ -8,15 +8,15 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.servers.view import ReservationState
-from celery_dislock.tasks.actions import Actions
 from tests import pages
+from tests.pages import FakeActions, FakeOverview
 
 HELD = 750.0  # seconds
 TASK_ID = "9b1d"
+lock = pages.lock
 
 
 def holder(**changed):
@@ -45,77 +45,6 @@ def place(number=1, **changed):
 def reserved(state="waiting", **changed):
     """Make a reservation of a key."""
     return ReservationState("id-1", state, 3.0, 60.0, "5eed", 7)._replace(**changed)
-
-
-def lock(key="k", **changed):
-    """Make a lock that nobody knows anything of."""
-    return pages.lock(key, **changed)
-
-
-class FakeOverview:
-    """Answers with the locks that a test has put there, by name."""
-
-    def __init__(self):
-        self.there = {}
-        self.asked = []
-        self.away = False
-
-    def put(self, *locks):
-        self.there.update((one.name, one) for one in locks)
-
-    def lock(self, name, first=0, most=20):
-        self.asked.append((name, first, most))
-        if self.away:
-            raise StoreError("redis://fake", "away")
-        found = self.there.get(name) or lock(name[len("dislock:{") : -1])
-        if isinstance(found, StoreError):
-            raise found
-        return found
-
-    def names(self, pattern, failed=None):
-        if self.away:
-            raise StoreError("redis://fake", "away")
-        self.asked.append(pattern)
-        yield list(self.there)
-
-    def look(self, names):
-        return [self.there[name] for name in names]
-
-
-class FakeActions(Actions):
-    """Notes what is done; *gone* and *left* are its answers."""
-
-    def __init__(self):
-        self.done = []
-        self.gone = True
-        self.left = None
-        self.aside = []
-        self.error = None
-
-    def free(self, *what):
-        self.done.append(("free", *what))
-        return self.gone
-
-    def end_reservation(self, *what):
-        self.done.append(("unreserve", *what))
-        return self.gone
-
-    def drop(self, *what):
-        self.done.append(("drop", *what))
-        return self.gone
-
-    def put_back(self, name, ticket=""):
-        self.done.append(("put back", name, ticket))
-        yield from self.aside
-
-    def terminate(self, holder, *, signal="TERM"):
-        if self.error:
-            raise self.error
-        self.done.append(("terminate", holder.id, signal))
-
-    def _wait_until_ended(self, name, _holder, seconds):
-        self.done.append(("wait", name, seconds))
-        return self.left
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_any_other_answer_changes_nothing(dislock, overview, actions, given, wor
 def test_what_has_ended_meanwhile_is_told(dislock, overview, actions, there):
     """The second of two operators changes nothing: exit code 1."""
     overview.put(lock(**there))
-    actions.gone = False
+    actions.answer = False
     answer = dislock("free", "k", "--yes", "--json")
     assert (answer.exit_code, outcome(answer)) == (FOUND, ["ended meanwhile"])
 
@@ -138,7 +138,7 @@ def test_a_token_chooses_a_lease(dislock, overview, actions):
     assert "Nobody holds lock k with token 7." in answer.stderr
 
 
-UNRESERVED = ("unreserve", "dislock:{k}", reserved())
+UNRESERVED = ("unreserve", "dislock:{k}", "id-1", "5eed", 7)
 
 
 def test_a_reservation_that_was_shown_is_ended(dislock, overview, actions):
@@ -231,7 +231,7 @@ def test_what_was_not_changed_is_not_logged(
 ):
     """Somebody said no, or it had ended already."""
     overview.put(lock(holders=[holder()], reservation=reserved(), waiting=1, line=[place()]))
-    actions.gone = False
+    actions.answer = False
     dislock(*command, input=answer * 2)
     assert caplog.messages == []
 
@@ -263,7 +263,7 @@ def test_a_parked_task_is_searched_in_all_lines(dislock, overview, actions, line
 def test_a_damaged_line_costs_no_other_its_search(dislock, overview, actions, lines):
     """It is named; with its key it is an error."""
     overview.put(lock("k", waiting=2, line=[place(2)]))
-    overview.there["dislock:{j}"] = DamagedLockError("redis://fake", "wrong type", "dislock:{j}")
+    overview.known["dislock:{j}"] = DamagedLockError("redis://fake", "wrong type", "dislock:{j}")
     answer = dislock("drop", "t2", "--yes")
     assert (answer.exit_code, actions.done) == (0, [("drop", "dislock:{k}", "t2:0:0")])
     assert "Not looked into: lock server redis://fake: 'dislock:{j}'" in answer.stderr
@@ -273,7 +273,7 @@ def test_a_damaged_line_costs_no_other_its_search(dislock, overview, actions, li
 def test_what_has_left_the_line_is_told(dislock, overview, actions, lines):
     """Meanwhile, or before."""
     overview.put(lock("k", waiting=1, line=[place()]))
-    actions.gone = False
+    actions.answer = False
     answer = dislock("drop", "t1", "--yes", "--json")
     assert answer.exit_code == FOUND
     assert json.loads(answer.stdout) == [{"key": "k", "ticket": "t1:0:0", "dropped": False}]

@@ -66,6 +66,12 @@ def test_the_lines_are_shown_and_sent_on_after_a_yes(dislock, drain):
     assert drain.asked == [("redis://old", None), 15.0, "run", "closed"]
 
 
+def test_who_answers_no_changes_nothing(dislock, drain):
+    """The lines were shown; the exit code is that of a finding."""
+    assert dislock("drain", "--from-prefix", "old", input="n\n").exit_code == FOUND
+    assert drain.asked == [(None, "old"), 15.0, "closed"]
+
+
 def test_a_drain_from_nowhere_and_from_here_is_wrong_usage(dislock, drain):
     """Nothing is looked at."""
     assert "--from-url URL, --from-prefix PREFIX" in dislock("drain").stderr

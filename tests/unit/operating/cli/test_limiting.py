@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar
 
 import pytest
 
@@ -14,21 +13,10 @@ from tests.unit.operating.cli.conftest import lock
 
 
 @pytest.fixture
-def limits(monkeypatch):
-    """What was set; *before* is the answer."""
-
-    class Limits:
-        asked: ClassVar[list] = []
-        before = None
-
-        def limit(self, name, number, *, seconds, note):
-            self.asked.append((name, number, seconds, note))
-            return self.before
-
-    Limits.asked.clear()
-    monkeypatch.setattr(session.AppLocks, "actions", Limits())
+def limits(actions, monkeypatch):
+    """What was set, by somebody with a name."""
     monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
-    return Limits
+    return actions
 
 
 @pytest.mark.parametrize(
@@ -48,7 +36,7 @@ def test_what_is_set_is_said(dislock, limits, args, asked, said):
     """With who did it, and how to take it back."""
     answer = dislock(*args)
     assert answer.exit_code == 0
-    assert limits.asked == [("dislock:{k}", *asked)]
+    assert limits.done == [("limit", "dislock:{k}", *asked)]
     assert answer.stdout.startswith(said)
 
 
@@ -69,7 +57,7 @@ def test_a_user_without_a_name(dislock, limits, monkeypatch):
 
     monkeypatch.setattr(session.getpass, "getuser", nobody)
     dislock("pause", "k")
-    assert limits.asked[0][-1] == "by an operator"
+    assert limits.done[0][-1] == "by an operator"
 
 
 def test_what_was_set_before_an_error_is_logged(dislock, limits, caplog, monkeypatch):
@@ -77,7 +65,7 @@ def test_what_was_set_before_an_error_is_logged(dislock, limits, caplog, monkeyp
     about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}
     dislock.app.task(base=SingletonTask, **about)(nothing)
 
-    def fail_later(_self, name, *_args, **_options):
+    def fail_later(name, *_args, **_options):
         if name == "dislock:{b}":
             raise StoreError("redis://fake", "away")
 
@@ -96,14 +84,14 @@ def test_a_pattern_is_refused(dislock, limits, command):
     answer = dislock(name, "export:*", *number)
     assert answer.exit_code == 2
     assert "looks like a pattern" in answer.stderr
-    assert limits.asked == []
+    assert limits.done == []
 
 
 def test_a_key_that_only_looks_like_a_pattern_can_be_paused(dislock, limits, overview):
     """A value of an argument may have a star in it."""
     overview.put(lock("export:*", waiting=1))
     assert dislock("pause", "export:*").exit_code == 0
-    assert len(limits.asked) == 1
+    assert len(limits.done) == 1
 
 
 def test_a_key_that_nobody_knows_is_a_warning(dislock, limits, overview):

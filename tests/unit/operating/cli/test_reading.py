@@ -32,7 +32,7 @@ def test_all_that_is_known_has_a_row(dislock, overview):
         lock("a", waiting=2),
     )
     answer = dislock("ls", "x*")
-    assert overview.asked == ["x*"]
+    assert overview.patterns == ["x*"]
     assert rows(answer) == ["a", "d", "b", "b", "c"]
     assert answer.stdout.splitlines()[3] == (
         "b    -                  12 min    3.0 s ago  27 s  -        -               -       "
@@ -50,7 +50,7 @@ def test_what_is_in_trouble_says_so(dislock, overview):
         lock("d", waiting=2),
         lock("e", holders=[holder(), holder(renewed=25.0, remaining=5.0)], aside=1),
     )
-    overview.there["dislock:{f}"] = DamagedLockError("redis://f", "wrong type", "dislock:{f}")
+    overview.known["dislock:{f}"] = DamagedLockError("redis://f", "wrong type", "dislock:{f}")
     answer = dislock("ls")
     assert rows(answer) == list("feedcba")
     for row, trouble in zip(
@@ -153,7 +153,8 @@ def test_keys_that_are_reserved_together(dislock, overview):
 
 def test_a_page_of_a_line(dislock, overview):
     """Places are counted from 1 on the command line, and long arguments are cut."""
-    overview.put(lock(waiting=9, line=[place(3, args="x" * 99), place(4, parked=False, ticket="")]))
+    line = [place(number, args="x" * 99) for number in (1, 2, 3)]
+    overview.put(lock(waiting=9, line=[*line, place(4, parked=False, ticket="")]))
     answer = dislock("line", "k", "--first", "3", "--most", "2")
     assert overview.asked == [("dislock:{k}", 2, 2)]
     assert rows(answer) == ["3", "4"]

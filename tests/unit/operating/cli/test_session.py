@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from celery_dislock.exceptions import DamagedLockError
+from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.operating.cli.session import AWAY, FOUND, write_json, write_table
 from tests.unit.operating.cli.conftest import lock
 
@@ -26,11 +26,11 @@ def test_json_can_be_shown(capsys):
 def test_errors_have_their_exit_codes(dislock, overview):
     """A server that is away is no finding, and a damaged lock is one."""
     overview.put(lock("k"))
-    overview.there["dislock:{k}"] = DamagedLockError("redis://fake", "wrong type", "dislock:{k}")
+    overview.known["dislock:{k}"] = DamagedLockError("redis://fake", "wrong type", "dislock:{k}")
     answer = dislock("show", "k")
     assert answer.exit_code == FOUND
     assert "cannot be used: wrong type" in answer.stderr
-    overview.away = True
+    overview.error = StoreError("redis://fake", "away")
     answer = dislock("show", "k")
     assert (answer.exit_code, answer.stderr) == (AWAY, "Error: lock server redis://fake: away\n")
 

@@ -15,7 +15,7 @@ from tests.pages import RESERVED, FakeOverview, holder, lock, place
 @pytest.fixture
 def overview():
     fake = FakeOverview()
-    fake.add(
+    fake.put(
         lock("b", holders=[holder(2)], waiting=1),
         lock("a", holders=[holder(1, worker="celery@W2"), holder(3)]),
         lock("c", limit=0, aside=2),
@@ -70,7 +70,7 @@ def test_a_search_looks_into_key_task_id_and_worker(found, search, keys):
 )
 def test_a_kind_of_locks_can_be_chosen_and_is_counted(overview, found, shown, keys):
     """What is held, what waits, what an operator has changed, what is wrong."""
-    overview.add(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
+    overview.put(lock("f", holders=[holder(4, renewed=25.0, remaining=5.0), holder(5)]))
     assert found(shown=shown) == keys
     assert listing.listing(overview).totals.get(shown, len(keys)) == len(keys)
 
@@ -86,7 +86,7 @@ def test_each_lock_has_its_place_in_each_order(found, order, keys):
 
 def test_there_is_a_limit(overview, monkeypatch):
     """The list says that there are more."""
-    overview.add(*(lock(f"x{number}", holders=[holder()]) for number in range(300)))
+    overview.put(*(lock(f"x{number}", holders=[holder()]) for number in range(300)))
     assert not listing.listing(overview).is_cut
     monkeypatch.setattr(listing, "LOCKS_MOST", 150)
     known = listing.listing(overview)

@@ -106,33 +106,6 @@ def test_a_histogram_is_cumulative(page, reading):
     assert found["celery_dislock_held_seconds_bucket", (("le", "+Inf"), *of)] == 3
 
 
-def test_a_server_that_is_away_is_no_error_of_the_page(page, reading):
-    """The scrape succeeds, and its one sample says what is wrong."""
-    reading.values["celery_dislock_server_up"] = {(): 0.0}
-    status, headers, text = page()
-    assert status == "200 OK"
-    assert headers["Content-Type"].startswith("text/plain")
-    assert samples(text) == {("celery_dislock_server_up", ()): 0.0}
-
-
-def test_openmetrics_is_valid_too(page, reading):
-    """A Prometheus that asks for the newer format gets it."""
-    openmetrics = pytest.importorskip("prometheus_client.openmetrics.parser")
-    reading.values["celery_dislock_capped_total"] = {("t", "w"): 1.0}
-    reading.values["celery_dislock_wait_seconds"] = {("t", "w"): [0] * len(PARTS)}
-    _, headers, text = page(HTTP_ACCEPT="application/openmetrics-text; version=1.0.0")
-    assert headers["Content-Type"].startswith("application/openmetrics-text")
-    found = {family.name: family for family in openmetrics.text_string_to_metric_families(text)}
-    assert found["celery_dislock_capped"].samples[0].value == 1
-
-
-def test_a_hostile_query_changes_nothing(page, reading):
-    """A request may choose among the metrics, and no more."""
-    reading.values["celery_dislock_server_up"] = {(): 1.0}
-    assert samples(page(QUERY_STRING="name[]=celery_dislock_server_up")[2])
-    assert page(QUERY_STRING="name[]=%00&name[]=../x", PATH_INFO="/../../etc/passwd")[2] == ""
-
-
 EXPORTED = {
     f"{metric.name}{end}": {*metric.labels, *(("le",) if end == "_bucket" else ())}
     for metric in METRICS

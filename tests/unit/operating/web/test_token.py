@@ -31,7 +31,7 @@ class Alone:
         self.token = Token("ann", is_free=is_free)
         may_act = self.token.is_there if allow_actions else False
         page, locks, self.actions = staged(user=self.token.user, allow_actions=may_act)
-        locks.add(lock(waiting=1))
+        locks.put(lock("export:1", waiting=1))
         self.page = self.token.taken_from_address(page)
         self.visitor = Visitor(self.page)
 
