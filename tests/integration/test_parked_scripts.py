@@ -5,49 +5,17 @@ What is told here are races and damage between two scripts; test_lines.py tells 
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from lupa.lua51 import LuaError
 
-from celery_dislock.parking.store import ANYBODY, ENDED, Bounds, Lines, Ticket
+from celery_dislock.parking.store import ANYBODY, ENDED, Bounds
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, LONG, TURN, Broker
 
-LOCK = name_of("line")
 OTHER = name_of("other")
-LONG = 1_000_000.0  # seconds: no such lease runs out by itself
-TURN = 5  # seconds that a first turn lasts
-
-
-class Broker:
-    """A worker's view of the lines, and what it was given to publish."""
-
-    def __init__(self, server):
-        self.server = server
-        self.published = []
-        self.store = server.store(home="here", hand_over=self.published.extend)
-        self.lines = Lines(server, "dislock", "here", self.published.extend)
-
-    def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, goes_on="", **terms):
-        """Take the lock, or claim a turn; with a message, or be parked."""
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, goes_on, **terms)
-        owner, holder = f"{task}@w:1/{copy}", json.dumps({"id": task})
-        return self.lines.park(LOCK, owner, ttl, holder, ticket)
-
-    def park(self, task, copy=1, **terms):
-        return self.ask(task, copy, **{"message": task.encode(), "ttl": TURN, **terms})
-
-    def end(self, task, copy=1):
-        return self.store.release([LOCK], f"{task}@w:1/{copy}", Ending(ticket=f"{task}:0:0"))
-
-    def given(self):
-        """Tell, once, which tasks were given to be published."""
-        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
-        self.published.clear()
-        return tasks
 
 
 @pytest.fixture
