@@ -144,6 +144,21 @@ class TestTurns:
         assert (reserved.id, reserved.turn) == ("a", True)
         assert isinstance(broker.store.acquire([LOCK], "x", LONG, "{}"), Refused)
 
+    def test_it_joins_the_line_where_it_was_after_another_crash_too(
+        self, broker, held, driven, client
+    ):
+        """A task that runs again after its process died keeps the place in which it was parked."""
+        for task in "abc":
+            broker.park(task)
+        broker.end("first")
+        for copy in 2, 3:
+            assert isinstance(broker.ask("a", copy=copy, marked=True, ttl=10), Granted)
+            driven(10)
+        broker.sweep()
+        assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
+        assert broker.park("a", copy=4, marked=True).place == 1
+        assert line(client) == ["a", "c"]
+
     def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
         self, broker, held, driven, client
     ):
@@ -521,6 +536,18 @@ class TestSettling:
         broker.store.release(
             [LOCK], owner_of(task, copy), Ending(ticket=ticket, settles=seconds, **terms)
         )
+
+    @pytest.mark.parametrize("marked", [True, False])
+    def test_a_copy_does_not_run_while_the_result_is_on_its_way(self, broker, held, driven, marked):
+        """Though the lock is free: its own task is named as the holder, so that the copy waits."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        self.settle(broker, "a")
+        driven(TURN - 1)
+        for ask in broker.ask, broker.park:
+            refused = ask("a", copy=3, marked=marked)
+            assert (type(refused), refused.holder["id"]) == (Refused, "a")
 
     @pytest.mark.parametrize("is_swept", [True, False])
     def test_a_claim_whose_last_release_was_lost_ends_by_itself(

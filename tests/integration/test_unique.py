@@ -9,9 +9,7 @@ import contextlib
 import json
 import os
 import pickle
-import threading
 from datetime import datetime, timedelta, timezone
-from secrets import token_hex
 
 import pytest
 from celery import Celery, Task, shared_task
@@ -19,9 +17,8 @@ from celery.app.task import Context
 
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
-from celery_dislock.keys.names import reserved_name
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.reservations import Reservation, Reservations, Taken
+from celery_dislock.servers.reservations import Reservation, Reservations
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import PUBLISH_FOR, tell
 from tests.forked import ROOT, run_python
@@ -68,75 +65,6 @@ def reserved_for(client, lock=LOCK):
     """The id of the task that the key is reserved for; None if it is free."""
     record = (client.get(f"{lock}:unique") or "2 -").split(" ")
     return None if record[1] == "-" else record[4]
-
-
-class TestReservations:
-    @pytest.fixture
-    def reservations(self, app, client):
-        client.ping()
-        return runtime_of(app).process.store.reservations
-
-    def reserve(self, reservations, encoded_id, *, ttl=HOUR, replaces=False, again=None):
-        wanted = again or Reservation(LOCK, encoded_id)
-        found = reservations.reserve(
-            wanted._replace(ttl=ttl), token_hex(8), replaces=replaces, again=again is not None
-        )
-        if isinstance(found, Taken):
-            return found
-        return wanted._replace(ttl=HOUR, mark=found.mark, number=found.number)
-
-    def send(self, reservations, encoded_id, *, replaces=True):
-        reserved = self.reserve(reservations, encoded_id, replaces=replaces)
-        reservations.confirm(reserved)
-        return reserved
-
-    def begin(self, reservations, reserved, until="start"):
-        reservations.begin(reserved._replace(until=until, ttl=60.0))
-
-    def test_one_has_it(self, reservations):
-        """The second is told whose it is, and whether that one's message was sent."""
-        first = self.reserve(reservations, "a")
-        assert self.reserve(reservations, "b") == Taken("a", is_sent=False)
-        assert reservations.confirm(first)
-        assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
-        assert self.reserve(reservations, "a") == Taken("a", is_sent=True)
-        assert isinstance(self.reserve(reservations, "a", again=first), Reservation)
-
-    @pytest.mark.parametrize("task_id", ["a b", "a,b", "a~b", "a@b", "a%2Cb", "ä\n", "{a}"])
-    def test_any_id_is_compared_as_a_whole(self, reservations, task_id):
-        """Ids come from users, and may contain what separates a reservation's parts."""
-        encoded_id = reserved_name(task_id)
-        reserved = self.reserve(reservations, encoded_id)
-        assert self.reserve(reservations, "other") == Taken(encoded_id, is_sent=False)
-        assert reservations.end(reserved)
-
-    def test_nobody_ends_what_another_has(self, reservations, client):
-        """Compared by id: neither ended nor kept longer."""
-        self.reserve(reservations, "a", ttl=PUBLISH_FOR)
-        other = Reservation(LOCK, "b", ttl=HOUR)
-        assert not reservations.end(other)
-        assert not reservations.confirm(other)
-        assert reserved_for(client) == "a"
-        assert client.ttl(f"{LOCK}:unique") <= PUBLISH_FOR
-
-    def test_one_that_runs_is_not_ended_as_one_that_waits(self, reservations, client):
-        """A revoke does not stop a task that runs: its key stays reserved for it."""
-        reserved = self.send(reservations, "a")
-        self.begin(reservations, reserved, "end")
-        assert not reservations.end_waiting(reserved)
-        assert reserved_for(client) == "a"
-        assert reservations.end(reserved)
-
-    def test_without_messages_that_replace_others_nothing_is_left(self, reservations, client):
-        """There are no numbers to keep."""
-        reservations.end(self.send(reservations, "a", replaces=False))
-        assert not client.keys("*")
-
-    def test_what_is_not_sent_replaces_nothing(self, reservations, client):
-        """A sender that dies between reserving and publishing costs no message."""
-        first = self.send(reservations, "a")
-        self.reserve(reservations, "b", replaces=True)
-        self.begin(reservations, first)
 
 
 class TestSending:
@@ -228,25 +156,6 @@ class TestSending:
         with pytest.raises(ZeroDivisionError):
             edit.delay(1)
         assert reserved_for(client) is None
-
-    def test_many_threads_send_one_message(self, app, client):
-        """All get the same id, also while the first is publishing."""
-        edit = declare(app)
-        edit.app.finalize()
-        results, start = [], threading.Barrier(20)
-
-        def send():
-            start.wait()
-            results.append(edit.delay(1))
-
-        threads = [threading.Thread(target=send) for _ in range(20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len({result.id for result in results}) == 1
-        assert sorted(result.duplicate for result in results) == [False] + [True] * 19
-        assert messages(client) == 1
 
     def test_a_sender_that_died_is_not_waited_for_long(self, app, client):
         """Its key is reserved for seconds; meanwhile messages are sent without a reservation."""
@@ -408,14 +317,6 @@ def make(redis_url):
 
 
 class TestResults:
-    def test_a_duplicate_gets_what_the_first_has_returned(self, make):
-        """State and result are those of the first."""
-        app = make(result_backend="cache+memory://")
-        edit = declare(app)
-        first, second = edit.delay(1), edit.delay(1)
-        app.backend.store_result(first.id, "done", "SUCCESS")
-        assert (second.state, second.get(timeout=1)) == ("SUCCESS", "done")
-
     @pytest.mark.parametrize(
         ("conf", "options"),
         [
@@ -502,15 +403,6 @@ class TestApps:
         assert [edit.delay(1).duplicate for _ in range(2)] == [False, True]
         assert messages(client) == 1
 
-    def test_locks_that_are_off(self, make, client):
-        """dislock_enabled=False: nothing is reserved, and no header is added."""
-        edit = declare(make(dislock_enabled=False))
-        for _ in range(2):
-            edit.delay(1)
-        assert messages(client) == 2
-        assert not client.keys("dislock*")
-        assert "dislock_unique" not in client.lindex("celery", 0)
-
 
 class TestExpires:
     @pytest.mark.parametrize(
@@ -524,20 +416,6 @@ class TestExpires:
         edit = declare(make(), lock_unique_until=until)
         edit.apply_async((1,), expires=expires())
         assert most - 30 < client.ttl(f"{LOCK}:unique") <= most
-
-
-class TestArguments:
-    def test_what_is_given_by_name_and_by_default(self, make, client):
-        """The same arguments, however they are given, are the same key."""
-        app = make()
-
-        @app.task(base=SingletonTask, lock_unique_until="start", shared=False)
-        def edit(doc, edition=0): ...
-
-        calls = [((1,), {}), ((1, 0), {}), ((), {"doc": 1}), ((), {"edition": 0, "doc": 1})]
-        assert len({edit.apply_async(args, kwargs).id for args, kwargs in calls}) == 1
-        assert messages(client) == 1
-        assert edit.delay(1, 1).duplicate is False
 
 
 @pytest.fixture(params=["apply", "task_always_eager"])
@@ -646,8 +524,6 @@ def test_a_retry(app, client, call, until):
     assert (reserved_for(client) is None) is (until != "expiry")
 
 
-ONE = ["delay", "apply_async", "signature", "by name", "signature of a name", "beat"]
-
 plugins = pytest.mark.parametrize("plugin", ["plugin", "plain"])
 
 
@@ -676,11 +552,10 @@ def test_first_sends_of_many_threads(send, redis_client, plugin):
 
 
 @pytest.mark.parametrize(
-    ("plugin", "way"),
-    [*(("plain", way) for way in ONE), ("plugin", "delay"), ("plugin", "by name")],
+    ("plugin", "way"), [("plain", "by name"), ("plain", "beat"), ("plugin", "delay")]
 )
 def test_two_sends_are_one_message(send, redis_client, plugin, way):
-    """By whatever way of Celery's a task is sent."""
+    """By a program that has made no plugin too, by a name or by beat."""
     (first, *is_first), (second, *is_second) = send(plugin, way)
     assert messages(redis_client) == 1
     assert first == second == reserved_for(redis_client)

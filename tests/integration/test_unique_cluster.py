@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from celery import Celery
 from redis.crc import key_slot
 
-from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.records import text
@@ -126,29 +124,3 @@ def test_a_task_that_begins_while_a_slot_moves(cluster, store, nodes, moved, unt
     assert isinstance(granted, Granted)
     assert store.release([LOCK], "b@w/1", Ending(reservation=newer))
     assert isinstance(reserve(store, "c"), Reservation)
-
-
-def test_messages_while_a_slot_moves(cluster, store, nodes, redis_url, redis_client):
-    """One message at a time, whatever was sent while the slot went to and fro."""
-    app = Celery("cluster", broker=redis_url, set_as_current=False)
-    app.conf.dislock_url = cluster.url
-
-    @app.task(
-        name="cluster.edit",
-        base=SingletonTask,
-        lock_key="edit:<doc>",
-        lock_unique_until="start",
-        shared=False,
-    )
-    def edit(doc): ...
-
-    source, target = nodes
-    with Dislock(app):
-        first = edit.delay(1)
-        for _ in range(3):
-            with cluster.moving(RECORD, source, target):
-                assert {edit.delay(1).id for _ in range(5)} == {first.id}
-            assert edit.delay(1).id == first.id
-            source, target = target, source
-    app.close()
-    assert redis_client.llen("celery") == 1

@@ -62,10 +62,7 @@ def by_beat() -> list[Any]:
 WAYS = {
     "threads": from_threads,
     "delay": lambda: [edit.delay(1) for _ in range(2)],
-    "apply_async": lambda: [edit.apply_async((), {"doc": 1}) for _ in range(2)],
-    "signature": lambda: [edit.s(1).delay() for _ in range(2)],
     "by name": lambda: [app.send_task("fresh.edit", (1,)) for _ in range(2)],
-    "signature of a name": lambda: [app.signature("fresh.edit", (1,)).delay() for _ in range(2)],
     "beat": by_beat,
 }
 
