@@ -17,7 +17,6 @@ from tests.acceptance.canvas_app import (
     ADD,
     HOLD,
     add,
-    double,
     fail,
     largest,
     note,
@@ -102,14 +101,6 @@ def test_a_canvas_of_locked_tasks_gives_what_celery_gives(key, kind):
         build, expected = CANVASES[name]
         canvas = build(signatures(kind, f"{key}-{name}"))
         assert (name, canvas.delay().get(timeout=LIMIT)) == (name, expected)
-
-
-def test_map_starmap_and_chunks_call_the_body(key):
-    """Their members are calls within one task, not tasks: they need no lock, and none is held."""
-    assert double.map([1, 2, 2]).delay().get(timeout=LIMIT) == [2, 4, 4]
-    assert add.starmap([(1, 1), (1, 1)]).delay().get(timeout=LIMIT) == [2, 2]
-    chunks = ADD["raise"].chunks([(n, n, key) for n in range(4)], 2).group()
-    assert chunks.delay().get(timeout=LIMIT) == [[0, 2], [4, 6]]
 
 
 def test_links_and_errbacks_are_called(key, scene):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import urllib.request
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +12,7 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, ROOT, wait_for
-from tests.forked import start_celery
-from tests.integration.servers import free_port
+from tests.acceptance.fleet import LIMIT, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -25,20 +20,6 @@ pytestmark = [
 ]
 
 POOLS = ["prefork", "threads", "gevent", "eventlet"]  # solo cannot hold and be refused
-
-
-@contextlib.contextmanager
-def program(folder, server, *arguments, **env):
-    """Run one of Celery's commands beside the workers; stop it at the end."""
-    log = folder / f"{arguments[0]}.log"
-    command = ["-A", "tests.acceptance.scenarios", *arguments]
-    env = {**os.environ, "SCENARIOS_URL": server.url, "PYTHONPATH": str(ROOT), **env}
-    process = start_celery(command, folder, env, log)
-    try:
-        yield log
-    finally:
-        process.terminate()
-        process.wait(LIMIT)
 
 
 class Watcher:
@@ -127,37 +108,6 @@ def test_a_parked_task_is_seen_to_run_and_to_end(start_fleet, scene, watcher):
     wait_for("it is seen to end", lambda: watcher.state_of(parked) == states.SUCCESS)
 
 
-def test_a_task_that_makes_room_in_line_is_revoked(start_fleet, scene, watcher):
-    """Whoever tells its end tells it to those who watch, too."""
-    fleet = start_fleet("prefork", "--task-events")
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    older = fleet.send(scenarios.hold_newest, scene.key)
-    watcher.wait_for(older, "task-parked")
-    newer = fleet.send(scenarios.hold_newest, scene.key)
-    watcher.wait_for(newer, "task-parked")
-    event = watcher.wait_for(older, "task-revoked")
-    assert event["reason"] == f"a newer task took its place in line for lock {scene.key!r}"
-    assert watcher.state_of(older) == states.REVOKED
-    assert watcher.state_of(newer) == "PARKED"
-    scene.open_gate()
-    for result in (holder, newer):
-        result.get(timeout=LIMIT)
-
-
-def test_a_parked_task_that_is_revoked_is_seen_so(start_fleet, scene, watcher):
-    """Celery tells it at its turn, and the state PARKED does not stay."""
-    fleet = start_fleet("prefork", "--task-events")
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    parked = fleet.send(scenarios.hold_or_queue, scene.key)
-    watcher.wait_for(parked, "task-parked")
-    fleet.revoke(parked.id, reply=True)
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
-    wait_for("it is seen", lambda: watcher.state_of(parked) == states.REVOKED)
-
-
 def test_a_parked_task_that_an_operator_drops_is_seen_so(start_fleet, scene, watcher):
     """Who ends it tells it once: the command, or a worker that sweeps in that moment."""
     fleet = start_fleet("prefork", "--task-events")
@@ -238,36 +188,3 @@ def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
     watcher.look()
     heard = [e["type"] for e in watcher.events if e.get("uuid") in {holder.id, skipped.id}]
     assert heard == (["task-lock-lost"] if pool == "prefork" else [])
-
-
-def test_flower_shows_a_skipped_task_as_revoked(start_fleet, scene, server, tmp_path):
-    """Its API, and so its pages, tell the truth; nothing has to be set for it."""
-    fleet = start_fleet("prefork", heartbeat=True)  # Flower turns the events on
-    url = f"http://127.0.0.1:{(port := free_port())}"
-
-    def ask(path):
-        try:
-            with urllib.request.urlopen(f"{url}{path}", timeout=LIMIT) as answer:  # noqa: S310
-                return json.load(answer)
-        except OSError:  # it does not listen yet
-            return None
-
-    options = ["--address=127.0.0.1", f"--port={port}"]
-    with program(tmp_path, server, "flower", *options, FLOWER_UNAUTHENTICATED_API="true") as log:
-        wait_for(f"Flower answers: {log}", lambda: ask("/api/tasks") is not None)
-        wait_for(
-            "it has turned events on",
-            lambda: fleet.says("Events of group {task} enabled by remote"),
-        )
-        holder = fleet.send(scenarios.hold, scene.key)
-        scene.wait_for_report("begin")
-        skipped = fleet.send(scenarios.hold, scene.key)
-        parked = fleet.send(scenarios.hold_or_queue, scene.key)
-
-        def seen():
-            tasks = ask("/api/tasks?limit=100") or {}
-            return [tasks.get(one.id, {}).get("state") for one in (holder, skipped, parked)]
-
-        wait_for("it shows all of them", lambda: seen() == ["STARTED", "REVOKED", "PARKED"])
-        scene.open_gate()
-        wait_for("it shows their ends", lambda: seen() == ["SUCCESS", "REVOKED", "SUCCESS"])

@@ -20,7 +20,6 @@ PUT_OFF = r"INFO .* put off for \S+ s: lock '{key}' is held by {holder}, for "
 PARKED = r"INFO .* parked: place 1 in line for lock '{key}', held by {holder}\."
 REJECTED = r"INFO .* rejected: lock '{key}' is held by {holder}, .* dead-letter exchange"
 FAILED = r"ERROR .* raised unexpected: LockHeldError\('{key}', '{holder}'"
-COPY = r"WARNING .* put off for \S+ s: another delivery of this task holds lock '{key}': {holder}"
 
 
 def lines_about(fleet, task, task_id):
@@ -75,20 +74,6 @@ def test_a_conflict_is_one_line(fleet, scene, name, state, line):
 
 
 @PREFORK
-def test_a_copy_that_is_put_off_is_one_line(fleet, scene):
-    """The line names the delivery that runs, and when the copy comes again."""
-    first = scene.begin(fleet)
-    fleet.send(scenarios.hold, scene.key, task_id=first.id)
-    wait_for("the copy is put off", lambda: lines_about(fleet, scenarios.hold, first.id))
-    settled(fleet, first.id)
-    said = lines_about(fleet, scenarios.hold, first.id)
-    scene.open_gate()
-    scene.wait_for_report("end", times=2)
-    assert len(said) == 1
-    assert re.match(COPY.format(key=scene.key, holder=".*"), said[0])
-
-
-@PREFORK
 def test_making_room_in_line_is_one_line(fleet, scene):
     """All but one that were parked have a second line, however many processes end them."""
     holder = scene.begin(fleet)
@@ -108,13 +93,3 @@ def test_making_room_in_line_is_one_line(fleet, scene):
         first, *skipped = sorted(lines)
         assert f" parked: place 1 in line for lock {scene.key!r}, held by " in first
         assert all(line.endswith(f" skipped: {reason}") for line in skipped)
-
-
-@PREFORK
-def test_a_task_that_retries_itself_keeps_celerys_line(fleet, scene):
-    """Celery's lines are left out only about what ours have told."""
-    result = fleet.send(scenarios.retry_once, scene.key)
-    assert result.get(timeout=LIMIT) == 1
-    wait_for("the line", lambda: lines_about(fleet, scenarios.retry_once, result.id))
-    [said] = lines_about(fleet, scenarios.retry_once, result.id)
-    assert " retry: Retry in 0s" in said

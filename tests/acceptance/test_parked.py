@@ -7,7 +7,6 @@ import time
 import uuid
 
 import pytest
-from billiard.exceptions import TimeLimitExceeded
 from celery import chain, chord, group, states
 from celery.exceptions import ChordError, TaskRevokedError
 from celery.result import AsyncResult
@@ -71,19 +70,6 @@ def test_a_parked_task_says_so(fleet, scene):
         assert holder.id in told.info["holder"]
         assert fleet.says(result.id, "parked", f"place {place}", scene.key, holder.id)
     scene.open_gates(holder)
-    for result in results:
-        assert result.get(timeout=LIMIT)["held"] is True
-
-
-@PREFORK
-def test_shared_tasks_leave_the_line_together(fleet, scene):
-    """Those of lock_mode="shared" run side by side as soon as the exclusive one has ended."""
-    holder = scene.hold(fleet)
-    results = [scene.park(fleet, task=scenarios.hold_shared_or_queue) for _ in range(3)]
-    scene.open_gate(holder.id)
-    scene.wait_for_report("begin", times=4)
-    assert len(scene.reported("end")) == 1
-    scene.open_gate()
     for result in results:
         assert result.get(timeout=LIMIT)["held"] is True
 
@@ -245,20 +231,6 @@ def test_a_parked_task_may_be_requeued(fleet, scene):
     scene.assert_exclusive()
 
 
-@PREFORK
-def test_a_parked_task_has_its_time_limit(fleet, scene):
-    """The limit of its message ends its body, and the next one runs."""
-    holder = scene.hold(fleet)
-    limited = scene.park(fleet, time_limit=1)
-    following = scene.park(fleet, task=scenarios.step_or_queue)
-    scene.open_gate(holder.id)
-    with pytest.raises(TimeLimitExceeded):
-        limited.get(timeout=LIMIT)
-    assert following.get(timeout=LIMIT) == {"held": True}
-    assert scene.begun == [holder.id, limited.id, following.id]
-    scene.redis.delete(f"{scene.lock}:running")  # kept for a copy that might come
-
-
 @BROKERS
 def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
     """With acks_late its body, stopped in one worker, runs again in another one."""
@@ -279,29 +251,6 @@ def test_a_parked_task_survives_a_cold_shutdown(fleet, start_fleet, scene):
 
 
 # Canvas
-
-
-@PREFORK
-def test_links_of_a_parked_task_are_called_once(fleet, scene):
-    """A link after its success, an errback after its failure: each once."""
-    linked, failed = (Scene(f"{scene.key}-{name}", scene.redis) for name in ("link", "error"))
-    for each in (linked, failed):
-        each.open_gate()
-    holder = scene.hold(fleet)
-    good = scene.park(fleet, link=fleet.signature(scenarios.hold, linked.key))
-    bad = scene.park(
-        fleet,
-        task=scenarios.fail_or_queue,
-        link_error=fleet.signature(scenarios.hold, failed.key),
-    )
-    scene.open_gates(holder)
-    assert good.get(timeout=LIMIT)["held"] is True
-    with pytest.raises(ValueError, match=scene.key):
-        bad.get(timeout=LIMIT)
-    for each in (linked, failed):
-        each.wait_for_report("end")
-        each.wait_until_free()
-        assert len(each.reported("begin")) == 1
 
 
 @PREFORK

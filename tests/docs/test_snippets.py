@@ -203,24 +203,3 @@ def test_no_code_stands_outside_a_fence(page):
 def test_a_page_can_be_followed_from_top_to_bottom(reader, page):
     """What it says to type works, in order, and prints what it shows."""
     reader.follow(page)
-
-
-@pytest.mark.parametrize("page", [DOCS / "index.md"], ids=names_of)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "```python\nassert False\n```\n",
-        "<!-- before: number = 1 -->\n```python\nassert number == 2\n```\n",
-        "```pycon\n>>> 1 + 1\n3\n```\n",
-        "```console\n$ false\n```\n",
-        "```console\n$ echo one; echo two\none\n```\n",
-        "```console\n$ echo one\nt…\n```\n",
-        "```python\n@app.task(base=SingletonTask, lock_limit=-1)\ndef export(): ...\n```\n",
-    ],
-)
-def test_what_is_wrong_on_a_page_is_found(reader, page, text, tmp_path):
-    """A snippet that raises, prints something else, or declares a task that cannot be bound."""
-    wrong = tmp_path / "page.md"
-    wrong.write_text(text, "utf-8")
-    with pytest.raises(AssertionError):
-        reader.follow(wrong)

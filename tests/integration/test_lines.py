@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 INDEX = "dislock:lines:here"
+LAST_TURN = 300  # seconds
 HOUR = 3600
 SHARED = {"mode": "shared"}
 
@@ -158,6 +159,35 @@ class TestTurns:
         assert isinstance(broker.ask("b", copy=2, marked=True), Granted)
         assert broker.park("a", copy=4, marked=True).place == 1
         assert line(client) == ["a", "c"]
+
+    def test_each_turn_is_twice_as_long_and_none_longer_than_five_minutes(
+        self, broker, held, driven
+    ):
+        """A slow broker gets the more time the oftener it was too slow, within bounds."""
+        broker.park("a")
+        broker.end("first")
+        lasted = []
+        for _ in range(10):
+            (reserved,) = broker.store.holders(LOCK)
+            lasted.append(round(reserved.remaining))
+            driven(lasted[-1] - 1)
+            broker.given()
+            broker.sweep()
+            assert broker.given() == []
+            driven(1)
+            broker.sweep()
+            assert broker.given() == ["a"]
+        assert lasted == [5, 10, 20, 40, 80, 160, *[LAST_TURN] * 4]
+
+    def test_a_copy_of_what_runs_is_refused_by_its_holder(self, broker, held):
+        """Marked or not, with a message or without: it is told who runs, and has no place."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        running = Refused(owner_of("a", 2), LONG, {"id": "a"}, place=0)
+        for marked in (True, False):
+            assert broker.ask("a", copy=3, marked=marked) == running
+            assert broker.park("a", copy=3, marked=marked) == running
 
     def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
         self, broker, held, driven, client
@@ -993,6 +1023,31 @@ class TestWithdraw:
         for ticket in ("other:0:0", "bytes", ""):
             assert broker.lines.withdraw(LOCK, ticket) is False
         assert snapshot(server) == before
+
+    def test_one_that_runs_is_left_alone(self, broker, held, client, server):
+        """A copy that cannot be run takes neither its lease nor its ticket away."""
+        broker.park("head")
+        broker.end("first")
+        assert isinstance(broker.ask("head", marked=True), Granted)
+        before = snapshot(server)
+        for delivery in ("", "a copy"):
+            assert broker.withdraw("head", delivery) is False
+        assert snapshot(server) == before
+        assert broker.end("head") is True
+
+    def test_what_was_set_aside_does_not_run_without_a_lock_either(self, broker, held):
+        """Its caller was told FAILURE."""
+        broker.park("head")
+        broker.withdraw("head")
+        assert broker.withdraw("head", "a copy") is False
+
+    def test_a_marked_copy_of_what_was_set_aside_does_not_run(self, broker, held):
+        """Its caller was told FAILURE; what people put back is not marked, and runs."""
+        broker.park("second")
+        broker.lines.withdraw(LOCK, "second:0:0")
+        broker.end("first")
+        assert isinstance(broker.ask("second", marked=True), Done)
+        assert isinstance(broker.ask("second"), Granted)
 
 
 def test_a_sweep_tells_who_has_not_claimed_many_turns(broker, held, driven):

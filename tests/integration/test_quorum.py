@@ -149,15 +149,6 @@ def found(store):
 
 
 class TestMinority:
-    def test_all_five_have_the_lock(self, servers, store):
-        """A lock stands on all servers while it is held, and on none of them afterwards."""
-        take(store, "a/1")
-        assert [names_on(server) for server in servers] == [[LOCK]] * 5
-        assert store.release([LOCK], "a/1") is True
-        assert nothing_on(servers)
-        round_trip(store)
-        assert nothing_on(servers)
-
     @pytest.mark.parametrize("how", DOWN)
     def test_two_of_five_may_be_away(self, servers, store, urls, how):
         """Every operation works, also of a process that starts then; both are asked again later."""
@@ -225,45 +216,6 @@ class TestMajority:
         )
         take(store, "b/1")
         assert store.release([LOCK], "b/1") is True
-
-    def test_of_several_that_ask_at_once_one_gets_it(self, urls):
-        """However their questions cross on the way, a free lock finds exactly one owner."""
-        stores = [Store(urls, TRANSPORT) for _ in range(4)]
-        barrier = threading.Barrier(len(stores))
-        won: list[list[str]] = [[] for _ in range(25)]
-
-        def ask(number):
-            for turn, winners in enumerate(won):
-                barrier.wait(WITHIN)
-                lock = f"dislock:{{turn-{turn}}}"
-                answer = stores[number].acquire([lock], f"{number}/{turn}", LONG, HOLDER)
-                if isinstance(answer, Granted):
-                    winners.append(f"{number}/{turn}")
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(stores))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [len(winners) for winners in won] == [1] * len(won)
-        for store in stores:
-            store.close()
-
-    def test_several_keys_are_taken_all_or_none(self, servers, store):
-        """Where one of the locks is held, the other is free on every server."""
-        locks = ["dislock:{a}", "dislock:{b}"]
-        take(store, "x/1", locks[1])
-        refused = store.acquire(locks, "a/1", LONG, HOLDER)
-        assert (refused.owner, refused.nth) == ("x/1", 1)
-        assert {name for server in servers for name in names_on(server)} == {locks[1]}
-        assert store.release(locks[1:], "x/1") is True
-        granted = store.acquire(locks, "a/1", LONG, HOLDER)
-        assert len(granted.tokens) == 2
-        assert store.extend(locks, "a/1", LONG) is True
-        assert store.renew([(locks, "a/1", LONG)], within=WITHIN) == [True]
-        servers[0].kill()
-        assert store.release(locks, "a/1") is True
-        assert nothing_on(servers[1:])
 
 
 class TestHeld:

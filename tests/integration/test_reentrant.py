@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, SingletonTask, current_lease, signals
-from celery_dislock.exceptions import LockHeldError, LockLostError, NotOwnerError
+from celery_dislock import Dislock, SingletonTask, current_lease
+from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.replies import Granted
@@ -99,15 +99,6 @@ def wait_in_line(redis_client, count):
 
 
 class TestReentry:
-    def test_other_threads_are_refused(self, lock):
-        """Another thread of the process is told which thread holds the lock, and for how long."""
-        with lock:
-            conflict = taken_elsewhere(lock)
-            assert isinstance(conflict, Conflict)
-            assert conflict.holder["thread"] == threading.current_thread().name
-            assert 0 < conflict.remaining <= LONG
-            assert elsewhere(lambda: lock.lease) is None
-
     def test_another_dislock_of_the_process_is_another_owner(self, redis_url, lock):
         """Two of them in one thread, each with its first lock, are not taken for one another."""
         with Dislock.from_url(redis_url, watchdog_timeout=LONG) as theirs, lock:
@@ -141,31 +132,6 @@ class TestOwnership:
         reader.release()
         assert not lock.holders()
 
-    @pytest.mark.parametrize("method", ["release", "extend"])
-    def test_only_the_holder_may(self, lock, method):
-        """Release and extend by another thread raise an error that names the holder."""
-        with lock as lease:
-            with pytest.raises(NotOwnerError) as refused:
-                elsewhere(getattr(lock, method))
-            assert refused.value.key == KEY
-            assert threading.current_thread().name in refused.value.holder
-            assert lock.lease is lease
-            lease.ensure_held()
-            assert lock.locked()
-
-
-class TestAsking:
-    @pytest.mark.parametrize(
-        "arguments", [{"blocking": False}, {"timeout": 0}, {"timeout": 0.05}], ids=str
-    )
-    def test_a_held_lock_is_not_got(self, lock, store, redis_client, arguments):
-        """Who does not wait, or not for long, is told so, and leaves no trace in line."""
-        store.acquire([NAME], "other", LONG, HOLDER)
-        assert lock.acquire(**arguments) is False
-        assert lock.lease is None
-        assert redis_client.keys("*") == [NAME]
-        assert redis_client.hkeys(NAME) == ["other"]
-
 
 class TestKinds:
     def test_an_unfair_one_passes_those_who_wait(self, dislock, redis_client, threads):
@@ -197,27 +163,6 @@ class TestKinds:
 
 
 class TestWaiting:
-    def test_first_come_first_served(self, lock, redis_client, threads):
-        """Threads that wait get the lock in the order in which they came, one at a time."""
-        order, inside = [], []
-
-        def take(number):
-            with lock:
-                inside.append(number)
-                assert inside == [number]
-                order.append(number)
-                inside.remove(number)
-
-        with lock:
-            waiting = []
-            for number in range(8):
-                waiting.append(threads.submit(take, number))
-                wait_in_line(redis_client, number + 1)
-        for future in waiting:
-            future.result(PATIENCE)
-        assert order == list(range(8))
-        wait_for(lambda: redis_client.keys("*") == [], "an empty database")
-
     def test_a_late_hand_off_is_passed_on(
         self, dislock, lock, store, redis_client, threads, monkeypatch
     ):
@@ -346,46 +291,8 @@ class TestOwnExecution:
 
         assert self.run(app, body, lock_watchdog_timeout=20, max_renew_times=7).get() is True
 
-    def test_its_body_cannot_release_it(self, app):
-        """What the body did not take it cannot give away."""
-
-        def body():
-            with pytest.raises(NotOwnerError):
-                app.dislock.lock(KEY).release()
-            return current_lease().held
-
-        assert self.run(app, body).get() is True
-
 
 class TestLoss:
-    def test_a_block_whose_lock_was_taken_ends_with_an_error(self, dislock, redis_client):
-        """Deleted and taken by another, unnoticed until the end."""
-        released = []
-
-        def receiver(lease, **_):
-            released.append(lease)
-
-        signals.lock_released.connect(receiver)
-        with pytest.raises(LockLostError) as lost, dislock.lock(KEY):
-            steal(redis_client)
-        assert lost.value.key == KEY
-        assert released == []
-        assert redis_client.hkeys(NAME) == ["thief"]
-
-    def test_a_block_whose_lock_ran_out_ends_with_an_error(self, dislock, redis_client):
-        """A fixed expiry that is over before the block is."""
-        with pytest.raises(LockLostError), dislock.lock(KEY, expire=0.2):
-            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
-
-    def test_a_block_that_outlived_its_cap_ends_with_an_error(self, redis_url, redis_client):
-        """The cap was told when it was reached; that the lock ran out then is told at the end."""
-        with (
-            Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock,
-            pytest.raises(LockLostError, match="its cap"),
-            dislock.lock(KEY, max_renew_times=1),
-        ):
-            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
-
     @pytest.mark.parametrize("way", ["block", "release"])
     def test_an_inner_end_tells_of_a_loss_that_is_known(self, redis_url, redis_client, way):
         """What follows in the outer block does not run without the lock."""
@@ -465,39 +372,8 @@ class TestEnds:
         assert lock.lease is None
         assert not redis_client.exists(NAME)
 
-    def test_a_block_that_is_left_by_another_way_is_released(self, dislock, redis_client):
-        """A generator that is dropped in the middle of its block holds nothing afterwards."""
-
-        def generator():
-            with dislock.lock(KEY):
-                yield
-
-        running = generator()
-        next(running)
-        del running
-        gc.collect()
-        assert not redis_client.exists(NAME)
-
 
 class TestForks:
-    def test_a_copy_of_a_lease_is_not_held(self, dislock, redis_client):
-        """In the child it says so, and its release leaves the parent's lease alone."""
-        with dislock.lock(KEY) as lease:
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    lease.release()
-                    os.write(write, f"{lease.held} {lease.remaining}".encode())
-                finally:
-                    os._exit(0)
-            os.waitpid(pid, 0)
-            assert os.read(read, 100) == b"False 0.0"
-            os.close(read)
-            os.close(write)
-            assert redis_client.exists(NAME)
-            assert lease.held
-
     def test_the_childs_own_exception_is_not_hidden(self, dislock, redis_client):
         """A child that leaves the block by an exception leaves it by that one."""
         read, write = os.pipe()

@@ -676,17 +676,6 @@ class TestCluster:
         round_trip(store)
         store.close()
 
-    def test_waiting_works_on_the_node_of_the_lock(self, store):
-        """Whoever waits for a lock is woken on its node."""
-        lock = "dislock:{wait}"
-        take(store, "a/1", lock=lock)
-        waiting = store.acquire([lock], "b/1", LONG, HOLDER, place=LONG)
-        assert isinstance(waiting, Refused)
-        assert store.release([lock], "a/1") is True
-        assert store.wait(lock, "b/1", WITHIN)
-        take(store, "b/1", lock=lock)
-        assert store.release([lock], "b/1") is True
-
     @pytest.mark.parametrize("way", ["acquire", "renew"])
     def test_a_slot_that_moves_is_followed(self, cluster, way):
         """While a slot moves and after it has, a lock in it is found where it is."""

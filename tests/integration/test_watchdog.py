@@ -113,16 +113,6 @@ class TestSurviving:
         holding.wait_renewed(kept, 2)
         assert kept.held
 
-    def test_one_key_of_another_type_costs_no_other_lease(self, holding, redis_client):
-        """A key that was overwritten fails alone, and is lost at its deadline; the rest is kept."""
-        kept, spoilt = holding.take("kept", 1.5), holding.take("spoilt", 1.5)
-        redis_client.set(name_of("spoilt"), "somebody else's", ex=int(LONG))
-        event = holding.wait_lost(spoilt)
-        assert "could not be renewed in time" in event.arguments["reason"]
-        holding.wait_renewed(kept, 2)
-        assert kept.held
-        assert len(holding.named("lock_lost")) == 1
-
 
 class TestBlockedWatchdog:
     """A receiver that never returns blocks the one thread: trust must end all the same."""
