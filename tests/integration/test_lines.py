@@ -189,6 +189,23 @@ class TestTurns:
             assert broker.ask("a", copy=3, marked=marked) == running
             assert broker.park("a", copy=3, marked=marked) == running
 
+    def test_an_unmarked_copy_can_claim_the_turn(self, broker, held):
+        """Whichever copy comes first has the turn; the other is a copy of what runs."""
+        broker.park("a")
+        broker.end("first")
+        assert isinstance(broker.ask("a", copy=2), Granted)
+        assert broker.ask("a", copy=3, marked=True).owner == owner_of("a", 2)
+
+    def test_a_parked_task_of_which_nothing_is_known_runs_once(self, broker, client):
+        """Its record was lost, in a failover say: it is not done, and from then on it is known."""
+        answer = broker.ask("a", marked=True)
+        assert isinstance(answer, Granted)
+        assert answer.claimed
+        assert isinstance(broker.ask("a", copy=2, marked=True), Refused)
+        assert broker.end("a") is True
+        assert broker.ask("a", copy=2, marked=True) == Done()
+        assert not left(client)
+
     def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
         self, broker, held, driven, client
     ):
