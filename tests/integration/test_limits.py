@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 from celery import Celery
 from click.testing import CliRunner
+from lupa.lua51 import LuaError
 
-from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.operating.cli import dislock
-from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.parking.store import Lines
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Granted, Handed, Parked, Refused
@@ -23,56 +23,35 @@ from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
 from celery_dislock.words import plain
 from tests.holding import name_of
-from tests.integration import driven_clock
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, LONG, Broker
 from tests.redis_server import RedisServer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LOCK = name_of("limits")
-LONG = 1000.0  # seconds: no such lease runs out by itself
 SHARED = {"terms": Terms("shared")}
 
 
-class Worker:
-    """What a worker has: the store of leases, the lines, and what it was given to publish."""
+class Worker(Broker):
+    """What a worker has, and what an operator sees."""
 
-    def __init__(self, url):
-        self.published = []
-        self.store = Store(url, home="here", hand_over=self.published.extend)
-        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
-        self.overview = Overview(self.store.lock_server, "dislock")
+    def __init__(self, server):
+        super().__init__(server)
+        self.overview = Overview(server, "dislock")
 
     def take(self, owner, **terms):
         return self.store.acquire([LOCK], owner, LONG, json.dumps({"id": owner}), **terms)
 
-    def park(self, task, copy=1, *, message=b"m", marked=False, **terms):
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
-        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket)
-
     def release(self, owner):
         return self.store.release([LOCK], owner)
 
-    def given(self):
-        """Tell, once, which parked tasks have their turn."""
-        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
-        self.published.clear()
-        return tasks
+
+@pytest.fixture
+def server():
+    return LuaServer()
 
 
 @pytest.fixture
-def passes(redis_client, monkeypatch):
-    """Time that passes when it is told to, for the scripts and the keys."""
-    driven_clock.drive(monkeypatch)
-    driven_clock.start(redis_client)
-    return lambda seconds: driven_clock.advance(redis_client, seconds)
-
-
-@pytest.fixture
-def worker(redis_url, passes) -> Iterator[Worker]:
-    worker = Worker(redis_url)
-    yield worker
-    worker.store.close()
+def worker(server) -> Worker:
+    return Worker(server)
 
 
 @pytest.fixture
@@ -158,33 +137,31 @@ class TestPause:
         else:
             assert isinstance(worker.take("t", reservation=reservation), Refused)
 
-    def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, passes):
+    def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, server):
         """Who asks then is admitted; the sweep gives parked tasks their turn."""
         worker.lines.limit(LOCK, 0, ttl=60)
         worker.park("t")
-        passes(59)
+        server.advance(59)
         assert worker.lines.sweep([LOCK])[LOCK].parked == 1
         assert worker.given() == []
-        passes(2)
+        server.advance(2)
         worker.lines.sweep([LOCK])
         assert worker.given() == ["t"]
 
-    def test_it_lasts_until_it_is_taken_back(self, worker, redis_client, passes):
+    def test_it_lasts_until_it_is_taken_back(self, worker, server):
         """A pause that nobody takes back lasts for years: no task runs because days have passed."""
         worker.lines.limit(LOCK, 0)
-        passes(10**8)
-        assert redis_client.pttl(f"{LOCK}:limit") == -1
+        server.advance(10**8)
+        assert server.ttls()[f"{LOCK}:limit"] == -1
         assert isinstance(worker.take("a"), Refused)
 
-    def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, redis_client):
+    def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, server):
         """A later version may have written it: the lock is damaged, and says so."""
-        redis_client.set(f"{LOCK}:limit", "2 0 0")
-        with pytest.raises(DamagedLockError, match="a limit in it cannot be read"):
-            worker.take("a")
-        redis_client.delete(f"{LOCK}:limit")
-        redis_client.rpush(f"{LOCK}:limit", "x")
-        with pytest.raises(DamagedLockError):
-            worker.take("a")
+        for command in (("SET", f"{LOCK}:limit", "2 0 0"), ("RPUSH", f"{LOCK}:limit", "x")):
+            server.lose()
+            server.send(*command)
+            with pytest.raises(LuaError):
+                worker.take("a")
 
 
 class TestLimit:

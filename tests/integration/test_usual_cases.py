@@ -7,14 +7,12 @@ time.  A usual case must be answered by the head alone.
 from __future__ import annotations
 
 import hashlib
-import re
 
 import pytest
-import redis
+from lupa.lua51 import LuaError
 
 from celery_dislock.scripts import RELEASE, Script
-from tests.integration import driven_clock
-from tests.integration.driven_clock import START, STRETCH, clocked
+from tests.integration.lua_server import START, LuaServer
 
 LOCK = "dislock:{k}"
 LINE, PLACES, HANDED = f"{LOCK}:line", f"{LOCK}:places", f"{LOCK}:handed"
@@ -118,47 +116,25 @@ RELEASES = {
 }
 
 
-class Server:
-    """A server whose clock stands, and what a script makes of a state there."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
-
-    def run(self, script, keys, arguments, before):
-        """Return the reply, and every key with its content and the seconds that it lives."""
-        driven_clock.start(self._client)
-        for key, content in before.items():
-            if isinstance(content, str):
-                self._client.set(key, content)
-            elif isinstance(content, list):
-                self._client.rpush(key, *content)
-            elif isinstance(next(iter(content.values())), int):
-                self._client.zadd(key, content)
-            else:
-                self._client.hset(key, mapping=content)
-            self._client.pexpire(key, 30_000 * STRETCH)
-        script = clocked(script)
-        try:
-            reply = self._client.eval(script.text, len(keys), *keys, *arguments)
-        except redis.ResponseError as exc:
-            reply = re.sub(r"script: \w+|user_script:\d+|f_\w+", "", str(exc))
-        return reply, {key: self._content(key) for key in driven_clock.keys(self._client)}
-
-    def _content(self, key):
-        read = {
-            "hash": lambda: self._client.hgetall(key),
-            "zset": lambda: self._client.zrange(key, 0, -1, withscores=True),
-            "list": lambda: self._client.lrange(key, 0, -1),
-            "string": lambda: self._client.get(key),
-        }
-        lives = round(self._client.pttl(key) / STRETCH / 10)
-        return read[self._client.type(key)](), lives
-
-
-@pytest.fixture
-def server(redis_url):
-    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
-        yield Server(client)
+def run(script, keys, arguments, before):
+    """Return the reply, and every key with its content and the seconds that it lives."""
+    server = LuaServer()
+    for key, content in before.items():
+        if isinstance(content, str):
+            server.send("SET", key, content)
+        elif isinstance(content, list):
+            server.send("RPUSH", key, *content)
+        else:
+            for name, value in content.items():
+                given = (value, name) if isinstance(value, int) else (name, value)
+                server.send("ZADD" if isinstance(value, int) else "HSET", key, *given)
+        server.send("PEXPIRE", key, 30_000)
+    try:
+        reply = server.run(script, keys, *arguments)
+    except LuaError as exc:
+        reply = str(exc).partition("\n")[0].rpartition("]:")[2].partition(": ")[2]
+    lives = {key: round(ttl / 10) for key, ttl in server.ttls().items()}
+    return reply, server.contents(), lives
 
 
 def made(text):
@@ -176,36 +152,36 @@ def head():
     return made(text + "return redis.error_reply('not the usual case')")
 
 
-def check(server, arguments, before, *, keys=(LOCK,), usual=None):
-    expected = server.run(without_head(), keys, arguments, before)
-    assert server.run(RELEASE, keys, arguments, before) == expected
+def check(arguments, before, *, keys=(LOCK,), usual=None):
+    expected = run(without_head(), keys, arguments, before)
+    assert run(RELEASE, keys, arguments, before) == expected
     if usual is not None:
-        answered = server.run(head(), keys, arguments, before)
+        answered = run(head(), keys, arguments, before)
         assert (answered == expected) is usual
 
 
 @pytest.mark.parametrize("case", HAND_OFFS)
-def test_the_usual_hand_off_is_that_of_the_rest(server, case):
+def test_the_usual_hand_off_is_that_of_the_rest(case):
     """The first waiter has the lease and is told so, and the next one learns that it leads."""
-    check(server, ENDED, HAND_OFFS[case], usual=True)
+    check(ENDED, HAND_OFFS[case], usual=True)
 
 
 @pytest.mark.parametrize("case", OTHER_RELEASES)
-def test_another_release_is_left_to_the_rest(server, case):
+def test_another_release_is_left_to_the_rest(case):
     """Where somebody else might have the lock too, or nobody, the head changes nothing."""
-    check(server, ENDED, OTHER_RELEASES[case])
+    check(ENDED, OTHER_RELEASES[case])
 
 
 @pytest.mark.parametrize("how", RELEASES)
 @pytest.mark.parametrize("case", ["one waits", "two wait"])
-def test_a_release_on_other_terms_is_that_of_the_rest(server, case, how):
+def test_a_release_on_other_terms_is_that_of_the_rest(case, how):
     """A ticket is ended, and a lease that runs out goes on, while others wait."""
     running = {f"{LOCK}:running": {"t:0:0": f"1 {US} {NOW} 0"}}
-    check(server, RELEASES[how], HAND_OFFS[case] | running)
+    check(RELEASES[how], HAND_OFFS[case] | running)
 
 
-def test_several_locks_are_released_by_the_rest(server):
+def test_several_locks_are_released_by_the_rest():
     """Each is handed on."""
     other = LOCK.replace("k", "k2")
     before = state(places=TWO) | {other: {"me": lease()}}
-    check(server, ENDED, before, keys=[LOCK, other])
+    check(ENDED, before, keys=[LOCK, other])
