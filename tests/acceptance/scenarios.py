@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from celery import Task
 
     from celery_dislock import Lease
-    from celery_dislock.locks.attempt import Conflict
 
 LONG = 60.0  # seconds: longer than any test waits for a lock to be free
 BRIEF = 1.5  # seconds: a lease that is renewed twice a second
@@ -339,18 +338,6 @@ class HangsAfterIt(SingletonTask):
             time.sleep(GATE_POLL)
 
 
-def decide(task: Task, conflict: Conflict) -> str:
-    """Do what the task is told to: a test of callables sends it along."""
-    answer = task.request.headers["answer"]
-    if answer == "a bug":
-        raise ZeroDivisionError(conflict.key)
-    if answer == "Ignore":
-        raise Ignore
-    if answer == "task.retry":
-        raise task.retry(countdown=0)
-    return str(answer)
-
-
 @app.task
 def gather(results: list[Any]) -> list[Any]:
     """End a chord."""
@@ -431,7 +418,6 @@ hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
 hold_or_wait = locked("hold_or_wait", **WAITING)
 hold_or_wait_late = locked("hold_or_wait_late", **WAITING, **LATE)
 hold_or_reject = locked("hold_or_reject", lock_on_conflict="reject", **LATE)
-hold_or_decide = locked("hold_or_decide", lock_on_conflict=decide, max_retries=None, **LATE)
 tell_or_retry = locked("tell_or_retry", tell, lock_on_conflict="retry", **BOUND)
 
 # The second of a key is parked.
@@ -442,8 +428,6 @@ hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
 hold_or_be_next = locked("hold_or_be_next", lock_queue_limit=1, **QUEUE)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
-step_or_queue = locked("step_or_queue", do_little, **QUEUE)
-fail_or_queue = locked("fail_or_queue", raise_error, **QUEUE)
 reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)
 retry_once_or_queue = locked("retry_once_or_queue", retry_and_succeed, **QUEUE, **BOUND)
 replace_or_queue = locked("replace_or_queue", be_replaced, **QUEUE, **BOUND)

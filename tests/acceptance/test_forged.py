@@ -86,19 +86,6 @@ def test_forged_owners_end_no_lease(fleet, scene):
 
 
 @PREFORK
-def test_tasks_of_odd_ids_are_parked_and_run(fleet, scene):
-    """Ids come from users: none of them disturbs the line."""
-    holder = scene.hold(fleet)
-    ids = ["bytes", "x#", "a@b:1/", "order:7", "Ünï%"]
-    results = [scene.park(fleet, task_id=one) for one in ids]
-    scene.open_gates(holder)
-    for result in results:
-        assert result.get(timeout=LIMIT)["held"] is True
-        result.forget()
-    assert scene.begun == [holder.id, *ids]
-
-
-@PREFORK
 def test_a_damaged_lock_fails_its_tasks_and_no_others(fleet, scene):
     """A key of another type: put off, in the end FAILURE, which names it; mended, they run."""
     scene.redis.set(scene.lock, "by hand", ex=600)

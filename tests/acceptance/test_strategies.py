@@ -10,7 +10,6 @@ import uuid
 import pytest
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import states
-from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 from kombu import Connection, Queue
 
@@ -185,40 +184,6 @@ def test_a_rejected_message_is_buried_by_the_broker(rabbitmq, rabbitmq_pair, sce
     finally:
         rabbitmq.control("clear_policy", "bury")
     scene.open_gate()
-
-
-@PREFORK
-@pytest.mark.parametrize(
-    ("answer", "state", "error"),
-    [
-        ("Ignore", states.REVOKED, TaskRevokedError),
-        ("a bug", states.FAILURE, ZeroDivisionError),
-    ],
-)
-def test_a_callable_can_end_the_task(fleet, scene, answer, state, error):
-    """Whatever a callable does, the caller is told; a bug is a failure."""
-    scene.begin(fleet)
-    second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
-    with pytest.raises(error):
-        second.get(timeout=LIMIT)
-    assert second.state == state
-    assert not scene.reported("begin", id=second.id)
-    scene.open_gate()
-
-
-@PREFORK
-@pytest.mark.parametrize("answer", ["task.retry", "wait"])
-def test_a_callable_can_let_the_task_run_later(fleet, scene, answer):
-    """A retry and a wait end in the body's result."""
-    scene.begin(fleet)
-    second = fleet.send(scenarios.hold_or_decide, scene.key, headers={"answer": answer})
-    if answer == "wait":
-        scene.wait_for_line(1)
-    else:
-        wait_for("the task is to come again", lambda: second.state == states.RETRY)
-    scene.open_gate()
-    assert second.get(timeout=LIMIT)["held"] is True
-    scene.assert_exclusive()
 
 
 # The same task twice

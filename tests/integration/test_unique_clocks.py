@@ -16,14 +16,11 @@ from celery import Celery
 
 from celery_dislock import Dislock
 from celery_dislock.messages import delivery
-from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers import reservations as reservations_module
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.holding import wait_for
-from tests.integration import driven_clock
-from tests.integration.driven_clock import STRETCH, clocked
+from tests.integration.lua_server import LuaServer
 from tests.integration.test_unique import LOCK, declare, messages, reserved_for
 
 HOUR = 3600
@@ -128,19 +125,18 @@ class TestServers:
     """The lock server's clock jumps, as in a failover to a server whose clock is another."""
 
     @pytest.fixture
-    def advance(self, client, monkeypatch):
-        """Set the clock of the scripts, and of the keys' expiry, forward or back."""
-        for name in ("RESERVE", "CONFIRM", "BEGIN", "UNRESERVE"):
-            script = clocked(getattr(reservations_module, name))
-            monkeypatch.setattr(reservations_module, name, script)
-        driven_clock.start(client)
-        return lambda seconds: driven_clock.advance(client, seconds)
+    def client(self):
+        return LuaServer()
 
     @pytest.fixture
-    def reservations(self, app, advance, client):
-        yield runtime_of(app).process.store.reservations
-        for key in driven_clock.keys(client):
-            assert client.pttl(key) > 0, f"{key} would stay for ever"
+    def advance(self, client):
+        """Set the clock of the scripts, and of the keys' expiry, forward or back."""
+        return client.advance
+
+    @pytest.fixture
+    def reservations(self, client):
+        yield client.store().reservations
+        assert all(ttl > 0 for ttl in client.ttls().values()), "a key would stay for ever"
 
     def reserve(self, reservations, task_id, *, ttl=PUBLISH_FOR, replaces=False):
         wanted = Reservation(LOCK, task_id, "start", ttl)
@@ -162,16 +158,12 @@ class TestServers:
         )
         return found.burst
 
-    def kept_for(self, client, key=f"{LOCK}:unique"):
-        """Seconds until a key ends, by the server's clock."""
-        return client.pttl(key) / 1000 / STRETCH
-
     def test_a_reservation_outlives_no_clock_that_is_set_back(self, reservations, advance, client):
         """It lasts for as much longer as the clock was set back, and not for ever."""
         self.send(reservations, "a")
         advance(-HOUR)
         assert self.reserve(reservations, "b") == Taken("a", is_sent=True)
-        assert UNIQUE_FOR < self.kept_for(client) <= UNIQUE_FOR + HOUR
+        assert UNIQUE_FOR < client.ttls()[f"{LOCK}:unique"] / 1000 <= UNIQUE_FOR + HOUR
         advance(HOUR + UNIQUE_FOR + 1)
         self.send(reservations, "b")
 
@@ -185,20 +177,20 @@ class TestServers:
         advance(ahead)
         reservations.begin(sent)
         if until == "end":
-            assert reserved_for(client) == "a"
+            assert reserved_for(client.client(decode_responses=True)) == "a"
             assert reservations.end(sent)
-        assert reserved_for(client) is None
+        assert reserved_for(client.client(decode_responses=True)) is None
 
     def test_a_clock_that_goes_forward_ends_a_reservation(self, reservations, advance, client):
         """A second message is sent, and the first ends nothing of its reservation."""
         first = self.send(reservations, "a")
         advance(HOUR)
-        assert reserved_for(client) is None
+        assert reserved_for(client.client(decode_responses=True)) is None
         self.send(reservations, "b")
         for until in ("start", "end"):
             reservations.begin(first._replace(until=until))
         assert not reservations.end(first)
-        assert reserved_for(client) == "b"
+        assert reserved_for(client.client(decode_responses=True)) == "b"
 
     def test_a_clock_that_goes_forward_by_hours_forgets_a_replacement(
         self, reservations, advance, client
@@ -209,7 +201,7 @@ class TestServers:
         advance(3 * HOUR)
         self.send(reservations, "c", replaces=True)
         reservations.begin(older)
-        assert reserved_for(client) == "c"
+        assert reserved_for(client.client(decode_responses=True)) == "c"
 
     def test_a_burst_is_never_older_than_the_clock(self, reservations, advance):
         """Else a debounce would be postponed for an hour beyond lock_replace_for."""

@@ -8,9 +8,7 @@ import time
 import pytest
 
 from celery_dislock import signals
-from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.attempt import Conflict
-from celery_dislock.servers.requests import Ending
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
@@ -83,35 +81,6 @@ class TestKeeping:
         redis_client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         holding.wait_renewed(lease, 2)
         assert holding.named("lock_lost") == []
-
-    def test_a_watchdog_that_slept_long_wakes_for_a_new_lease(self, holding):
-        """A short lease that comes while the watchdog sleeps for a long one is renewed in time."""
-        holding.take("long", 100 * LONG)
-        for number in range(5):
-            short = holding.take(f"short:{number}", 0.9)
-            holding.wait_renewed(short)
-            short.release()
-        assert holding.named("lock_lost") == []
-
-
-class TestSurviving:
-    @pytest.mark.parametrize("name", ["lock_renewed", "lock_lost", "lock_capped"])
-    def test_a_receiver_that_raises_costs_no_lease(self, holding, receive, redis_client, name):
-        """Whatever a receiver raises in the watchdog's thread, the other leases stay renewed."""
-        calls = []
-
-        def bad(**kwargs):
-            calls.append(kwargs)
-            raise SystemExit("a receiver's mistake")
-
-        receive(name, bad)
-        kept = holding.take("kept", 1.2)
-        holding.take("lost", 0.6)
-        holding.take("capped", 0.6, max_renew_times=1)
-        redis_client.delete(name_of("lost"))
-        wait_for(lambda: calls, f"a call of the receiver of {name}")
-        holding.wait_renewed(kept, 2)
-        assert kept.held
 
 
 class TestBlockedWatchdog:
@@ -187,20 +156,6 @@ def take_over(holding, redis_client, key=KEY):
     return holding.take(key, LONG)
 
 
-class TestReleasing:
-    def test_a_lease_that_is_left_runs_out(self, holding, others, redis_client):
-        """It keeps the lock taken until its expiry, renews it no more, then it is free."""
-        lease = holding.take(KEY, 1.0)
-        lease.release(Ending(expires=True))
-        assert not lease.held
-        assert isinstance(others.try_take(KEY), Conflict)
-        wait_for(lambda: not redis_client.keys("*"), "expiry of the lease that was left")
-        assert lease.renewals == 0
-        (event,) = holding.named("lock_released", lease)
-        assert event.arguments == {"lease": lease, "expiring": True}
-        assert holding.named("lock_lost") == []
-
-
 class TestSignals:
     def test_the_life_of_a_lease(self, holding):
         """Acquired, renewed, released: in that order, with the documented arguments, and held."""
@@ -218,16 +173,6 @@ class TestSignals:
 
 
 class TestLosing:
-    def test_a_deleted_lock_is_lost(self, holding, redis_client):
-        """When the key is deleted the holder is told at its next renewal, and is held no more."""
-        lease = holding.take(KEY, 1.5)
-        redis_client.delete(name_of(KEY))
-        holding.wait_lost(lease)
-        assert not lease.held
-        assert lease.remaining == 0
-        with pytest.raises(LockLostError, match="no longer has it"):
-            lease.ensure_held()
-
     def test_a_lock_that_was_taken_over_is_lost(self, holding, others, redis_client):
         """The old holder is told; the new one keeps its lease, and has the greater token."""
         lease = holding.take(KEY, 1.5)
@@ -238,20 +183,3 @@ class TestLosing:
         assert new.held
         assert new.token > lease.token
         assert others.named("lock_lost") == []
-
-    def test_a_receiver_that_exits_does_not_keep_the_body_running(self, holding, redis_client):
-        """Even when a receiver of lock_lost raises SystemExit, the task's lock_on_lost is done."""
-
-        def bad(**kwargs):
-            raise SystemExit(3)
-
-        done = threading.Event()
-        lease = holding.take(KEY, 0.6, lock_on_lost="raise")
-        lease.on_end = lambda *_: done.set()
-        signals.lock_lost.connect(bad, sender=holding.sender, weak=False)
-        try:
-            redis_client.delete(name_of(KEY))
-            wait_for(lambda: holding.watchdog.errors or done.is_set(), "the loss")
-            assert done.wait(5), "lock_on_lost was skipped"
-        finally:
-            signals.lock_lost.disconnect(bad, sender=holding.sender)
