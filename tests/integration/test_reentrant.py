@@ -372,6 +372,19 @@ class TestEnds:
         assert lock.lease is None
         assert not redis_client.exists(NAME)
 
+    def test_a_block_that_is_left_by_another_way_is_released(self, dislock, redis_client):
+        """A generator that is dropped in the middle of its block holds nothing afterwards."""
+
+        def generator():
+            with dislock.lock(KEY):
+                yield
+
+        running = generator()
+        next(running)
+        del running
+        gc.collect()
+        assert not redis_client.exists(NAME)
+
 
 class TestForks:
     def test_the_childs_own_exception_is_not_hidden(self, dislock, redis_client):
