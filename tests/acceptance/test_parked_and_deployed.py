@@ -11,7 +11,6 @@ import uuid
 
 import pytest
 from celery.exceptions import NotRegistered
-from celery.result import AsyncResult
 
 from tests.acceptance import deployed_app, scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
@@ -250,25 +249,3 @@ def park_for(others, ours, scene):
     assert len(changed) == len(record)  # as many bytes are counted
     scene.redis.hset(tickets, f"{result.id}:0:0", changed)
     return result
-
-
-@PREFORK
-def test_a_task_that_was_set_aside_can_be_put_back(scene, aside, deploy, start_fleet):
-    """What is kept of it is published again, by the recipe of the operations page, and runs."""
-    from celery_dislock.messages.message import Message
-
-    new, first, second = deploy("gone")
-    assert second.get(timeout=LIMIT)["held"] is True
-    wait_for("it is set aside", aside)
-    new.workers[0].terminate()
-    new.workers[0].wait_until_it_ends()
-    start_fleet("prefork", queue=new.queue)
-    for ticket, text in aside().items():
-        kept = text.encode()
-        message = Message.from_bytes(kept[kept.index(b'1 {"') :])
-        with scenarios.app.producer_or_acquire() as producer:
-            message.publish(producer, {})
-        scene.redis.hdel(f"{scene.lock}:aside", ticket)
-    wait_for("it has run", lambda: AsyncResult(first.id, app=first.app).state == "SUCCESS")
-    with contextlib.suppress(Exception):
-        first.forget()
