@@ -153,12 +153,11 @@ class Lines:
             token, claimed = rest
             return Granted((int(token),), bool(claimed))
         if state == scripts.REFUSED:
-            remaining_ms, other, other_holder, place, *held_ms = rest
-            return refused(remaining_ms, other, other_holder, *held_ms, place=place)
+            place, *lease = rest
+            return refused(*lease, place=place)
         if state == scripts.PARKED:
-            place, remaining_ms, other, other_holder, replaced, *held_ms = rest
-            conflict = refused(remaining_ms, other, other_holder, *held_ms)
-            return Parked(place, conflict, messages(replaced))
+            place, replaced, *lease = rest
+            return Parked(place, refused(*lease), messages(replaced))
         if state == scripts.FULL:
             waiting, *lease = rest
             return Full(waiting, refused(*lease))
@@ -294,7 +293,7 @@ class Lines:
             lock: Name of the lock in Redis.
             number: The lock's number from :meth:`page`, read before the line was found empty.
         """
-        self._server.run(scripts.DELIST, [self._names], lock, number)
+        self._server.run(scripts.ENLIST, [self._names], lock, number)
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
         """

@@ -5,12 +5,9 @@
 --   id, mark, number   of the message
 --   ends, ttl_ms       see begin_unique() in _unique.lua
 --
--- Touches   what that script does, and the reservation, whose name begins with KEYS[1]
+-- Returns   as that script; or {5, {}, id}: it was replaced by the message of that task: nothing is taken
 --
--- Returns   as that script
---           {5, {}, id}   it was replaced by the message of that task: nothing is taken or claimed
---
--- Sent twice, an owner that was granted the lock the first time is granted it again.
+-- Touches what that script does, and the reservation.  Sent twice, an owner that was granted the lock the first time is granted it again.
 
 -- include: _unique
 -- include: _states

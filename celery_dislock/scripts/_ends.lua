@@ -5,9 +5,7 @@
 --   id, mark, number   of the message
 --   how                see unreserve.lua
 --
--- Touches   what that script does, and the reservation, whose name begins with KEYS[1]
---
--- Returns   as that script
+-- Returns   as that script.  Touches what that script does, and the reservation.
 
 -- include: _unique
 

@@ -95,8 +95,12 @@ end
 
 local NOT_KNOWN = -1  -- for how long a lock has been held
 
--- Of the leases in the way, the one that ends first: remaining_ms, owner, holder, held_ms, as a refusal
--- has them.  Of two that end at once, the older one.
+-- A lease as a refusal has it: remaining_ms, owner, holder, held_ms.
+local function about(lease)
+  return lease.expires - now, lease.owner, lease.holder, now - lease.acquired
+end
+
+-- Of the leases in the way, the one that ends first, as about() has it.  Of two that end at once, the older one.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.
 local function in_the_way(lock)
   local first
@@ -104,7 +108,7 @@ local function in_the_way(lock)
     local sooner = first and lease.expires - first.expires
     if not first or sooner < 0 or sooner == 0 and lease.token - first.token < 0 then first = lease end
   end
-  if first then return first.expires - now, first.owner, first.holder, now - first.acquired end
+  if first then return about(first) end
   local limit, note = limit_set(lock)
   local holder = limit == 0 and cjson.encode({paused = true, note = note}) or '{"parked":true}'
   return TAKE_UP_MS, '', holder, NOT_KNOWN

@@ -1,17 +1,12 @@
 -- _line.lua: how waiters stand in line.
 --
--- In <lock>:line stand those who wait; in <lock>:places is what they wait for, see _place.lua.
--- Each has a list <lock>:wake:<owner>, on which it waits for news: "token ttl_ms place_left_ms" when it
--- was granted the lock, with the time that was left until its place's deadline; empty when it has
--- become the first: another was handed the lock, and has TAKE_UP_MS to take it up.
---
--- Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
---
--- A place whose deadline is over belongs to a waiter that died: it is passed over.
+-- News on a waiter's wake list: "token ttl_ms place_left_ms" when it was granted the lock, with the time that
+-- was left until its place's deadline; empty when it has become the first: another was handed the lock, and
+-- has TAKE_UP_MS to take it up.  A place whose deadline is over belongs to a waiter that died: it is passed
+-- over.  Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
 
 -- include: _grant
 -- include: _place
--- include: _kept
 
 -- When the next in line joins: after all that are there, also if the clock was set back.
 local function joins_at(lock)

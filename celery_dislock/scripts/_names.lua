@@ -5,15 +5,17 @@
 -- ending with ":" at its end is followed by an owner, a ticket, a task id, or numbers.
 
 local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
-local PLACES = ':places'      -- hash    owner -> what it waits for; see _line.lua
-local WAKE = ':wake:'         -- list    owner: news for it while it waits
+local PLACES = ':places'      -- hash    owner -> what it waits for; see _place.lua
+local WAKE = ':wake:'         -- list    owner: news for it while it waits; see _line.lua
 local TICKETS = ':tickets'    -- hash    ticket -> what is parked; see _parked.lua
 local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn ends
 local RUNNING = ':running'    -- hash    ticket -> its claim
 local REPLACED = ':replaced'  -- hash    ticket -> message of a task that lost its place
 local ASIDE = ':aside'        -- hash    ticket -> what nobody could read or run, for people to see
 local DONE = ':done:'         -- string  ticket: its mark, when it is done; see _parked.lua
-local MARK = ':mark:'         -- string  task id: a mark about it; see remember.lua
+local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
 local NEVER = ':?'            -- none    never there; see line_exists()
+
+local KEPT_MS = 2592000000    -- thirty days without a worker, for lines of parked tasks and what lists them

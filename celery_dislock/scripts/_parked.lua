@@ -1,18 +1,17 @@
 -- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn, whose
 -- callers publish the messages that they are given.
 --
+-- They return them as turns, {lock, ticket, message, ...}, and know their caller's broker as its home.
+--
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
--- Beside the lock, with the endings of _names.lua:
 --
 --   <lock>:line        has "<ticket>#" while it waits for its turn
 --   <lock>:tickets     ticket -> "1 joined_us times ttl_ms mode limit home message"
 --                                while it waits, and while its message is on its way
 --                      "bytes" -> length of all these records together
---   <lock>:handed      ticket -> Redis TIME in ms at which its turn has run out
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
---   <lock>:replaced    ticket -> message; another has taken its place, and its end is not reported yet
---   <lock>:aside       ticket -> a record or message that nobody could read or run, for people to see
+--   <lock>:replaced    until the end of a task is reported whose place another has taken
 --
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn
@@ -44,7 +43,7 @@ local ANYBODY = '*'             -- stands for any delivery that has left its nam
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 
-local home = ''                 -- the caller's; empty: it cannot publish
+local home                      -- the caller's; nothing or empty: it cannot publish
 local turns = {}                -- given here: lock, ticket, message, and so on; no message: its record
                                 -- was damaged and is set aside (empty), or is gone (nil)
 
@@ -233,10 +232,6 @@ local function give_ticket_its_turn(lock, member, asker)
 end
 
 give_turn = give_ticket_its_turn
-
-local function anyone_waits(lock)
-  return redis.call('EXISTS', lock.line, lock.handed) > 0
-end
 
 -- As hand_off(), after tasks whose turn has run out were put back in line.
 local function recall_and_hand_off(lock, asker)

@@ -1,14 +1,12 @@
 -- _place.lua: how a waiter's place in line is written.
 --
--- <lock>:places has what each waiter waits for; _line.lua describes the line:
---
 --   owner -> "1 deadline_ms ttl_ms mode limit holder"
 --
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
 --     ttl_ms       of the lease that it asks for
 --     limit        how many exclusive leases it admits, its own included
 
--- Parse a place in line; nothing if it cannot be read, or its waiter has died.
+-- Nothing if it cannot be read, or its waiter has died.
 local function read_place(record)
   local deadline, ttl, mode, limit, holder = string.match(record or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
   if not deadline or tonumber(deadline) <= now then return nil end

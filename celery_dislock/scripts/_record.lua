@@ -1,7 +1,5 @@
 -- _record.lua: how a lease is written.
 --
--- A lock is a hash with a field per lease:
---
 --   owner -> "1 expires_ms token acquired_ms mode holder"
 --
 --     1            version of this format

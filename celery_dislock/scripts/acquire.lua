@@ -11,14 +11,11 @@
 --                      0: do not wait
 -- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
 --
--- Touches   beside each lock its line and places, and the wake lists of those who wait
+-- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
+--           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
+--                               values as in_the_way() has them
 --
--- Returns   {1, token, ...}                         granted, with the token of each lock: the leases
---                                                   end in ttl_ms unless renewed
---           {0, remaining_ms, owner, holder, nth, held_ms}
---                                                   refused by the nth lock, counted from 0: of the
---                                                   leases in the way, the one that ends first, and
---                                                   for how long it has been held; -1: not known
+-- Touches beside each lock its line and places, and the wake lists of those who wait.
 --
 -- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the
 -- lock that refused it, and keeps those before it meanwhile: all take them in the same order, so
@@ -106,11 +103,8 @@ for nth, lock in ipairs(locks) do
     if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
-    if copy then
-      return {REFUSED, copy.expires - now, copy.owner, copy.holder, nth - 1, now - copy.acquired}
-    end
-    local remaining, other, its_holder, held = in_the_way(lock)
-    return {REFUSED, remaining, other, its_holder, nth - 1, held}
+    if copy then return {REFUSED, nth - 1, about(copy)} end
+    return {REFUSED, nth - 1, in_the_way(lock)}
   end
   granted[nth + 1] = token
   if is_new then new[#new + 1] = lock end

@@ -11,6 +11,5 @@
 
 -- include: _names
 
-local key = KEYS[1] .. ASIDE
-for nth = 3, #ARGV do redis.call('HDEL', key, ARGV[nth]) end
-return redis.call('HSCAN', key, ARGV[1], 'COUNT', ARGV[2])
+for nth = 3, #ARGV do redis.call('HDEL', KEYS[1] .. ASIDE, ARGV[nth]) end
+return redis.call('HSCAN', KEYS[1] .. ASIDE, ARGV[1], 'COUNT', ARGV[2])

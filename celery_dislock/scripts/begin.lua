@@ -2,22 +2,19 @@
 -- that says so: it takes none, takes several, or was handed its lock by another.
 --
 -- KEYS[1]   <lock>:unique
--- ARGV[1]   id          )
--- ARGV[2]   mark        ) of the message
--- ARGV[3]   number      )
--- ARGV[4]   ends        ) see begin_unique() in _unique.lua
--- ARGV[5]   ttl_ms      )
--- ARGV[6]   elsewhere   1: the name is not of the task's own locks   0: it is
---
--- Touches that record alone
+-- ARGV      id, mark, number   of the message
+--           ends, ttl_ms       see begin_unique() in _unique.lua
+--           elsewhere          1: the name is not of the task's own locks   0: it is
 --
 -- Returns   the id of the task by whose message it was replaced, and which runs instead; else nil
+--
+-- Touches that record alone
 
 -- include: _unique
 
-local key, id, mark, number = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+local id, mark, number, ends, ttl, elsewhere = unpack(ARGV)
+number = tonumber(number)
 
-local it = unique_of(key)
-if is_replaced(it, mark, number) then return replaced_by(key, it) end
-begin_unique(key, it, id, mark, number, ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1')
-return nil
+local it = unique_of(KEYS[1])
+if is_replaced(it, mark, number) then return replaced_by(KEYS[1], it) end
+begin_unique(KEYS[1], it, id, mark, number, ends, tonumber(ttl), elsewhere == '1')

@@ -3,12 +3,10 @@
 -- KEYS[1]   lock
 -- ARGV      tickets   to be noted, unless something is known of one; none: only tell
 --
--- Touches   the lock's tickets, claims, marks and places in line
---
 -- Returns   {ticket, ...}   that were claimed, and whose work is not done
 --
--- For tasks that were claimed on another lock server, and whose process may have died: a copy that comes
--- runs.  Safe to send twice.
+-- Touches the lock's tickets, claims, marks and places in line.  Safe to send twice.  For tasks that were
+-- claimed on another lock server, and whose process may have died: a copy that comes runs.
 
 -- include: _parked
 

@@ -1,25 +1,23 @@
 -- confirm.lua: keep a reservation, because its message has been sent, or waits or runs on.
 --
 -- KEYS[1]   <lock>:unique
--- ARGV[1]   id       )
--- ARGV[2]   mark     ) of the message
--- ARGV[3]   number   )
--- ARGV[4]   ttl_ms   integer > 0; an expiry that is later stays, unless the message was just sent
--- ARGV[5]   runs     1: the task runs   0: its message waits, or was just sent
---
--- Touches that record alone
+-- ARGV      id, mark, number   of the message
+--           ttl_ms   integer > 0; an expiry that is later stays, unless the message was just sent
+--           runs     1: the task runs   0: its message waits, or was just sent
 --
 -- Returns   1 kept   0 it is not there, or another's, or the task has begun and the caller does not know
 --
--- Messages with lower numbers are replaced from now on, also if another has the key.
+-- Touches that record alone.  Messages with lower numbers are replaced from now on, also if another has the
+-- key.
 
 -- include: _unique
 
-local key, id, mark, number, ttl = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local id, mark, number, ttl, runs = unpack(ARGV)
+number, ttl = tonumber(number), tonumber(ttl)
 
-local it = unique_of(key)
+local it = unique_of(KEYS[1])
 local is_news = note(it, 'confirmed', id, mark, number)
-local is_kept = is_for(it, id, mark, number) and (WAITS[it.state] and '0' or it.state == 'r' and '1') == ARGV[5]
+local is_kept = is_for(it, id, mark, number) and (WAITS[it.state] and '0' or it.state == 'r' and '1') == runs
 if is_kept then
   local just_sent = it.state == 's'
   it.ends = just_sent and now + ttl or math.max(it.ends, now + ttl)
@@ -27,6 +25,6 @@ if is_kept then
 end
 if is_kept or is_news then
   keep_numbers(it, ttl)
-  write_unique(key, it)
+  write_unique(KEYS[1], it)
 end
 return is_kept and 1 or 0

@@ -9,8 +9,7 @@
 --
 -- Returns   1
 --
--- Touches the index and what it names.  All have one hash tag, so they are in one slot of a cluster.
--- Sent twice, it counts twice.
+-- Touches the index and what it names, which are in one slot of a cluster.  Sent twice, it counts twice.
 
 local index, counts, kept_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local most, fields = tonumber(ARGV[3]), tonumber(ARGV[4])

@@ -1,24 +1,21 @@
 -- drop.lua: take a parked task out of line because a person wants it, or take its turn away.
 --
 -- KEYS[1]   lock
--- ARGV[1]   home     the caller's broker
--- ARGV[2]   ticket
--- ARGV[3]   note     why: a member of a JSON object, which is added to the headers of the message
---
--- Touches   all keys of the lock
+-- ARGV      home     the caller's broker
+--           ticket
+--           note     why: a member of a JSON object, which is added to the headers of the message
 --
 -- Returns   {0, turns}                  it is not in line: it runs, or is done, or was dropped before
 --           {1, turns, message, ours}   it was; ours: 1 the caller can publish the message, and tells
 --                                       the task's end   0 a worker of the message's broker does so
 --           {2, turns}                  its record cannot be read: it is set aside
---                                       turns: {lock, ticket, message, ...}, to be published
 --
--- No copy of its message runs.  Sent twice, the second answers 0.
+-- Touches all keys of the lock.  No copy of its message runs.  Sent twice, the second answers 0.
 
 -- include: _parked
 
-local ticket, note = ARGV[2], ARGV[3]
-home = ARGV[1]
+local ticket, note
+home, ticket, note = unpack(ARGV)
 local lock = open_whole(KEYS[1])
 
 -- The text of a header has a backslash before each quote in it, so only the member's name matches.
@@ -32,14 +29,13 @@ end
 local record = ticket ~= TOTAL and redis.call('HGET', lock.tickets, ticket)
 if not record then return {0, turns} end
 local parked = parse_ticket(record)
-local message
-if parked then
-  message = with_note(parked.message)
-  write_first(lock.name)
-  replace(lock, ticket, message)
-else
+if not parked then
   set_aside(lock, ticket, record)
+  recall_and_hand_off(lock)
+  return {2, turns}
 end
-if anyone_waits(lock) then recall_and_hand_off(lock) end
-if not parked then return {2, turns} end
+local message = with_note(parked.message)
+write_first(lock.name)
+replace(lock, ticket, message)
+recall_and_hand_off(lock)
 return {1, turns, message, parked.home == home and 1 or 0}

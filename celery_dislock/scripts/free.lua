@@ -1,30 +1,28 @@
 -- free.lua: end one lease because a person wants it, and hand the lock on.
 --
 -- KEYS[1]   lock
--- ARGV[1]   owner      of the lease
--- ARGV[2]   token      of the lease
--- ARGV[3]   home       the caller's broker; empty: it cannot publish
--- ARGV[4]   or_older   1: each of several servers has a token of its own, and the newest of them is given
+-- ARGV      owner      of the lease
+--           token      of the lease
+--           home       the caller's broker; empty: it cannot publish
+--           or_older   1: each of several servers has a token of its own, and the newest of them is given
 --
--- Touches   all keys of the lock but those of its marks
+-- Returns   1 or {1, turns} ended   0 it had ended before, or the owner has another lease by now
 --
--- Returns   1 ended   0 it had ended before, or the owner has another lease by now: nothing was changed
---           {1, turns}   turns: {lock, ticket, message, ...}, to be published
---
--- Also ends a lease that is left to expire, and the turn of a parked task, which goes to the end of the
--- line.  Sent twice, the second answers 0.
+-- Touches all keys of the lock but those of its marks.  Also ends a lease that is left to expire, and the
+-- turn of a parked task, which goes to the end of the line.  Sent twice, the second answers 0.
 
 -- include: _parked
 
-local owner, token, or_older = ARGV[1], tonumber(ARGV[2]), ARGV[4] == '1'
-home = ARGV[3]
+local owner, token, or_older
+owner, token, home, or_older = unpack(ARGV)
+token = tonumber(token)
 local lock = open_whole(KEYS[1])
 
 local function shown()
   for _, name in ipairs({owner, '~' .. owner}) do
     local lease = lease_of(lock, name)
     local its = lease and tonumber(lease.token)
-    if lease and (its == token or or_older and its < token) then return lease end
+    if lease and (its == token or or_older == '1' and its < token) then return lease end
   end
 end
 
@@ -44,5 +42,5 @@ if not lease then return 0 end
 drop(lock, lease)
 redis.call('DEL', lock.name .. WAKE .. owner)  -- its news, if it was handed the lease
 if is_parked(owner) then put_last(ticket_of(owner)) end
-if anyone_waits(lock) then recall_and_hand_off(lock) end
+recall_and_hand_off(lock)
 return turns[1] and {1, turns} or 1

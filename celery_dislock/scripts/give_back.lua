@@ -3,11 +3,10 @@
 -- KEYS[1]   lock
 -- ARGV[1]   ticket
 --
--- Touches   the lock's line, and the tickets and turns of its parked tasks
---
 -- Returns   1 it has its old place again   0 it did not have its turn any more
 --
--- Gives nobody else the turn: the next sweep does.  Sent twice, the second answers 0.
+-- Touches the lock's line, and the tickets and turns of its parked tasks.  Gives nobody else the turn: the
+-- next sweep does.  Sent twice, the second answers 0.
 
 -- include: _parked
 

@@ -1,26 +1,23 @@
 -- limit.lua: admit another number of leases than the code says, or take that back.
 --
 -- KEYS[1]   lock
--- ARGV[1]   limit    integer >= 0: exclusive leases at a time; 0: nobody is admitted, shared leases
+-- ARGV      limit    integer >= 0: exclusive leases at a time; 0: nobody is admitted, shared leases
 --                    neither   empty: what the code says holds again
--- ARGV[2]   ttl_ms   > 0: how long that lasts   0: until it is taken back
--- ARGV[3]   note     text for people
--- ARGV[4]   home     the caller's broker; left out: it cannot publish
---
--- Touches   all keys of the lock
+--           ttl_ms   > 0: how long that lasts   0: until it is taken back
+--           note     text for people
+--           home     the caller's broker; left out: it cannot publish
 --
 -- Returns   {before, turns}   before: the limit that was set until now; empty: none
---                             turns: {lock, ticket, message, ...}, to be published
 --
--- <lock>:limit is "1 limit since_ms note".  It has no expiry unless one is given: tasks that an operator
--- has stopped must not run because some days have passed.
+-- Touches all keys of the lock.  <lock>:limit is "1 limit since_ms note".  It has no expiry unless one is
+-- given: tasks that an operator has stopped must not run because some days have passed.
 --
 -- Those who have the lock keep it.  Those who wait stay in line, and are admitted by the new limit.
 
 -- include: _parked
 
-local limit, ttl_ms, note = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-home = ARGV[4] or ''
+local limit, ttl_ms, note
+limit, ttl_ms, note, home = unpack(ARGV)
 local lock = open(KEYS[1])
 line_exists(lock)  -- or an error, before anything is done
 look_at_keys(lock)
@@ -31,7 +28,7 @@ if limit == '' then
   redis.call('DEL', key)
 else
   redis.call('SET', key, string.format('1 %s %.0f ', limit, now) .. note)  -- format() ends at a NUL
-  if ttl_ms > 0 then redis.call('PEXPIRE', key, ttl_ms) end
+  if tonumber(ttl_ms) > 0 then redis.call('PEXPIRE', key, ttl_ms) end
 end
-if anyone_waits(lock) then recall_and_hand_off(lock) end
+recall_and_hand_off(lock)
 return {before, turns}

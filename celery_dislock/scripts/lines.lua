@@ -6,10 +6,9 @@
 --
 -- Returns   {total, cursor, {lock, number, ...}}   cursor: of the next page; 0: this was the last
 --
--- Touches that hash alone.  Changes nothing but how long it is kept, as the sweep does with the lines
--- themselves.  What stays in it all the while is on one page at least.
+-- Touches that hash alone, and changes nothing but how long it is kept.  What stays in it all the while is on one page at least.
 
--- include: _kept
+-- include: _names
 
 redis.call('PEXPIRE', KEYS[1], KEPT_MS)
 local page = redis.call('HSCAN', KEYS[1], ARGV[1], 'COUNT', ARGV[2])

@@ -5,8 +5,6 @@
 -- ARGV[2]   most    places to tell; also of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
--- Touches   the lock, its line and what belongs to it; changes nothing
---
 -- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, limit, limit_ms}
 --
 --   now_ms         Redis TIME
@@ -19,6 +17,8 @@
 --   reservation    see _unique.lua; empty: there is none
 --   limit          see limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
+--
+-- Touches the lock, its line and what belongs to it; changes nothing.
 
 -- include: _lease
 

@@ -1,11 +1,11 @@
 -- park.lua: take a lock for a task, or park it in line.
 --
 -- KEYS[1]   lock
--- ARGV[1]   owner
--- ARGV[2]   ttl_ms     integer > 0
--- ARGV[3]   holder     JSON, for messages and tools
--- ARGV[4]   mode       x or s, and
--- ARGV[5]   limit      as for acquire.lua
+-- ARGV[1]   owner      )
+-- ARGV[2]   ttl_ms     )
+-- ARGV[3]   holder     ) as for acquire.lua
+-- ARGV[4]   mode       )
+-- ARGV[5]   limit      )
 -- ARGV[6]   home       the caller's broker
 -- ARGV[7]   ticket
 -- ARGV[8]   owners of the same task begin with this
@@ -22,21 +22,17 @@
 --                      goes on with; *: whichever it was   empty: none
 -- ARGV[15]  task       its name: "task":"...", as its message writes it; empty: not known
 --
--- Touches   all keys of the lock
+-- Returns   {state, turns, ...}
 --
--- Returns   {state, turns, ...}, where turns must be published: {lock, ticket, message, ...}
+--   {1, turns, token, claimed}              granted; claimed: 1 a parked task's turn   0 no ticket
+--   {0, turns, place, lease...}             refused; place: that it would have in line; lease: the one in the
+--                                           way, four values as in_the_way() has them
+--   {2, turns, place, replaced, lease...}   parked; replaced: {ticket, message, ...}
+--   {3, turns}                              this work is done: a mark says so, and nothing else does
+--   {4, turns, waiting, lease...}           the line is full
 --
---   {1, turns, token, claimed}                   granted; claimed: 1 a parked task's turn   0 no ticket
---   {0, turns, remaining_ms, owner, holder, place, held_ms}   refused: of the leases in the way, the one
---                                                that ends first, and for how long it has been held; -1:
---                                                not known; the place that it would have in line
---   {2, turns, place, remaining_ms, owner, holder, replaced, held_ms}   parked; replaced: {ticket,
---                                                message, ...}
---   {3, turns}                                   this work is done: a mark says so, and nothing else does
---   {4, turns, waiting, remaining_ms, owner, holder, held_ms}   the line is full
---
--- A task that waits already keeps its place, and so does one that ran in a process that died.  Safe to
--- send twice: the owner is given the same token, the ticket has the same place.
+-- Touches all keys of the lock.  A task that waits already keeps its place, and so does one that ran in a
+-- process that died.  Safe to send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _states
 -- include: _free
@@ -73,16 +69,13 @@ local function granted(token, claimed)
 end
 
 local function refused()
-  local remaining, other, its_holder, held = in_the_way(lock)
-  return {REFUSED, turns, remaining, other, its_holder, waiting() + 1, held}
+  return {REFUSED, turns, waiting() + 1, in_the_way(lock)}
 end
 
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
-  local remaining, other, its_holder, held = in_the_way(lock)
   local replaced = message ~= '' and unreported(lock) or {}
-  local place = rank and rank + 1 or waiting()
-  return {PARKED, turns, place, remaining, other, its_holder, replaced, held}
+  return {PARKED, turns, rank and rank + 1 or waiting(), replaced, in_the_way(lock)}
 end
 
 -- What is done.
@@ -170,7 +163,7 @@ local function parked_before(record)
     return put_in_line(parked.joined, parked.home, parked.message)
   end
   local token = claim(parked and parked.joined or now_us)
-  if anyone_waits(lock) then recall_and_hand_off(lock) end  -- shared tasks leave the line together
+  recall_and_hand_off(lock)  -- shared tasks leave the line together
   return granted(token, 1)
 end
 
@@ -178,11 +171,11 @@ end
 local function ran_before(record)
   local joined, _, settles = parse_claim(record)
   if settles > now then
-    return {REFUSED, turns, settles - now, '', as_holder(ticket), NO_PLACE, NOT_KNOWN}
+    return {REFUSED, turns, NO_PLACE, settles - now, '', as_holder(ticket), NOT_KNOWN}
   end
   if admits(lock, mode, limit) then
     local token = claim(joined)
-    if anyone_waits(lock) then recall_and_hand_off(lock) end  -- what else that process held
+    recall_and_hand_off(lock)  -- what else that process held
     return granted(token, 1)
   end
   if message == '' then return refused() end
@@ -192,17 +185,14 @@ end
 
 -- Nothing is known of it.
 local function new()
-  if anyone_waits(lock) then recall_and_hand_off(lock) end
+  recall_and_hand_off(lock)
   if admits(lock, mode, limit) and not line_exists(lock) then
     if marked then return granted(claim(now_us), 1) end
     return granted(grant(lock, owner, ttl, mode, holder), 0)
   end
   if message == '' then return refused() end
   local room = make_room(#message + 80)  -- with what is written before it
-  if room == NO_ROOM then
-    local remaining, other, its_holder, held = in_the_way(lock)
-    return {FULL, turns, waiting(), remaining, other, its_holder, held}
-  end
+  if room == NO_ROOM then return {FULL, turns, waiting(), in_the_way(lock)} end
   if room == OLDEST then  -- it is parked, and replaced at once
     replace(lock, ticket, message)
     return in_line()
@@ -219,19 +209,15 @@ if not (parked or ran) then
   if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
     return in_line()  -- sent again, and replaced at once the first time: its end is not reported yet
   end
-  if is_done(lock, ticket, goes_on) then return {DONE_BEFORE, turns} end
-  if marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+  if is_done(lock, ticket, goes_on) or marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {DONE_BEFORE, turns}
   end
 end
 if parked and not is_of(parked, task) then  -- another task of this id: that one has the place
-  return {REFUSED, turns, ttl, '', as_holder(ticket), NO_PLACE, NOT_KNOWN}
+  return {REFUSED, turns, NO_PLACE, ttl, '', as_holder(ticket), NOT_KNOWN}
 end
 local other = leases_of(lock, same_task)[1]  -- of another delivery of this task
-if other then
-  local remaining, held = other.expires - now, now - other.acquired
-  return {REFUSED, turns, remaining, other.owner, other.holder, NO_PLACE, held}
-end
+if other then return {REFUSED, turns, NO_PLACE, about(other)} end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end

@@ -7,16 +7,12 @@
 -- ARGV[4]   ticket        of a task that may have been parked, and has ended; empty: none
 -- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
 --
--- Touches   beside each lock its line and the owner's wake list; where anyone waits, or with a ticket,
---           all keys of the lock
+-- Returns   how many of the locks the owner held; or {that, turns}
 --
--- Returns   how many of the locks the owner held
---           {that, turns}   turns: {lock, ticket, message, ...}, to be published
---
--- Touches no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
--- second answers 0.
---
--- While a slot moves the leases are ended, and what follows is an error: sent again, it does the rest.
+-- Touches beside each lock its line and the owner's wake list; where anyone waits, or with a ticket, all keys
+-- of the lock; and no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
+-- second answers 0.  While a slot moves the leases are ended, and what follows is an error: sent again, it
+-- does the rest.
 
 -- include: _record
 
@@ -106,7 +102,7 @@ if #more == 0 then return released end
 -- include: _parked
 
 local settles_ms = tonumber(ARGV[5])
-home = ARGV[3] or ''
+home = ARGV[3]
 
 -- The ticket's task has ended.  Returns whether it had its turn.
 local function end_ticket(lock, claim)

@@ -6,19 +6,15 @@
 --                         -1: leave its leases to expire, and only its places in line
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
 --
--- Touches   beside each lock its line and places, the wake lists of those who wait, and the tickets,
---           turns and claims of parked tasks
+-- Returns   how many leases were ended; or {that, turns}
 --
--- Returns   how many leases were ended
---           {that, turns}   turns: {lock, ticket, message, ...}, to be published
---
--- The caller has seen that process end.  Sent twice, the second answers 0.  While a slot moves, as for
--- release.lua.
+-- Touches all keys of the locks.  The caller has seen that process end.  Sent twice, the second answers 0.
+-- While a slot moves, as for release.lua.
 
 -- include: _parked
 
 local start, at_least_ms = ARGV[1], tonumber(ARGV[2])
-home = ARGV[3] or ''
+home = ARGV[3]
 
 local locks, ended = {}, 0
 for nth, key in ipairs(KEYS) do

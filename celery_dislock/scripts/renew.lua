@@ -6,8 +6,8 @@
 --
 -- Returns   1 renewed   0 not held: nothing was created or revived
 --
--- Touches the lock alone.  Many renewals are sent in one pipeline; each is a script of its own, so that
--- the server can serve others in between and a cluster can route it.
+-- Touches the lock alone.  Each of many renewals is a script of its own, so that the server can serve others
+-- in between and a cluster can route it.
 
 -- include: _record
 

@@ -11,14 +11,14 @@
 --                     drained: the same, and all of which nothing is known here are done
 --                     renamed: this store was drained itself, and *other* is its name from now on
 --
--- Returns   {name, whose, came, ms}   whose: of a task that was parked in *other*: 0 of another store
---                                     1 of this one   2 of this one, to which that one was drained
+-- Returns   {name, whose, came, ms}   whose: a task's that was parked in *other*: 0 another store's
+--                                     1 this one's   2 this one's, to which that one was drained
 --                                     came: the store of the last one of another; empty: none
 --                                     ms: for how long that was so
 --
 -- Touches that hash alone.  Safe to send twice.
 
--- include: _kept
+-- include: _names
 
 local key, wanted, other, asked = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local NAME, CAME, TAKEN, DRAINED = 'name', 'came', 'taken', 'drained'

@@ -4,17 +4,13 @@
 -- KEYS[1]   lock
 -- ARGV[1]   home    the caller's broker
 --
--- Touches   beside the lock its line and places, the wake lists of those who wait, and the tickets,
---           turns and claims of parked tasks; reads those that were replaced
---
 -- Returns   {parked, turns, replaced, unclaimed}
 --                           parked: how many are in line or have their turn
---                           turns: {lock, ticket, message, ...}, to be published
 --                           replaced: {ticket, message, ...}, some of those whose end is not reported yet
 --                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
 --
--- Changes nothing where the lock is held and no turn has run out, but how long keys are kept.  Sent
--- twice, what the first gave its turn comes again when that has run out.
+-- Touches all keys of the lock.  Changes nothing where the lock is held and no turn has run out, but how
+-- long keys are kept.  Sent twice, what the first gave its turn comes again when that has run out.
 
 -- include: _parked
 
@@ -22,12 +18,8 @@ local UNCLAIMED = 3  -- turns: the caller finds out whether anybody can still cl
 
 home = ARGV[1]
 local lock = open_whole(KEYS[1])
-if anyone_waits(lock) then
-  recall_and_hand_off(lock)
-  for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do
-    if redis.call('EXISTS', key) == 1 then keep(key) end
-  end
-end
+recall_and_hand_off(lock)
+for _, key in ipairs({lock.line, lock.tickets, lock.handed}) do keep(key) end
 if redis.call('HLEN', lock.running) > lock.x + lock.s then tidy_claims(lock) end  -- some of them died
 
 local unclaimed = {}

@@ -7,9 +7,8 @@
 --
 -- Returns   how many were taken over, with their expiry and a new token
 --
--- Touches the locks, their lines and places, and the wake list of the owner that has left.  Nobody gets
--- in between.  What has ended is not revived.  Of two owners that try, one succeeds; sent twice, the
--- second answers 0.
+-- Touches the locks, their lines and places, and the wake list of the owner that has left.  What has ended
+-- is not revived.  Of two owners that try, one succeeds; sent twice, the second answers 0.
 
 -- include: _grant
 

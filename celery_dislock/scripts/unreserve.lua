@@ -1,20 +1,18 @@
 -- unreserve.lua: end a reservation, because its message was not sent, or has ended.
 --
 -- KEYS[1]   <lock>:unique
--- ARGV[1]   id       )
--- ARGV[2]   mark     ) of the message
--- ARGV[3]   number   )
--- ARGV[4]   how      end: it ends   stays: the key stays reserved, and the task has ended
--- ARGV[5]   waits    1: not if the task runs   left out: in any case
---
--- Touches that record alone
+-- ARGV      id, mark, number   of the message
+--           how      end: it ends   stays: the key stays reserved, and the task has ended
+--           waits    1: not if the task runs   left out: in any case
 --
 -- Returns   1 ended   0 it was not there, or another's, or its task runs
+--
+-- Touches that record alone
 
 -- include: _unique
 
-local key, id, mark, number, how = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local id, mark, number, how, waits = unpack(ARGV)
 
-local it = ARGV[5] and unique_of(key)
+local it = waits and unique_of(KEYS[1])
 if it and not WAITS[it.state] then return 0 end
-return end_unique(key, id, mark, number, how == 'stays') and 1 or 0
+return end_unique(KEYS[1], id, mark, tonumber(number), how == 'stays') and 1 or 0

@@ -286,7 +286,7 @@ def choose_refusal(
     Choose the refusal that describes the lease in the way.
 
     Args:
-        refused: ``[0, remaining_ms, owner, holder, nth]`` of each server that refused.
+        refused: ``[0, nth, remaining_ms, owner, holder, held_ms]`` of each server that refused.
         wanted: How many of these servers would have to grant the lock for a majority.
         majority: Number of servers that make a majority.
 
@@ -294,10 +294,10 @@ def choose_refusal(
         The refusal whose remaining time is the time until a majority is possible, and whether its
         owner is known to hold the lock.  False: possibly no owner holds it.
     """
-    owner, times = Counter(reply[2] for reply in refused).most_common(1)[0]
+    owner, times = Counter(reply[3] for reply in refused).most_common(1)[0]
     held = times >= majority
-    in_the_way = [reply for reply in refused if reply[2] == owner or not held]
-    in_the_way.sort(key=lambda reply: reply[1])
+    in_the_way = [reply for reply in refused if reply[3] == owner or not held]
+    in_the_way.sort(key=lambda reply: reply[2])
     return in_the_way[min(wanted, len(in_the_way)) - 1], held
 
 

@@ -156,8 +156,8 @@ def acquired(reply: Sequence[Any], before: int = 0) -> list[int] | Refused:
         return [int(token) for token in answer]
     if state == REPLACED_BY:
         raise Replaced(text(answer[-1]))
-    remaining_ms, other, other_holder, nth, *held_ms = answer
-    return refused(remaining_ms, other, other_holder, *held_ms, nth=before + nth)
+    nth, *lease = answer
+    return refused(*lease, nth=before + nth)
 
 
 def turns(reply: Sequence[bytes]) -> list[Turn]:

@@ -13,9 +13,8 @@ from celery_dislock.scripts import (
     ACQUIRE_UNIQUE,
     FREE,
     LOOK,
-    RECALL,
+    MARK,
     RELEASE_DEAD,
-    REMEMBER,
     RENEW,
     RENEW_STALLED,
     TAKE_OVER,
@@ -408,7 +407,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
         """
-        self.lock_server.run(REMEMBER, [mark_of(lock, task_id)], mark, milliseconds(seconds))
+        self.lock_server.run(MARK, [mark_of(lock, task_id)], mark, milliseconds(seconds))
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
@@ -417,7 +416,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        mark: bytes | None = self.lock_server.run(RECALL, [mark_of(lock, task_id)])
+        mark: bytes | None = self.lock_server.run(MARK, [mark_of(lock, task_id)])
         return None if mark is None else text(mark)
 
     def close(self) -> None:

@@ -978,9 +978,9 @@ class TestInACluster:
 
     def test_one_sweep_looks_at_lines_of_all_nodes(self, broker, cluster, monkeypatch):
         """A page names locks of many slots; each has its turn from one call."""
-        text = scripts.DELIST.text.replace("YOUNG_US = 60000000", "YOUNG_US = 0")
+        text = scripts.ENLIST.text.replace("YOUNG_US = 60000000", "YOUNG_US = 0")
         at_once = Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-        monkeypatch.setattr(scripts, "DELIST", at_once)
+        monkeypatch.setattr(scripts, "ENLIST", at_once)
         locks = [name_of(f"key{number}") for number in range(30)]
         assert len({cluster_node(cluster, lock) for lock in locks}) == 3
         for number, lock in enumerate(locks):

@@ -148,8 +148,8 @@ MUTANTS = {
     ),
     "a message that replaces none does": ("or number % 2 == 1 then", "then"),
     "a retry takes the number of another": (
-        "is_for(it, id, again, tonumber(ARGV[7]))",
-        "it.id == id",
+        "if mark and is_for(it, id, mark, number) then",
+        "if mark and it.id == id then",
     ),
     "a command that is sent again takes another number": (
         "if it.nonce == nonce then return reserved() end",

@@ -51,6 +51,9 @@ def test_a_header_names_what_the_script_is_given(name):
     assert begin.startswith(f"-- {name}.lua: ")
     given = set(re.findall(r"ARGV\[\d+\]", text))
     assert given <= set(re.findall(r"^-- (ARGV\[\d+\])", begin, re.MULTILINE))
+    for unpacked in re.findall(r"^(?:local )?([\w, ]+) = .*unpack\(ARGV", text, re.MULTILINE):
+        for one in unpacked.split(", "):
+            assert re.search(rf"^-- .* {one}(_ms)?\b", begin, re.MULTILINE)
     assert ("KEYS" in text) == bool(re.search(r"^-- KEYS", begin, re.MULTILINE))
     assert "-- Returns  " in begin
     assert re.search(r"^-- Touches |^-- .*\. +Touches ", begin, re.MULTILINE)
@@ -76,7 +79,7 @@ def test_leases_are_read_and_written_in_one_place():
         r"'(?:HSET|HDEL|HSETNX|HINCRBY|DEL|RENAME)', (?:name|KEYS\[1\]|lock(?:\.name)?),"
     )
     found = {name: len(change.findall(code(text))) for name, text in FILES.items()}
-    found |= dict.fromkeys(("enlist", "delist"), 0)
+    found["enlist"] = 0
     of_locks = {name: number for name, number in found.items() if number}
     assert of_locks == {"_record": 1, "_lease": 2, "_grant": 1, "release": 2}
     formats = {name for name, text in FILES.items() if "([xs]) (.*)$" in code(text)}

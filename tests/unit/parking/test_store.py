@@ -57,11 +57,11 @@ def lines(server, published):
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ([0, [], *LEASE, 4], replace(HELD, place=4)),
+        ([0, [], 4, *LEASE], replace(HELD, place=4)),
         ([1, [], b"1700000000000000", 0], Granted((1_700_000_000_000_000,))),
         ([1, [], b"5", 1], Granted((5,), claimed=True)),
-        ([2, [], 3, *LEASE, []], Parked(3, HELD, {})),
-        ([2, [], 3, *LEASE, [b"2:0:0", b"old"]], Parked(3, HELD, {"2:0:0": b"old"})),
+        ([2, [], 3, [], *LEASE], Parked(3, HELD, {})),
+        ([2, [], 3, [b"2:0:0", b"old"], *LEASE], Parked(3, HELD, {"2:0:0": b"old"})),
         ([3, []], Done()),
         ([4, [], 9, *LEASE], Full(9, HELD)),
     ],
@@ -73,7 +73,7 @@ def test_an_answer_says_what_became_of_a_task(lines, server, published, reply, a
     assert published == []
 
 
-@pytest.mark.parametrize("reply", [[0, GIVEN, *LEASE, 4], [1, GIVEN, b"5", 1], [3, GIVEN]])
+@pytest.mark.parametrize("reply", [[0, GIVEN, 4, *LEASE], [1, GIVEN, b"5", 1], [3, GIVEN]])
 def test_turns_that_an_answer_brings_are_published(lines, server, published, reply):
     """Whatever it says: whoever asks first after a crash, hands on."""
     server.reply = reply

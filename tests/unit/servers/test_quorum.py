@@ -8,7 +8,7 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreErro
 from celery_dislock.scripts import (
     ACQUIRE,
     LOOK,
-    RECALL,
+    MARK,
     RELEASE,
     RELEASE_DEAD,
     RENEW,
@@ -34,7 +34,7 @@ FREE = [1, b"100"]
 
 
 def taken(owner: bytes = b"b/1", remaining_ms: int = 5000) -> list:
-    return [0, remaining_ms, owner, b'{"task":"shop.export"}', 0]
+    return [0, 0, remaining_ms, owner, b'{"task":"shop.export"}', -1]
 
 
 class Answers:
@@ -177,13 +177,13 @@ class TestDecide:
             (FREE_SCRIPT, [1, 1, 0, 0, 0], 0),
             (TAKE_OVER, [1, 1, 1, 0, 0], 1),
             (TAKE_OVER, [1, 1, 0, AWAY, AWAY], 0),
-            (RECALL, [None, b"done 0", None, AWAY, AWAY], b"done 0"),
-            (RECALL, [None, None, None, AWAY, AWAY], None),
+            (MARK, [None, b"done 0", None, AWAY, AWAY], b"done 0"),
+            (MARK, [None, None, None, AWAY, AWAY], None),
         ],
     )
     def test_what_a_majority_says(self, script, replies, said):
         """A majority decides; where it cannot be known what one says, that is a StoreError."""
-        if said is None and script is not RECALL:
+        if said is None and script is not MARK:
             with pytest.raises(StoreError, match=r"only \d of 5 servers answered"):
                 quorum(replies)[0].run(script, [LOCK], "a/1", 30_000)
         else:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, FREE, LOOK, RECALL, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, FREE, LOOK, MARK, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.replies import First, Granted, Handed, Refused
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 
 A, B = "dislock:{a}", "dislock:{b}"
 AWAY = StoreError("redis://a", "away")
-TAKEN = [0, 1500, b"other/1", b'{"task":"t"}', 0]
+TAKEN = [0, 0, 1500, b"other/1", b'{"task":"t"}', -1]
 
 
 class Server:
@@ -178,7 +178,7 @@ def test_a_mark_is_text_or_nothing():
     server = Server(b"done", None)
     made = store(server)
     assert (made.recall(A, "id"), made.recall(A, "id")) == ("done", None)
-    assert server.asked[0] == (RECALL, f"{A}:mark:id")
+    assert server.asked[0] == (MARK, f"{A}:mark:id")
 
 
 def test_the_holders_of_a_lock_are_asked_in_one_question():
