@@ -26,7 +26,7 @@ from celery_dislock.tasks.actions import BrokerError, message_in, publish
 from celery_dislock.tasks.task import guards_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from celery import Celery
 
@@ -68,8 +68,6 @@ class Drain:
         app: The app, with its settings of now.
         url: ``dislock_url`` there; None: as the app's.
         prefix: ``dislock_prefix`` there; None: as the app's.
-        clock: Monotonic clock, in seconds.
-        pause: Called with the seconds to wait.
 
     Raises:
         SettingsError: A URL cannot be used, or one of both servers keeps no lines.
@@ -79,17 +77,8 @@ class Drain:
         there: The other one, for people.
     """
 
-    def __init__(
-        self,
-        app: Celery,
-        url: str | None,
-        prefix: str | None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, app: Celery, url: str | None, prefix: str | None) -> None:
         self._app = app
-        self._clock, self._pause = clock, pause
         given = {"dislock_url": url, "dislock_prefix": prefix}
         runtime = runtime_of(app)
         conf = ChainMap({name: one for name, one in given.items() if one is not None}, app.conf)
@@ -131,14 +120,14 @@ class Drain:
         Raises:
             StoreError: The server did not answer.
         """
-        until = self._clock() + seconds
+        until = time.monotonic() + seconds
         found = [one for lock in self.lines() for one in lock.holders if one.worker]
         found = [one for one in found if one.may_live]
         while not found:
             found += self._overview.lock(self._there.sweep_name, most=0).holders
-            if self._clock() >= until:
+            if time.monotonic() >= until:
                 break
-            self._pause(LOOK_EVERY)
+            time.sleep(LOOK_EVERY)
         return found
 
     def lines(self) -> Iterator[LockState]:

@@ -107,9 +107,14 @@ class Row(NamedTuple):
         return min(map(TROUBLES.index, self.troubles), default=len(TROUBLES))
 
     @property
+    def holders(self) -> Sequence[Holder]:
+        """Its leases."""
+        return self.state.holders if self.state else ()
+
+    @property
     def longest(self) -> float:
         """Seconds for which a holder has held it, the longest."""
-        return max((one.held for one in self.state.holders), default=0.0) if self.state else 0.0
+        return max((one.held for one in self.holders), default=0.0)
 
     @property
     def waiting(self) -> int:

@@ -9,7 +9,6 @@ Counters and histograms are counted by the processes; see
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,115 +93,94 @@ def _limited(number: Callable[[LockState], Any]) -> Source:
     return of
 
 
-_counter, _histogram, _gauge = (partial(Metric, kind) for kind in ("counter", "histogram", "gauge"))
+def _kind(kind: str) -> Callable[..., Metric]:
+    return lambda word, *about: Metric(kind, PREFIX + word, *about)
+
+
+_counter, _histogram, _gauge = map(_kind, ("counter", "histogram", "gauge"))
 
 METRICS = (
     _counter(
-        "celery_dislock_messages_total",
+        "messages_total",
         BY_OUTCOME,
-        "Messages of tasks that are unique when they are sent: sent, duplicate (not sent), "
-        "unreserved (sent, and its key was not reserved), or replaced (told by the worker that got "
-        "it).",
+        "Messages of unique tasks: sent, duplicate (not sent), unreserved (sent, its key was not "
+        "reserved), or replaced (told by the worker that got it).",
     ),
     _counter(
-        "celery_dislock_acquisitions_total",
+        "acquisitions_total",
         BY_OUTCOME,
         "Leases that were granted: at_once, waited (in a worker slot), parked (its turn came), or "
         "put_off (it was sent again before).",
     ),
     _counter(
-        "celery_dislock_conflicts_total",
+        "conflicts_total",
         BY_OUTCOME,
         "Deliveries that found their lock held, by what lock_on_conflict made of them; copy: "
         "another delivery of the same task held it; refused: in plain Python.",
     ),
     _counter(
-        "celery_dislock_lost_total",
+        "lost_total",
         BY_OUTCOME,
-        "Leases that were lost while their bodies ran: expired (not renewed in time), or gone (the "
-        "lock server no longer had them).",
+        "Leases that were lost while their bodies ran: expired (not renewed in time), or gone.",
     ),
+    _counter("capped_total", BY_WORKER, "Leases that have had max_renew_times renewals."),
+    _counter("renewals_total", BY_WORKER, "Renewals of leases by the watchdogs."),
     _counter(
-        "celery_dislock_capped_total",
-        BY_WORKER,
-        "Leases that were renewed max_renew_times, and are renewed no more.",
-    ),
-    _counter("celery_dislock_renewals_total", BY_WORKER, "Renewals of leases by the watchdogs."),
-    _counter(
-        "celery_dislock_unavailable_total",
+        "unavailable_total",
         BY_OUTCOME,
         "Deliveries to which the lock server did not answer, by dislock_on_unavailable.",
     ),
     _histogram(
-        "celery_dislock_wait_seconds",
-        BY_WORKER,
-        "Seconds from the first request for a lock until it was granted, in line and put off "
-        "included.",
+        "wait_seconds", BY_WORKER, "Seconds from the first request for a lock to its grant."
     ),
     _histogram(
-        "celery_dislock_held_seconds",
-        BY_WORKER,
-        "Seconds from the grant of a lock until its release or loss.",
+        "held_seconds", BY_WORKER, "Seconds from the grant of a lock to its release or loss."
     ),
-    _gauge("celery_dislock_leases", BY_WORKER, "Leases that are live now.", _holders(_one)),
+    _gauge("leases", BY_WORKER, "Leases that are live now.", _holders(_one)),
     _gauge(
-        "celery_dislock_leases_overdue",
+        "leases_overdue",
         BY_WORKER,
         "Live leases of which two renewals in a row were missed.",
         _holders(attrgetter("is_overdue")),
     ),
-    _gauge("celery_dislock_parked", (TASK,), "Parked tasks that are in line now.", _parked),
+    _gauge("parked", (TASK,), "Parked tasks that are in line now.", _parked),
     _gauge(
-        "celery_dislock_parked_oldest_seconds",
+        "parked_oldest_seconds",
         (TASK,),
-        "Seconds since the parked task was parked that has been in line for the longest time, of "
-        "the lines whose first parked task is of this task.",
+        "Seconds for which the oldest of them has been parked, of lines that begin with the task.",
         _oldest,
         max,
     ),
     _gauge(
-        "celery_dislock_reservations",
+        "reservations",
         (STATE,),
-        "Keys that are reserved now for a message that is being sent, waiting or running, or whose "
-        "task has ended.",
+        "Keys reserved now: being sent, waiting, running or ended.",
         _reserved(_one),
     ),
     _gauge(
-        "celery_dislock_reservations_oldest_seconds",
+        "reservations_oldest_seconds",
         (STATE,),
-        "Seconds since the oldest of these reservations was made; with ended, since its task has "
-        "ended.",
+        "Seconds since the oldest of these was made; with ended, since its task has ended.",
         _reserved(attrgetter("since")),
         max,
     ),
+    _gauge("limits", (STATE,), "Keys that an operator has paused or limited now.", _limited(_one)),
     _gauge(
-        "celery_dislock_limits",
-        (STATE,),
-        "Keys that an operator has paused or limited now.",
-        _limited(_one),
-    ),
-    _gauge(
-        "celery_dislock_limits_oldest_seconds",
+        "limits_oldest_seconds",
         (STATE,),
         "Seconds since the oldest of these was set.",
         _limited(attrgetter("limit_age")),
         max,
     ),
     _gauge(
-        "celery_dislock_limits_waiting",
+        "limits_waiting",
         (STATE,),
         "Waiters and parked tasks in the lines of these keys.",
         _limited(attrgetter("waiting")),
     ),
     _gauge(
-        "celery_dislock_locks_cut",
-        (),
-        "1 if there are 50,000 locks or more: the gauges are of 50,000 of them. Else left out.",
+        "locks_cut", (), "1 if the gauges are of 50,000 locks, and there are more; else left out."
     ),
-    _gauge(
-        "celery_dislock_server_up",
-        (),
-        "1 if the lock server answered all that was asked for these metrics; else 0.",
-    ),
+    _gauge("server_up", (), "1 if the lock server answered all that was asked; else 0."),
 )
 COUNTED = {metric.word: metric for metric in METRICS if metric.kind != "gauge"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from celery_dislock.locks.runtime import Process, Runtime
-    from celery_dislock.operating.metrics import Labels, Metric
+    from celery_dislock.operating.metrics import Labels
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.view import LockState
 
@@ -106,14 +106,6 @@ class Metrics:
             self._store = self._process.store_within(TIMEOUT)
         return self._store.lock_server
 
-    def close(self) -> None:
-        """Close the connections."""
-        with self._mutex:
-            if self._process is not None and self._pid == os.getpid():
-                self._store.close()
-                self._process.close()
-            self._process = None
-
     def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
         """Read what each worker has counted, by field."""
         prefix = self._runtime.settings.dislock_prefix
@@ -132,18 +124,18 @@ class Metrics:
         overview = Overview(server, self._runtime.settings.dislock_prefix)
         failed: list[StoreError] = []
         found: dict[str, dict[Labels, float]] = {metric.name: {} for metric, _ in GAUGES}
-        names = _Names()
+        names: set[str] = set()
         pages = 0
         for page in islice(overview.names(failed=failed), PAGES_MOST):
             pages += 1
             for lock in _with_lines(overview, page):
                 for metric, of in GAUGES:
-                    known = found[metric.name]
+                    known, is_ours = found[metric.name], metric.labels == (STATE,)
                     for given, number in of(lock):
-                        labels = names.of(metric, given)
+                        labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
                         before = known.get(labels)
                         known[labels] = (
-                            float(number) if before is None else metric.together(before, number)
+                            number if before is None else metric.together(before, number)
                         )
         if failed and server.kind != "quorum":  # of several servers, the others have the same locks
             raise failed[0]
@@ -171,24 +163,12 @@ def _add_counted(reading: Reading, counts: Mapping[str, Mapping[str, int]]) -> N
                 )
 
 
-class _Names:
-    """Values of labels that come from records in Redis; their number is bounded."""
-
-    def __init__(self) -> None:
-        self._known: set[str] = set()
-
-    def of(self, metric: Metric, given: Sequence[str | None]) -> Labels:
-        if metric.labels == (STATE,):
-            return tuple(map(str, given))
-        return tuple(map(self._bounded, given))
-
-    def _bounded(self, name: str | None) -> str:
-        given = plain((name or "")[:LABEL_MOST])
-        if given not in self._known:
-            if len(self._known) >= TASKS_MOST:
-                return OTHER
-            self._known.add(given)
-        return given
+def _bounded(given: str | None, names: set[str]) -> str:
+    """Return the value of a label that comes from a record in Redis; their number is bounded."""
+    name = plain((given or "")[:LABEL_MOST])
+    if len(names) < TASKS_MOST:
+        names.add(name)
+    return name if name in names else OTHER
 
 
 def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState]:

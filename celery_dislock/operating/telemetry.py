@@ -24,7 +24,6 @@ from celery_dislock.scripts import COUNT
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.locks.attempt import Attempt
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.runtime import Process
@@ -201,14 +200,11 @@ class Telemetry(Observer):
         if self.counters is not None:
             server = self.process.loop_store.lock_server
             self.counters.flush(lambda calls: server.run_many(COUNT, calls, within=WITHIN))
-            self._report_unsent(self.counters.error)
-
-    def _report_unsent(self, error: StoreError | None) -> None:
-        if error is not None and not self._unsent:
-            logger.warning(
-                "Counts for metrics cannot be sent, and are kept until they can: %s", error
-            )
-        self._unsent = error is not None
+            error = self.counters.error
+            if error is not None and not self._unsent:
+                text = "Counts for metrics cannot be sent, and are kept until they can: %s"
+                logger.warning(text, error)
+            self._unsent = error is not None
 
     @_harmless
     def finish(self) -> None:

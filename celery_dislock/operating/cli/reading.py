@@ -134,9 +134,8 @@ def line(
         locks = [opened.overview.lock(name, first - 1, most) for name in which.names(opened)]
         if json_:
             names = ("key", "waiting", "turns", "line")
-            _write_json_of_each(
-                [{name: as_data(getattr(lock, name)) for name in names} for lock in locks]
-            )
+            known = map(as_data, locks)
+            _write_json_of_each([{name: one[name] for name in names} for one in known])
         else:
             for lock in locks:
                 _write_line(lock, several=len(locks) > 1)
@@ -166,7 +165,7 @@ def _chosen(
     for row in listed:
         holders = [
             one
-            for one in (row.state.holders if row.state else ())
+            for one in row.holders
             if (held_for is None or one.held >= held_for)
             and fnmatchcase(one.task or "", task or "*")
             and fnmatchcase(one.worker or "", worker or "*")
@@ -178,8 +177,7 @@ def _chosen(
 def by_holder(listed: Iterable[Row]) -> Iterator[tuple[Row, Holder | None]]:
     """Yield a row for each holder of each lock."""
     for row in listed:
-        holders = row.state.holders if row.state else ()
-        yield from ((row, holder) for holder in holders or (None,))
+        yield from ((row, holder) for holder in row.holders or (None,))
 
 
 def write_lines(lines: Iterable[str]) -> None:

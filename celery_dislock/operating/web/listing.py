@@ -43,7 +43,7 @@ class Listing(NamedTuple):
 
 SHOWN: Mapping[str, Callable[[Row], object]] = {
     "all": lambda _row: True,
-    "held": lambda row: row.state and row.state.holders,
+    "held": lambda row: row.holders,
     "line": lambda row: row.waiting,
     "limited": lambda row: row.state and row.state.limit is not None,
     "reserved": lambda row: row.state and row.state.reservation,
@@ -86,18 +86,16 @@ def listing(overview: Overview, failed: list[StoreError] | None = None) -> Listi
 def find(listed: Sequence[Row], search: str, shown: str, order: str) -> list[Row]:
     """Return the locks that match, in this order; what is equal in it comes by key."""
     words = search.casefold().split()[:WORDS_MOST]
-    found = list(filter(SHOWN[shown], listed))
+    found = filter(SHOWN[shown], listed)
     if words:
-        texts = map(_words, found)
-        matches = [all(word in text for word in words) for text in texts]
-        found = [row for row, is_so in zip(found, matches, strict=True) if is_so]
+        found = filter(lambda row: all(map(_words(row).__contains__, words)), found)
     return sorted(found, key=ORDERS[order])
 
 
 def _words(row: Row) -> str:
     """Return what a search looks into, in small letters."""
     words: list[str | None] = [row.key]
-    for holder in row.state.holders if row.state else ():
+    for holder in row.holders:
         words += (holder.who, holder.task, holder.id, holder.worker)
     if row.state and row.state.reservation:
         words.append(row.state.reservation.id)

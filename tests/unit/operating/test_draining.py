@@ -9,6 +9,7 @@ from celery import Celery
 
 from celery_dislock import SingletonTask
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.operating import draining
 from celery_dislock.operating.draining import LOOK_EVERY, Drain
 from tests.unit.fakes import FakeClock
 from tests.unit.operating.cli.conftest import FakeOverview, holder, lock
@@ -24,13 +25,16 @@ def app():
 
 
 @pytest.fixture
-def clock():
-    return FakeClock()
+def clock(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(draining.time, "monotonic", clock)
+    monkeypatch.setattr(draining.time, "sleep", clock.advance)
+    return clock
 
 
 @pytest.fixture
 def drain(app, clock):
-    drain = Drain(app, None, "old", clock=clock, pause=clock.advance)
+    drain = Drain(app, None, "old")
     drain._there.sweep_name = SWEEP
     drain._overview = FakeOverview()
     drain._there.lines = type("Lines", (), {"names": lambda _self: ["old:{a}"]})()
@@ -44,7 +48,7 @@ def test_nobody_is_looked_for_any_longer_than_that(drain, clock):
     assert 10.0 <= clock() - began <= 10.0 + LOOK_EVERY
 
 
-def test_a_worker_that_comes_to_sweep_is_seen(drain, clock):
+def test_a_worker_that_comes_to_sweep_is_seen(drain, clock, monkeypatch):
     """It has waited for its interval; who is seen first ends the search."""
     sweeper = lock("sweep", name=SWEEP, holders=[holder(worker="w1@h")])
 
@@ -52,7 +56,7 @@ def test_a_worker_that_comes_to_sweep_is_seen(drain, clock):
         clock.advance(seconds)
         drain._overview.put(sweeper)
 
-    drain._pause = pause
+    monkeypatch.setattr(draining.time, "sleep", pause)
     assert [one.worker for one in drain.workers(10.0)] == ["w1@h"]
 
 
