@@ -55,18 +55,6 @@ def test_the_lease_of_a_task_that_runs_is_told(fleet, scene):
     wait_for("nothing is held", lambda: not leases(fleet))
 
 
-def test_an_outage_of_the_lock_server_is_told(start_fleet, scene, own_redis_server):
-    """The lock server is what is away, and the worker answers nevertheless."""
-    fleet = start_fleet("prefork", "--dislock", conf={"dislock_url": own_redis_server.url})
-    scene.begin(fleet, scenarios.hold_renewed)
-    own_redis_server.pause()
-    try:
-        wait_for("the outage is told", lambda: figures(fleet)[0]["unavailable"])
-    finally:
-        own_redis_server.resume()
-        scene.open_gate()
-
-
 class TestDoctor:
     def examine(self, *names, timeout="2"):
         """Return the findings that name one of these workers."""

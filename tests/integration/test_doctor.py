@@ -21,7 +21,7 @@ from celery_dislock.operating.about import about
 from celery_dislock.operating.checks.facts import Facts, Fleet
 from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.doctor import examine
-from celery_dislock.parking.process import StoreIdentity, runtime_of
+from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import name_of, wait_for
@@ -168,14 +168,6 @@ class TestRights:
         assert "may not run HSET" in finding.what
         assert finding.remedy.endswith("+hset")
 
-    def test_without_info_it_says_what_it_could_not_see(self, limited):
-        """And how to allow it."""
-        site = limited(self.rules("+info"))
-        [finding] = [one for one in site.examine().findings if one.check == "settings"]
-        assert finding.level == "note"
-        assert "could not be looked at" in finding.what
-        assert "+info" in finding.remedy
-
 
 class TestKinds:
     def test_sentinels(self, redis_program, tmp_path):
@@ -235,23 +227,6 @@ class TestKinds:
 
 
 class TestLocks:
-    def test_leases_that_nobody_renews(self, site, admin):
-        """The lock is named; one that is renewed is left alone, and so is a fixed expiry."""
-        site.hold("export:1", "w1@here", ttl=30, timeout=30)
-        admin.hset(name_of("export:2"), "o", abandoned())
-        site.hold("export:3", "w9@gone")
-        [(level, what)] = site.found("leases")
-        assert (level, what.endswith(": export:2.")) == ("warning", True)
-
-    def test_lines_that_nobody_sweeps(self, site):
-        """No worker has the lease of the sweep."""
-        site.hold("a", "w1@here")
-        site.park("a", "p1")
-        [(level, what)] = site.found("sweep")
-        assert (level, "this app's broker" in what) == ("warning", True)
-        site.store.acquire(["dislock:sweep:{here}"], "w1", LONG, "{}")
-        assert site.found("sweep") == []
-
     def test_damaged_locks(self, site, admin):
         """Their tasks fail, and others' do not."""
         admin.set("dislock:{export:7}:line", "x")
@@ -323,26 +298,3 @@ class TestCommand:
         told = json.loads(result.output)
         assert told["away"]
         assert {one["check"] for one in told["findings"]} == {"server", "workers"}
-
-
-class TestStores:
-    """What was parked where this app does not look."""
-
-    def test_a_task_that_has_its_turn_elsewhere_is_told(self, site, admin):
-        """For some minutes after the last one came; and not any more when its store was drained."""
-        identity = StoreIdentity(site.server, "dislock")
-        assert site.found("lines") == []
-        assert admin.keys("dislock:lines:@store") == []
-        assert not identity.whose("f" * 16)
-        [(level, what)] = site.found("lines")
-        assert (level, "parked on another lock server, or under another prefix" in what) == (
-            "warning",
-            True,
-        )
-        store, came = admin.hget("dislock:lines:@store", "came").split()
-        long_ago = int(came) - 3_600_000  # milliseconds
-        admin.hset("dislock:lines:@store", "came", f"{store.decode()} {long_ago}")
-        assert site.found("lines") == []
-        assert not identity.whose("f" * 16)
-        identity.take_over("f" * 16)
-        assert site.found("lines") == []

@@ -15,15 +15,12 @@ from celery import Celery
 from prometheus_client.parser import text_string_to_metric_families
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.operating import scraping
 from celery_dislock.operating.counting import Counters
 from celery_dislock.operating.web import cache
 from celery_dislock.operating.web.metrics import make_wsgi_app
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, COUNTS
 from celery_dislock.servers.kinds import server_for
-from celery_dislock.servers.store import Store
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.integration.strange import STRANGE, damage
@@ -192,63 +189,12 @@ def test_tasks_and_plain_locks_are_counted(app):
     assert ("leases", "", worker) not in found
 
 
-def test_messages_and_reservations_are_counted(redis_url):
-    """What a sender did, by its host, and what is reserved now."""
-    app = app_of(redis_url)
-
-    @app.task(
-        base=SingletonTask,
-        lock_key="report:<n>",
-        lock_unique_until="end",
-        name="shop.report",
-        shared=False,
-    )
-    def report(n): ...
-
-    page = make_wsgi_app(app)
-    for n in (1, 1, 2):
-        report.delay(n)
-    report.apply_async((1,), link=report.si(3))
-    assert scrape(page)["reservations", "waiting"] == 2
-    assert 0 <= scrape(page)["reservations_oldest_seconds", "waiting"] < LONG
-    report.lock_for(1).free()
-    sender = f"sender@{runtime_of(app).process.host}"
-    runtime_of(app).close()
-    found = scrape(page)
-    assert found["reservations", "waiting"] == 1
-    assert found["messages_total", sender, "sent", "shop.report"] == 2
-    assert found["messages_total", "duplicate", sender, "shop.report"] == 1
-    assert found["messages_total", sender, "shop.report", "unreserved"] == 1
-
-
 def test_hostile_names_come_back(app):
     """A task's and a worker's name go through the server's keys and fields as they are."""
     name = 'a:of:b "c"\n\x1b[31m <script> ü {x}'
     count(app, 2, worker=name, task=name)
     expected = ("acquisitions_total", *sorted(["at_once", name, name]))
     assert scrape(make_wsgi_app(app))[expected] == 2
-
-
-def test_lines_of_parked_tasks_are_counted(app, redis_url, redis_client, monkeypatch):
-    """By the task that a message names; those that were not looked at are taken for the first's."""
-    monkeypatch.setattr(scraping, "PLACES", 3)
-    store = Store(redis_url, home="here", hand_over=lambda _turns: None)
-    lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
-    lock = "dislock:{k}"
-    store.acquire([lock], "a/1", LONG, "{}")
-    for number in range(8):
-        task = "shop.one" if number % 2 else 'shop."two"'
-        header = f'1 {{"headers":{{"lang":"py","task":"{task}"}}}}\nbody'
-        message = header.replace('"two"', "\\u0022two\\u0022").encode()
-        ticket = Ticket(f"t{number}:0:0", f"t{number}@", False, message)
-        lines.park(lock, f"t{number}@w/1", LONG, "{}", ticket)
-    found = scrape(make_wsgi_app(app))
-    assert found["parked", "shop.one"] == 1
-    assert found["parked", 'shop."two"'] == 2 + 5
-    assert 0 <= found["parked_oldest_seconds", 'shop."two"'] < WITHIN
-    assert ("parked_oldest_seconds", "shop.one") not in found
-    assert found["leases", "", ""] == 1
-    store.close()
 
 
 def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, kept):

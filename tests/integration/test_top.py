@@ -17,9 +17,7 @@ import pytest
 from celery import Celery
 from click.testing import CliRunner
 
-from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
-from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
 
@@ -41,17 +39,10 @@ dislock(["top", "--interval", "0.1"], obj=SimpleNamespace(app=app))
 
 @pytest.fixture
 def held(redis_url) -> Iterator[str]:
-    """The URL of a server with a lock that is held, and a line of two."""
-    store = Store(redis_url, home="here", hand_over=lambda _turns: None)
-    lines = Lines(store.lock_server, "dislock", "here", lambda _turns: None)
+    """The URL of a server with a lock that is held."""
+    store = Store(redis_url)
     holder = json.dumps({"task": "shop.export", "id": "id-1", "worker": "w1@here", "pid": 7})
-    lock = f"dislock:{{{HOSTILE}}}"
-    store.acquire([lock], "o", LONG, holder)
-    for task in ("p1", "p2"):
-        headers = {"task": "shop.pay", "id": task}
-        message = Message("", "celery", headers, None, None, {}, True, b"").to_bytes()
-        ticket = Ticket(f"{task}:0:0", f"{task}@", False, message)
-        lines.park(lock, f"{task}@w/1", LONG, "{}", ticket)
+    store.acquire([f"dislock:{{{HOSTILE}}}"], "o", LONG, holder)
     store.close()
     return redis_url
 
@@ -66,7 +57,7 @@ def test_one_screen_can_be_logged(held):
     for arguments in (["top", "--once"], ["top"]):
         result = run(held, *arguments)
         assert result.exit_code == 0, result.output
-        assert "held 1   line 1   overdue 0" in result.output
+        assert "held 1   line 0   overdue 0" in result.output
         assert "shop.export[id-1] on w1@here (pid 7)" in result.output
         assert "[red]x[/red]\\x1b[31m" in result.output
         assert "\x1b" not in result.output

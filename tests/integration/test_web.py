@@ -158,38 +158,3 @@ def test_thousands_of_locks_are_read_in_pages_and_once_for_all(page, many, redis
         assert stats["cmdstat_scan"]["calls"] <= MANY * 2 / 500
         assert stats["cmdstat_evalsha"]["calls"] <= MANY + 100
     assert "cmdstat_keys" not in redis_client.info("commandstats")
-
-
-def test_a_pause_on_the_page_is_a_pause_for_everybody(page, held, redis_url):
-    """And it is taken back there."""
-    visitor = Visitor(page)
-    key = {"key": "export:8"}
-    name = name_of("export:8")
-    assert visitor.act("/api/limit", name=name, limit="0", why="deploy").json["done"] is True
-    with Dislock.from_url(redis_url) as dislock:
-        assert "by ann: deploy" in str(dislock.lock("export:8").try_acquire())
-        told = visitor.get("/api/lock", query_string=key).json
-        assert (told["limit"], told["limit_note"]) == (0, "by ann: deploy")
-        assert visitor.act("/api/limit", name=name, limit="").json["done"] is True
-        with dislock.lock("export:8"):
-            assert visitor.get("/api/lock", query_string=key).json["limit"] is None
-
-
-def test_a_lock_server_that_comes_back_is_asked_again(own_redis_server):
-    """Until then the list that was read last is shown."""
-    own_redis_server.start()
-    app = Celery("shop", broker=own_redis_server.url, set_as_current=False)
-    page = Page(app, user=ann)
-    visitor = Visitor(page)
-    with Dislock.from_url(own_redis_server.url) as dislock:
-        assert dislock.lock("export:7").acquire()
-        assert visitor.get("/api/locks").json["away"] is None
-        own_redis_server.kill()
-        page._cache.forget()
-        told = visitor.get("/api/locks").json
-        assert told["away"]
-        assert told["locks"][0]["key"] == "export:7"
-        own_redis_server.restart()
-        page._cache.forget()
-        assert visitor.get("/api/locks").json["away"] is None
-    runtime_of(app).close()

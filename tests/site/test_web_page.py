@@ -255,23 +255,11 @@ def test_the_reservation_that_ends_is_what_the_question_showed(opened):
     assert page.faults == []
 
 
-def test_a_task_is_ended_before_its_lock_is_freed(opened):
-    """A thread cannot be: it has no such button."""
-    page = opened(
-        lock("account:1", holders=[holder(1), holder(2, id=None, thread="main", who="thread main")])
-    )
-    page.show("account:1")
-    assert page.tab.get_by_role("button", name=re.compile("^End the task")).count() == 1
-    page.tab.get_by_role("button", name="End the task shop.export[id-1]").click()
-    expect(page.tab.get_by_role("dialog")).to_contain_text("SIGTERM")
-    page.tab.get_by_role("button", name="End it").click()
-    expect(page.tab.get_by_role("status")).to_contain_text("Told the workers to end")
-    assert page.actions.done == [("terminate", "id-1", "TERM")]
-
-
 def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
-    """Each asks first, and can be cancelled."""
-    page = opened(*shop())
+    """Each asks first, and can be cancelled; only a task can be ended, and no thread."""
+    account = shop()[0]
+    thread = holder(2, id=None, thread="main", who="thread main")
+    page = opened(account._replace(holders=[holder(1), thread]))
     tab, name = page.tab, "dislock:{account:1}"
     page.show("account:1")
     tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
@@ -279,6 +267,11 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_role("button", name="Drop shop.pay[parked-1] from the line").click()
     tab.get_by_role("button", name="Drop it").click()
     expect(tab.get_by_role("status")).to_contain_text("Dropped the parked task")
+    assert tab.get_by_role("button", name=re.compile("^End the task")).count() == 1
+    tab.get_by_role("button", name="End the task shop.export[id-1]").click()
+    expect(tab.get_by_role("dialog")).to_contain_text("SIGTERM")
+    tab.get_by_role("button", name="End it").click()
+    expect(tab.get_by_role("status")).to_contain_text("Told the workers to end")
     tab.get_by_label("Why").fill("deploy")
     tab.get_by_role("button", name="Pause").click()
     tab.get_by_role("button", name="Pause it").click()
@@ -287,13 +280,14 @@ def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):
     tab.get_by_role("button", name="Limit", exact=True).click()
     tab.get_by_role("button", name="Limit it").click()
     expect(tab.get_by_role("status")).to_contain_text("Limited lock 'account:1' to 3 leases")
-    page.locks.put(shop()[0]._replace(limit=0))
+    page.locks.put(account._replace(limit=0))
     page.pass_by()
     tab.get_by_role("button", name="Resume").click()
     tab.get_by_role("button", name="Take it back").click()
     expect(tab.get_by_role("status")).to_contain_text("Took back the limit")
     assert page.actions.done == [
         ("drop", name, "parked-1:0:0"),
+        ("terminate", "id-1", "TERM"),
         ("limit", name, 0, None, "by ann: deploy"),
         ("limit", name, 3, None, "by ann: deploy"),
         ("limit", name, None, None, ""),

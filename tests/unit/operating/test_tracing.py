@@ -106,23 +106,6 @@ def test_a_span_that_does_not_record_is_not_told(span):
     assert current_span() is None
 
 
-def test_the_span_of_a_task_gets_what_became_of_its_lock(app, span):
-    """Attributes for a look at one trace, and events with their times."""
-
-    @app.task(base=SingletonTask, lock_key="export:<n>", name="shop.export")
-    def export(n): ...
-
-    export.apply((7,))
-    assert span.attributes["celery_dislock.key"] == "export:7"
-    assert span.attributes["celery_dislock.outcome"] == "at_once"
-    assert span.attributes["celery_dislock.token"] == 1
-    assert span.attributes["celery_dislock.wait"] == 0
-    assert [name for name, _ in span.events] == [
-        "celery_dislock.acquired",
-        "celery_dislock.released",
-    ]
-
-
 def test_the_span_of_a_refused_task_names_the_holder(app, world, span):
     """Who reads the trace of a skipped task sees why it was skipped."""
 
