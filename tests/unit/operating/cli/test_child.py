@@ -104,12 +104,3 @@ def test_what_cannot_be_started(monkeypatch, error, code):
     monkeypatch.setattr(module.subprocess, "Popen", popen)
     with Child() as child:
         assert child.start(["it"], {}) == code
-
-
-def test_it_is_ended_when_it_must_not_go_on(process):
-    """TERM once; what it has left behind in its group gets KILL."""
-    process.ended_by = signal.SIGTERM
-    with Child() as child:
-        child.start(["it"], {})
-        child.wait(lambda: False, 1000.0)
-    assert process.sent == [signal.SIGTERM, signal.SIGKILL]
