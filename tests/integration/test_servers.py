@@ -304,12 +304,6 @@ class TestSentinel:
         assert store.release([LOCK], "a/1") is True
         store.close()
 
-    def test_a_master_they_do_not_know_is_a_store_error(self, watched):
-        """A misspelt master_name is named in the error."""
-        store = Store(watched.url, {"master_name": "lcoks"})
-        with pytest.raises(StoreError, match=r"'lcoks'.*: knows no such master;"):
-            store.ping()
-
     def test_the_sentinels_user_of_the_page_is_enough(self, watched):
         """Sentinels that allow these two alone name the master; without them they say so."""
         with contextlib.ExitStack() as stack:

@@ -68,16 +68,6 @@ def reserved_for(client, lock=LOCK):
 
 
 class TestSending:
-    def test_the_second_gets_the_result_of_the_first(self, app, client):
-        """One message; the same id; and the caller can tell."""
-        edit = declare(app)
-        first, second = edit.delay(1), edit.delay(1)
-        assert (first.duplicate, second.duplicate) == (False, True)
-        assert second.id == first.id
-        assert messages(client) == 1
-        assert reserved_for(client) == first.id
-        assert edit.delay(2).duplicate is False
-
     @pytest.mark.parametrize(
         "send",
         [
@@ -434,17 +424,6 @@ def call(app, request):
     return call
 
 
-@pytest.mark.parametrize("until", ["start", "end"])
-def test_one_after_the_other(app, client, call, until):
-    """Each runs, and nothing stays reserved."""
-    edit = declare(app, lock_unique_until=until)
-    for _ in range(2):
-        result = call(edit, 1)
-        assert (result.state, result.duplicate) == ("SUCCESS", False)
-    assert not client.keys("*:unique")
-    assert messages(client) == 0
-
-
 @pytest.mark.parametrize(("until", "duplicate"), [("start", False), ("end", True)])
 def test_a_call_in_the_body(app, client, call, until, duplicate):
     """With "end" its own key is reserved for as long as it runs."""
@@ -468,20 +447,6 @@ def test_a_call_in_the_body(app, client, call, until, duplicate):
     assert inner[0].duplicate is duplicate
     assert (inner[0].id == outer.id) is duplicate
     assert reserved_for(client) is None
-
-
-def test_one_for_a_time(app, call):
-    """With "expiry" the second call returns the result of the first, as a duplicate."""
-    ran = []
-
-    @app.task(base=SingletonTask, lock_key="<doc>", lock_unique_until="expiry", shared=False)
-    def edit(doc):
-        ran.append(doc)
-        return "done"
-
-    first, second = call(edit, 1), call(edit, 1)
-    assert (first.duplicate, second.duplicate) == (False, True)
-    assert (second.id, second.get(), ran) == (first.id, "done", [1])
 
 
 @pytest.mark.parametrize("until", ["start", "end", "expiry"])
