@@ -259,6 +259,8 @@ class TestStoreName:
             assert not identity.whose(f"{number:016x}")
         assert redis_client.hlen("dislock:lines:@store") == 2
         assert identity.last_stranger().store == f"{49:016x}"
+        identity.take_over(f"{49:016x}")
+        assert identity.last_stranger() is None
 
     def test_stores_that_were_taken_over_are_not_without_number(self, identity, redis_client):
         """An operator takes over one or two; the record does not grow for ever."""

@@ -145,6 +145,14 @@ class TestFreeing:
         other.lines.sweep([LOCK])
         assert other.given() == ["p"]
 
+    def test_a_lease_that_only_runs_out_is_freed(self, worker, redis_client):
+        """``lock_at_least_for`` holds a lock for longer than its task runs."""
+        worker.take("a")
+        worker.store.release([LOCK], "a", Ending(at_least=LONG))
+        assert worker.state().holders[0].expiring
+        assert worker.free() is True
+        assert redis_client.keys("*") == []
+
     def test_the_turn_of_a_parked_task_goes_to_the_next(self, worker):
         """A task whose message does not come is put at the end of the line, and is not lost."""
         worker.take("a")
