@@ -30,13 +30,15 @@ local function leases_of(lock, start)
   return found
 end
 
+-- What a command has found; false where a moving slot hides it.  A key of another type is an error.
+local function unless_hidden(seen, found)
+  if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
+  return seen and found
+end
+
 -- What an operator has set: the limit, and a note; nothing if the code's limit holds.  See limit.lua.
 local function limit_set(lock)
-  if lock.set == nil then
-    local seen, found = pcall(redis.call, 'GET', lock.name .. LIMIT)
-    lock.set = seen and found or false
-    if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
-  end
+  if lock.set == nil then lock.set = unless_hidden(pcall(redis.call, 'GET', lock.name .. LIMIT)) end
   if not lock.set then return nil end
   local limit, since, note = string.match(lock.set, '^1 (%d+) (%d+) (.*)$')
   if not limit or #limit > 15 or #since > TIME_DIGITS then error('dislock: a limit in it cannot be read', 0) end
@@ -65,15 +67,11 @@ local function admits(lock, mode, limit)
 end
 
 -- Raise an error if the leases, or one of these other keys, cannot be read, before anything is changed:
--- what a script has done before an error stays.  What a moving slot hides is not looked at.
--- *zsets* and *hashes* have the endings of keys.
-local function look(lock, zsets, hashes)
-  local function check(seen, found)
-    if not seen and string.find(found.err or found, 'WRONGTYPE') then error(found) end
-  end
+-- what a script has done before an error stays.  *hashes* have the endings of keys.
+local function look(lock, hashes)
   count_leases(lock)
-  for _, ending in ipairs(zsets) do check(pcall(redis.call, 'ZCARD', lock.name .. ending)) end
-  for _, ending in ipairs(hashes) do check(pcall(redis.call, 'HLEN', lock.name .. ending)) end
+  for _, key in ipairs({lock.line, lock.handed}) do unless_hidden(pcall(redis.call, 'ZCARD', key)) end
+  for _, ending in ipairs(hashes) do unless_hidden(pcall(redis.call, 'HLEN', lock.name .. ending)) end
 end
 
 -- Returns a token higher than all that this script has seen of the lock, as text.

@@ -58,6 +58,23 @@ local function is_parked(member)  -- of a line
   return string.byte(member, -1) == TICKET_ENDS
 end
 
+local function member_of(ticket)  -- of a line; and the owner of its turn's lease
+  return ticket .. '#'
+end
+
+local function ticket_of(member)
+  return string.sub(member, 1, -2)
+end
+
+local function keep(key)
+  live_at_least(key, KEPT_MS)
+end
+
+local function join(lock, ticket, joined)
+  redis.call('ZADD', lock.line, string.format('%.0f', joined), member_of(ticket))
+  keep(lock.line)
+end
+
 -- Returns nothing if a parked task's record cannot be read, or there is none; see _parked.lua.
 local function parse_ticket(record)
   local joined, times, ttl, mode, limit, home, message =
@@ -75,14 +92,12 @@ local function recall(lock)
   for _, ticket in ipairs(run_out) do
     redis.call('ZREM', lock.handed, ticket)
     local parked = parse_ticket(redis.call('HGET', lock.tickets, ticket))
-    redis.call('ZADD', lock.line, string.format('%.0f', parked and parked.joined or 0), ticket .. '#')
+    join(lock, ticket, parked and parked.joined or 0)
   end
-  if #run_out > 0 then live_at_least(lock.line, KEPT_MS) end
   return #run_out > 0
 end
 
--- Gives a parked task its turn; false if it must wait, and so must all behind it.  Set by _parked.lua,
--- for scripts whose callers can publish what they are given.
+-- Gives a parked task its turn; false if it must wait, and so must all behind it.  See _parked.lua.
 local give_turn
 
 -- Hand the lock to those first in line, as far as it admits them, and wake them; not the asker, who is

@@ -49,11 +49,9 @@ local turns = {}                -- given here: lock, ticket, message, and so on;
 
 -- As look(), at all keys of the lock but its limit.
 local function look_at_keys(lock)
-  look(lock, {LINE, HANDED}, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
-  local seen, total = pcall(redis.call, 'HGET', lock.tickets, TOTAL)
-  if seen and total and not string.find(total, '^%-?%d+$') then
-    error('dislock: its count of bytes cannot be read', 0)
-  end
+  look(lock, {PLACES, TICKETS, RUNNING, REPLACED, ASIDE})
+  local total = unless_hidden(pcall(redis.call, 'HGET', lock.tickets, TOTAL))
+  if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
 end
 
 -- Returns the lock with all its keys.  If they are not here or one cannot be read, this is an error, before
@@ -64,18 +62,6 @@ local function open_whole(name)
   look_at_keys(lock)
   limit_set(lock)
   return lock
-end
-
-local function member_of(ticket)  -- of a line; and the owner of its turn's lease
-  return ticket .. '#'
-end
-
-local function ticket_of(member)
-  return string.sub(member, 1, -2)
-end
-
-local function keep(key)
-  live_at_least(key, KEPT_MS)
 end
 
 local MEMBER_SHORT = 8  -- characters of "task":" in a message's headers
@@ -138,11 +124,6 @@ local function write_claim(lock, ticket, joined, claimed, settles)
   live_at_least(lock.running, CLAIMED_MS)
 end
 
-local function join(lock, ticket, joined)
-  redis.call('ZADD', lock.line, string.format('%.0f', joined), member_of(ticket))
-  keep(lock.line)
-end
-
 -- Take a ticket out, wherever it is, and end its turn.  Returns whether it was anywhere, and whether it had
 -- its turn.
 local function forget(lock, ticket)
@@ -154,7 +135,7 @@ local function forget(lock, ticket)
   return drop_ticket(lock, ticket) or was_running, turn and true
 end
 
--- What marks the task of a ticket as done; nothing if it is not done.
+-- What marks the task of a ticket as done, if anything.
 local function mark_of(lock, ticket)
   return redis.call('GET', lock.name .. DONE .. ticket)
 end
@@ -207,7 +188,7 @@ local function publish(lock, ticket, message)
   for _, part in ipairs({lock.name, ticket, message}) do turns[#turns + 1] = part end
 end
 
-local function give_ticket_its_turn(lock, member, asker)
+function give_turn(lock, member, asker)
   local ticket = ticket_of(member)
   local record = redis.call('HGET', lock.tickets, ticket)
   local parked = parse_ticket(record)
@@ -230,8 +211,6 @@ local function give_ticket_its_turn(lock, member, asker)
   if member ~= asker then publish(lock, ticket, parked.message) end
   return true
 end
-
-give_turn = give_ticket_its_turn
 
 -- As hand_off(), after tasks whose turn has run out were put back in line.
 local function recall_and_hand_off(lock, asker)

@@ -3,8 +3,7 @@
 --   owner -> "1 deadline_ms ttl_ms mode limit holder"
 --
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
---     ttl_ms       of the lease that it asks for
---     limit        how many exclusive leases it admits, its own included
+--     ttl_ms, limit, and so on   of the lease that it asks for; see acquire.lua
 
 -- Nothing if it cannot be read, or its waiter has died.
 local function read_place(record)

@@ -1,26 +1,21 @@
 -- park.lua: take a lock for a task, or park it in line.
 --
 -- KEYS[1]   lock
--- ARGV[1]   owner      )
--- ARGV[2]   ttl_ms     )
--- ARGV[3]   holder     ) as for acquire.lua
--- ARGV[4]   mode       )
--- ARGV[5]   limit      )
--- ARGV[6]   home       the caller's broker
--- ARGV[7]   ticket
--- ARGV[8]   owners of the same task begin with this
--- ARGV[9]   marked     1: the message says that it was parked   0: it does not; a parked task of which
+-- ARGV      owner, ttl_ms, holder, mode, limit   as for acquire.lua
+--           home, ticket
+--           same_task  owners of the same task begin with this
+--           marked     1: the message says that it was parked   0: it does not; a parked task of which
 --                      nothing is known, as after a failover, runs or is parked again, and has a mark
 --                      when it is done   2: it was parked on a server that was drained since; one of
 --                      which nothing is known is done
--- ARGV[10]  message    empty: only ask
--- ARGV[11]  most       tasks that may wait in line; 0: any number
--- ARGV[12]  most_bytes of their records together
--- ARGV[13]  overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
+--           message    empty: only ask
+--           most       tasks that may wait in line; 0: any number
+--           most_bytes of their records together
+--           overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
 --                      that is the one that comes, if it was sent before the first in line
--- ARGV[14]  goes_on    the delivery that has taken the task out of this line before, and that this one
+--           goes_on    the delivery that has taken the task out of this line before, and that this one
 --                      goes on with; *: whichever it was   empty: none
--- ARGV[15]  task       its name: "task":"...", as its message writes it; empty: not known
+--           task       its name: "task":"...", as its message writes it; empty: not known
 --
 -- Returns   {state, turns, ...}
 --
@@ -37,22 +32,19 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local ticket, marked, goes_on, task = ARGV[7], ARGV[9] ~= '0', ARGV[14], ARGV[15]
-local was_drained = ARGV[9] == '2'
+local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, message, most, most_bytes,
+  overflow, goes_on, task = unpack(ARGV)
+ttl = tonumber(ttl)
 
 local name = KEYS[1]
-if not marked and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
+if marked == '0' and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
     name .. LIMIT, name .. DONE .. ticket) then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
 -- include: _parked
 
-local limit, same_task = tonumber(ARGV[5]), ARGV[8]
-local message = ARGV[10]
-local most, most_bytes, replaces = tonumber(ARGV[11]), tonumber(ARGV[12]), ARGV[13] == 'replace'
-home = ARGV[6]
+home, limit, most, most_bytes = its_home, tonumber(limit), tonumber(most), tonumber(most_bytes)
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
 
@@ -62,23 +54,11 @@ local function waiting()  -- for their turn
   return count_tickets(lock) - redis.call('ZCARD', lock.handed)
 end
 
--- What is answered.
-
-local function granted(token, claimed)
-  return {GRANTED, turns, token, claimed}
-end
-
-local function refused()
-  return {REFUSED, turns, waiting() + 1, in_the_way(lock)}
-end
-
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local replaced = message ~= '' and unreported(lock) or {}
   return {PARKED, turns, rank and rank + 1 or waiting(), replaced, in_the_way(lock)}
 end
-
--- What is done.
 
 local function claim(joined)
   local token = grant(lock, owner, ttl, mode, holder)
@@ -122,7 +102,7 @@ local function make_room(size)
   end
 
   if is_room() then return ROOM end
-  if not replaces then return NO_ROOM end
+  if overflow ~= 'replace' then return NO_ROOM end
   for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
     if is_oldest or is_room() or #goes == TAKEN_MOST then break end
     if is_parked(member) then
@@ -148,7 +128,7 @@ end
 -- The owner has the lock: this was sent twice.
 local function granted_already(lease)
   renew(lock, lease, ttl)
-  return granted(lease.token, redis.call('HEXISTS', lock.running, ticket))
+  return {GRANTED, turns, lease.token, redis.call('HEXISTS', lock.running, ticket)}
 end
 
 -- Its ticket is in line, or has its turn, which it claims.
@@ -164,7 +144,7 @@ local function parked_before(record)
   end
   local token = claim(parked and parked.joined or now_us)
   recall_and_hand_off(lock)  -- shared tasks leave the line together
-  return granted(token, 1)
+  return {GRANTED, turns, token, 1}
 end
 
 -- It has claimed its turn before.  Unless its result is on its way, that process has died.
@@ -176,9 +156,9 @@ local function ran_before(record)
   if admits(lock, mode, limit) then
     local token = claim(joined)
     recall_and_hand_off(lock)  -- what else that process held
-    return granted(token, 1)
+    return {GRANTED, turns, token, 1}
   end
-  if message == '' then return refused() end
+  if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   redis.call('HDEL', lock.running, ticket)
   return put_in_line(joined, home, message)
 end
@@ -187,10 +167,10 @@ end
 local function new()
   recall_and_hand_off(lock)
   if admits(lock, mode, limit) and not line_exists(lock) then
-    if marked then return granted(claim(now_us), 1) end
-    return granted(grant(lock, owner, ttl, mode, holder), 0)
+    if marked ~= '0' then return {GRANTED, turns, claim(now_us), 1} end
+    return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
   end
-  if message == '' then return refused() end
+  if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
   local room = make_room(#message + 80)  -- with what is written before it
   if room == NO_ROOM then return {FULL, turns, waiting(), in_the_way(lock)} end
   if room == OLDEST then  -- it is parked, and replaced at once
@@ -209,7 +189,7 @@ if not (parked or ran) then
   if message ~= '' and redis.call('HGET', lock.name .. REPLACED, ticket) == message then
     return in_line()  -- sent again, and replaced at once the first time: its end is not reported yet
   end
-  if is_done(lock, ticket, goes_on) or marked and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
+  if is_done(lock, ticket, goes_on) or marked ~= '0' and redis.call('HEXISTS', lock.name .. ASIDE, ticket) == 1 then
     return {DONE_BEFORE, turns}
   end
 end
@@ -221,5 +201,5 @@ if other then return {REFUSED, turns, NO_PLACE, about(other)} end
 
 if parked then return parked_before(parked) end
 if ran then return ran_before(ran) end
-if was_drained then return {DONE_BEFORE, turns} end
+if marked == '2' then return {DONE_BEFORE, turns} end
 return new()

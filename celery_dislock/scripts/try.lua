@@ -10,23 +10,16 @@
 
 local MOST_ARGS = 8
 
-local function try(command)
-  local args = {}
-  while true do
-    local reply = redis.pcall(command, unpack(args))
-    local problem = type(reply) == 'table' and reply.err
-    if not problem or #args == MOST_ARGS or not string.find(problem, 'rong number of arg') then
-      return problem
-    end
-    args[#args + 1] = #args == 0 and ARGV[1] or '1'
-  end
-end
-
 local failed = {}
 for i = 2, #ARGV do
-  local problem = try(ARGV[i])
+  local command, args, problem = ARGV[i], {}
+  repeat
+    local reply = redis.pcall(command, unpack(args))
+    problem = type(reply) == 'table' and reply.err
+    args[#args + 1] = #args == 0 and ARGV[1] or '1'
+  until #args > MOST_ARGS or not (problem and string.find(problem, 'rong number of arg'))
   if problem then
-    failed[#failed + 1] = ARGV[i]
+    failed[#failed + 1] = command
     failed[#failed + 1] = problem
   end
 end
