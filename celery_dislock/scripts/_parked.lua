@@ -6,8 +6,7 @@
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 --
 --   <lock>:line        has "<ticket>#" while it waits for its turn
---   <lock>:tickets     ticket -> "1 joined_us times ttl_ms mode limit home message"
---                                while it waits, and while its message is on its way
+--   <lock>:tickets     ticket -> "1 joined_us times ttl_ms mode limit home message" until its turn is claimed
 --                      "bytes" -> length of all these records together
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
@@ -35,7 +34,6 @@ local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
 
 local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
-
 local DONE_WITH_LOCK = '1'      -- a mark; any other is the delivery that has taken the task out of this
                                 -- line, and goes on with it: under other locks, or without one
 local ANYBODY = '*'             -- stands for any delivery that has left its name
@@ -54,8 +52,7 @@ local function look_at_keys(lock)
   if total and not string.find(total, '^%-?%d+$') then error('dislock: its count of bytes cannot be read', 0) end
 end
 
--- Returns the lock with all its keys.  If they are not here or one cannot be read, this is an error, before
--- anything is done.
+-- If a key of the lock is not here or cannot be read, this is an error, before anything is done.
 local function open_whole(name)
   local lock = open(name)
   line_exists(lock)
@@ -107,8 +104,7 @@ local function parse_claim(record)
   return tonumber(joined) or 0, tonumber(claimed) or 0, tonumber(settles) or IN_BODY
 end
 
--- End the claims of processes that died, and of which no copy has come in time.  The sweep does it; if nobody
--- sweeps, the hash ends as a whole.
+-- End the claims of processes that died, and of which no copy has come in time.  If nobody sweeps, all end.
 local function tidy_claims(lock)
   local claims = redis.call('HGETALL', lock.running)
   for i = 1, #claims, 2 do

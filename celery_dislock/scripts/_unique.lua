@@ -2,24 +2,19 @@
 --
 --   <lock>:unique   "2 state since first id ends nonce number result mark newest confirmed begun kept by"
 --
---     state       s   its message is being sent: this lasts for seconds at most
---                 w   its message waits
---                 r   its task runs
---                 d   its task has ended, and the key stays reserved: "expiry"
+--     state       s   its message is being sent: this lasts for seconds at most   w   its message waits
+--                 r   its task runs   d   its task has ended, and the key stays reserved: "expiry"
 --                 -   the key is free, and the numbers alone are kept
 --     since       Redis TIME in ms of the reservation, or of the task's end
 --     first       of the first of the messages that have replaced each other
---     id          task id, as reserved_name() writes it
---     ends        Redis TIME in ms at which the reservation ends
+--     id, ends    task id, as reserved_name() writes it; Redis TIME in ms at which the reservation ends
 --     nonce       of the call that has sent the message: a second call under the same id has another one
---     number      of the message
---     result      0: it is not stored   1: it is
+--     number      of the message; result   0: it is not stored   1: it is
 --     mark        of the life of this record: Redis TIME in microseconds at which it began, and the nonce
 --                 that began it, which nobody can guess
 --     newest      number of the last message that was to replace others: each of those takes the next even
 --                 number; a message that replaces none takes the odd one after it, or 0
---     confirmed   highest number of a message that was published
---     begun       highest number of a task that has begun
+--     confirmed   highest number of a message that was published; begun   of a task that has begun
 --     kept        Redis TIME in ms until which mark and numbers are kept; 0: no longer than the reservation
 --     by          id of the task that has the higher one of confirmed and begun
 --

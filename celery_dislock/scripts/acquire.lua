@@ -1,15 +1,15 @@
 -- acquire.lua: take a lock if it admits one more lease, or wait in line for it; or several locks.
 --
 -- KEYS      the locks, in the order in which everybody takes them
--- ARGV      owner
---           ttl_ms     integer > 0
---           holder     JSON, for messages and tools
---           mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
+-- ARGV[1]   owner
+-- ARGV[2]   ttl_ms     integer > 0
+-- ARGV[3]   holder     JSON, for messages and tools
+-- ARGV[4]   mode       x exclusive: admitted beside no shared lease, and fewer than limit of its own
 --                      s shared: admitted beside no exclusive lease
---           limit      integer > 0; of several locks also one for each: "3,1"
---           place_ms   > 0: wait in line, where the place is kept for this time unless asked again
+-- ARGV[5]   limit      integer > 0; of several locks also one for each: "3,1"
+-- ARGV[6]   place_ms   > 0: wait in line, where the place is kept for this time unless asked again
 --                      0: do not wait
---           fair       1: come after those who wait   0: pass them where the lock admits one more
+-- ARGV[7]   fair       1: come after those who wait   0: pass them where the lock admits one more
 --
 -- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
 --           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
@@ -30,8 +30,7 @@
 -- include: _states
 -- include: _free
 
-local owner, ttl, holder, mode, limit, place_ms, fair = unpack(ARGV)
-ttl = tonumber(ttl)
+local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
 if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) then
   return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
@@ -39,8 +38,8 @@ end
 
 -- include: _line
 
-place_ms = tonumber(place_ms)
-local waits, passes_line = place_ms > 0, fair == '0'
+local place_ms, passes_line = tonumber(ARGV[6]), ARGV[7] == '0'
+local waits = place_ms > 0
 
 -- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
 -- anyway; if an operator admits more, the task would run twice at a time.
@@ -80,7 +79,7 @@ local function take(lock, limit)
 end
 
 local limits = {}
-for one in string.gmatch(limit, '%d+') do limits[#limits + 1] = tonumber(one) end
+for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) end
 
 local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do

@@ -14,8 +14,7 @@
 --                  ticket what is parked, see _parked.lua, without the body of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
---   reservation    see _unique.lua; empty: there is none
---   limit          see limit.lua; empty: there is none
+--   reservation, limit   see _unique.lua and limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
 --
 -- Touches the lock, its line and what belongs to it; changes nothing.
