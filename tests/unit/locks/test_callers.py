@@ -37,14 +37,6 @@ def take(world, caller):
     return take
 
 
-def test_a_caller_finds_what_it_has_by_the_locks_name(world, caller, take):
-    """Another object for the same key finds the lease, another key does not."""
-    held = take("k")
-    assert caller.find(world.lock("k")) is held
-    assert held.is_of(world.lock("k"))
-    assert caller.find(world.lock("other")) is None
-
-
 def test_one_of_several_keys_is_found_and_is_not_the_same_lock(world, caller, take):
     """A lock of one key has a lease in its way that was taken with another key."""
     held = take("k")
@@ -52,18 +44,6 @@ def test_one_of_several_keys_is_found_and_is_not_the_same_lock(world, caller, ta
     both.names = ("dislock:{k}", "dislock:{other}")
     assert caller.find(both) is held
     assert not held.is_of(both)
-
-
-def test_the_last_of_several_entries_releases(world, caller, take):
-    """The lease outlives the inner block, and is gone after the outer one."""
-    held = take()
-    held.entries["second"] = None
-    held.leave("second")
-    assert held.lease.held
-    assert caller.find(world.lock()) is held
-    held.leave("first")
-    assert world.store.leases == {}
-    assert caller.find(world.lock()) is None
 
 
 def test_leaving_twice_releases_once(world, take):
@@ -181,3 +161,15 @@ def test_each_greenlet_is_a_caller_of_its_own(monkeypatch):
         assert current_caller() is here.caller
         assert here.caller.is_greenlet
     assert first.caller is not second.caller
+
+
+def test_the_last_of_several_entries_releases(world, caller, take):
+    """The lease outlives the inner block, and is gone after the outer one."""
+    held = take()
+    held.entries["second"] = None
+    held.leave("second")
+    assert held.lease.held
+    assert caller.find(world.lock()) is held
+    held.leave("first")
+    assert world.store.leases == {}
+    assert caller.find(world.lock()) is None

@@ -7,21 +7,6 @@ from celery_dislock.locks.clearing import CLEAR_FOR
 from celery_dislock.servers.requests import Ending, LateRelease
 
 
-def test_an_owner_that_was_cut_short_is_released(world):
-    """What an owner holds or waits for that asks no more is ended, once the server answers."""
-    world.store.leases["dislock:{k}"] = ("gone", world.clock.now + 1000, {})
-    world.store.away = True
-    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
-    world.run(5)
-    assert "dislock:{k}" in world.store.leases
-    world.store.away = False
-    world.run(2)
-    assert world.store.leases == {}
-    calls = len(world.store.calls)
-    world.run(100)
-    assert len(world.store.calls) == calls
-
-
 def test_an_owner_that_was_released_meanwhile_is_left_alone(world):
     """The watchdog does only what its caller could not do."""
     world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))

@@ -152,14 +152,6 @@ def test_when_a_lease_was_acquired_is_unix_time(world, monkeypatch):
     assert lease.acquired_at == pytest.approx(acquired + 3600)
 
 
-def test_at_least_for_prolongs_a_lease_that_is_left(world):
-    """A lease left to expire ends no earlier than it would have, nor than it promised."""
-    lease = world.lease(lock_at_least_for=10, lock_watchdog_timeout=30)
-    world.clock.advance(5)
-    lease.release(Ending(expires=True))
-    assert world.store.asked("release") == [("dislock:{k}", "me", pytest.approx(30))]
-
-
 def test_a_lease_meets_one_end(world, heard):
     """A lease that was found lost while its owner released it is lost, not released as well."""
     lease = world.lease()

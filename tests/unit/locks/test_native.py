@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
-from celery_dislock.locks.native import Bell, Thread, at_once, reentrant_lock
+from celery_dislock.locks.native import Bell, Thread
 
 LIMIT = 30.0  # seconds
 
@@ -60,17 +58,3 @@ def test_a_function_that_raises_ends_its_thread(monkeypatch):
     thread = Thread(lambda: 1 / 0, "t")
     thread.join(LIMIT)
     assert not thread.is_alive()
-
-
-def test_the_lock_is_reentrant_and_python_s_own():
-    """One thread may take it twice."""
-    mutex = reentrant_lock()
-    with mutex, mutex:
-        pass
-    assert type(mutex) is type(threading.RLock())
-
-
-def test_without_greenlets_a_call_is_made_at_once():
-    """What is raised reaches the caller."""
-    with pytest.raises(ZeroDivisionError):
-        at_once(lambda: 1 / 0)

@@ -2,20 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from celery_dislock.locks.observer import Observer
 from celery_dislock.servers.requests import Ending
-
-
-def test_without_telemetry_a_lock_is_told_of_to_nobody(world):
-    """The core needs no test of whether somebody listens."""
-    lease = world.lease(lock_watchdog_timeout=3, max_renew_times=2)
-    world.run(10)
-    lease.release()
-    assert lease.capped
-    assert lease.lost
-    assert world.watchdog.reports.observer.due_at() == math.inf
 
 
 def test_an_observer_is_told_of_a_lease_from_its_grant_to_its_end(world):

@@ -131,16 +131,6 @@ def test_past_its_deadline_a_lease_is_lost_even_if_the_server_would_extend_it(wo
     assert names(heard) == ["lock_lost"]
 
 
-def test_a_lease_taken_by_another_is_lost_once(world, heard):
-    """A stolen lease is reported once, and never asked for again."""
-    world.lease(lock_watchdog_timeout=30)
-    world.store.leases["dislock:{k}"] = ("thief", world.clock.now + 1000, {})
-    world.run(100)
-    assert names(heard) == ["lock_lost"]
-    assert len(world.store.asked("renew")) == 1
-    assert world.store.leases["dislock:{k}"][0] == "thief"
-
-
 def test_one_refused_lease_does_not_harm_its_batch(world):
     """An error for one lease retries that one; the others of its batch are renewed."""
     ill = world.lease("ill", "ill", lock_watchdog_timeout=30)
@@ -184,14 +174,6 @@ def test_a_fixed_expiry_is_never_renewed_and_its_end_is_reported(world, heard):
     assert "fixed expiry of 60 s" in heard[-1][1]["reason"]
 
 
-def test_a_released_lease_is_never_renewed(world):
-    """Cancelled before the release is sent: no renewal follows it."""
-    lease = world.lease(lock_watchdog_timeout=30)
-    lease.release()
-    world.run(100)
-    assert [call[0] for call in world.store.calls] == ["acquire", "release"]
-
-
 def test_a_renewal_answered_after_the_release_says_nothing(world, heard):
     """A lease released while its renewal was under way is not reported as lost."""
     lease = world.lease(lock_watchdog_timeout=30)
@@ -204,17 +186,6 @@ def test_a_renewal_answered_after_the_release_says_nothing(world, heard):
     world.store.renew = release_meanwhile
     world.run(11)
     assert names(heard) == ["lock_released"]
-
-
-def test_identity_is_the_acquisition_not_the_key(world):
-    """Releasing an old lease of a key does not stop the renewals of a newer one."""
-    old = world.lease("k", "old", lock_watchdog_timeout=30)
-    del world.store.leases["dislock:{k}"]
-    new = world.lease("k", "new", lock_watchdog_timeout=30)
-    old.release()
-    world.run(100)
-    assert new.held
-    assert new.renewals >= 9
 
 
 def take_for(world, caller):
@@ -302,24 +273,6 @@ class TestStalls:
         world.watchdog.tick()
         assert lease.lost
         assert names(heard) == ["lock_lost"]
-
-    def test_a_process_that_is_not_renewed_for_does_not_ask(self, world, heard):
-        """Past its trust the lease is lost, whatever the server would say."""
-        world.watchdog.renewals.asks = False
-        lease = world.lease(lock_watchdog_timeout=30)
-        self.stall(world, lease, 100)
-        world.watchdog.tick()
-        assert lease.lost
-        assert world.store.asked("renew") == []
-
-    def test_an_outage_is_no_stall(self, world, heard):
-        """If the process runs and the server is away, the lease is lost at the end of its trust."""
-        lease = world.lease(lock_watchdog_timeout=30)
-        world.store.away = True
-        world.run(29)
-        assert not lease.lost
-        world.run(1)
-        assert lease.lost
 
     def test_a_stall_after_an_outage_changes_nothing(self, world):
         """The trust has ended just when the process was stopped: that lease is lost."""
@@ -415,16 +368,6 @@ class TestStalls:
         assert lease.held is True
         assert lease.remaining == pytest.approx(29.5)
 
-    def test_ensure_held_asks_first(self, world, heard):
-        """A body that wakes up before the watchdog does is told what the server says."""
-        lease = world.lease(lock_watchdog_timeout=30)
-        self.stall(world, lease, 100)
-        lease.ensure_held()
-        assert lease.held
-        assert lease.renewals == 10
-        lease.ensure_held()
-        assert world.store.calls == [("extend", "dislock:{k}", "me")]
-
     def test_ensure_held_raises_if_nobody_renewed(self, world, heard):
         """The lease is lost, and is reported once."""
         lease = world.lease(lock_watchdog_timeout=30)
@@ -453,15 +396,6 @@ class TestStalls:
         with pytest.raises(LockLostError):
             lease.ensure_held()
         assert world.store.asked("extend") == []
-
-    def test_a_lease_that_is_left_is_marked_as_left(self, world):
-        """So that the main process does not renew it while callbacks run."""
-        lease = world.lease(lock_watchdog_timeout=30)
-        world.run(5)
-        lease.release(Ending(expires=True))
-        owner, expires, _ = world.store.leases["dislock:{k}"]
-        assert owner == "~me"
-        assert expires == pytest.approx(world.clock() + 30 - 5, abs=6)
 
     def test_a_lease_that_is_left_after_a_stall_lives_as_long_as_it_may(self, world):
         """Nobody here knows when it was renewed last: perhaps just now."""

@@ -78,14 +78,6 @@ def test_the_observer_is_run_once_no_lease_is_left_to_renew(world, observer):
     assert len(observer.ran) == 1
 
 
-def test_the_observer_is_told_of_each_renewal(world, observer):
-    """As many as the server has granted."""
-    lease = world.lease(lock_watchdog_timeout=3)
-    world.run(10)
-    assert observer.renewals == [lease] * lease.renewals
-    assert lease.renewals > 5
-
-
 def test_an_error_of_the_observer_ends_no_loop(world, observer, caplog):
     """Leases are renewed all the same."""
     observer.again, observer.ran = 0.0, None  # it raises each time

@@ -5,23 +5,13 @@ from __future__ import annotations
 import pytest
 import redis
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError
+from redis.exceptions import MovedError
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers.cluster import REDIRECTS
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.node import RESENDS
-
-
-class TestClusterWithoutNodes:
-    def test_no_seed_answers(self):
-        """When no node answers, everything is a StoreError that names the cluster."""
-        server = server_for("redis+cluster://127.0.0.1:1,127.0.0.1:2", pause=lambda _: None)
-        with pytest.raises(StoreError, match="no node tells the slots"):
-            server.send("INFO")
-        with pytest.raises(StoreError, match="no node tells the slots"):
-            server.pop("dislock:{a}", 1.0)
 
 
 class Node:
@@ -80,34 +70,6 @@ class TestSlots:
 
     def runs(self, cluster):
         return [(address, *rest) for address, what, *rest in cluster.asked if what == "exchange"]
-
-    def test_the_node_of_the_slot_is_asked(self, cluster):
-        """Who has which slot is asked once, and remembered."""
-        cluster.says[ONE] = [1, 1]
-        for _ in range(2):
-            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
-        assert cluster.asked == [
-            (ONE, "CLUSTER", "SLOTS"),
-            (ONE, "exchange", False),
-            (ONE, "exchange", False),
-        ]
-
-    def test_a_slot_that_has_moved_is_followed_for_good(self, cluster):
-        """The node that is named is asked for the slots, and has all that comes."""
-        slot = key_slot(b"dislock:{a}")
-        cluster.says = {ONE: [MovedError(f"{slot} 10.0.0.2:6379")], TWO: [1, 1]}
-        cluster.slots[TWO] = owned_by((0, LAST, TWO))
-        for _ in range(2):
-            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
-        assert self.runs(cluster) == [(ONE, False), (TWO, False), (TWO, False)]
-
-    def test_a_slot_on_its_way_is_followed_once(self, cluster):
-        """The other node is told that it is asked ahead of time, and the next goes the old way."""
-        slot = key_slot(b"dislock:{a}")
-        cluster.says = {ONE: [AskError(f"{slot} 10.0.0.2:6379"), 1], TWO: [1]}
-        for _ in range(2):
-            assert cluster.run(ACQUIRE, ["dislock:{a}"]) == 1
-        assert self.runs(cluster) == [(ONE, False), (TWO, True), (ONE, False)]
 
     def test_nodes_that_send_on_in_a_circle_are_left(self, cluster):
         """After a few times the error is the caller's."""

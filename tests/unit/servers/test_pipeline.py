@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import redis
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import ResponseError
 
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import RENEW
 from celery_dislock.servers.pipeline import Batch, ask_all
 
@@ -52,39 +52,6 @@ def batch(*connections, confirm=None):
 def ask(one, calls=CALLS):
     one.send(RENEW, calls, within=1.0)
     return one.read(RENEW, calls, within=1.0)
-
-
-def test_all_runs_go_out_before_the_first_reply_is_read():
-    """Two runs are two commands in one packet, each by the script's digest."""
-    connection = Connection(1, 0)
-    assert ask(batch(connection)) == [1, 0]
-    assert connection.sent == [(b"EVALSHA", RENEW.sha.encode())] * 2
-
-
-def test_the_connection_is_kept_for_the_next_batch():
-    """A second connection would be an error of this test."""
-    connection = Connection(1, 1, 0, 0)
-    one = batch(connection)
-    assert (ask(one), ask(one)) == ([1, 1], [0, 0])
-    assert not connection.closed
-
-
-def test_a_server_that_does_not_know_the_script_is_brought_it_once():
-    """Of all the runs that it refused, the first brings the script for the others."""
-    unknown = NoScriptError("no matching script")
-    connection = Connection(unknown, unknown, 1, 0)
-    assert ask(batch(connection)) == [1, 0]
-    assert [command for command, *_ in connection.sent] == [b"EVALSHA"] * 2 + [b"EVAL", b"EVALSHA"]
-
-
-def test_one_lock_that_is_damaged_costs_the_others_nothing():
-    """Its error names it and stands in its place; the connection is as good as before."""
-    connection = Connection(ResponseError("WRONGTYPE Operation against a key"), 1)
-    damaged, renewed = ask(batch(connection))
-    assert isinstance(damaged, DamagedLockError)
-    assert damaged.lock == "dislock:{a}"
-    assert renewed == 1
-    assert not connection.closed
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,6 @@ from celery_dislock.servers.replies import Refused, Turn
 FAILED = StoreError("redis://a", "away")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "ms"), [(0, 0), (0.0001, 1), (0.001, 1), (1.0001, 1001), (30, 30_000)]
-)
-def test_a_duration_is_rounded_up(seconds, ms):
-    """No lease ends a part of a millisecond before its time."""
-    assert replies.milliseconds(seconds) == ms
-
-
 def test_a_refusal_names_the_owner_without_the_mark_of_its_end():
     """A lease that is left to expire has its owner's name, and its time in seconds."""
     told = replies.refused(1500, b"~a/1", b"{}", nth=1, place=4)
@@ -69,12 +61,3 @@ def test_a_turn_may_come_without_its_message():
         Turn("l", "\ufffd", b""),
         Turn("l", "u:0", None),
     ]
-
-
-@pytest.mark.parametrize(
-    ("each", "together"),
-    [([1], True), ([1, 1], True), ([1, 0], False), ([FAILED, 0], False), ([1, FAILED], FAILED)],
-)
-def test_a_lease_of_several_locks_is_renewed_where_all_are(each, together):
-    """One that is gone ends the lease for certain; one that failed leaves it open."""
-    assert replies.renewed(each) is together

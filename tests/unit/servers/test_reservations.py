@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.scripts import BEGIN, CONFIRM, LOOK, RESERVE, UNRESERVE
-from celery_dislock.servers.replies import Replaced
+from celery_dislock.scripts import RESERVE
 from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
 from celery_dislock.servers.view import ReservationState, parse_reservation
 
@@ -48,56 +47,6 @@ def test_what_reserving_answers(answer, meant):
     assert server.asked == [(RESERVE, [KEY], "a%20b", 2000, 1, "nonce", 0)]
 
 
-def test_a_message_that_is_sent_again_brings_its_mark_and_number():
-    """The server compares them with those of the key."""
-    server = Server([1, 0, b"ab", 7])
-    assert Reservations(server).reserve(MINE, "nonce", again=True) == Reserved(0.0, "ab", 7)
-    assert server.asked == [(RESERVE, [KEY], "a%20b", 2000, 0, "nonce", 1, "ab", 7)]
-
-
-@pytest.mark.parametrize("answer", [0, 1])
-@pytest.mark.parametrize(("until", "how"), [("start", "end"), ("end", "end"), ("expiry", "stays")])
-def test_confirming_and_ending(answer, until, how):
-    """Whether the key was reserved for this message; with "expiry" it stays so."""
-    server = Server(answer)
-    reservations, one = Reservations(server), MINE._replace(until=until)
-    assert reservations.confirm(one) is bool(answer)
-    assert reservations.end(one) is bool(answer)
-    assert reservations.end_waiting(one) is bool(answer)
-    assert server.asked == [
-        (CONFIRM, [KEY], "a%20b", "ab", 7, 2000, 0),
-        (UNRESERVE, [KEY], "a%20b", "ab", 7, how),
-        (UNRESERVE, [KEY], "a%20b", "ab", 7, how, 1),
-    ]
-
-
-@pytest.mark.parametrize("runs", [False, True])
-def test_keeping(runs):
-    """Each for the time that it states, and all in one round trip."""
-    server = Server()
-    kept = [MINE, Reservation("dislock:{l}", "b", "start", 3.0)]
-    Reservations(server).keep(kept, runs=runs, within=0.5)
-    calls = [
-        (KEY, "a%20b", "ab", 7, 2000, int(runs)),
-        ("dislock:{l}:unique", "b", "-", 0, 3000, int(runs)),
-    ]
-    assert server.asked == [(CONFIRM, calls, 0.5)]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_beginning(elsewhere):
-    """The script is told what becomes of the reservation while the task runs."""
-    server = Server()
-    Reservations(server).begin(MINE, elsewhere=elsewhere)
-    assert server.asked == [(BEGIN, [KEY], "a%20b", "ab", 7, "end", 2000, int(elsewhere))]
-
-
-def test_a_task_that_was_replaced_does_not_begin():
-    """The answer is the id of the task by which it was replaced."""
-    with pytest.raises(Replaced, match="newer"):
-        Reservations(Server(b"newer")).begin(MINE)
-
-
 # What is kept of a key
 
 
@@ -128,14 +77,3 @@ def test_a_clock_that_was_set_back_makes_nothing_younger_than_now():
 def test_a_key_that_is_free_has_none(record):
     """Its numbers may be kept, its time may be over, or an earlier version has written it."""
     assert parse_reservation(3000, record) is None
-
-
-def test_looking():
-    """The reservation, and who holds the lock, in one round trip."""
-    server = Server(
-        [3000, [b"o", 4000, b"1", b"x", b'{"id": "1"}', 0], 0, [], [], 0, written(), b"", 0]
-    )
-    found = Reservations(server).look(LOCK)
-    assert found.reservation is not None
-    assert (found.reservation.id, [one.id for one in found.holders]) == ("a b", ["1"])
-    assert server.asked == [(LOOK, [LOCK], 0, 0)]

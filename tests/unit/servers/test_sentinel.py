@@ -157,14 +157,6 @@ def test_without_a_master_nothing_is_confirmed(sentinels, three, clock):
     assert asked(three) == [3, 3, 3]
 
 
-def test_a_name_they_do_not_know(sentinels, three):
-    """The error says what they said, and who."""
-    for one in three:
-        one.says = redis.ResponseError("No such master with that name")
-    with pytest.raises(redis.ConnectionError, match=r"'locks' \(s0:26379: knows no such master;"):
-        sentinels.find()
-
-
 # Those that do not answer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE, FREE, LOOK, MARK, RELEASE, RELEASE_DEAD, RENEW
+from celery_dislock.scripts import ACQUIRE, FREE, MARK, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.replies import First, Granted, Handed, Refused
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
@@ -131,16 +131,6 @@ def test_turns_are_published_even_where_a_node_is_away():
     assert [(turn.lock, turn.ticket, turn.message) for turn in given] == [(A, "t:0", b"m")]
 
 
-def test_the_dead_are_released_whether_or_not_they_hold_on():
-    """None leaves their leases to expire, and is another argument than no time at all."""
-    server = Server(1, 0)
-    made = store(server)
-    assert made.release_dead([A], "w1/", 2.0) == 1
-    assert made.release_dead([A], "w1/", None) == 0
-    assert [call[2:] for call in server.asked] == [("w1/", 2000, ""), ("w1/", -1, "")]
-    assert {script for script, *_ in server.asked} == {RELEASE_DEAD}
-
-
 def test_of_many_leases_each_is_told_its_own_end():
     """A lease of two locks is renewed where both are."""
     server = Server([1, 1, 0, AWAY])
@@ -167,27 +157,6 @@ def test_news_without_a_lease_is_that_the_waiter_leads_the_line(options):
     assert not told  # unlike a hand-off
 
 
-def test_who_the_server_is_comes_as_text():
-    """Headlines and empty lines of INFO are no fields."""
-    server = Server(b"# Server\r\nredis_version:7.0.15\r\n\r\nmaster_host:a:b\r\n")
-    assert store(server).ping() == {"redis_version": "7.0.15", "master_host": "a:b"}
-
-
-def test_a_mark_is_text_or_nothing():
-    """It stands beside its lock, under the task's id."""
-    server = Server(b"done", None)
-    made = store(server)
-    assert (made.recall(A, "id"), made.recall(A, "id")) == ("done", None)
-    assert server.asked[0] == (MARK, f"{A}:mark:id")
-
-
-def test_the_holders_of_a_lock_are_asked_in_one_question():
-    """A lock that nobody holds has none."""
-    server = Server([0, [], 0, [], [], 0, b"", b"", -2])
-    assert store(server).holders(A) == []
-    assert asked(server) == [(LOOK, A)]
-
-
 @pytest.mark.parametrize(
     ("answer", "freed"),
     [(1, True), (0, False), ((0, True), True), ([1, [A.encode(), b"t:0", b"m"]], True)],
@@ -200,3 +169,21 @@ def test_a_lease_is_freed_by_its_owner_and_token(answer, freed):
     assert made.free(A, "me/1", 5) is freed
     assert server.asked == [(FREE, A, "me/1", 5, "broker")]
     assert [turn.ticket for turn in given] == (["t:0"] if isinstance(answer, list) else [])
+
+
+def test_the_dead_are_released_whether_or_not_they_hold_on():
+    """None leaves their leases to expire, and is another argument than no time at all."""
+    server = Server(1, 0)
+    made = store(server)
+    assert made.release_dead([A], "w1/", 2.0) == 1
+    assert made.release_dead([A], "w1/", None) == 0
+    assert [call[2:] for call in server.asked] == [("w1/", 2000, ""), ("w1/", -1, "")]
+    assert {script for script, *_ in server.asked} == {RELEASE_DEAD}
+
+
+def test_a_mark_is_text_or_nothing():
+    """It stands beside its lock, under the task's id."""
+    server = Server(b"done", None)
+    made = store(server)
+    assert (made.recall(A, "id"), made.recall(A, "id")) == ("done", None)
+    assert server.asked[0] == (MARK, f"{A}:mark:id")

@@ -46,12 +46,6 @@ def parked(task_id="t", turns=0, **headers):
     return f"1 {joined} {turns} 30000 x 1 home 1 {json.dumps(about)}".encode()
 
 
-def test_a_lock_of_which_nothing_is_known():
-    """It does not exist, for people."""
-    found = state_of(SERVER, NAME, NOTHING)
-    assert (found.key, found.name, found.exists) == ("export:7", NAME, False)
-
-
 def test_a_lease():
     """By the server's clock: held since, renewed since, until when."""
     (found,) = state_of(SERVER, NAME, reply(leases=lease())).holders
@@ -102,26 +96,6 @@ def test_a_parked_task_that_nobody_can_read_has_its_ticket(record):
     """It is shown all the same, so that it can be dropped."""
     (turn,) = state_of(SERVER, NAME, reply(turns=[b"t%40:0:0", 0, record])).turns
     assert (turn.ticket, turn.id, turn.place) == ("t%40:0:0", "t@", 0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({}, ("id-1", "waiting", 3.0, 60.0, "5eed", 7)),
-        ({"state": "r"}, ("id-1", "running", 3.0, 60.0, "5eed", 7)),
-        ({"state": "d"}, ("id-1", "ended", 3.0, 60.0, "5eed", 7)),
-        ({"state": "-"}, None),  # only the numbers are kept
-        ({"ends": NOW}, None),  # and here
-        ({"version": 3}, None),
-    ],
-)
-def test_a_reservation(changed, told):
-    """Which message the key is reserved for; a lock of which nothing else is known has none."""
-    about = {"version": 2, "state": "w", "ends": NOW + 60_000, **changed}
-    record = "{version} {state} 1699999997000 1 id-1 {ends} n0 7 1 5eed 7 6 5 1700000099000 id-0"
-    found = state_of(SERVER, NAME, reply(unique=record.format(**about).encode()))
-    assert found.reservation == told
-    assert found.exists is (told is not None)
 
 
 def test_a_limit():
