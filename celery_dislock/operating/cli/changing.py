@@ -22,8 +22,7 @@ from celery_dislock.operating.cli.session import (
 )
 from celery_dislock.operating.locks import dropped, freed, terminated, unreserved
 from celery_dislock.servers.overview import find_parked, look_at_all
-from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED
-from celery_dislock.tasks.handle import WAIT
+from celery_dislock.tasks.actions import ENDED, FREED, RUNS, TERMINATED, WAIT
 from celery_dislock.words import for_people, plain
 
 if TYPE_CHECKING:
