@@ -43,7 +43,9 @@ from celery_dislock.exceptions import SettingsError
 
 logger = logging.getLogger("celery_dislock")
 
-NEAR_WORD = 0.66  # minimum difflib ratio of two words of settings: "uri" is a misspelt "url"
+NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most of their letters
+# A lock server under a misspelt name must not be replaced by the broker without a word.
+URL_WORDS = {"url", "urls", "uri"}
 
 # If a name contains one of these, its value is never shown.
 SECRETS = ("password", "credential", "transport_option", "kwargs")
@@ -344,34 +346,22 @@ def _split(given: str) -> tuple[str, str] | None:
     if found:
         return before, found + rest
     for before in ("", lower.partition("_")[0] + "_"):
-        if not before and not given.islower():
-            continue  # a setting of somebody else, in a module of a project
-        name = lower.removeprefix(before)
-        if name in _OPTIONS:
-            return before, setting_name(name) or name
-        word, _, rest = name.partition("_")
-        if SequenceMatcher(None, word[: len("dislock")], "dislock").ratio() >= NEAR_MISS:
-            near = _near(f"dislock_{rest}") or _near(name)
+        if before or given.islower():  # else it is one of a whole project, in a module of settings
+            name = lower.removeprefix(before)
+            near = setting_name(name) or name if name in _OPTIONS else _near(name)
             if near:
                 return before, near
     return None
 
 
 def _near(given: str) -> str:
-    """
-    Return the setting of which a name is a misspelling; empty if there is none.
-
-    Each word has to resemble its counterpart: many settings share most of their letters.
-    """
-    for setting in sorted(_SETTINGS):
-        pairs = zip(given.split("_"), setting.split("_"), strict=False)
-        if given.replace("_", "") == setting.replace("_", "") or (
-            given.count("_") == setting.count("_")
-            and all(SequenceMatcher(None, *pair).ratio() >= NEAR_WORD for pair in pairs)
-        ):
-            return setting
-    # A lock server under a misspelt name must not be replaced by the broker without a word.
-    return "dislock_url" if any(word in ("url", "urls") for word in given.split("_")) else ""
+    """Return the setting of which a name is a misspelling; empty if there is none."""
+    first, *rest = given.split("_")
+    if SequenceMatcher(None, first[: len("dislock")], "dislock").ratio() < NEAR_MISS:
+        return ""
+    if URL_WORDS.intersection(rest):
+        return "dislock_url"
+    return next(iter(get_close_matches(given, _SETTINGS, 1, NEAR_SETTING)), "")
 
 
 def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
@@ -388,23 +378,17 @@ def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError
 
 def reported(name: str, value: object) -> object:
     """Return a setting for a report to people; one of this package without any password."""
-    if "dislock" not in name.lower():
-        return value
-    return _option(name, value) if isinstance(value, Mapping) else _told(name, value)
+    return _told(name, value) if "dislock" in name.lower() else value
 
 
-def _option(name: str, value: object) -> object:
-    """Return an option of a connection; of texts, any may be secret, so numbers alone are shown."""
+def _told(name: str, value: object, *, within: bool = False) -> object:
+    """Hide what may be secret; of the texts *within* a mapping any may be, so none is shown."""
     if isinstance(value, Mapping):
-        return {key: _option(str(key), one) for key, one in value.items()}
-    return HIDDEN if any(word in name.lower() for word in (*SECRETS, "pass")) else harmless(value)
-
-
-def _told(name: str, value: object) -> object:
-    if isinstance(value, Mapping):
-        return {key: _told(str(key), one) for key, one in value.items()}
+        return {key: _told(str(key), one, within=True) for key, one in value.items()}
     if any(word in name.lower() for word in SECRETS):
         return HIDDEN
+    if within:
+        return HIDDEN if "pass" in name.lower() else harmless(value)
     if "url" in name.lower() or (isinstance(value, str) and "://" in value):
         return shown(value)
     if isinstance(value, (list, tuple, set, frozenset)):
