@@ -53,7 +53,7 @@ def ticket_name(task_id: object, retries: object, nesting: object) -> str:
 
 def task_id_of(ticket: str) -> str:
     """Return the id of a ticket's task."""
-    return _decoded(ticket.rsplit(":", 2)[0])
+    return task_id_of_reserved(ticket.rsplit(":", 2)[0])
 
 
 def reserved_lock(locks: Sequence[str]) -> str:
@@ -75,14 +75,9 @@ def reserved_name(task_id: object) -> str:
 
 def task_id_of_reserved(name: str) -> str:
     """Return the id of the task that a reservation is for."""
-    return _decoded(name)
-
-
-def _decoded(name: str) -> str:
-    """Return the id that was encoded, a lone surrogate, too; a name that we did not write as is."""
     try:
-        return unquote(name, errors="surrogatepass")
-    except UnicodeDecodeError:
+        return unquote(name, errors="surrogatepass")  # the id may have a lone surrogate
+    except UnicodeDecodeError:  # we have not written it
         return name
 
 

@@ -63,7 +63,7 @@ class Notes:
         retry_until: UNIX time at which ``lock_on_conflict="retry"`` gives up; None if not set.
         held_by: Owner whose lease this delivery takes over.
         given_up: Owners of this task that got no reply from the lock server, and may hold the lock.
-        parked: Lock and ticket of a parked task that has its turn.
+        parked: Lock and ticket of a parked task that has its turn; see :func:`own_turn`.
         store: Name of the store in whose line the task was parked; None if the message does not
             say.
         drained: Whether that store was drained to this one; not in a header.
@@ -110,6 +110,8 @@ class Notes:
         if notes.parked and notes.store is None and not _is_under(prefix, notes.parked[0]):
             ignored.append(f"{TICKET_HEADER}={reprlib.repr(headers[TICKET_HEADER])}")
             notes.parked = None
+        if notes.parked and notes.parked[1] != own_ticket(request):
+            notes.parked = None
         if ignored:
             logger.warning(
                 "Task %s[%s] has headers that celery-dislock did not write for it; they are "
@@ -139,8 +141,13 @@ def own_turn(request: Context, prefix: str) -> tuple[str, str] | None:
     headers = request.headers
     given = headers.get(TICKET_HEADER) if isinstance(headers, dict) else None
     turn = None if given is None else _ticket(given, str(request.id))
-    own = ticket_name(request.id, request.retries, request.replaced_task_nesting)
-    return turn if turn is not None and turn[1] == own and _is_under(prefix, turn[0]) else None
+    is_own = turn is not None and turn[1] == own_ticket(request) and _is_under(prefix, turn[0])
+    return turn if is_own else None
+
+
+def own_ticket(request: Context) -> str:
+    """Return the ticket of a delivery's work."""
+    return ticket_name(request.id, request.retries, request.replaced_task_nesting)
 
 
 def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservation | None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import owners_start, ticket_name
+from celery_dislock.keys.names import owners_start
 from celery_dislock.locks.attempt import PARKED as PARKED_BEFORE
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.headers import (
     LEFT_HEADER,
     SINCE_HEADER,
     STORE_HEADER,
+    own_ticket,
     readable_reason,
 )
 from celery_dislock.messages.message import Message, TaskParked
@@ -60,21 +61,15 @@ class Parking:
     """
 
     def __init__(self, delivery: Delivery, process: ParkingProcess) -> None:
-        request = delivery.request
         self._delivery = delivery
         self._process = process
         self._lines = process.lines
         self.has_claimed = False
-        self._ticket = ticket_name(request.id, request.retries, request.replaced_task_nesting)
+        self._ticket = own_ticket(delivery.request)
         # A task that is acknowledged late may be redelivered until its result is stored.
         settles = delivery.lock.timeout if delivery.task.acks_late else 0.0
         delivery.if_done = Ending(ticket=self._ticket, settles=settles)
         delivery.after_result.append(self.result_stored)
-
-    @property
-    def was_parked(self) -> bool:
-        """Whether the message says that the task was parked, and has its turn."""
-        return bool(self._came_from())
 
     def ask(self) -> Lease | Conflict:
         """
@@ -144,7 +139,7 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
-        came_from, goes_on = self._came_from(), goes_on_with(delivery)
+        came_from, goes_on = (delivery.notes.parked or ("",))[0], goes_on_with(delivery)
         # Its turn is for another lock if its lock_key was changed while it was parked.
         if came_from not in {"", lock.names[0]} and self._lines.move_out(
             came_from, self._ticket, goes_on, delivery.sent_to
@@ -184,11 +179,6 @@ class Parking:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer
-
-    def _came_from(self) -> str:
-        """Return the lock in whose line the message says it was parked; empty if there is none."""
-        lock, ticket = self._delivery.notes.parked or ("", "")
-        return lock if ticket == self._ticket else ""
 
     def _store_state(self, conflict: Conflict, place: int) -> None:
         delivery = self._delivery

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.settings import AppSettings
     from celery_dislock.servers.replies import Turn
-    from celery_dislock.servers.reservations import Reservation
     from celery_dislock.servers.server import Server
 
 
@@ -70,7 +69,6 @@ class ParkingProcess(Process):
         self.lines = Lines(self.store.lock_server, prefix, home, self._hand_over)
         self.identity = StoreIdentity(self.store.lock_server, prefix)
         self.sweep_name = sweep_lock(prefix, home)
-        self._prefix = prefix
 
     @property
     def can_park(self) -> bool:
@@ -92,10 +90,6 @@ class ParkingProcess(Process):
             return {}
         return self._publisher.tell_replaced(self.lines, lock, replaced, self.end_reservation)
 
-    def reservation_of(self, request: Context) -> Reservation | None:
-        """Return the reservation that a message brings; None if it brings none."""
-        return reservation_of(request, self._prefix)
-
     def end_reservation(self, request: Context) -> None:
         """
         End the reservation that a message brings, if it brings one; logs a StoreError.
@@ -105,7 +99,7 @@ class ParkingProcess(Process):
         Args:
             request: The request of a delivery, or one that was made of a message's headers.
         """
-        reservation = self.reservation_of(request)
+        reservation = reservation_of(request, self.settings.dislock_prefix)
         if reservation is not None:
             what = f"{getattr(request, 'task', '?')}[{request.id}]"
             end_reservation(self.quick_store.reservations, reservation, what)

@@ -15,7 +15,7 @@ from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableE
 from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
 from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import Lease
-from celery_dislock.messages.headers import OWNERS_MOST, own_turn
+from celery_dislock.messages.headers import OWNERS_MOST
 from celery_dislock.messages.unrun import put_off
 from celery_dislock.parking.park import Parking, leave_old_line
 from celery_dislock.servers.replies import Replaced
@@ -61,10 +61,9 @@ class Acquisition:
         self._first: Callable[[], Lease | Conflict] = partial(
             delivery.lock.try_acquire, delivery.attempt
         )
-        turn, parks, was_parked = None, delivery.options.parks, False
-        if delivery.request.headers:
-            turn = own_turn(delivery.request, runtime.settings.dislock_prefix)
-            was_parked = turn is not None or delivery.notes.left is not None
+        turn, parks = delivery.notes.parked, delivery.options.parks
+        was_parked = turn is not None or delivery.notes.left is not None
+        if was_parked or delivery.notes.retry_until is not None:
             self._keep_what_was_parked(parks=parks, was_parked=was_parked)
         if delivery.is_eager or not self._process.can_park:
             return
@@ -148,8 +147,6 @@ class Acquisition:
     def _keep_what_was_parked(self, *, parks: bool, was_parked: bool) -> None:
         """Do not let a changed ``lock_on_conflict`` drop a task that was parked or put off."""
         delivery, options = self.delivery, self.delivery.options
-        if not was_parked and delivery.notes.retry_until is None:
-            return
         if len(delivery.lock.names) > 1:  # several keys have no line
             if options.lock_on_conflict in {"skip", "raise", "reject"}:
                 delivery.options = replace(options, lock_on_conflict="retry")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from celery.result import AsyncResult
 
-    from celery_dislock.servers.reservations import Reservation, Reservations, Taken
+    from celery_dislock.servers.reservations import Reservation, Reservations
     from celery_dislock.tasks.guard import Guard
 
     R_co = TypeVar("R_co", covariant=True)
@@ -51,44 +52,34 @@ LOOK_EVERY = 2.0  # seconds between two looks at the lock server, while a caller
 STORED_WITHIN = 10.0  # seconds in which a task's result is stored after its lock was released
 
 
+@dataclass(frozen=True)
 class First:
     """
     The message that is there, as a process knows it that has not sent its own.
 
-    Args:
+    Attributes:
         guard: The guard of its task.
         locks: Names of the task's locks in Redis.
-        wanted: The reservation that its sender would have.
-        found: The reservation that is there.
-        reservations: Returns the reservations of this process.
-
-    Attributes:
-        id: Id of the task.
-        has_result: Whether its result is stored.
         reserved: Its reservation, without the parts that its sender has chosen.
-        unique_for: Seconds that its message may wait: ``lock_unique_for``.
+        has_result: Whether its result is stored.
+        reservations: Returns the reservations of this process.
     """
 
-    def __init__(
-        self,
-        guard: Guard,
-        locks: Sequence[str],
-        wanted: Reservation,
-        found: Taken,
-        reservations: Callable[[], Reservations],
-    ) -> None:
-        self.id = task_id_of_reserved(found.id)
-        self.has_result = found.has_result
-        self._locks = locks
-        self.reserved = wanted._replace(id=found.id)
-        self._reservations = reservations
-        self.unique_for = guard.options.lock_unique_for
-        self._holds = guard.interval is not None  # its lock, for as long as it runs
+    guard: Guard
+    locks: Sequence[str]
+    reserved: Reservation
+    has_result: bool
+    reservations: Callable[[], Reservations]
+
+    @property
+    def id(self) -> str:
+        """Id of its task."""
+        return task_id_of_reserved(self.reserved.id)
 
     @property
     def key(self) -> str:
         """The key, or all keys in one text, for messages."""
-        return " + ".join(map(key_of, self._locks))
+        return " + ".join(map(key_of, self.locks))
 
     def silent_for(self) -> float:
         """
@@ -101,10 +92,10 @@ class First:
         Raises:
             StoreError: The lock server did not answer.
         """
-        state = self._reservations().look(self.reserved.lock)
+        state = self.reservations().look(self.reserved.lock)
         record, holders = state.reservation, state.holders
-        if self.reserved.lock != self._locks[0]:
-            holders = self._reservations().look(self._locks[0]).holders
+        if self.reserved.lock != self.locks[0]:
+            holders = self.reservations().look(self.locks[0]).holders
         if self.id in {holder.id for holder in holders}:
             return 0.0
         if record is None or record.id != self.id:
@@ -112,16 +103,21 @@ class First:
         if record.state == "ended":
             return record.since
         # A reservation that nobody renews ends soon, but for "expiry".
-        is_dead = record.state == "running" and self.reserved.until == "expiry" and self._holds
+        is_dead = record.state == "running" and self.reserved.until == "expiry" and self._holds()
         return math.inf if is_dead else 0.0
 
     def patience(self, state: str) -> float:
         """Return for how long nothing may be known of the task until no result is expected."""
         # With "end" the reservation is there for as long as the task is, unless it is parked.
         is_unseen = state == PARKED or (
-            self.reserved.until != "end" and (state == states.RETRY or not self._holds)
+            self.reserved.until != "end" and (state == states.RETRY or not self._holds())
         )
-        return max(STORED_WITHIN, self.unique_for) if is_unseen else STORED_WITHIN
+        unique_for = self.guard.options.lock_unique_for  # seconds that its message may wait
+        return max(STORED_WITHIN, unique_for) if is_unseen else STORED_WITHIN
+
+    def _holds(self) -> bool:
+        """Tell whether the task holds its lock for as long as it runs."""
+        return self.guard.interval is not None
 
 
 class DuplicateResult:
@@ -140,7 +136,7 @@ class DuplicateResult:
         if not (self.ignored or self.first.has_result or self.ready()):
             raise NoResultError(self.first.key, self.id, "its sender has asked for none")
         until = time.monotonic() + timeout if timeout else math.inf
-        silent_since = math.inf
+        silent_since, unique_for = math.inf, self.first.guard.options.lock_unique_for
         while True:
             left = min(LOOK_EVERY, max(until - time.monotonic(), 0.001))
             try:
@@ -154,7 +150,7 @@ class DuplicateResult:
                 silent, patience = self.first.silent_for(), self.first.patience(self.state)
                 reason = self._why_none(silent)
             except StoreError as exc:
-                silent, patience, reason = math.inf, self.first.unique_for, str(exc)
+                silent, patience, reason = math.inf, unique_for, str(exc)
             silent_since = min(silent_since, time.monotonic()) if silent else math.inf
             known = silent if math.isfinite(silent) else time.monotonic() - silent_since
             if silent and known >= patience:

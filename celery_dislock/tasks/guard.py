@@ -20,7 +20,7 @@ from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery, Outbox
-from celery_dislock.messages.headers import TICKET_HEADER, Notes, own_turn, reservation_of
+from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.unrun import skip
 from celery_dislock.parking.park import leave_old_line
 from celery_dislock.parking.process import DRAINED, ELSEWHERE
@@ -175,7 +175,6 @@ class Guard:
             conflicts.put_off_to_its_line(delivery, notes.store, process.store.server, prefix)
         lock, ticket = notes.parked
         notes.parked, notes.drained = (moved_to(prefix, lock), ticket), whose == DRAINED
-        delivery.request.headers[TICKET_HEADER] = list(notes.parked)
 
     def _run(self, delivery: Delivery, body: Callable[[], Any]) -> Any:
         """Take the lock, run the body, and end the lease as the body's outcome asks for."""
@@ -265,7 +264,7 @@ class Guard:
 
     def _leave_old_line(self, delivery: Delivery) -> None:
         """Take a task that takes no lock any more out of the line in which it was parked."""
-        turn = self.turn_of(delivery.request)
+        turn = delivery.notes.parked
         if turn is None or not self.can_park:
             return
         try:

@@ -201,7 +201,8 @@ class Sender:
             return publish(**options)
         if isinstance(found, Taken):
             sending.count_as("duplicate")
-            first = First(guard, locks, wanted, found, self._reservations)
+            reserved = wanted._replace(id=found.id)
+            first = First(guard, locks, reserved, found.has_result, self._reservations)
             return self._duplicate(sending, first, options)
 
         reserved = wanted._replace(
@@ -347,7 +348,7 @@ def tell(app: Celery, what: What, request: Context) -> None:
     if not isinstance(request.headers, dict) or UNIQUE_HEADER not in request.headers:
         return
     try:
-        reservation = runtime_of(app).process.reservation_of(request)
+        reservation = reservation_of(request, runtime_of(app).process.settings.dislock_prefix)
     except DislockError as exc:  # this process has no lock server
         logger.warning(STAYS, exc)
         return

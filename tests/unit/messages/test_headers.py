@@ -113,8 +113,9 @@ def test_all_that_is_ignored_is_told_at_once(caplog):
 def test_a_task_knows_its_own_ticket_whatever_its_id(task_id, caplog):
     """Ids come from users: none makes a task's own note look like another's."""
     own = str(task_id).replace("@", "%40")
-    notes = read({TICKET_HEADER: (LOCK, f"{own}:2:1"), HELD_HEADER: f"{own}@w:1/n.1"}, task_id)
-    assert (notes.parked, notes.held_by) == ((LOCK, f"{own}:2:1"), f"{own}@w:1/n.1")
+    notes = read({TICKET_HEADER: (LOCK, f"{own}:0:0"), HELD_HEADER: f"{own}@w:1/n.1"}, task_id)
+    assert (notes.parked, notes.held_by) == ((LOCK, f"{own}:0:0"), f"{own}@w:1/n.1")
+    assert read({TICKET_HEADER: (LOCK, f"{own}:2:1")}, task_id).parked is None  # of other work
     assert caplog.text == ""
 
 

@@ -338,11 +338,14 @@ def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, mo
 
         monkeypatch.setattr(lines, "enlist", enlist)
     lines.answers = {"ask": [away], "enlist": [OTHERS], "park": [OTHERS, away]}[at]
-    assert come(declare(app), tenant="seven", retries=2, **marked()).info.state == "RETRY"
+    assert (
+        come(declare(app), tenant="seven", retries=2, **marked(ticket="2:2:0")).info.state
+        == "RETRY"
+    )
     [sent] = broker.sent
     assert (sent["task_id"], sent["retries"]) == ("2", 2)
     assert sent["headers"]["tenant"] == "seven"
-    assert sent["headers"][TICKET_HEADER] == [LOCK, "2:0:0"]
+    assert sent["headers"][TICKET_HEADER] == [LOCK, "2:2:0"]
     assert lines.parked == {}
     assert stored(app)[0] == "RETRY"
 

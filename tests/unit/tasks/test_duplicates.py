@@ -29,7 +29,8 @@ def first_of(
         options=TaskOptions(lock_unique_for=unique_for), interval=10.0 if holds else None
     )
     found = Taken("a", is_sent=True, has_result=has_result)
-    return First(guard, locks, Reservation(lock, "b", until), found, lambda: reservations)
+    reserved = Reservation(lock, found.id, until)
+    return First(guard, locks, reserved, found.has_result, lambda: reservations)
 
 
 class Backend:
