@@ -11,7 +11,6 @@ from celery.bin.worker import worker as worker_command
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
-from celery_dislock.hooks import guard_tasks
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import OPTIONS
 from celery_dislock.worker.steps import LockStep
@@ -147,18 +146,6 @@ class TestTasksThatComeLate:
         assert guarded(app, "keyed")
 
 
-def test_guarding_twice_changes_nothing(app):
-    """Start-up may come by more than once."""
-
-    @app.task(name="keyed", lock_key="k", shared=False)
-    def keyed(): ...
-
-    guard_tasks(app)
-    call = type(app.tasks["keyed"]).__call__
-    guard_tasks(app)
-    assert type(app.tasks["keyed"]).__call__ is call
-
-
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
 
 
@@ -172,13 +159,6 @@ class TestCommandLine:
         several = ("redis://a", "redis://b", "redis://c")
         LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=several)
         assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
-
-    def test_given_once_it_names_one(self, app):
-        """A tuple of one URL is that URL."""
-        LockStep(
-            SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=("redis://a",)
-        )
-        assert app.conf.dislock_url == "redis://a"
 
     def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
         """A worker whose servers cannot do what a task asks for does not start."""

@@ -14,13 +14,6 @@ def decide(task, conflict):
     raise AssertionError
 
 
-@pytest.mark.parametrize("strategy", ["skip", "raise", "retry", "wait", "queue", "reject", decide])
-def test_every_strategy_is_accepted(strategy):
-    """A strategy is a name, or a callable that takes the task and the conflict."""
-    options = task_options("t", {"lock_on_conflict": strategy}, {})
-    assert options.lock_on_conflict is strategy
-
-
 @pytest.mark.parametrize(
     ("declared", "parks"),
     [

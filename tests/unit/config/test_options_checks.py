@@ -67,16 +67,3 @@ def test_a_bad_value_is_answered_with_what_to_give(check, given, remedy):
     with pytest.raises(ValueError, match=r"give|use one of") as caught:
         check(given)
     assert remedy in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("lock_kye", "; did you mean 'lock_key'?"),
-        ("lock_key", "; did you mean 'lock_key'?"),
-        ("ttl", ""),
-    ],
-)
-def test_only_a_near_miss_is_suggested(given, said):
-    """A name that resembles none of those there are gets no suggestion."""
-    assert checks.did_you_mean(given, ["lock_key", "lock_mode"]) == said

@@ -237,13 +237,6 @@ def test_other_attributes_are_nobodys_business():
     task_options("t", {"rate": 5, "queue_name": "x", "retries_left": 2}, {})
 
 
-@pytest.mark.parametrize("name", ["dislock_watchdog_timeot", "CELERY_DISLOCK_WATCHDOG_TIMEOT"])
-def test_a_misspelt_setting_suggests_the_near_miss(name):
-    """Settings are checked as options are, with and without Celery's namespace in front."""
-    with pytest.raises(SettingsError, match="did you mean 'dislock_watchdog_timeout'"):
-        task_options("t", {}, {name: 5})
-
-
 def configured(namespace=None, **settings):
     """Return the configuration of an app that has these settings, as Django's are read."""
     app = Celery("shop", set_as_current=False)
@@ -319,12 +312,6 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_call():
         Dislock.from_url("redis://a", flavour_of_ice="lemon")
 
 
-def test_a_bad_setting_is_blamed_on_the_configuration():
-    """A bad default names the setting, not the task that met it first."""
-    with pytest.raises(SettingsError, match=r"app\.conf: dislock_watchdog_timeout=0"):
-        task_options("shop.export", {}, {"dislock_watchdog_timeout": 0})
-
-
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
@@ -339,15 +326,6 @@ def test_app_settings_are_checked_too(setting, value):
     """What all locks share is checked before the first lock."""
     with pytest.raises(SettingsError, match=setting):
         app_settings({setting: value})
-
-
-@pytest.mark.parametrize("url", ["http://x", "x", "localhost:6379", "redis:/x", "amqp://x"])
-def test_a_url_of_another_scheme_is_answered_with_those_that_are_allowed(url):
-    """It is about dislock_url, not about the broker, and found when the first task is bound."""
-    with pytest.raises(SettingsError) as caught:
-        app_settings({"dislock_url": url})
-    assert caught.value.option == "dislock_url"
-    assert caught.value.remedy.startswith("give the lock server's URL: redis://host:6379/0")
 
 
 SECRET_URLS = [
@@ -465,11 +443,6 @@ class TestSettings:
         error = raised.value
         assert (error.owner, error.option, error.value) == ("shop.export", name, value)
         task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
-
-    def test_a_default_for_all_tasks_is_refused_as_well(self):
-        """dislock_mode and dislock_limit are defaults of the same options."""
-        with pytest.raises(SettingsError, match="exclusive locks only"):
-            task_options("shop.export", {}, {"dislock_url": SEVERAL, "dislock_limit": 3})
 
 
 class TestResolvedOptions:

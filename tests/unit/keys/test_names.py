@@ -59,11 +59,6 @@ def test_a_ticket_has_numbers_whatever_a_message_says(given):
     assert ticket_name("order", 2, given) == "order:2:0"
 
 
-def test_no_ticket_is_called_as_the_counter_of_bytes():
-    """Both are fields of one hash: each ticket has a colon, and the counter has none."""
-    assert ticket_name("bytes", 0, 0) == "bytes:0:0"
-
-
 @pytest.mark.parametrize("task_id", [*PLAIN, *HOSTILE, "a b,c", "%zz"])
 def test_a_name_leads_back_to_its_id(task_id):
     """Else an operator could not end what the task has reserved."""

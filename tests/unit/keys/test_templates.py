@@ -209,11 +209,6 @@ class TestTemplates:
             key_of("pay:<order.customer.id>", order=order)
         assert str(caught.value).endswith(f"argument <order.customer.id>: {reason}")
 
-    def test_an_empty_key(self):
-        """Values that leave nothing of the key are an error that names the template."""
-        with pytest.raises(LockKeyError, match=r"^lock_key '<a>': the key is empty$"):
-            key_of("<a>", a="")
-
 
 class TestBadTemplates:
     """What is refused when a task declares it."""
@@ -294,11 +289,6 @@ class TestCalls:
         builder = key_builder(declared, signature=signature(optional), task_name=TASK)
         with pytest.raises(TypeError, match=message):
             builder.key(args, kwargs)
-
-    def test_variadic_keywords(self):
-        """A name that is no parameter is looked up in ``**kwargs``."""
-        builder = KeyTemplate("<corp_id>:<extra>:<kwargs.more>", signature(variadic), TASK)
-        assert builder.key((7, 8), {"extra": "x", "more": 2}) == "7:x:2"
 
     def test_a_variadic_keyword_never_hides_a_parameter(self):
         """A keyword named like the ``**kwargs`` parameter itself does not replace it."""

@@ -1,55 +1,244 @@
-"""One delivery of a task, as an object."""
+"""What a body sends under its own id: after the release, and with its lease where that is kept."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from datetime import datetime, timedelta, timezone
 
 import pytest
-from celery.app.task import Context
+from celery import Task
+from celery.exceptions import Ignore, Reject, Retry
 
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
-from celery_dislock.servers.requests import Ending
+from celery_dislock import SingletonTask
+from celery_dislock.hooks import guard_tasks
+from celery_dislock.messages.delivery import Outbox
+from celery_dislock.messages.headers import HELD_HEADER
+from tests.unit.deliveries import Broker, deliver
+
+LOCK = "dislock:{k}"
+
+HUNDRED = timedelta(seconds=100)
 
 
 @pytest.fixture
-def request_():
-    """Celery's, which Celery keeps."""
-    return Context({"id": "1", "headers": {PUT_OFF_HEADER: 3, "tenant": 7}})
+def broker(app, world, monkeypatch):
+    """Note who holds the lock whenever something is sent."""
+
+    class Noting(Broker):
+        def __call__(self, name, *args, **options):
+            super().__call__(name, *args, held_by=world.store.leases.get(LOCK), **options)
+
+    broker = Noting()
+    monkeypatch.setattr(app.amqp, "send_task_message", broker.receive)
+    return broker
 
 
-@pytest.fixture
-def delivery(world, request_):
-    notes = Notes.of(request_, "dislock")
-    lock = world.lock()
-    attempt = Attempt("me", {"task": "t", "id": "1"})
-    lock.try_acquire(attempt)
-    return Delivery(SimpleNamespace(name="t"), request_, lock, attempt, notes)
+def retrying(app, countdown=0, body=None, **options):
+    """Make a task that asks for one retry, and for no more."""
+
+    @app.task(base=SingletonTask, lock_key="k", bind=True, **options)
+    def task(self):
+        if self.request.retries:
+            return self.lease.key
+        if body is not None:
+            return body(self)
+        raise self.retry(countdown=countdown)
+
+    return task
 
 
-def test_it_is_found_by_its_request(delivery, request_):
-    """Nothing of ours hangs on a request that no guard has seen."""
-    assert Delivery.of(request_) is None
-    request_.dislock = delivery
-    assert Delivery.of(request_) is delivery
+@pytest.mark.parametrize("how", ["retry", "autoretry", "replace", "replace by a chain"])
+def test_the_lock_is_held_until_the_body_has_ended(app, world, broker, how):
+    """What a body does after it has asked for another message, it does under the lock."""
+    seen = []
+
+    def body(task):
+        ways = {
+            "retry": lambda: task.retry(countdown=0),
+            "autoretry": lambda: {}[how],
+            "replace": lambda: task.replace(task.si()),
+            "replace by a chain": lambda: task.replace(task.si() | task.si()),
+        }
+        try:
+            return ways[how]()
+        finally:
+            seen.append((task.lease.held, len(broker.sent)))
+
+    deliver(retrying(app, body=body, autoretry_for=(KeyError,)))
+    assert seen == [(True, 0)]
+    assert [sent["held_by"] for sent in broker.sent] == [None]
 
 
-def test_its_notes_are_forgotten_with_their_headers(delivery):
-    """What its body sends knows nothing of the wait for this lock."""
-    assert delivery.notes.put_off == 3
-    delivery.forget_notes()
-    assert delivery.notes == Notes()
-    assert delivery.request.headers == {"tenant": 7}
+@pytest.mark.parametrize("ending", ["throw=False", "swallowed", "another error"])
+def test_a_retry_is_sent_however_the_body_ends(app, world, broker, ending):
+    """As in Celery the message is on its way once task.retry() was called."""
+
+    def body(task):
+        if ending == "throw=False":
+            return str(task.retry(countdown=0, throw=False))
+        try:
+            task.retry(countdown=0)
+        except Retry:
+            if ending == "another error":
+                raise ValueError from None
+        return None
+
+    deliver(retrying(app, body=body))
+    [sent] = broker.sent
+    assert sent["held_by"] is None
+    assert app.AsyncResult("1").state == ("FAILURE" if ending == "another error" else "SUCCESS")
 
 
-def test_its_lease_ends_once_as_the_guard_has_decided(delivery, world):
-    """Until the body has ended: released, with nothing said about the line."""
-    assert delivery.ending == Ending()
-    delivery.ending = Ending(expires=True, at_least=100.0, ticket="1:0:0", settles=30.0)
-    delivery.settle()
-    delivery.settle()
-    assert (world.store.done, world.store.settling) == (["1:0:0"], [30.0])
-    [(owner, expires, _)] = world.store.leases.values()
-    assert owner == "~me"
-    assert expires - world.clock.now == pytest.approx(100.0)
+def test_a_retry_that_cannot_be_sent_is_rejected_as_celery_does(app, world, broker):
+    """The broker is away: the delivery ends as it does without a lock."""
+    broker.times_away = 1
+    rejection = deliver(retrying(app)).retval.exception.exc
+    assert isinstance(rejection, Reject)
+    assert rejection.requeue is False
+    assert world.store.leases == {}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_eager_message_takes_the_lock_again(app, world, replaced):
+    """A retry and a replacement run on the spot, after the release."""
+
+    def body(task):
+        return task.replace(task.si().set(retries=1))
+
+    assert retrying(app, body=body if replaced else None).apply().get() == "k"
+    calls = [call[0] for call in world.store.calls]
+    assert calls == ["acquire", "release"] * 2
+
+
+def test_other_messages_are_sent_at_once(app, world, broker):
+    """What has another id is another task: a body may wait for it to be received."""
+    seen = []
+
+    def body(task):
+        task.apply_async(task_id="2")
+        seen.append(len(broker.sent))
+
+    deliver(retrying(app, body=body))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("base", [SingletonTask, Task])
+def test_a_users_on_replace_is_kept(app, world, broker, base):
+    """A class may do something of its own when it is replaced."""
+    seen = []
+
+    def on_replace(self, sig):
+        seen.append((sig.task, world.store.leases))
+        return super(type(self), self).on_replace(sig)
+
+    @app.task(base=base, lock_key="k", bind=True, on_replace=on_replace)
+    def task(self):
+        return self.replace(self.si())
+
+    guard_tasks(app)
+    deliver(task)
+    assert seen == [(task.name, {})]
+    assert len(broker.sent) == 1
+
+
+# lock_hold_on_retry
+
+
+def test_a_held_lease_lasts_over_the_countdown_and_a_timeout(app, world, broker):
+    """Nobody renews it meanwhile, and nobody else gets it."""
+    deliver(retrying(app, countdown=300, lock_hold_on_retry=True))
+    [sent] = broker.sent
+    owner, expires, _ = world.store.leases[LOCK]
+    assert owner == "~" + sent["headers"][HELD_HEADER]
+    assert expires - world.clock() == pytest.approx(330)
+    assert sent["held_by"] is not None
+    assert len(world.watchdog) == 0
+
+
+def test_the_retry_takes_over_the_lease_and_releases_it(app, world, broker):
+    """The next attempt goes on with it, knows nothing of the header, and frees it at its end."""
+    seen = []
+    task = retrying(app, countdown=300, lock_hold_on_retry=True)
+    deliver(task)
+    headers = broker.sent[0]["headers"]
+
+    @task.app.task(base=SingletonTask, lock_key="k", bind=True)
+    def second(self):
+        seen.append((world.store.leases[LOCK][0], self.request.headers))
+
+    deliver(second, retries=1, **headers)
+    [(owner, left)] = seen
+    assert owner.startswith("1@w1:42/")
+    assert owner != headers[HELD_HEADER]
+    assert left == {}
+    assert world.store.leases == {}
+
+
+@pytest.mark.parametrize(("taken", "state"), [(True, "IGNORED"), (False, None)])
+def test_a_retry_whose_lease_is_gone_asks_anew(app, world, broker, taken, state):
+    """A copy of it has taken it over, and this one is put off; or it has run out."""
+    task = retrying(app, lock_hold_on_retry=True)
+    deliver(task)
+    headers = broker.sent[0]["headers"]
+    world.clock.advance(0 if taken else 31)
+    if taken:
+        world.store.take_over([LOCK], headers[HELD_HEADER], "the first", '{"id": "1"}')
+    outcome = deliver(task, retries=1, **headers)
+    assert (outcome.info and outcome.info.state) == state
+    assert len(broker.sent) == 1 + taken
+
+
+def test_of_several_leases_all_are_taken_over_or_none(app, world, broker):
+    """Where one of them has ended meanwhile, the others are given back."""
+
+    @app.task(
+        base=SingletonTask, lock_key=["k", "l"], lock_hold_on_retry=True, bind=True, max_retries=9
+    )
+    def task(self):
+        raise self.retry(countdown=0)
+
+    deliver(task)
+    headers = broker.sent[0]["headers"]
+    assert len(world.store.leases) == 2
+    del world.store.leases["dislock:{l}"]
+    world.store.leases["dislock:{l}"] = ("other", world.clock() + 600, {"id": "7"})
+    deliver(task, retries=1, **headers)
+    assert list(world.store.leases) == ["dislock:{l}"]
+
+
+@pytest.mark.parametrize("error", [None, ValueError, Ignore, Reject, "lost"])
+def test_only_a_retry_keeps_the_lease(app, world, broker, error):
+    """Every other way out of the body releases; nor is a lease kept that was lost."""
+
+    def body(task):
+        if error == "lost":
+            world.clock.advance(100)
+            raise task.retry(countdown=0)
+        if error is not None:
+            raise error
+
+    deliver(retrying(app, body=body, lock_hold_on_retry=True))
+    assert world.store.leases == {}
+    assert [HELD_HEADER in (sent.get("headers") or {}) for sent in broker.sent] == (
+        [False] if error == "lost" else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"),
+    [
+        ({}, 0),
+        ({"countdown": 0}, 0),
+        ({"countdown": 2.5}, 2.5),
+        ({"eta": lambda now: now + HUNDRED}, 100),
+        ({"eta": lambda now: (now + HUNDRED).isoformat()}, 100),
+        ({"eta": lambda now: now.replace(tzinfo=None) + HUNDRED}, 100),
+        ({"eta": lambda now: now - HUNDRED}, 0),
+    ],
+)
+def test_the_time_of_a_retry_is_known_however_it_is_given(options, seconds):
+    """A countdown, or a time of day with or without its zone, in the past, too."""
+    if "eta" in options:
+        options = {"eta": options["eta"](datetime.now(timezone.utc))}
+    outbox = Outbox()
+    outbox.add_retry(print, options)
+    assert outbox.retry_in == pytest.approx(seconds, abs=30)

@@ -189,16 +189,6 @@ def test_a_forged_note_fails_nobody(app, world, header, caplog):
     assert len([m for m in caplog.messages if "ignored" in m]) == 1
 
 
-def test_what_is_put_off_does_not_carry_a_forged_note_on(app, world, broker):
-    """The warning is not repeated by each delivery."""
-    world.lease("k", "other")
-    forged = {HELD_HEADER: "other", TICKET_HEADER: 7, GIVEN_UP_HEADER: ["other"]}
-    deliver(declare(app, lock_on_conflict="retry"), "2", headers={**forged, "tenant": 7})
-    [sent] = broker.sent
-    ours = {PUT_OFF_HEADER, RETRY_UNTIL_HEADER, SINCE_HEADER}
-    assert sent["headers"].keys() == {"tenant", *ours}
-
-
 def test_a_retry_cannot_be_had_for_longer_than_the_option_says(app, world, broker):
     """A note that puts the end off for a thousand years is no longer than lock_retry_for."""
     world.lease("k", "other")

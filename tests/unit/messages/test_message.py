@@ -8,7 +8,6 @@ from uuid import UUID
 
 import pytest
 from celery.app.task import Context
-from celery.exceptions import Ignore
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kombu import Connection, Queue
@@ -16,7 +15,7 @@ from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages.headers import READERS, TICKET_HEADER
-from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message, TaskParked
+from celery_dislock.messages.message import AS_IT_CAME, FORMAT, Message
 from tests.unit.deliveries import Producer, arrived
 
 BODY = b'[[1], {"name": "\xc3\xbc\\n"}, {}]'
@@ -318,18 +317,6 @@ def test_a_second_delivery_is_like_the_first(compression):
 
 
 # How a delivery ends
-
-
-@pytest.mark.parametrize(("held_for", "words"), [(None, ""), (720.0, ", for 12 min so far")])
-def test_a_parked_task_says_where_it_stands(held_for, words):
-    """To people in words, to the worker as attributes, over the border of a process."""
-    parked = TaskParked("export:7", 3, "t[1] on w (pid 7)", held_for)
-    parked = pickle.loads(pickle.dumps(parked))
-    assert isinstance(parked, Ignore)
-    about = (parked.key, parked.place, parked.holder, parked.held_for)
-    assert about == ("export:7", 3, "t[1] on w (pid 7)", held_for)
-    place = "parked: place 3 in line for lock 'export:7', held by t[1] on w (pid 7)"
-    assert str(parked) == place + words
 
 
 def test_a_property_that_no_broker_takes_is_left_out():

@@ -8,8 +8,8 @@ from celery.exceptions import Reject, Retry
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages.delivery import Delivery
-from celery_dislock.messages.headers import PUT_OFF_HEADER, Notes
-from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, put_off
+from celery_dislock.messages.headers import Notes
+from celery_dislock.messages.unrun import put_off
 
 
 @pytest.fixture
@@ -31,29 +31,6 @@ def delay(delivery, **terms):
     with pytest.raises(Retry) as ended:
         put_off(delivery, "held", error=ValueError(), **terms)
     return ended.value.when
-
-
-def test_it_comes_again_under_its_own_id_with_its_retries_unspent(delivery, broker):
-    """The wait for a lock is none of the task's own retries."""
-    delay(delivery)
-    [sent] = broker.sent
-    assert (sent["task_id"], sent["retries"]) == ("1", 2)
-
-
-def test_the_pauses_grow_to_a_minute(delivery, broker):
-    """A second, two, four, and so on, give or take a quarter."""
-    pauses = [delay(delivery) for _ in range(10)]
-    for nth, pause in enumerate(pauses):
-        wanted = min(PUT_OFF_FIRST * 2**nth, PUT_OFF_MOST)
-        assert 0.74 * wanted < pause < 1.26 * wanted
-    assert broker.sent[-1]["headers"][PUT_OFF_HEADER] == 10
-
-
-def test_it_comes_no_later_than_the_reason_is_gone(delivery, broker):
-    """The holder's lease bounds the pause, but for the first second."""
-    delivery.notes.put_off = 10
-    assert delay(delivery, at_most=5.0) < 6.3
-    assert delay(delivery, at_most=0.1) < 1.3
 
 
 def test_with_the_broker_away_a_late_acknowledged_one_is_given_back(delivery, broker):

@@ -371,10 +371,3 @@ def test_a_backend_that_tells_nothing_leaves_all_in_line(
     postman.end_unclaimed(lines, LOCK, ["1:0:0"])
     assert [record.levelno for record in caplog.records] == levels
     assert lines.store.calls == []
-
-
-@pytest.mark.parametrize("reason", ["", "a\nb", "x" * 1001, 7, None, ["x"]])
-def test_a_reason_that_nobody_has_written_so_is_no_reason(app, task, postman, lines, reason):
-    """The usual one takes its place."""
-    tell_replaced(postman, lines, {"1:0:0": parked("1", **{REPLACED_HEADER: reason})})
-    assert str(result(app)[1]) == REASON

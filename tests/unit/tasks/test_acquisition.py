@@ -38,21 +38,6 @@ class TestUnavailable:
         assert not export.apply(task_id="id-1").get()
         assert "id-1] runs without its lock 'k': lock server " in caplog.text
 
-    def test_retry_says_when_the_task_comes_again(self, export, broker, caplog):
-        """The line names task and key, and how the server was away; Celery's own is left out."""
-        caplog.set_level("INFO")
-        deliver(export, "id-1")
-        [said] = [message for message in caplog.messages if f"{export.name}[id-1]" in message]
-        put_off, _, why = said.partition(" s: ")
-        assert put_off.startswith(f"Task {export.name}[id-1] put off for ")
-        assert why.startswith("lock 'k' cannot be had: lock server ")
-
-    def test_raise_fails_the_task(self, app, export):
-        """The StoreError is the task's."""
-        app.conf.dislock_on_unavailable = "raise"
-        with pytest.raises(StoreError):
-            export.apply().get()
-
     @pytest.mark.parametrize("choice", ["raise", "retry"])
     def test_what_may_have_been_granted_is_released_by_the_watchdog(
         self, app, export, broker, world, choice

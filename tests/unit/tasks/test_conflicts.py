@@ -12,7 +12,6 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
-from celery_dislock.config import options
 from celery_dislock.keys.names import task_name, told_id
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.observer import Observer
@@ -21,6 +20,7 @@ from celery_dislock.messages.headers import (
     PUT_OFF_HEADER,
     RETRY_UNTIL_HEADER,
     SINCE_HEADER,
+    UNIQUE_HEADER,
 )
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking.process import runtime_of
@@ -74,19 +74,6 @@ def stored(app, task_id="2"):
 # In a worker: each strategy's outcome is visible
 
 
-@pytest.mark.parametrize(
-    ("strategy", "state", "error"),
-    [("skip", "REVOKED", TaskRevokedError), ("raise", "FAILURE", LockHeldError)],
-)
-def test_the_result_tells_state_and_reason(app, world, strategy, state, error):
-    """A caller sees how the task ended, which lock it was about and who holds it."""
-    world.lease("k", "other")
-    deliver(declare(app, strategy), "2")
-    assert stored(app)[0] == state
-    assert isinstance(stored(app)[1], error)
-    assert HELD in str(stored(app)[1])
-
-
 def test_a_skip_tells_its_worker_why(app, world):
     """Which tells those who watch it; an eager task has no worker."""
     world.lease("k", "other")
@@ -98,27 +85,6 @@ def test_a_skip_tells_its_worker_why(app, world):
     assert type(task.apply().result) is Ignore
 
 
-def test_a_copy_that_is_put_off_says_for_how_long_the_task_has_run(monkeypatch):
-    """The task may hang: nothing else tells for how long."""
-    reasons = []
-    delivery = SimpleNamespace(notes=SimpleNamespace(parked=None))
-    holder = {"task": "t", "id": "2", "worker": "w", "pid": 7}
-    conflict = Conflict("k", holder, 30.0, 0, 720.0, 3.1)
-    monkeypatch.setattr(conflicts, "put_off", lambda _, reason, **__: reasons.append(reason))
-    conflicts.put_off_copy(delivery, conflict)
-    assert reasons[0].endswith(
-        "holds lock 'k': t[2] on w (pid 7), for 12 min so far, last renewed 3.1 s ago"
-    )
-
-
-def test_a_retry_tells_why_it_is_put_off(app, world, broker):
-    """While a task is put off its result is RETRY, with the holder in it."""
-    world.lease("k", "other")
-    deliver(declare(app, "retry"), "2")
-    state, error = stored(app)
-    assert (state, error.key, error.holder) == ("RETRY", "k", "t[1] on w (pid 7)")
-
-
 @pytest.mark.parametrize("older", [False, True])
 def test_a_rejected_task_ends_as_failure(app, world, monkeypatch, older):
     """Celery before 5.7 leaves the result of a rejected task open: there it is stored here."""
@@ -128,6 +94,17 @@ def test_a_rejected_task_ends_as_failure(app, world, monkeypatch, older):
     assert isinstance(rejection, Reject)
     assert (rejection.requeue, HELD in rejection.reason) == (False, True)
     assert stored(app)[0] == ("FAILURE" if older else "PENDING")  # which the worker turns
+
+
+@pytest.mark.parametrize("strategy", ["skip", "raise", "reject"])
+def test_a_task_that_never_runs_frees_its_key(app, world, strategy):
+    """Its message was reserved, and none of it comes again."""
+    there = world.store.reservations
+    there.records["dislock:{k}"] = FakeRecord("ab", "waiting", "2", ends=9999.0)
+    world.lease("k", "other")
+    task = declare(app, strategy, lock_unique_until="end")
+    deliver(task, "2", headers={UNIQUE_HEADER: ["dislock:{k}", "end"]})
+    assert there.of("dislock:{k}") is None
 
 
 @pytest.mark.parametrize(("asked", "ignored"), [(None, True), (True, True), (False, False)])
@@ -406,18 +383,6 @@ def test_a_copy_is_known_by_any_id(task_id, parked):
     assert conflicts.is_a_copy(delivery, conflict)
     assert str(conflict.error()).isprintable()
     assert not conflicts.is_a_copy(SimpleNamespace(id="other", is_eager=False), conflict)
-
-
-def test_an_eager_task_is_no_copy(app, world, broker):
-    """apply() under the id of the holder is a call of its own: nothing is sent."""
-    world.lease("k", "other")
-    assert declare(app, "raise").apply(task_id="1").state == "FAILURE"
-    assert broker.sent == []
-
-
-def test_each_strategy_that_can_be_named_is_there():
-    """The option's names are declared once, and each has its function."""
-    assert tuple(conflicts.STRATEGIES) == options.STRATEGIES
 
 
 @pytest.fixture

@@ -189,27 +189,12 @@ def test_a_task_that_calls_itself_as_a_function_takes_its_lock_once(app, world):
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError, Ignore, Reject, Retry, SystemExit, KeyboardInterrupt]
-)
-def test_every_way_out_of_the_body_releases(app, world, error):
-    """Whatever the body raises, the lock is gone, and no renewal will follow."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        raise error
-
-    with suppress(SystemExit, KeyboardInterrupt):
-        task.apply()
-    assert world.store.leases == {}
-    assert len(world.watchdog) == 0
-
-
-@pytest.mark.parametrize(
     ("option", "error", "kept"),
     [
         *(("failure", None, False), ("failure", ValueError, True), ("failure", SystemExit, True)),
         *(("failure", Retry, False), ("failure", Ignore, False), ("failure", Reject, False)),
         *(("success", None, True), ("success", ValueError, False)),
+        *(("success", SystemExit, False), ("success", KeyboardInterrupt, False)),
     ],
 )
 def test_a_lock_may_be_left_to_expire_after_a_failure_or_a_success(app, world, option, error, kept):
@@ -220,7 +205,7 @@ def test_a_lock_may_be_left_to_expire_after_a_failure_or_a_success(app, world, o
         if error:
             raise error
 
-    with suppress(SystemExit):
+    with suppress(SystemExit, KeyboardInterrupt):
         task.apply()
     assert bool(world.store.leases) is kept
     assert len(world.watchdog) == 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from celery.result import EagerResult
+from redis import ResponseError
 
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
+from celery_dislock.servers.connections import store_error
 from celery_dislock.servers.reservations import Reservation, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
@@ -258,6 +261,21 @@ def test_a_key_that_is_damaged_is_no_outage(sending, caplog):
     assert [result.duplicate for result in results] == [False, False, True]
     [message] = caplog.messages
     assert message.startswith("A message is sent without a reservation: ")
+
+
+@pytest.mark.parametrize(("error", "answered"), [(ResponseError("OOM"), 0), (OSError("away"), 1)])
+def test_a_server_that_refuses_answers_again_when_it_has_reserved(sending, caplog, error, answered):
+    """One without memory still tells whom a key is reserved for: that ends no outage."""
+    caplog.set_level("INFO", "celery_dislock")
+    sending.send(1, task_id="a")
+    reserve = sending.reservations.reserve
+    sending.reservations.reserve = Mock(side_effect=store_error("redis://x", error))
+    sending.send(2)
+    sending.reservations.reserve = reserve
+    for key, told in ((1, answered), (3, 1)):
+        sending.clock.advance(LEAVE_ALONE)
+        sending.send(key)
+        assert caplog.text.count("reserved again") == told
 
 
 def test_an_outage_can_be_an_error(sending):

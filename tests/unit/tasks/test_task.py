@@ -34,16 +34,6 @@ def test_celerys_own_tasks_and_those_that_say_false_are_left_alone(app, name, ke
     assert ("dislock_guard" in vars(kind)) is guarded
 
 
-def test_a_class_without_a_name_is_left_alone(app):
-    """A base class is bound by whatever looks at it, and its subclasses would inherit a guard."""
-
-    class Base(SingletonTask):
-        abstract = True
-
-    install(Base, app)
-    assert "dislock_guard" not in vars(Base)
-
-
 def test_only_what_a_user_declared_is_an_option(app):
     """Methods of a class body and what Celery gives every task are not; the nearest class wins."""
 
@@ -227,15 +217,6 @@ def test_a_body_that_nobody_awaits_is_refused(app, body, where):
     with pytest.raises(SettingsError, match=r"t: .*Celery does not await it.*asyncio\.run"):
         app.register_task(kind())
     assert "t" not in app._tasks
-
-
-def test_a_body_that_nobody_awaits_is_none_of_ours_without_a_lock(app):
-    """A task that takes no lock is Celery's business, and that of its pool."""
-
-    @app.task(name="t", base=SingletonTask, lock_key=False)
-    async def task(): ...
-
-    assert not hasattr(app.tasks["t"], "dislock_guard")
 
 
 @pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])
