@@ -31,14 +31,6 @@ def refused(**declared):
     return caught.value
 
 
-def test_a_task_option_wins_over_the_setting_and_that_over_the_default():
-    """Each option is looked up on the task, then in the app's settings, then in its default."""
-    conf = {"dislock_watchdog_timeout": 60, "dislock_max_renew_times": 5}
-    options = task_options("t", {"lock_watchdog_timeout": 90}, conf)
-    assert (options.lock_watchdog_timeout, options.max_renew_times) == (90.0, 5)
-    assert options.lock_on_conflict == "skip"
-
-
 @pytest.mark.parametrize(
     ("declared", "strategy"),
     [
@@ -53,12 +45,6 @@ def test_a_task_option_wins_over_the_setting_and_that_over_the_default():
 def test_what_has_changed_since_a_task_began_is_not_missed(declared, strategy):
     """Where a message may be sent while an older one runs, it is not dropped unless you say so."""
     assert task_options("t", declared, {}).lock_on_conflict == strategy
-
-
-def test_a_strategy_for_all_tasks_is_one_that_you_say():
-    """It counts for more than any default."""
-    conf = {"dislock_on_conflict": "skip"}
-    assert task_options("t", {"lock_unique_until": "start"}, conf).lock_on_conflict == "skip"
 
 
 @pytest.mark.parametrize(
@@ -120,9 +106,28 @@ def test_two_options_of_which_one_has_no_effect_are_refused(declared, at_fault):
     assert error.remedy.endswith("leave one of the two out")
 
 
+def decide(task, conflict):
+    raise AssertionError
+
+
 @pytest.mark.parametrize(
     ("conf", "declared", "resolved"),
     [
+        (
+            {"dislock_watchdog_timeout": 60, "dislock_max_renew_times": 5},
+            {"lock_watchdog_timeout": 90},
+            {"lock_watchdog_timeout": 90, "max_renew_times": 5, "lock_on_conflict": "skip"},
+        ),
+        # An option of a strategy: what a callable returns is not known before.
+        ({}, {"lock_on_conflict": decide, "lock_wait_timeout": 5}, {"lock_wait_timeout": 5}),
+        ({"dislock_on_conflict": "wait"}, {"lock_wait_timeout": 5}, {"lock_on_conflict": "wait"}),
+        ({"dislock_wait_timeout": 5, "dislock_dedupe_for": 6}, {}, {"lock_wait_timeout": 5}),
+        # A strategy for all tasks counts for more than any default.
+        (
+            {"dislock_on_conflict": "skip"},
+            {"lock_unique_until": "start"},
+            {"lock_on_conflict": "skip"},
+        ),
         ({"dislock_watchdog_timeout": 60}, {"lock_expire": 600}, {"lock_expire": 600}),
         ({"dislock_on_cap": "raise"}, {"lock_expire": 600}, {"lock_expire": 600}),
         ({"dislock_limit": 5}, {"lock_mode": "shared"}, {"lock_mode": "shared", "lock_limit": 1}),
@@ -136,7 +141,7 @@ def test_two_options_of_which_one_has_no_effect_are_refused(declared, at_fault):
         ({"dislock_expire": 600, "dislock_on_cap": "raise"}, {}, {"lock_expire": 600}),
     ],
 )
-def test_what_a_task_declares_overrules_a_default_that_conflicts(conf, declared, resolved):
+def test_what_a_task_declares_overrules_a_setting_and_that_a_default(conf, declared, resolved):
     """The app's settings are meant for tasks that say nothing else."""
     options = task_options("t", declared, conf)
     assert {name: getattr(options, name) for name in resolved} == resolved
@@ -162,29 +167,6 @@ def test_an_option_of_another_library_is_answered_with_where_to_find_ours(name, 
     error = refused(**{name: value})
     assert (error.option, error.value) == (name, value)
     assert library in error.remedy
-
-
-def decide(task, conflict):
-    raise AssertionError
-
-
-@pytest.mark.parametrize("strategy", ["wait", decide])
-def test_an_option_of_a_strategy_goes_with_a_callable_too(strategy):
-    """What a callable returns is not known before: it may need each strategy's options."""
-    options = task_options("t", {"lock_on_conflict": strategy, "lock_wait_timeout": 5}, {})
-    assert options.lock_wait_timeout == 5
-
-
-def test_a_default_for_all_tasks_may_belong_to_a_strategy_of_few():
-    """The setting of a whole app is no mistake for the tasks that do without it."""
-    conf = {"dislock_wait_timeout": 5, "dislock_retry_for": 60, "dislock_dedupe_for": 60}
-    assert task_options("t", {}, conf).lock_wait_timeout == 5
-
-
-def test_a_strategy_that_is_the_apps_default_takes_its_options():
-    """The option is the task's, the strategy the app's."""
-    options = task_options("t", {"lock_wait_timeout": 5}, {"dislock_on_conflict": "wait"})
-    assert (options.lock_on_conflict, options.lock_wait_timeout) == ("wait", 5)
 
 
 TWO_KEYS = {"lock_key": ["a", "b"], "lock_on_conflict": "queue"}

@@ -98,13 +98,6 @@ def test_a_worker_without_a_lock_server_refuses_to_start(app, worker, monkeypatc
         LockStep(SimpleNamespace(app=other, hostname="w1@here"))
 
 
-def test_a_worker_with_a_bad_option_refuses_to_start(app, worker, reachable):
-    """A task that is only locked under --dislock is checked when the worker starts."""
-    declare(app, "keyed", lock_key="k:<x>")
-    with pytest.raises(SystemExit, match="keyed: lock_key='k:<x>'"):
-        LockStep(worker, dislock=True)
-
-
 def test_dead_children_are_looked_for_often(app):
     """The event loop asks the pool to look for exits, once however often it is set up."""
     calls = []
