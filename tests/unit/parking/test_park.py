@@ -8,7 +8,7 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_revoked
 
-from celery_dislock import LockLostError, SingletonTask, StoreError
+from celery_dislock import LockHeldError, LockLostError, SingletonTask, StoreError
 from celery_dislock.locks.running import StopTask
 from celery_dislock.messages.headers import (
     LEFT_HEADER,
@@ -21,7 +21,7 @@ from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ANYBODY, Bounds, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
-from tests.unit.deliveries import arrived, run
+from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import STORE, FakeLines
 
 LOCK = "dislock:{k}"
@@ -348,6 +348,16 @@ def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, mo
 # Where nothing can be parked
 
 
+def test_without_its_message_a_task_is_put_off(app, world, lines, broker):
+    """Nobody kept it: the task comes again by itself, as with "retry"."""
+    world.lease("k", "other")
+    assert deliver(declare(app), "2").info.state == "RETRY"
+    assert [sent["task_id"] for sent in broker.sent] == ["2"]
+    assert isinstance(stored(app)[1], LockHeldError)
+    assert world.store.asked("enlist") == []
+    assert lines.parked == {}
+
+
 def test_other_strategies_ask_as_ever(app, world, lines):
     """A task that cannot be parked shows no ticket, and its release ends none."""
     come(declare(app, lambda _: None, lock_on_conflict="skip"))
@@ -506,6 +516,13 @@ def test_without_locks_nothing_is_parked_and_no_message_kept(app, world, lines):
     assert "dislock_message" not in info
     revoke(task, **marked())
     assert asked(world) == world.store.asked("leave") == []
+
+
+def test_a_turn_is_trusted_as_any_lease(app, world, lines):
+    """What the script granted is kept alive from then on, for its full length."""
+    lines.answers = [Granted((7,))]
+    task = declare(app, lambda self: (self.lease.token, self.lease.remaining, self.lease.held))
+    assert come(task, **marked()).retval == (7, pytest.approx(29.5), True)
 
 
 # Parked when the task was declared in another way
