@@ -236,15 +236,22 @@ def test_a_task_that_is_in_line_already_stays_there(app, world, lines, backend):
     assert world.store.asked("store_result") == world.store.asked("enlist") == []
 
 
-@pytest.mark.parametrize(("marks", "state"), [({}, "REVOKED"), (marked(), "RETRY")])
+@pytest.mark.parametrize(
+    ("marks", "state"),
+    [({}, "REVOKED"), (marked(), "RETRY"), (marked("dislock:{old}"), "RETRY")],
+)
 def test_a_full_line_ends_the_newcomer(app, lines, broker, caplog, marks, state):
-    """The record of one that says that it was parked may have been lost: that one is put off."""
+    """One that was parked, whose record was lost or whose line was another's, is put off."""
     caplog.set_level(logging.INFO)
     lines.answers = [OTHERS, Full(7, OTHERS)]
     come(declare(app), **marks)
     assert stored(app)[0] == state
     assert "the line for lock 'k' is full: 7 tasks wait in it" in caplog.text
-    assert [sent["headers"][TICKET_HEADER] for sent in broker.sent] == list(marks.values())
+    assert len(broker.sent) == (state == "RETRY")
+    kept = [] if marks == marked("dislock:{old}") else list(marks.values())
+    assert [
+        h[TICKET_HEADER] for sent in broker.sent if TICKET_HEADER in (h := sent["headers"])
+    ] == kept
 
 
 # Its turn, and copies
