@@ -22,6 +22,9 @@ local function join_line(lock, owner, place_ms, ttl_ms, mode, limit, holder)
   if joined then redis.call('ZADD', lock.line, string.format('%.0f', joined), owner) end
   live_at_least(lock.line, place_ms)
   live_at_least(lock.places, place_ms)
+  -- It may have been handed the lock, and have stood still until that lease was over: then it was sent news
+  -- of a lease that has ended, which it would take for new.
+  if joined then redis.call('DEL', lock.name .. WAKE .. owner) end
 end
 
 local function leave_line(lock, owner)

@@ -316,6 +316,18 @@ class TestWaitersAndParked:
         broker.store.acquire([LOCK], "w", LONG, "{}", place=LONG)
         assert line(client) == ["b", "a", "w"]
 
+    def test_news_of_a_lease_that_has_ended_is_not_read(self, broker, driven):
+        """A waiter that was stopped when it was handed the lock asks again, and waits again."""
+        broker.ask("first", ttl=1)
+        broker.store.acquire([LOCK], "stopped", 1, "{}", place=LONG)
+        driven(1)
+        assert isinstance(self.wait(broker, "other"), Refused)
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["stopped"]
+        driven(1)
+        assert isinstance(self.wait(broker, "other"), Granted)
+        assert isinstance(broker.store.acquire([LOCK], "stopped", 1, "{}", place=LONG), Refused)
+        assert broker.store.wait(LOCK, "stopped", 1.0) is None
+
     def test_who_gives_up_lets_the_parked_have_their_turn(self, broker, driven):
         """The lock is free, and the waiter in front of it leaves."""
         broker.ask("first", ttl=10)
