@@ -20,7 +20,7 @@ ARGS   ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test unit check docs site screenshots bench faults test-all clean
+.PHONY: help demo test unit check docs site screenshots bench proof faults test-all clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ screenshots: $(SITE)  ## take the pictures of the page of locks for the document
 
 bench: $(PAGES)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7"
+	@$(BIN)/python -m proof $(ARGS)
 
 faults: $(PAGES)  ## run every fault test, and all slow tests
 	@$(PYTEST) -m "faults or slow" $(ARGS)

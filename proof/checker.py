@@ -1,0 +1,284 @@
+"""Judge a history; knows what was promised, and nothing of how it is done.
+
+The history says when each process *trusted* a hold: from the instant at which it was granted to
+the last at which it looked and the lock said that it is held.  Two holds that a lock must not admit
+at a time, and that were trusted at a time, are a broken lock.  What a body does after it was told
+of the loss is not: that overlap is *declared*, and counted beside.
+
+Unknown outcomes stay open.  An operation whose process was killed may have happened or not, and
+neither is a violation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from proof.history import Event
+
+SLACK = 30.0  # seconds beyond its limit after which a wait has no end
+
+
+class Violation(NamedTuple):
+    """
+    A broken promise.
+
+    Attributes:
+        promise: Which one: "exclusion", "token", "order", "end", "once", "nothing lost", "clean",
+            "written".
+        text: What happened, for people.
+        at: When it happened, in seconds of the history's clock.
+    """
+
+    promise: str
+    text: str
+    at: float
+
+
+@dataclass
+class Verdict:
+    """
+    What the checker says of a history.
+
+    Attributes:
+        violations: What was promised and did not hold.
+        counts: How many holds, tasks, elements and operations there were, and how many overlaps
+            that had been declared, writes that the lock alone did not save, and so on.
+    """
+
+    violations: list[Violation] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Hold:
+    """
+    One owner's hold on a lock, as its process saw it.
+
+    Attributes:
+        begin: When it was granted.
+        until: The last instant at which it was trusted.
+        lost: When its loss was declared; None: it was not.
+        left: When its body ended; None: it never did, because its process was killed.
+    """
+
+    key: str
+    process: str
+    token: int | None
+    shared: bool
+    limit: int
+    begin: float
+    until: float
+    lost: float | None = None
+    left: float | None = None
+
+    def excludes(self, others: Sequence[Hold]) -> bool:
+        """Return whether the lock must not admit this hold beside those others."""
+        if self.shared:
+            return any(not other.shared for other in others)
+        return any(other.shared for other in others) or len(others) >= self.limit
+
+    def was_told(self, at: float) -> bool:
+        """Return whether its loss had been declared by then."""
+        return self.lost is not None and self.lost < at
+
+    def __str__(self) -> str:
+        return f"{self.process} (token {self.token})"
+
+
+def holds(events: Iterable[Event]) -> list[Hold]:
+    """Return the holds of a history, in the order of their grants."""
+    found: dict[str, Hold] = {}
+    for event in events:
+        if event.what != "hold":
+            continue
+        if event.kind == "begin":
+            more = event.more
+            found[event.about] = Hold(
+                more["key"],
+                event.process,
+                more.get("token"),
+                more.get("mode") == "shared",
+                more.get("limit", 1),
+                event.at,
+                event.at,
+            )
+            continue
+        hold = found[event.about]
+        if event.kind == "lost":
+            hold.lost = event.at
+        elif event.kind == "end":
+            hold.left = event.at
+        if event.kind != "lost" and hold.lost is None:
+            hold.until = event.at
+    return sorted(found.values(), key=lambda hold: hold.begin)
+
+
+def check(events: Sequence[Event]) -> Verdict:
+    """Return what a history shows."""
+    verdict = Verdict()
+    for judge in JUDGES:
+        for found in judge(events, verdict.counts):
+            verdict.violations.append(found)
+    verdict.violations.sort(key=lambda violation: violation.at)
+    return verdict
+
+
+def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """No lock has more holds that are trusted at a time than it admits, and its tokens grow."""
+    by_key: dict[str, list[Hold]] = defaultdict(list)
+    for hold in holds(events):
+        by_key[hold.key].append(hold)
+        counts["holds"] += 1
+        counts["losses declared"] += hold.lost is not None
+    for key, of_key in by_key.items():
+        trusted: list[Hold] = []
+        believed: list[Hold] = []  # also by bodies that were told of a loss, and went on
+        newest = 0
+        for hold in of_key:
+            ended = [one for one in trusted if one.until < hold.begin]
+            newest = max([newest, *(one.token or 0 for one in ended)])
+            trusted = [one for one in trusted if one.until >= hold.begin]
+            believed = [one for one in believed if (one.left or one.until) >= hold.begin]
+            beside = f"{key}: {hold} beside {', '.join(map(str, trusted))}"
+            if hold.excludes(trusted):
+                yield Violation("exclusion", beside, hold.begin)
+            elif hold.excludes([one for one in believed if one.was_told(hold.begin)]):
+                counts["overlaps declared"] += 1
+            if hold.token is not None and hold.token <= newest:
+                yield Violation("token", f"{key}: {hold} after token {newest}", hold.begin)
+            trusted.append(hold)
+            believed.append(hold)
+
+
+@dataclass
+class Operation:
+    """Something that a process asked for: when, on which terms, and what came of it."""
+
+    process: str
+    begin: float
+    more: dict[str, Any]
+    in_line: float | None = None
+    end: float | None = None
+    outcome: str = "open"
+
+
+def operations(events: Iterable[Event]) -> dict[str, Operation]:
+    """Return the operations of a history, by id."""
+    found: dict[str, Operation] = {}
+    for event in events:
+        if event.what != "operation":
+            continue
+        if event.kind == "invoke":
+            found[event.about] = Operation(event.process, event.at, event.more)
+        elif event.kind == "in line":
+            found[event.about].in_line = event.at
+        else:
+            found[event.about].end, found[event.about].outcome = event.at, event.kind
+    return found
+
+
+def order(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Who was known to stand in line before another asked is granted the lock before it."""
+    forgets = [event.at for event in events if event.more.get("ends_places")]
+    by_key: dict[str, list[Operation]] = defaultdict(list)
+    for one in operations(events).values():
+        if one.more.get("fair"):
+            by_key[one.more["key"]].append(one)
+    for key, asked in by_key.items():
+        for late in asked:
+            if late.outcome != "ok" or late.end is None:
+                continue
+            for early in asked:
+                if early.in_line is None or early.in_line >= late.begin:
+                    continue
+                counts["pairs in line"] += 1
+                passed = early.end is not None and early.outcome == "ok" and early.end > late.end
+                excused = any(early.begin <= at <= late.end for at in forgets)
+                if passed and not excused:
+                    text = f"{key}: {late.process} before {early.process}, which stood in line"
+                    yield Violation("order", text, late.end)
+
+
+def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Every wait with a limit ends, unless its process was killed."""
+    killed = {event.about for event in events if event.what == "process" and event.kind == "killed"}
+    last = max((event.at for event in events), default=0.0)
+    for one in operations(events).values():
+        counts["operations"] += 1
+        counts[f"outcome: {one.outcome}"] += 1
+        due = one.begin + one.more.get("timeout", 0.0) + SLACK
+        until = last if one.end is None else one.end
+        if one.process not in killed and due < until:
+            text = f"{one.process}: {one.more} has not ended after {until - one.begin:.1f} s"
+            yield Violation("end", text, due)
+
+
+def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Every task that was sent ends, and no body begins after another of the same task ended."""
+    sent: dict[str, Event] = {}
+    ended: dict[str, Event] = {}
+    told: set[str] = set()
+    killed = {
+        event.about: event.at
+        for event in events
+        if event.what == "process" and event.kind == "killed"
+    }
+    for event in events:
+        if event.what != "task":
+            continue
+        task = event.about
+        if event.kind == "sent":
+            sent[task] = event
+        elif event.kind == "end":
+            ended.setdefault(task, event)
+        elif event.kind == "outcome":
+            told.add(task)
+        elif event.kind == "begin" and task in ended:
+            first = ended[task]
+            # Before the message was acknowledged: the broker delivers it again, and says so.
+            if killed.get(first.process, event.at) >= event.at:
+                yield Violation("once", f"task {task} began again after its end", event.at)
+            counts["runs again after a kill"] += 1
+    counts["tasks"] += len(sent)
+    for task, event in sent.items():
+        if task not in ended and task not in told:
+            yield Violation("nothing lost", f"task {task} of {event.more} never ended", event.at)
+
+
+def written(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Every element that was written under the lock, and acknowledged, is in the file."""
+    files = {event.about: set(event.more["elements"]) for event in events if event.what == "file"}
+    for event in events:
+        if event.what != "element" or event.kind != "ok":
+            continue
+        guard = event.more["guard"]
+        counts[f"elements, {guard}"] += 1
+        if event.about in files[event.more["file"]]:
+            continue
+        counts[f"elements lost, {guard}"] += 1
+        if guard == "fenced":
+            text = f"element {event.about} of {event.more['file']} is lost"
+            yield Violation("written", text, event.at)
+
+
+def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Nothing is left behind on the lock server."""
+    for event in events:
+        if event.what == "key" and event.kind == "left":
+            counts["keys left"] += 1
+            yield Violation("clean", f"the key {event.about!r} is left behind", event.at)
+
+
+JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ...] = (
+    exclusion,
+    order,
+    ends,
+    tasks,
+    written,
+    clean,
+)

@@ -1,0 +1,127 @@
+"""The checker finds what was planted, and nothing in a history that is sound."""
+
+from __future__ import annotations
+
+import pytest
+
+from proof.checker import SLACK, check
+from proof.history import Event, History, read
+
+
+def hold(name, begin, end, *, key="k", token=None, process=None, lost=None, **terms):
+    """Make the events of a hold; it is trusted in the middle, too, and until its loss."""
+    process = process or name
+    more = {"key": key, "token": begin if token is None else token, **terms}
+    events = [Event(begin, process, "hold", name, "begin", more)]
+    events.append(Event((begin + (lost or end)) / 2, process, "hold", name, "trust", {}))
+    if lost is not None:
+        events.append(Event(lost, process, "hold", name, "lost", {}))
+    return [*events, Event(end, process, "hold", name, "end", {})]
+
+
+def operation(name, begin, end=None, *, in_line=None, outcome="ok", **more):
+    """Make the events of an operation; *more* are its terms."""
+    events = [Event(begin, name, "operation", name, "invoke", {"key": "k", **more})]
+    if in_line is not None:
+        events.append(Event(in_line, name, "operation", name, "in line", {}))
+    if end is not None:
+        events.append(Event(end, name, "operation", name, outcome, {}))
+    return events
+
+
+def task(name, *kinds, process="w"):
+    """Make the events of a task, one each second."""
+    return [Event(at, process, "task", name, kind, {}) for at, kind in enumerate(kinds, 1)]
+
+
+def killed(process, at):
+    """Make the event of a kill."""
+    return [Event(at, "nemesis", "process", process, "killed", {})]
+
+
+def element(name, guard="fenced"):
+    """Make the event of an element that was acknowledged."""
+    return [Event(1, "w", "element", name, "ok", {"file": "f", "guard": guard})]
+
+
+def file(*names):
+    """Make the event of what the file has at the end."""
+    return [Event(9, "run", "file", "f", "end", {"elements": list(names)})]
+
+
+SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
+FAIR = {"fair": True, "timeout": 5}
+FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
+
+
+@pytest.mark.parametrize(
+    ("promise", "events"),
+    [
+        ("exclusion", hold("a", 1, 4) + hold("b", 3, 5)),
+        ("exclusion", hold("a", 1, 9) + hold("b", 3, 4)),
+        ("exclusion", hold("a", 1, 5, **SHARED) + hold("b", 3, 6)),
+        ("exclusion", hold("a", 1, 5) + hold("b", 3, 6, **SHARED)),
+        ("exclusion", hold("a", 1, 9, **PAIR) + hold("b", 2, 9, **PAIR) + hold("c", 3, 9, **PAIR)),
+        ("exclusion", hold("a", 1, 9, lost=7) + hold("b", 3, 5)),
+        ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=8)),
+        ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=9) + hold("c", 5, 6, token=7)),
+        ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
+        ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
+        ("end", operation("a", 1, 7 + SLACK, **FAIR)),
+        ("nothing lost", task("t", "sent")),
+        ("nothing lost", task("t", "sent", "begin")),
+        ("once", task("t", "sent", "begin", "end", "begin", "end")),
+        ("once", task("t", "sent", "begin", "end", "begin") + killed("w", 9)),
+        ("written", element("e") + element("f") + file("f")),
+        ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
+    ],
+)
+def test_a_planted_violation_is_found(promise, events):
+    """Each promise has a history that breaks it, and that history breaks no other."""
+    found = check(sorted(events, key=lambda event: event.at)).violations
+    assert [violation.promise for violation in found] == [promise], found
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        hold("a", 1, 2) + hold("b", 3, 4),
+        hold("a", 1, 4) + hold("b", 2, 3, key="other"),
+        hold("a", 1, 5, **SHARED) + hold("b", 3, 6, **SHARED),
+        hold("a", 1, 5, **PAIR) + hold("b", 2, 4, **PAIR) + hold("c", 6, 7, **PAIR),
+        hold("a", 1, 9, lost=5) + hold("b", 6, 7),
+        operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
+        operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
+        operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + FORGOT,
+        operation("a", 1, 4, in_line=2, outcome="refused", **FAIR) + operation("b", 3, 5, **FAIR),
+        operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK) + killed("a", 2),
+        task("t", "sent", "begin", "end"),
+        task("t", "sent", "outcome"),
+        task("t", "sent", "begin", "begin", "end"),
+        task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
+        element("e") + file("e"),
+        element("e", "unguarded") + file(),
+    ],
+)
+def test_a_sound_history_has_no_violation(events):
+    """What is allowed is not called broken."""
+    assert check(sorted(events, key=lambda event: event.at)).violations == []
+
+
+def test_an_overlap_after_a_declared_loss_is_counted():
+    """A body that goes on after it was told of its loss overlaps, and the lock is not broken."""
+    verdict = check(sorted(hold("a", 1, 9, lost=5) + hold("b", 6, 7), key=lambda event: event.at))
+    assert (verdict.counts["overlaps declared"], verdict.counts["losses declared"]) == (1, 1)
+
+
+def test_a_history_is_read_as_it_was_written(tmp_path):
+    """Events come back in the order of their instants, whoever wrote them first."""
+    path = tmp_path / "history"
+    history = History(path, "p")
+    history.add("hold", "a", "end", at=2.0)
+    history.add("hold", "a", "begin", at=1.0, key="k")
+    history.close()
+    assert read(path) == [
+        Event(1.0, "p", "hold", "a", "begin", {"key": "k"}),
+        Event(2.0, "p", "hold", "a", "end", {}),
+    ]
