@@ -7,20 +7,32 @@ Prove it: run the workloads under faults, and judge what their history shows.
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import click
 
+from proof.controls import CONTROLS
 from proof.run import run
 
 
 @click.command()
 @click.option("--minutes", type=click.FloatRange(min=0.1), default=2.0, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True, help="Decides the faults.")
+@click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
-def main(minutes: float, seed: int, keep: Path | None) -> None:
-    """Run the workloads under faults; the exit code is 1 if a promise was broken."""
+def main(minutes: float, seed: int, keep: Path | None, *, controls: bool) -> None:
+    """
+    Run the workloads under faults; the exit code is 1 if a promise was broken.
+
+    With --controls it is 1 if a lock that was broken on purpose was not caught.
+    """
     with tempfile.TemporaryDirectory(prefix="dislock-proof-") as folder:
+        if controls:
+            caught = [
+                _is_caught(name, Path(folder), seconds=60 * minutes, seed=seed) for name in CONTROLS
+            ]
+            raise SystemExit(0 if all(caught) else 1)
         verdict = run((keep or Path(folder)) / f"seed-{seed}", seconds=60 * minutes, seed=seed)
     for name, count in sorted(verdict.counts.items()):
         click.echo(f"{count:>10,}  {name}")
@@ -29,6 +41,17 @@ def main(minutes: float, seed: int, keep: Path | None) -> None:
     if verdict.violations:
         raise SystemExit(1)
     click.echo(f"No promise was broken. Seed {seed}, {minutes:g} minutes.")
+
+
+def _is_caught(name: str, folder: Path, *, seconds: float, seed: int) -> bool:
+    """Run with a lock that is broken in this way; returns whether the checker says so."""
+    _, promise = CONTROLS[name]
+    found = run(folder / name, seconds=seconds, seed=seed, control=name).violations
+    broken = Counter(violation.promise for violation in found)
+    what = ", ".join(f"{times} x {one}" for one, times in broken.items()) or "nothing"
+    verdict = "caught" if broken[promise] else f"NOT CAUGHT: no {promise}"
+    click.echo(f"{name.replace('_', ' ')}: {verdict} ({what})")
+    return bool(broken[promise])
 
 
 if __name__ == "__main__":

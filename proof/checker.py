@@ -11,8 +11,10 @@ neither is a violation.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from proof.history import Event
 
 SLACK = 30.0  # seconds beyond its limit after which a wait has no end
+CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
+STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 
 
 class Violation(NamedTuple):
@@ -28,8 +32,8 @@ class Violation(NamedTuple):
     A broken promise.
 
     Attributes:
-        promise: Which one: "exclusion", "token", "order", "end", "once", "nothing lost", "clean",
-            "written".
+        promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "once",
+            "nothing lost", "clean", "written".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.
     """
@@ -64,6 +68,7 @@ class Hold:
         until: The last instant at which it was trusted.
         lost: When its loss was declared; None: it was not.
         left: When its body ended; None: it never did, because its process was killed.
+        timeout: Seconds after which its lease expires unless it is renewed; 0: it never does.
     """
 
     key: str
@@ -71,6 +76,7 @@ class Hold:
     token: int | None
     shared: bool
     limit: int
+    timeout: float
     begin: float
     until: float
     lost: float | None = None
@@ -104,6 +110,7 @@ def holds(events: Iterable[Event]) -> list[Hold]:
                 more.get("token"),
                 more.get("mode") == "shared",
                 more.get("limit", 1),
+                more.get("timeout", 0.0),
                 event.at,
                 event.at,
             )
@@ -153,6 +160,37 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
                 yield Violation("token", f"{key}: {hold} after token {newest}", hold.begin)
             trusted.append(hold)
             believed.append(hold)
+
+
+def faults(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Return from when to when each fault lasted."""
+    begun: dict[str, float] = {}
+    found = []
+    for event in events:
+        if event.what == "fault" and event.kind == "begin":
+            begun[event.about] = event.at
+        elif event.what == "fault":
+            found.append((begun.pop(event.about, event.at), event.at))
+    return found + [(at, math.inf) for at in begun.values()]
+
+
+def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """A lease is not lost while its process runs and nothing is wrong with its server."""
+    wrong = faults(events)
+    ran: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        ran[event.process].append(event.at)
+    for hold in holds(events):
+        if hold.lost is None or not hold.timeout:
+            continue
+        since = hold.lost - CALM * hold.timeout
+        if since < hold.begin or any(begin < hold.lost and since < end for begin, end in wrong):
+            continue
+        seen = [since, *(at for at in ran[hold.process] if since < at < hold.lost), hold.lost]
+        if max(later - at for at, later in pairwise(seen)) > STALL * hold.timeout:
+            counts["losses of a process that did not run"] += 1
+            continue
+        yield Violation("kept", f"{hold.key}: {hold} is lost, and nothing was wrong", hold.lost)
 
 
 @dataclass
@@ -276,6 +314,7 @@ def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 
 JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ...] = (
     exclusion,
+    kept,
     order,
     ends,
     tasks,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import DislockError, LockLostError
+from proof.controls import CONTROLS
 from proof.files import Outdated, SharedFile
 from proof.history import History
 
@@ -43,12 +44,14 @@ class Site:
         folder: The history and the files.
         seed: Of this process.
         timeout: Seconds of a lease.
+        control: What is broken on purpose; empty: nothing is.
     """
 
     url: str
     folder: str
     seed: int
     timeout: float
+    control: str = ""
 
     def to_json(self) -> str:
         """Return it as one line."""
@@ -170,7 +173,16 @@ class Worker:
         name, at = self._name(), time.monotonic()
         # It may have been stopped since the grant: then the lease is not trusted at all.
         if lease.held:
-            self._history.add("hold", name, "begin", at=at, key=key, token=lease.token, **terms)
+            self._history.add(
+                "hold",
+                name,
+                "begin",
+                at=at,
+                key=key,
+                token=lease.token,
+                timeout=self._site.timeout,
+                **terms,
+            )
             return name
         return ""
 
@@ -205,6 +217,9 @@ class Worker:
 def main() -> None:
     """Work until the standard input ends."""
     site = Site(**json.loads(sys.stdin.readline()))
+    if site.control:
+        breaks, _ = CONTROLS[site.control]
+        breaks()
     history, stop, names = History(Path(site.folder, "history")), threading.Event(), count()
     with Dislock.from_url(site.url) as dislock:
         workers = [Worker(n, site, dislock, history, names, stop) for n in range(THREADS)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proof.history import History
 
 CALM = (0.2, 1.5)  # seconds between two faults
+LONG_CALM = 0.2  # of the pauses are longer
 
 
 class Victims(Protocol):
@@ -64,7 +65,10 @@ class Nemesis:
         """Make one fault after the other until this monotonic time; blocks."""
         names = list(self.faults)
         while (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, self._random.uniform(*CALM)))
+            calm = self._random.uniform(*CALM)
+            if self._random.random() < LONG_CALM:
+                calm = 4 * self._timeout  # in which nothing may be lost
+            time.sleep(min(left, calm))
             name = self._random.choice(names)
             self._history.add("fault", name, "begin")
             self.faults[name]()

@@ -89,12 +89,12 @@ class Processes:
         return process
 
 
-def run(folder: Path, *, seconds: float, seed: int) -> Verdict:
+def run(folder: Path, *, seconds: float, seed: int, control: str = "") -> Verdict:
     """Run the workload under faults, and return what its history shows."""
     folder.mkdir(parents=True)
     history = History(folder / "history", "run")
     with RedisServer(folder / "server") as server:
-        site = Site(server.url, str(folder), seed, TIMEOUT)
+        site = Site(server.url, str(folder), seed, TIMEOUT, control)
         with Processes(site, history) as processes:
             nemesis = Nemesis(seed, processes, server, history, TIMEOUT)
             nemesis.run(time.monotonic() + seconds)

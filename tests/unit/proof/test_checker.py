@@ -19,6 +19,13 @@ def hold(name, begin, end, *, key="k", token=None, process=None, lost=None, **te
     return [*events, Event(end, process, "hold", name, "end", {})]
 
 
+def calm_loss(since, lost, **fault):
+    """Make a hold that is lost at a time when its process ran and nothing was wrong."""
+    ran = [Event(at / 10, "a", "thread", "t", "runs", {}) for at in range(since * 10, lost * 10)]
+    wrong = [Event(at, "nemesis", "fault", "cut", kind, {}) for kind, at in fault.items()]
+    return hold("a", since, lost + 1, lost=lost, timeout=1.0) + ran + wrong
+
+
 def operation(name, begin, end=None, *, in_line=None, outcome="ok", **more):
     """Make the events of an operation; *more* are its terms."""
     events = [Event(begin, name, "operation", name, "invoke", {"key": "k", **more})]
@@ -65,6 +72,8 @@ FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
         ("exclusion", hold("a", 1, 9, lost=7) + hold("b", 3, 5)),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=8)),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=9) + hold("c", 5, 6, token=7)),
+        ("kept", calm_loss(1, 5)),
+        ("kept", calm_loss(1, 5, begin=2, end=3)),
         ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
         ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
         ("end", operation("a", 1, 7 + SLACK, **FAIR)),
@@ -90,6 +99,9 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 5, **SHARED) + hold("b", 3, 6, **SHARED),
         hold("a", 1, 5, **PAIR) + hold("b", 2, 4, **PAIR) + hold("c", 6, 7, **PAIR),
         hold("a", 1, 9, lost=5) + hold("b", 6, 7),
+        calm_loss(1, 5, begin=2, end=4),
+        calm_loss(1, 5, begin=4),
+        hold("a", 1, 9, lost=5, timeout=1.0),
         operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + FORGOT,
