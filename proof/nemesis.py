@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import redis
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from example_project.redis_server import RedisServer
     from proof.history import History
@@ -22,7 +22,7 @@ LONG_CALM = 0.2  # of the pauses are longer
 
 
 class Victims(Protocol):
-    """The processes of a run."""
+    """The processes of a run that are of one kind."""
 
     def kill_one(self, chance: random.Random) -> None:
         """Kill one, and start another in its place."""
@@ -37,14 +37,19 @@ class Nemesis:
 
     Args:
         seed: Decides which, when, and whom they hit.
-        victims: The processes.
+        victims: The processes, by their kind.
         server: The lock server.
         history: Where each fault is noted.
         timeout: Seconds of a lease.
     """
 
     def __init__(
-        self, seed: int, victims: Victims, server: RedisServer, history: History, timeout: float
+        self,
+        seed: int,
+        victims: Sequence[Victims],
+        server: RedisServer,
+        history: History,
+        timeout: float,
     ) -> None:
         self._random = random.Random(seed)
         self._victims = victims
@@ -75,10 +80,10 @@ class Nemesis:
             self._history.add("fault", name, "end")
 
     def _kill(self) -> None:
-        self._victims.kill_one(self._random)
+        self._random.choice(self._victims).kill_one(self._random)
 
     def _stop(self, timeouts: float) -> None:
-        resume = self._victims.signal_one(self._random, signal.SIGSTOP)
+        resume = self._random.choice(self._victims).signal_one(self._random, signal.SIGSTOP)
         try:
             time.sleep(timeouts * self._timeout)
         finally:

@@ -1,0 +1,67 @@
+"""Note in the history for how long a lease is trusted."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import count
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from celery_dislock.locks.lease import Lease
+    from proof.history import History
+
+STEP = 0.003  # seconds between two looks at a lease
+
+_numbers = count()
+
+
+def name() -> str:
+    """Return a name that no other process, and nothing else in this one, has."""
+    return f"{os.getpid()}:{next(_numbers)}"
+
+
+class Holding:
+    """
+    A lease, from its grant to the end of the body.
+
+    Args:
+        history: Where it is noted.
+        lease: The lease.
+        terms: Key, limit, mode and timeout, as the checker wants to know them.
+    """
+
+    def __init__(self, history: History, lease: Lease, **terms: object) -> None:
+        self.name = name()
+        self._history = history
+        self._lease = lease
+        at = time.monotonic()
+        # The process may have been stopped since the grant: then the lease was never trusted.
+        self._begun = self._trusted = lease.held
+        if self._begun:
+            history.add("hold", self.name, "begin", at=at, token=lease.token, **terms)
+
+    def trust(self, seconds: float) -> bool:
+        """Look at the lease until the time is over; returns False if it was lost."""
+        until = time.monotonic() + seconds
+        while self._look():
+            if time.monotonic() >= until:
+                return True
+            time.sleep(STEP)
+        return False
+
+    def end(self) -> None:
+        """Note that the body ends: called before the release."""
+        at = time.monotonic()
+        if self._begun:
+            trusted = self._look()
+            self._history.add("hold", self.name, "end", at=at if trusted else None)
+
+    def _look(self) -> bool:
+        at = time.monotonic()
+        if self._trusted and not self._lease.held:
+            self._trusted = False
+            self._history.add("hold", self.name, "lost", why=self._lease.why_ended)
+        elif self._trusted:
+            self._history.add("hold", self.name, "trust", at=at)
+        return self._trusted

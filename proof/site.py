@@ -1,0 +1,46 @@
+"""What the processes of one run share, handed to each in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+from proof.controls import CONTROLS
+
+VARIABLE = "DISLOCK_PROOF"
+
+
+@dataclass(frozen=True)
+class Site:
+    """
+    Where a run takes place.
+
+    Attributes:
+        url: The lock server.
+        broker: The broker, which also keeps the results.
+        folder: The history and the files.
+        seed: Of this process.
+        timeout: Seconds of a lease.
+        control: What is broken on purpose; empty: nothing is.
+    """
+
+    url: str
+    broker: str
+    folder: str
+    seed: int
+    timeout: float
+    control: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process that works here."""
+        return {**os.environ, VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def of_this_process(cls) -> Site:
+        """Return the site that this process works on, and break what it wants broken."""
+        site = cls(**json.loads(os.environ[VARIABLE]))
+        if site.control:
+            breaks, _ = CONTROLS[site.control]
+            breaks()
+        return site
