@@ -12,9 +12,10 @@ neither is a violation.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Hold:
     One owner's hold on a lock, as its process saw it.
 
     Attributes:
+        asked: When it was asked for.
         begin: When it was granted.
         until: The last instant at which it was trusted.
         lost: When its loss was declared; None: it was not.
@@ -77,6 +79,7 @@ class Hold:
     shared: bool
     limit: int
     timeout: float
+    asked: float
     begin: float
     until: float
     lost: float | None = None
@@ -111,6 +114,7 @@ def holds(events: Iterable[Event]) -> list[Hold]:
                 more.get("mode") == "shared",
                 more.get("limit", 1),
                 more.get("timeout", 0.0),
+                more.get("asked", event.at),
                 event.at,
                 event.at,
             )
@@ -145,10 +149,11 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
     for key, of_key in by_key.items():
         trusted: list[Hold] = []
         believed: list[Hold] = []  # also by bodies that were told of a loss, and went on
-        newest = 0
+        by_end = sorted(of_key, key=lambda one: one.until)
+        ended = [one.until for one in by_end]
+        largest = list(accumulate((one.token or 0 for one in by_end), max, initial=0))
         for hold in of_key:
-            ended = [one for one in trusted if one.until < hold.begin]
-            newest = max([newest, *(one.token or 0 for one in ended)])
+            newest = largest[bisect_left(ended, hold.asked)]
             trusted = [one for one in trusted if one.until >= hold.begin]
             believed = [one for one in believed if (one.left or one.until) >= hold.begin]
             beside = f"{key}: {hold} beside {', '.join(map(str, trusted))}"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from celery_dislock.scripts import Script
+    from celery_dislock.servers.requests import Terms
 
 
 def _rewrite(script: Script, text: str) -> None:
@@ -58,8 +59,9 @@ def a_limit_that_is_one_higher() -> None:
     """Admit one lease more than the limit says."""
     acquire = Store.acquire
 
-    def generous(*args: Any, limit: int, **kwargs: Any) -> Any:
-        return acquire(*args, limit=limit + 1, **kwargs)
+    def generous(*args: Any, terms: Terms, **kwargs: Any) -> Any:
+        assert isinstance(terms.limit, int)
+        return acquire(*args, terms=terms._replace(limit=terms.limit + 1), **kwargs)
 
     setattr(Store, "acquire", generous)
 

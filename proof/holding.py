@@ -28,10 +28,11 @@ class Holding:
     Args:
         history: Where it is noted.
         lease: The lease.
+        asked: When the lock was asked for.
         terms: Key, limit, mode and timeout, as the checker wants to know them.
     """
 
-    def __init__(self, history: History, lease: Lease, **terms: object) -> None:
+    def __init__(self, history: History, lease: Lease, asked: float, **terms: object) -> None:
         self.name = name()
         self._history = history
         self._lease = lease
@@ -39,7 +40,8 @@ class Holding:
         # The process may have been stopped since the grant: then the lease was never trusted.
         self._begun = self._trusted = lease.held
         if self._begun:
-            history.add("hold", self.name, "begin", at=at, token=lease.token, **terms)
+            token = lease.token
+            history.add("hold", self.name, "begin", at=at, asked=asked, token=token, **terms)
 
     def trust(self, seconds: float) -> bool:
         """Look at the lease until the time is over; returns False if it was lost."""

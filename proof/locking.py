@@ -71,10 +71,12 @@ class Worker:
         """Take a lock, perhaps twice, and hold it for a while; now and then beyond its timeout."""
         lasts = self._random.choice((*[0.0, 0.01, 0.05] * 5, 2 * self._site.timeout))
         lock = self._dislock.lock(key, watchdog_timeout=self._site.timeout, **terms)
+        asked = time.monotonic()
         if not self._acquire(lock, key):
             return
         assert lock.lease is not None
-        holding = Holding(self._history, lock.lease, key=key, timeout=self._site.timeout, **terms)
+        terms = {"key": key, "timeout": self._site.timeout, **terms}
+        holding = Holding(self._history, lock.lease, asked, **terms)
         if self._random.random() < 1 / 4:
             with lock:
                 holding.trust(lasts / 2)
@@ -95,11 +97,12 @@ class Worker:
             self._history.add("element", element, "ok", file=path.name, guard=guard)
             return
         lock = self._dislock.lock(key, watchdog_timeout=self._site.timeout)
+        asked = time.monotonic()
         if not self._acquire(lock, key):
             return
         assert lock.lease is not None
         lease = lock.lease
-        holding = Holding(self._history, lease, key=key, timeout=self._site.timeout)
+        holding = Holding(self._history, lease, asked, key=key, timeout=self._site.timeout)
         with suppress(Outdated, LockLostError):
             elements = file.read(lease.token)
             holding.trust(pause)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 TIMEOUT = 1.0  # seconds of a lease
 ENDS_WITHIN = 120.0  # seconds until what was begun has ended, once nothing is wrong any more
 
-COPIES_COME = 7200.0  # seconds in which a copy of a message may come, and marks are kept for it
 
 PYTHON = (sys.executable, "-m")
 LOCKING = (*PYTHON, "proof.locking")
@@ -155,7 +154,11 @@ def run(folder: Path, *, seconds: float, seed: int, control: str = "") -> Verdic
 
 def note_outcomes(history: History, folder: Path, broker: RedisServer) -> None:
     """Wait until all tasks have ended, and note the outcome of each that has one."""
-    tasks = {event.about for event in read(folder / "history") if event.what == "task"}
+    tasks = {
+        event.about
+        for event in read(folder / "history")
+        if event.what == "task" and event.kind == "sent"
+    }
     until = time.monotonic() + ENDS_WITHIN
     with broker.client(decode_responses=True) as client:
         while tasks and time.monotonic() < until:
@@ -169,15 +172,15 @@ def note_outcomes(history: History, folder: Path, broker: RedisServer) -> None:
 
 def left_behind(server: RedisServer) -> list[str]:
     """
-    Return the keys that are left; waits for those that expire.
+    Return the keys that are left; waits for those that expire soon.
 
-    What is kept for a copy of a message that may still come has a longer expiry, and is no rest.
+    What is kept for a copy of a message that may still come expires later, and is no rest.
     """
     until = time.monotonic() + ENDS_WITHIN
     with server.client(decode_responses=True) as client:
         while True:
             ttls = {key: client.pttl(key) for key in client.scan_iter(count=1000)}
-            left = [key for key, ttl in ttls.items() if not ENDS_WITHIN < ttl / 1000 <= COPIES_COME]
+            left = [key for key, ttl in ttls.items() if ttl <= ENDS_WITHIN * 1000]
             if not left or time.monotonic() > until:
                 return left
             time.sleep(1.0)

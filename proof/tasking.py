@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def body(task: Any, number: int, lasts: float) -> None:
     """Hold the lock for a while."""
     mine = history()
     mine.add("task", task.request.id, "begin", name=task.name)
-    holding = Holding(mine, task.lease, key=f"{task.name}:{number}", timeout=site.timeout)
+    # When this attempt asked for its lock is not known to the body; the lease knows.
+    asked = task.lease.acquired_at + time.monotonic() - time.time()
+    key = f"{task.name}:{number}"
+    holding = Holding(mine, task.lease, asked, key=key, timeout=site.timeout)
     holding.trust(lasts)
     holding.end()
     mine.add("task", task.request.id, "end")
