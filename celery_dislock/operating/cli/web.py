@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from celery_dislock.operating.cli.session import user
-from celery_dislock.operating.web import BODY_MOST, LOOPBACK
+from celery_dislock.operating.web.bounds import BODY_MOST, LOOPBACK
 
 PORT = 8765
 THIS_MACHINE = (*LOOPBACK, "::1")

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from celery_dislock.operating.web.page import Page as Page
 
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
-BODY_MOST = 16 * 1024  # bytes of a form
-
 
 def __getattr__(name: str) -> object:
     """Import the page when it is asked for: the metrics beside it need no Werkzeug."""

@@ -33,7 +33,7 @@ from celery_dislock.operating.locks import (
     terminated,
     unreserved,
 )
-from celery_dislock.operating.web import BODY_MOST, LOOPBACK
+from celery_dislock.operating.web.bounds import BODY_MOST, LOOPBACK
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
