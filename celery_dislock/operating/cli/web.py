@@ -6,22 +6,20 @@ import logging
 import signal
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import click
 
 from celery_dislock.operating.cli.session import user
-from celery_dislock.operating.web.bounds import BODY_MOST, LOOPBACK
 
 PORT = 8765
-THIS_MACHINE = (*LOOPBACK, "::1")
 
 LIMITS = {
     "threads": 8,  # that answer requests; one reads the list of all locks, for all browsers
     "connection_limit": 300,  # at a time
     "channel_timeout": 30,  # seconds after which a connection that says nothing is closed
     "max_request_header_size": 32 * 1024,  # bytes
-    "max_request_body_size": BODY_MOST,
     "ident": None,  # no Server header
 }
 BELIEVED = {"trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-host", "x-forwarded-proto"}}
@@ -73,19 +71,20 @@ def web(
     Browsers on this machine may look at it. All who want to change something need the token in the
     address that is printed. Behind a proxy and on another address, everybody needs it.
     """
-    is_here = host in THIS_MACHINE
+    create_server, page_module, token_of = _extra()
+    this_machine = page_module.LOOPBACK
+    is_here = host in (*this_machine, "::1")
     if not is_here and not allow_host:
         remedy = f"--host {host} needs --allow-host, the name in the browser's address bar"
         raise click.UsageError(remedy, context)
-    create_server, page_of, token_of = _extra()
     prefix = options.pop("url_prefix")
     is_free = is_here and not allow_host and trusted_proxy is None
     token = token_of(user(), is_free=is_free)
-    page = page_of(
+    page = page_module.Page(
         context.obj.app,
         user=token.user,
         allow_actions=token.is_there if allow_actions else False,
-        allowed_hosts=(*LOOPBACK, *allow_host),
+        allowed_hosts=(*this_machine, *allow_host),
         **options,
     )
     proxied = {"trusted_proxy": trusted_proxy, **BELIEVED} if trusted_proxy else {}
@@ -96,6 +95,7 @@ def web(
             port=port,
             url_prefix=prefix,
             clear_untrusted_proxy_headers=trusted_proxy is not None,
+            max_request_body_size=page_module.BODY_MOST,
             **proxied,
             **LIMITS,
         )
@@ -111,11 +111,11 @@ def _extra() -> tuple[Any, Any, Any]:
     try:
         from waitress.server import create_server  # noqa: PLC0415 -- an extra
 
-        from celery_dislock.operating.web.page import Page  # noqa: PLC0415 -- an extra
+        page = import_module("celery_dislock.operating.web.page")
         from celery_dislock.operating.web.token import Token  # noqa: PLC0415 -- an extra
     except ImportError as exc:
         raise click.UsageError('the page needs: pip install "celery-dislock[web]"') from exc
-    return create_server, Page, Token
+    return create_server, page, Token
 
 
 def _port_of(server: Any) -> int:

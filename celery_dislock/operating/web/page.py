@@ -33,7 +33,6 @@ from celery_dislock.operating.locks import (
     terminated,
     unreserved,
 )
-from celery_dislock.operating.web.bounds import BODY_MOST, LOOPBACK
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.listing import ORDERS, SHOWN, as_json, find, listing
 from celery_dislock.operating.web.metrics import NEEDS, make_wsgi_app
@@ -49,6 +48,8 @@ if TYPE_CHECKING:
     from celery_dislock.operating.web.cache import Kept
     from celery_dislock.servers.view import Holder
 
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # the names of this machine in a URL
+BODY_MOST = 16 * 1024  # bytes of a form
 FILES = {
     "/": ("index.html", "text/html"),
     "/static/page.css": ("page.css", "text/css"),

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
-from celery_dislock.operating.web.bounds import LOOPBACK
-from celery_dislock.operating.web.page import HEADERS, host_of, root_of
+from celery_dislock.operating.web.page import HEADERS, LOOPBACK, host_of, root_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
