@@ -139,15 +139,20 @@ class Parking:
 
     def _answer(self, message: bytes = b"", bounds: Bounds = UNBOUNDED) -> Lease | Conflict | Full:
         delivery, lock, attempt = self._delivery, self._delivery.lock, self._delivery.attempt
-        marked = delivery.notes.parked is not None
+        came_from, goes_on = (delivery.notes.parked or ("",))[0], goes_on_with(delivery)
+        # Its turn is for another lock if its lock_key was changed while it was parked.
+        if came_from not in {"", lock.names[0]} and self._lines.move_out(
+            came_from, self._ticket, goes_on, delivery.sent_to
+        ):
+            acknowledge_done(delivery)
         ticket = Ticket(
             self._ticket,
             owners_start(delivery.id),
-            marked=marked,
+            marked=bool(came_from),
             message=message,
-            goes_on=goes_on_with(delivery),
+            goes_on=goes_on,
             task=delivery.sent_to,
-            drained=marked and delivery.notes.drained,
+            drained=bool(came_from) and delivery.notes.drained,
             mode=lock.terms.mode,
             limit=limit if isinstance(limit := lock.terms.limit, int) else limit[0],
             bounds=bounds,

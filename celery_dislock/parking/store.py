@@ -170,8 +170,25 @@ class Lines:
         Returns:
             Whether the ticket was there: in line, running or replaced.
         """
-        call = (self._home, ticket, b"", _written(task))
+        call = (self._home, ticket, b"", 1, "", _written(task))
         return bool(self._asked(scripts.LEAVE, lock, *call)[0])
+
+    def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
+        """
+        Take a parked task out of the line of a lock that the task no longer uses.
+
+        Args:
+            lock: Name of the lock in Redis.
+            ticket: The task's ticket.
+            goes_on: See :class:`Ticket`.
+            task: The task's name.
+
+        Returns:
+            True if the task's work was done under that lock; False if the task must run under its
+            new lock.
+        """
+        call = (self._home, ticket, b"", 0, goes_on, _written(task))
+        return bool(self._asked(scripts.LEAVE, lock, *call)[0] == scripts.RAN_HERE)
 
     def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
         """
@@ -256,12 +273,12 @@ class Lines:
         Args:
             lock: Name of the lock in Redis.
             ticket: The task's ticket.
-            message: The bytes to keep, not empty.
+            message: The bytes to keep; empty to keep nothing.
 
         Returns:
             The turns that are given now; the caller must publish them.
         """
-        call = (self._home, ticket, message, "")
+        call = (self._home, ticket, message, 0, ANYBODY, "")
         return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
 
     def enlist(self, lock: str) -> None:

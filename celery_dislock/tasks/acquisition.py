@@ -70,8 +70,8 @@ class Acquisition:
         if (parks or was_parked) and len(delivery.lock.names) == 1:
             self.parking = Parking(delivery, self._process)
             self._first = self.parking.ask
-        if turn and delivery.lock.names != (turn[0],):
-            self._first = partial(self._leave_and_ask, turn, self._first)
+        elif turn:
+            self._first = partial(self._ask_for_several, turn)
 
     def ask(self) -> Lease | Conflict | None:
         """Take the lock if it is free, or claim a parked task's turn; one round trip."""
@@ -153,12 +153,10 @@ class Acquisition:
         elif was_parked and not parks:
             delivery.options = replace(options, lock_on_conflict="queue")
 
-    def _leave_and_ask(
-        self, turn: tuple[str, str], ask: Callable[[], Lease | Conflict]
-    ) -> Lease | Conflict:
-        """Take the locks for a task that was parked when its ``lock_key`` was another one."""
+    def _ask_for_several(self, turn: tuple[str, str]) -> Lease | Conflict:
+        """Take the locks for a task that has several keys now, and was parked when it had one."""
         leave_old_line(self._process.lines, self.delivery, turn)
-        return ask()
+        return self.delivery.lock.try_acquire(self.delivery.attempt)
 
     def _asked(
         self, ask: Callable[[], T], *, first: bool = False, may_run: bool = True

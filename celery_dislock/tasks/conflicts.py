@@ -180,7 +180,7 @@ def queue(asking: Acquisition, conflict: Conflict) -> Lease | None:
     if isinstance(answer, Full):
         _count(delivery, conflict, "full")
         reason = f"the line for lock {conflict.key!r} is full: {answer.waiting} tasks wait in it"
-        if delivery.notes.parked or delivery.notes.left:  # its place was lost, or in another line
+        if delivery.notes.parked is not None:  # its record was lost, and others have its place
             put_off(delivery, reason, error=conflict.error())
         skip(delivery, reason)
     if isinstance(answer, Conflict):

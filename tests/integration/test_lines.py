@@ -449,6 +449,7 @@ class TestAnotherTaskOfTheSameId:
 
     def take_out(self, broker, shown):
         assert not broker.lines.leave(LOCK, "a:0:0", shown.task)
+        assert not broker.lines.move_out(LOCK, "a:0:0", "", shown.task)
         for delivery in ("", "delivery", ENDED):
             assert not broker.lines.withdraw(LOCK, "a:0:0", delivery, shown.task)
 
@@ -559,6 +560,29 @@ class TestBounds:
         before = snapshot(server)
         bounds = Bounds(most_bytes=1000, overflow=overflow)
         assert isinstance(broker.park("b", message=b"m" * 1000, bounds=bounds), Full)
+        assert snapshot(server) == before
+
+
+class TestLeaving:
+    def test_who_moves_out_runs_elsewhere(self, broker, held):
+        """Its turn is given on, and it is not done here; sent again, it is not either."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        assert broker.given() == ["a"]
+        for _ in range(2):
+            assert broker.lines.move_out(LOCK, "a:0:0") is False
+        assert broker.given() == ["b"]
+        assert isinstance(broker.ask("a", copy=2, marked=True), Refused)
+
+    def test_what_was_done_does_not_run_elsewhere(self, broker, held, server):
+        """A copy that moves out after its work was done is told so, and changes nothing."""
+        broker.park("a")
+        broker.end("first")
+        broker.ask("a", copy=2, marked=True)
+        broker.end("a", copy=2)
+        before = snapshot(server)
+        assert broker.lines.move_out(LOCK, "a:0:0") is True
         assert snapshot(server) == before
 
 

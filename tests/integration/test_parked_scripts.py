@@ -69,6 +69,12 @@ class TestWhoHasLeftItsLineUnrun:
         """The worker that took it out has died: the broker says so, perhaps under a new name."""
         assert isinstance(broker.ask("a", marked=True, goes_on=ANYBODY), Granted)
 
+    def test_it_moves_on_to_a_third_lock(self, broker, left):
+        """Its key was changed twice: only a copy is held to be done."""
+        assert broker.lines.move_out(LOCK, "a:0:0") is True
+        for goes_on in ("that one", ANYBODY):
+            assert broker.lines.move_out(LOCK, "a:0:0", goes_on) is False
+
     def test_a_message_that_nobody_can_read_is_set_aside_all_the_same(self, broker, left):
         """It was parked again: the mark of its former life does not keep it at the head."""
         broker.ask("b")

@@ -866,6 +866,7 @@ class TestParkedInAClusterThatMoves:
                 lambda: self.park("x"),
                 lambda: self.lines.leave(self.lock, "a:0:0"),
                 lambda: self.lines.set_aside(self.lock, "a:0:0", b"rubbish"),
+                lambda: self.lines.move_out(self.lock, "a:0:0"),
                 *(lambda by=by: self.lines.withdraw(self.lock, "a:0:0", by) for by in ("", "me")),
                 lambda: self.lines.give_back(self.lock, "turn:0:0"),
                 lambda: self.store.acquire([self.lock], "c/1", LONG, HOLDER, place=LONG),

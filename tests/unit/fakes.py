@@ -421,11 +421,15 @@ class FakeLines:
         self.store._round_trip("leave", lock, ticket)
         return self.parked.pop((lock, ticket), None) is not None
 
+    def move_out(self, lock: str, ticket: str, goes_on: str = "", task: str = "") -> bool:
+        self.tasks.append(task)
+        self.store._round_trip("move_out", lock, ticket, *([goes_on] if goes_on else []))
+        self.parked.pop((lock, ticket), None)
+        return (lock, ticket) in self.done
+
     def withdraw(self, lock: str, ticket: str, delivery: str = "", task: str = "") -> bool:
         self.tasks.append(task)
         self.store._round_trip("withdraw", lock, ticket, delivery)
-        if (lock, ticket) in self.done:
-            return False
         if self.parked.pop((lock, ticket), None) is None:
             # One of which nothing is known runs.
             return (

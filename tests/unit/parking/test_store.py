@@ -94,8 +94,10 @@ def test_the_script_is_told_all_it_needs(lines, server):
 @pytest.mark.parametrize(
     ("call", "state", "answer", "sent"),
     [
-        ("leave", 1, True, (LEAVE, b"", NAMED)),
-        ("leave", 0, False, (LEAVE, b"", NAMED)),
+        ("leave", 1, True, (LEAVE, b"", 1, "", NAMED)),
+        ("leave", 0, False, (LEAVE, b"", 1, "", NAMED)),
+        ("move_out", 2, True, (LEAVE, b"", 0, "a delivery", NAMED)),
+        ("move_out", 1, False, (LEAVE, b"", 0, "a delivery", NAMED)),
         ("withdraw", 1, True, (WITHDRAW, "a delivery", NAMED)),
         ("withdraw", 0, False, (WITHDRAW, "a delivery", NAMED)),
     ],
