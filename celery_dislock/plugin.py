@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from celery_dislock.locks.reentrant import ReentrantLock
-    from celery_dislock.tasks.actions import LockHandle
     from celery_dislock.tasks.declaring import DeclaredOptions, LockedTask, P, R
+    from celery_dislock.tasks.handle import LockHandle
 
 logger = logging.getLogger("celery_dislock")
 
@@ -289,7 +289,7 @@ class Dislock:
         Raises:
             LockKeyError: A key cannot be used, or the list is empty.
         """
-        from celery_dislock.tasks.actions import LockHandle  # noqa: PLC0415 -- see above
+        from celery_dislock.tasks.handle import LockHandle  # noqa: PLC0415 -- see above
 
         return LockHandle(keys_of(key), self.runtime, self._app)
 

@@ -1,7 +1,4 @@
-"""What people do to locks while the workers run: free, drop a parked task, pause and limit.
-
-:class:`LockHandle` is the part for Python: who holds a lock, who waits, and freeing it.
-"""
+"""What people do to locks while the workers run: free, drop a parked task, pause and limit."""
 
 from __future__ import annotations
 
@@ -19,18 +16,17 @@ from celery_dislock.messages.events import tell_revoked
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.redaction import reason_of
-from celery_dislock.servers.overview import PLACES, Overview, look_at_all
+from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.reservations import Reservation
-from celery_dislock.servers.view import Holder, parked_message
+from celery_dislock.servers.view import parked_message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from celery import Celery
 
-    from celery_dislock.locks.runtime import Runtime
     from celery_dislock.parking.process import ParkingProcess
-    from celery_dislock.servers.view import LockState, ReservationState, Waiter
+    from celery_dislock.servers.view import Holder, ReservationState
 
 NOTE_MOST = 200  # characters
 LOOK_EVERY = 0.2  # seconds, while a lease is to end
@@ -316,147 +312,3 @@ def publish(app: Celery, message: Message, notes: dict[str, Any]) -> None:
 def one_line(note: str) -> str:
     """Return a note as it is stored: one line, of limited length."""
     return " ".join(note.split())[:NOTE_MOST]
-
-
-class LockHandle:
-    """
-    The lock of a key, or the locks of several keys, seen from outside.
-
-    Holds nothing and keeps no connection of its own: each method asks the lock server, one round
-    trip per key.  With several keys it stands for all of them.  Iterate over it to get a handle for
-    each key.
-
-    Args:
-        keys: The keys, in the order in which they are taken.
-        runtime: What the app's locks share.
-        app: The app whose workers can be told to end a task; None: there is none.
-
-    Attributes:
-        keys: The keys.
-    """
-
-    def __init__(
-        self, keys: Sequence[str], runtime: Runtime[ParkingProcess], app: Celery | None
-    ) -> None:
-        self.keys = tuple(keys)
-        self._names = runtime.lock_names(self.keys)
-        self._runtime = runtime
-        self._app = app
-
-    @property
-    def key(self) -> str:
-        """The key, or all keys in one text, for messages."""
-        return " + ".join(self.keys)
-
-    def __iter__(self) -> Iterator[LockHandle]:
-        for key in self.keys:
-            yield LockHandle([key], self._runtime, self._app)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def state(self, most: int = PLACES) -> list[LockState]:
-        """
-        Return all that the lock server knows, for each key.
-
-        If several keys are reserved together for a message, one more state follows, which has the
-        reservation.
-
-        Args:
-            most: Maximum number of places in line for each key.
-
-        Raises:
-            DamagedLockError: A record of a lock cannot be read.
-            StoreError: The lock server did not answer.
-        """
-        overview = Overview(
-            self._runtime.process.store.lock_server, self._runtime.settings.dislock_prefix
-        )
-        return look_at_all(overview, self._names, most)
-
-    def holders(self) -> list[Holder]:
-        """
-        Return the live leases; of several keys, those of each in turn.
-
-        Raises:
-            DamagedLockError, StoreError: As for :meth:`state`.
-        """
-        return [holder for lock in self.state(0) for holder in lock.holders]
-
-    def line(self, most: int = PLACES) -> list[Waiter]:
-        """
-        Return those who wait; of several keys, the line of each in turn.
-
-        Args:
-            most: Maximum number of places for each key.
-
-        Raises:
-            DamagedLockError, StoreError: As for :meth:`state`.
-        """
-        return [place for lock in self.state(most) for place in lock.line]
-
-    def free(
-        self,
-        shown: Holder | ReservationState | None = None,
-        *,
-        terminate: bool = False,
-        wait: float = WAIT,
-    ) -> list[Holder | ReservationState]:
-        """
-        End leases and reservations, and hand the lock to the next in line.
-
-        The body of a holder still runs, and may run beside the next one, until its next renewal
-        tells it that the lease is lost.  With *terminate* its process is ended first.  If the key
-        was reserved for a message, the next message is sent.  The first one may still wait, and its
-        task runs then as well.
-
-        Args:
-            shown: A lease of :meth:`holders`, or the reservation of a :meth:`state`, which is ended
-                if it is still the same.  None: all that are there now.
-            terminate: Tell the workers to end the tasks that hold the lock, and wait until each has
-                released it.  Works with a prefork pool.  A lease that is still there after *wait*
-                seconds is not ended, unless it is not renewed any more, and neither is a
-                reservation then.
-            wait: Maximum seconds to wait for each lease.
-
-        Returns:
-            What was ended here, and the leases that the process has released that was terminated.
-            What had ended before is missing.
-
-        Raises:
-            DamagedLockError, StoreError: As for :meth:`state`.
-            BrokerError: The broker did not take the command for the workers.
-            SettingsError: *terminate* without an app, as with ``Dislock.from_url()``.
-        """
-        actions = Actions(self._app, self._runtime.process)
-        ended: list[Holder | ReservationState] = []
-        locks, still_runs = self.state(0), False
-        for lock in locks:
-            for holder in lock.holders:
-                if shown and _identity(shown) != _identity(holder):
-                    continue
-                if terminate and holder.can_be_terminated:
-                    outcome = actions.terminate_and_free(lock.name, holder, wait=wait)
-                    still_runs = still_runs or outcome == RUNS
-                    is_ended = outcome in {FREED, TERMINATED}
-                else:
-                    is_ended = actions.free(lock.name, holder.owner, holder.token)
-                if is_ended:
-                    ended.append(holder)
-        for lock in [] if still_runs else locks:
-            reserved = lock.reservation
-            if reserved is None or (shown and _identity(shown) != _identity(reserved)):
-                continue
-            if actions.end_reservation(lock.name, reserved):
-                ended.append(reserved)
-        return ended
-
-    def __repr__(self) -> str:
-        return f"<LockHandle {self.key!r}>"
-
-
-def _identity(shown: Holder | ReservationState) -> tuple[object, ...]:
-    """Return what two leases, or two reservations, never have in common."""
-    if isinstance(shown, Holder):
-        return shown.owner, shown.token
-    return shown.id, shown.mark, shown.number

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from typing import Generic, ParamSpec, TypeVar
 
     from celery_dislock.config.options import Key
-    from celery_dislock.tasks.actions import LockHandle
     from celery_dislock.tasks.duplicates import Sent
+    from celery_dislock.tasks.handle import LockHandle
     from celery_dislock.tasks.task import SingletonTask
 
     P = ParamSpec("P")

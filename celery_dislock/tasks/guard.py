@@ -22,8 +22,8 @@ from celery_dislock.locks.running import Running, StopTask
 from celery_dislock.messages.delivery import Delivery, Outbox
 from celery_dislock.messages.headers import Notes, own_turn, reservation_of
 from celery_dislock.messages.unrun import skip
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import leave_old_line
-from celery_dislock.parking.process import DRAINED, ELSEWHERE
 from celery_dislock.scripts.names import moved_to
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED

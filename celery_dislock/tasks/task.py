@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
-    from celery_dislock.tasks.actions import LockHandle
     from celery_dislock.tasks.duplicates import Sent
+    from celery_dislock.tasks.handle import LockHandle
 
 
 # States in which Celery leaves a delivery.  A task that is stopped with its worker has none,
@@ -124,7 +124,7 @@ def ensure_held() -> None:
 
 def lock_for(task: Task, *args: Any, **kwargs: Any) -> LockHandle:
     """Return the lock that a task takes for these arguments; see SingletonTask.lock_for."""
-    from celery_dislock.tasks.actions import LockHandle  # noqa: PLC0415 -- few processes look
+    from celery_dislock.tasks.handle import LockHandle  # noqa: PLC0415 -- few processes look
 
     guard = guard_of(task)
     return LockHandle(guard.keys(args, kwargs), guard.runtime, task.app)

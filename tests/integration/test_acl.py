@@ -18,7 +18,7 @@ from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.counting import Counters
 from celery_dislock.operating.scraping import Metrics
-from celery_dislock.parking.process import StoreIdentity
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, Script
 from celery_dislock.servers.overview import Overview

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.process import OURS, StoreIdentity
+from celery_dislock.parking.identity import OURS, StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms

@@ -20,7 +20,7 @@ from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.process import StoreIdentity
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Ticket
 from celery_dislock.scripts import Script
 from celery_dislock.servers.records import in_words

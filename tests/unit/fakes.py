@@ -13,7 +13,7 @@ from celery_dislock.keys.names import task_id_of_reserved
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.parking.process import DRAINED, ELSEWHERE, OURS
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS
 from celery_dislock.servers.replies import (
     Granted,
     Handed,

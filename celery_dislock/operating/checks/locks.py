@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
-from celery_dislock.parking.process import StoreIdentity
+from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.servers.view import REPEAT, differing
 from celery_dislock.words import for_people

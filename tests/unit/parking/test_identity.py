@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.parking.process import DRAINED, ELSEWHERE, OURS, Came, StoreIdentity
+from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS, Came, StoreIdentity
 from celery_dislock.scripts import STORE
 
 KEY = "dislock:lines:@store"

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from celery_dislock.keys.names import reserved_lock
-from celery_dislock.tasks import actions as module
-from celery_dislock.tasks.actions import LockHandle
+from celery_dislock.tasks import handle as module
+from celery_dislock.tasks.handle import LockHandle
 from tests.unit.operating.cli.conftest import (
     FakeActions,
     FakeOverview,
