@@ -1,11 +1,13 @@
 """All errors of celery-dislock, in one tree.
 
 Each error carries its data as attributes and as ``args``.  Celery rebuilds an exception from its
-``args`` when it crosses a process boundary or a result backend.
+``args`` when it crosses a process boundary or a result backend.  The classes are dataclasses, so
+that each datum is named once.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import IO, Any
 
 import click
@@ -15,6 +17,9 @@ from celery_dislock.words import plain, so_far
 
 class DislockError(Exception):
     """Base of every error of this package."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())
 
 
 class SettingsError(DislockError, ValueError, click.ClickException):
@@ -53,6 +58,7 @@ class SettingsError(DislockError, ValueError, click.ClickException):
         click.echo(self.format_message(), file=file, err=True)
 
 
+@dataclass(eq=False, repr=False)
 class LockKeyError(DislockError, ValueError):
     """The key of a lock cannot be built from these arguments; nothing was locked or run.
 
@@ -62,11 +68,9 @@ class LockKeyError(DislockError, ValueError):
         reason: What is wrong with it, and what is allowed.
     """
 
-    def __init__(self, template: str, argument: str | None, reason: str) -> None:
-        super().__init__(template, argument, reason)
-        self.template = template
-        self.argument = argument
-        self.reason = reason
+    template: str
+    argument: str | None
+    reason: str
 
     def __str__(self) -> str:
         argument = f", argument <{self.argument}>" if self.argument else ""
@@ -76,6 +80,7 @@ class LockKeyError(DislockError, ValueError):
 PAUSED = "an operator, who has paused it"  # how a pause is named in place of a holder
 
 
+@dataclass(eq=False, repr=False)
 class LockHeldError(DislockError):
     """The lock is held by another owner; the body was not run.
 
@@ -91,21 +96,11 @@ class LockHeldError(DislockError):
             None if that is not known, or the lease has a fixed expiry.
     """
 
-    def __init__(
-        self,
-        key: str,
-        holder: str,
-        remaining: float,
-        held_for: float | None = None,
-        renewed: float | None = None,
-    ) -> None:
-        known = () if held_for is None else (held_for, renewed)
-        super().__init__(key, holder, remaining, *known)
-        self.key = key
-        self.holder = holder
-        self.remaining = remaining
-        self.held_for = held_for
-        self.renewed = renewed
+    key: str
+    holder: str
+    remaining: float
+    held_for: float | None = None
+    renewed: float | None = None
 
     def __str__(self) -> str:
         if self.holder.startswith(PAUSED):  # its seconds are those until one may ask again
@@ -116,6 +111,7 @@ class LockHeldError(DislockError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class DuplicateTaskError(DislockError):
     """A message of the same key is there already; the new one was not sent.
 
@@ -124,15 +120,14 @@ class DuplicateTaskError(DislockError):
         id: Id of the task that the key is reserved for.
     """
 
-    def __init__(self, key: str, id: str) -> None:  # noqa: A002 -- as Celery names it
-        super().__init__(key, id)
-        self.key = key
-        self.id = id
+    key: str
+    id: str
 
     def __str__(self) -> str:
         return f"a message of key {self.key!r} is there already: task {plain(self.id)}"
 
 
+@dataclass(eq=False, repr=False)
 class NoResultError(DislockError):
     """A duplicate waits for the result of the task whose message was there, and none is expected.
 
@@ -142,11 +137,9 @@ class NoResultError(DislockError):
         reason: Why there is none.
     """
 
-    def __init__(self, key: str, id: str, reason: str) -> None:  # noqa: A002 -- as Celery names it
-        super().__init__(key, id, reason)
-        self.key = key
-        self.id = id
-        self.reason = reason
+    key: str
+    id: str
+    reason: str
 
     def __str__(self) -> str:
         return f"no result of task {plain(self.id)}, whose key is {self.key!r}: {self.reason}"
@@ -177,6 +170,7 @@ class LockTermsError(LockHeldError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class EventLoopError(DislockError, RuntimeError):
     """A blocking lock was used inside a running event loop; no command was sent.
 
@@ -186,9 +180,7 @@ class EventLoopError(DislockError, RuntimeError):
         key: The key of the lock.
     """
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+    key: str
 
     def __str__(self) -> str:
         return (
@@ -198,6 +190,7 @@ class EventLoopError(DislockError, RuntimeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class NotOwnerError(DislockError):
     """A lock was released or extended by a thread that does not hold it; nothing was changed.
 
@@ -206,15 +199,14 @@ class NotOwnerError(DislockError):
         holder: Text that names the holder; empty if nobody holds the lock.
     """
 
-    def __init__(self, key: str, holder: str) -> None:
-        super().__init__(key, holder)
-        self.key = key
-        self.holder = holder
+    key: str
+    holder: str
 
     def __str__(self) -> str:
         return f"lock {self.key!r} is not held by this thread, but by {self.holder or 'nobody'}"
 
 
+@dataclass(eq=False, repr=False)
 class LockLostError(DislockError):
     """This process can no longer trust its lease; another execution may hold the lock by now.
 
@@ -223,15 +215,14 @@ class LockLostError(DislockError):
         reason: Why the lease was lost: expired, taken over, not renewed in time, or capped.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        super().__init__(key, reason)
-        self.key = key
-        self.reason = reason
+    key: str
+    reason: str
 
     def __str__(self) -> str:
         return f"lock {self.key!r} is lost: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class StoreError(DislockError):
     """The lock server did not answer, or returned an error.
 
@@ -248,16 +239,18 @@ class StoreError(DislockError):
 
     __slots__ = ("raw",)
 
-    def __init__(self, server: str, reason: str) -> None:
-        super().__init__(server, reason)
-        self.server = server
-        self.reason = reason
+    server: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.raw: BaseException | None = None
 
     def __str__(self) -> str:
         return f"lock server {self.server}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class DamagedLockError(StoreError):
     """A lock's data in Redis was not written by this package, or is damaged.
 
@@ -270,10 +263,7 @@ class DamagedLockError(StoreError):
         lock: The lock's name in Redis.  All other Redis keys of the lock begin with it.
     """
 
-    def __init__(self, server: str, reason: str, lock: str) -> None:
-        super().__init__(server, reason)
-        self.args = (server, reason, lock)
-        self.lock = lock
+    lock: str
 
     def __str__(self) -> str:
         return (

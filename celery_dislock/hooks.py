@@ -11,10 +11,10 @@ of Celery's                              is wrapped or replaced because
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
 ``filter_hidden_settings``               it hides the broker's password alone
 ``AsyncResult.duplicate``                a caller can ask it of every result
-a task class's ``bind``, ``__call__``    the lock is taken around all of the body
+``Task.bind``                            each task that locks is guarded when it is made
+a task class's ``__call__``              the lock is taken around all of the body
 its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
 its ``Request``                          the main process learns there that a child has died
-an app's ``register_task``, and another  tasks are made after all of them were guarded
 ``celery worker``'s options              ``--dislock``
 a consumer's methods for messages        turns of parked tasks that no guard will see
 the logger of ``celery.app.trace``       it repeats our lines
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.tasks.guard import Guard
 
+IS_FINAL = "_dislock_is_final"  # attribute of an app all of whose tasks were guarded
 BOUND_WITHIN = 1.0  # seconds that another thread has to bind a task that is about to be sent
 # The consumer's methods that drop a message: which argument is the message, and whether Celery
 # stores a result.
@@ -167,32 +168,44 @@ def _reporting() -> None:
 
     @wraps(original)
     def filter_hidden_settings(conf: Mapping[Any, Any]) -> dict[Any, Any]:
-        told: dict[Any, Any] = original(
-            {name: reported(str(name), value) for name, value in conf.items()}
-        )
-        return told
+        shown = {name: reported(str(name), value) for name, value in conf.items()}
+        return dict(original(shown))
 
     utils.filter_hidden_settings = filter_hidden_settings
 
 
 def _binding() -> None:
-    """Give SingletonTask a ``bind`` that installs the guard: no override in a subclass skips it."""
+    """Wrap ``Task.bind``, by which a task gets its app: whatever else a class overrides, it locks.
 
+    Celery signals when all tasks of an app are there.  It sends no signal for a task that is used
+    earlier, in a script or an eager test, or that is declared later, because its module is imported
+    then.
+    """
+    original = Task.bind.__func__
+
+    @wraps(original)
     def bind(cls: type[Task], app: Celery) -> Celery:
-        name = name_of(cls, app)
-        if name is None:
+        name, locks = name_of(cls, app), issubclass(cls, SingletonTask)
+        if name is None and locks:
             # A base class.  Reading its `app`, as `hasattr(SingletonTask, "app")` does, comes here.
             # If it were bound, its subclasses would inherit the current app's settings.
             return app
-        bound = super(SingletonTask, cls).bind(app)
-        try:
-            install(cls, app)
-        except SettingsError as exc:
-            refuse(name, app, exc)
-            raise
+        bound: Celery = original(cls, app)
+        # While the app is made final, all are guarded at once, and a client logs what is wrong.
+        comes_alone = not app.finalized or IS_FINAL in vars(app)
+        if name and (locks or (comes_alone and _is_keyed(cls) and runtime_of(app).enabled)):
+            try:
+                install(cls, app)
+            except SettingsError as exc:
+                refuse(name, app, exc)
+                raise
         return bound
 
-    SingletonTask.bind = classmethod(bind)
+    Task.bind = classmethod(bind)
+
+
+def _is_keyed(task: type[Task] | Task) -> bool:
+    return getattr(task, "lock_key", None) is not None
 
 
 def install(task: type[Task], app: Celery) -> None:
@@ -325,7 +338,7 @@ def _guard_if_keyed(task: Task, app: Celery) -> None:
     Raises:
         SettingsError: One of its options cannot be used.
     """
-    if isinstance(task, SingletonTask) or getattr(task, "lock_key", None) is not None:
+    if isinstance(task, SingletonTask) or _is_keyed(task):
         install(type(task), app)
 
 
@@ -350,53 +363,14 @@ def guard_for_sending(task: Task, app: Celery) -> Guard | None:
 
 
 def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
-    """Guard an app's tasks that have a ``lock_key``, under ``dislock_enabled``; logs errors."""
+    """Guard the tasks of a final app that have a key, under ``dislock_enabled``; logs errors."""
+    setattr(sender, IS_FINAL, True)
     if runtime_of(sender).enabled:
         try:
             guard_tasks(sender)
         except SettingsError as exc:  # Celery would log it with a traceback
             if not sender.loader.worker_initialized:  # else the start-up step reports it and exits
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
-
-
-class Guards:
-    """Guard the tasks that are made before an app is final, or after it.
-
-    When all tasks of an app are there, Celery sends a signal.  It sends none for a task that is
-    used earlier, in a script or an eager test, or that is declared later, because its module is
-    imported then.  So the two methods by which an app makes a task are wrapped: one is for
-    ``@app.task`` and ``@shared_task``, the other for classes.
-    """
-
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-        self._is_final = False  # and the signal was sent
-        app.on_after_finalize.connect(self._all_are_there, weak=False)
-        app._task_from_fun = self._guarding(app._task_from_fun)  # noqa: SLF001 -- no public name
-        app.register_task = self._guarding(app.register_task)
-
-    def catch_up(self) -> None:
-        """Guard what is there already: the signal may have been sent before."""
-        if self._app.finalized:
-            guard_if_enabled(self._app)
-            self._is_final = True
-
-    def _all_are_there(self, **_kwargs: Any) -> None:
-        self._is_final = True
-
-    def _guarding(self, make: Callable[..., Task]) -> Callable[..., Task]:
-        def made(*args: Any, **kwargs: Any) -> Task:
-            task = make(*args, **kwargs)
-            # In between all of them are guarded at once, and a client logs what is wrong with one.
-            if (self._is_final or not self._app.finalized) and runtime_of(self._app).enabled:
-                try:
-                    _guard_if_keyed(task, self._app)
-                except SettingsError as exc:
-                    refuse(task.name, self._app, exc)
-                    raise
-            return task
-
-        return made
 
 
 def extend_worker_command(options: Iterable[Any]) -> Any:

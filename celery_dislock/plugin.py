@@ -144,13 +144,14 @@ class Dislock:
     def __init__(self, app: Celery) -> None:
         if not isinstance(app, Celery):
             remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
-            told = shown(app) if isinstance(app, (str, list, tuple)) else app
-            raise SettingsError("Dislock(app)", "app", told, remedy)
+            given = shown(app) if isinstance(app, (str, list, tuple)) else app
+            raise SettingsError("Dislock(app)", "app", given, remedy)
         self._app: Celery | None = app
         self.runtime = runtime_of(app)
         self.runtime.for_python = True
         _follow(app)
-        app._dislock_guards.catch_up()  # noqa: SLF001 -- ours
+        if app.finalized:  # the signal may have been sent before
+            hooks.guard_if_enabled(app)
 
     @classmethod
     def from_url(cls, url: str | Sequence[str], **settings: Any) -> Dislock:
@@ -320,8 +321,6 @@ def _follow(app: Celery) -> None:
     for blueprint, steps in STEPS.items():
         app.steps[blueprint].update(f"{__name__}:{step}" for step in steps)
     app.on_after_finalize.connect(hooks.guard_if_enabled, weak=False)
-    if "_dislock_guards" not in vars(app):
-        app._dislock_guards = hooks.Guards(app)  # noqa: SLF001 -- ours
 
 
 Process.observer_type = Telemetry

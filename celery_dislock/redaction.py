@@ -34,18 +34,18 @@ class Ours(Exception):  # noqa: N818  # subclasses also derive from an error of 
 def reason_of(exc: BaseException) -> str:
     """Return what went wrong, in one short line that contains no password."""
     chain = list(_chain(exc))
-    told = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
-    if told is None:
+    shown = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
+    if shown is None:
         text = (_of_system(exc) if isinstance(exc, OSError) else "") or str(exc)
-    elif isinstance(told, Ours):
-        text = str(told)
-    elif isinstance(told, ANSWERED):
-        text = _answer(str(told))
-    elif str(told) in PLAIN:
-        text = str(told)
+    elif isinstance(shown, Ours):
+        text = str(shown)
+    elif isinstance(shown, ANSWERED):
+        text = _answer(str(shown))
+    elif str(shown) in PLAIN:
+        text = str(shown)
     else:
         system = next((one for one in chain if isinstance(one, OSError)), None)
-        text = (_of_system(system) if system else "") or _of_kind(told)
+        text = (_of_system(system) if system else "") or _of_kind(shown)
     line = plain(" ".join((text or type(exc).__name__).split()))
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 

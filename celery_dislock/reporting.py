@@ -22,9 +22,9 @@ logger = logging.getLogger("celery_dislock")
 
 def _shown_plainly(record: logging.LogRecord) -> bool:
     """Escape what is not text in the line of a record; a line that is all text keeps its parts."""
-    told = record.getMessage()
-    if not told.isprintable():
-        record.msg, record.args = plain(told), ()
+    line = record.getMessage()
+    if not line.isprintable():
+        record.msg, record.args = plain(line), ()
     return True
 
 
@@ -33,7 +33,7 @@ logger.addFilter(_shown_plainly)
 E = TypeVar("E", bound=BaseException)
 
 
-def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.INFO) -> E:
+def logged(error: E, name: str, task_id: str, what: str, *, level: int = logging.INFO) -> E:
     """
     Log how a delivery ends, in place of Celery's own line about *error*.
 
@@ -48,12 +48,12 @@ def told(error: E, name: str, task_id: str, what: str, *, level: int = logging.I
         The error.
     """
     if logger.isEnabledFor(level):
-        error.dislock_told = True  # type: ignore[attr-defined]
+        error.dislock_logged = True  # type: ignore[attr-defined]
         logger.log(level, "Task %s[%s] %s", name, task_id, what)
     return error
 
 
 def is_news(_record: logging.LogRecord) -> bool:
-    """Refuse a record about an exception that :func:`told` has logged; a filter."""
+    """Refuse a record about an exception that :func:`logged` has logged; a filter."""
     # Celery logs while it handles the exception, so sys.exc_info() returns that exception.
-    return not getattr(sys.exc_info()[1], "dislock_told", False)
+    return not getattr(sys.exc_info()[1], "dislock_logged", False)

@@ -62,20 +62,20 @@ def plain(text: object) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in written)
 
 
-def to_json(told: Any, **how: Any) -> str:
+def to_json(data: Any, **how: Any) -> str:
     """Return JSON that every program can read: a number that is not finite becomes null."""
     try:
-        return json.dumps(told, allow_nan=False, **how)
+        return json.dumps(data, allow_nan=False, **how)
     except ValueError:
-        return json.dumps(finite(told), allow_nan=False, **how)
+        return json.dumps(finite(data), allow_nan=False, **how)
 
 
-def finite(told: Any) -> Any:
+def finite(data: Any) -> Any:
     """Return data for JSON with None in place of each number that is not finite."""
-    if isinstance(told, float):
-        return told if math.isfinite(told) else None
-    if isinstance(told, dict):
-        return {name: finite(value) for name, value in told.items()}
-    if isinstance(told, (list, tuple)):
-        return [finite(value) for value in told]
-    return told
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return data

@@ -373,18 +373,18 @@ def _checked(owner: str, name: str, option: Field[Any], value: Any) -> Any:
 
 def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError:
     """Make the error about an option, without any password in its value."""
-    return SettingsError(owner, name, _told(name, value), remedy)
+    return SettingsError(owner, name, _censored(name, value), remedy)
 
 
 def reported(name: str, value: object) -> object:
     """Return a setting for a report to people; one of this package without any password."""
-    return _told(name, value) if "dislock" in name.lower() else value
+    return _censored(name, value) if "dislock" in name.lower() else value
 
 
-def _told(name: str, value: object, *, within: bool = False) -> object:
+def _censored(name: str, value: object, *, within: bool = False) -> object:
     """Hide what may be secret; of the texts *within* a mapping any may be, so none is shown."""
     if isinstance(value, Mapping):
-        return {key: _told(str(key), one, within=True) for key, one in value.items()}
+        return {key: _censored(str(key), one, within=True) for key, one in value.items()}
     if any(word in name.lower() for word in SECRETS):
         return HIDDEN
     if within:
@@ -392,5 +392,5 @@ def _told(name: str, value: object, *, within: bool = False) -> object:
     if "url" in name.lower() or (isinstance(value, str) and "://" in value):
         return shown(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_told(name, one) for one in value]
+        return [_censored(name, one) for one in value]
     return value

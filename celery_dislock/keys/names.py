@@ -26,8 +26,8 @@ NUMBER_MOST = 10**9  # maximum number of retries or replacements in a ticket
 _ENCODED = re.compile(rf"[%@~{CONTROL}]")
 
 
-def told_id(task_id: object) -> str:
-    """Return a task's id as a holder tells it: text of limited length, whatever a message has."""
+def shown_id(task_id: object) -> str:
+    """Return a task's id as a holder shows it: text of limited length, whatever a message has."""
     return shortened(str(task_id))
 
 

@@ -18,7 +18,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.messages.headers import HELD_HEADER, Notes, forget_notes
 from celery_dislock.messages.message import result_is_ignored
-from celery_dislock.reporting import told
+from celery_dislock.reporting import logged
 from celery_dislock.servers.requests import RELEASED
 
 if TYPE_CHECKING:
@@ -132,9 +132,9 @@ class Delivery:
         if reservation is not None:
             end_reservation(self.lock.store.reservations, reservation, str(self))
 
-    def told(self, error: Any, what: str, **kwargs: Any) -> Any:
+    def logged(self, error: Any, what: str, **kwargs: Any) -> Any:
         """Log how the delivery ends, in place of Celery's line about *error*; return the error."""
-        return told(error, self.task.name, self.id, what, **kwargs)
+        return logged(error, self.task.name, self.id, what, **kwargs)
 
     def forget_notes(self) -> None:
         """Drop the notes once the lock is taken: they do not apply to later messages."""

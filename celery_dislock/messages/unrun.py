@@ -61,7 +61,7 @@ def put_off(
     notes.put_off = min(notes.put_off + 1, PUT_OFF_MOST_TIMES)
     _send_again(delivery, delay, reason)
     ends = Ignore(reason) if error is None else Retry(str(error), exc=error, when=delay)
-    raise delivery.told(ends, f"put off for {delay:.1f} s: {reason}", level=level)
+    raise delivery.logged(ends, f"put off for {delay:.1f} s: {reason}", level=level)
 
 
 def _send_again(delivery: Delivery, delay: float, reason: str) -> None:
@@ -83,7 +83,7 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> None:
                 rejected = Reject(reason_of(exc), requeue=True)
                 why = f"its broker, which is away: {reason_of(exc)}; {reason}"
                 what = f"will be delivered again by {why}"
-                raise delivery.told(rejected, what, level=logging.WARNING) from None
+                raise delivery.logged(rejected, what, level=logging.WARNING) from None
             logger.error(  # noqa: TRY400 -- repeated, and the reason is enough
                 "Task %s cannot be put off, and waits in its slot: the broker is away: %s; %s",
                 *(delivery, reason_of(exc), reason),
@@ -96,7 +96,7 @@ def _send_again(delivery: Delivery, delay: float, reason: str) -> None:
 
 def acknowledge(delivery: Delivery, reason: str) -> NoReturn:
     """End a copy of work that is done, or is done by another message; raises Ignore."""
-    raise delivery.told(Ignore(reason), f"acknowledged unrun: {reason}.")
+    raise delivery.logged(Ignore(reason), f"acknowledged unrun: {reason}.")
 
 
 def skip(delivery: Delivery, reason: str) -> NoReturn:
@@ -106,4 +106,4 @@ def skip(delivery: Delivery, reason: str) -> NoReturn:
         ends = TaskSkipped
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
     delivery.end_reservation()
-    raise delivery.told(ends(reason), f"skipped: {reason}. It does not run.")
+    raise delivery.logged(ends(reason), f"skipped: {reason}. It does not run.")

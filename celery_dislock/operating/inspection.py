@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from celery.worker import state as worker_state
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import told_id
+from celery_dislock.keys.names import shown_id
 from celery_dislock.operating.about import about
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.overview import Overview
@@ -103,7 +103,7 @@ def _lease(request: Request, name: str, holders: Sequence[Holder]) -> dict[str, 
         "pid": request.worker_pid,
     }
     for one in holders:
-        if one.id == told_id(request.id) and one.worker == request.hostname and not one.turn:
+        if one.id == shown_id(request.id) and one.worker == request.hostname and not one.turn:
             return {
                 **about_task,
                 "pid": one.pid,  # greenlets and threads have numbers of their own in a request

@@ -167,7 +167,7 @@ class Parking:
         if isinstance(answer, Parked):
             holder = in_words(answer.conflict.holder)
             parked = TaskParked(lock.key, answer.place, holder, answer.conflict.held_for)
-            delivery.told(parked, f"{parked}.")
+            delivery.logged(parked, f"{parked}.")
             parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):

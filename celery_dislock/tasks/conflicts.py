@@ -21,7 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import signals
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.names import task_id_of_reserved, task_name, told_id
+from celery_dislock.keys.names import shown_id, task_id_of_reserved, task_name
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.messages.message import TaskParked, store_end
 from celery_dislock.messages.unrun import PUT_OFF_FIRST, PUT_OFF_MOST, acknowledge, put_off, skip
@@ -48,7 +48,7 @@ CELERY_FAILS_REJECTED = celery.VERSION[:2] >= (5, 7)  # in older versions get() 
 
 def is_a_copy(delivery: Delivery, conflict: Conflict) -> bool:
     """Tell whether the lock is held by, or reserved for, another delivery of the same task."""
-    mine = told_id(delivery.id)
+    mine = shown_id(delivery.id)
     if "parked" in conflict.holder:
         mine = shortened(task_name(delivery.id))
     return conflict.holder.get("id") == mine and not delivery.is_eager
@@ -198,7 +198,7 @@ def reject(asking: Acquisition, conflict: Conflict) -> NoReturn:
         task, request = delivery.task, delivery.request
         store_end(task, request, rejection, states.FAILURE, call_errbacks=True)
     what = f"rejected: {conflict.error()}. Its message goes to the dead-letter exchange, if any."
-    raise delivery.told(rejection, what)
+    raise delivery.logged(rejection, what)
 
 
 STRATEGIES: dict[str, Callable[[Acquisition, Conflict], Lease | None]] = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import SettingsError, StoreError
-from celery_dislock.keys.names import execution_start, reserved_lock, told_id
+from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
@@ -314,7 +314,7 @@ class Guard:
         process = self.runtime.process
         holder: About = {
             "task": task.name,
-            "id": told_id(request.id),
+            "id": shown_id(request.id),
             "worker": request.hostname,
             "pid": process.pid,
             "host": process.host,

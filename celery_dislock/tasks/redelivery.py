@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from celery.states import SUCCESS
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.keys.names import told_id
+from celery_dislock.keys.names import shown_id
 from celery_dislock.messages.unrun import acknowledge, put_off
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Copies:
         options, owner = self._lock.options, self._delivery.attempt.owner
         if options.lock_mode == "shared" or options.admits_several:
             for other in self._store.holders(self._lock.names[0]):
-                if other.id == told_id(self._delivery.id) and other.owner != owner:
+                if other.id == shown_id(self._delivery.id) and other.owner != owner:
                     self._put_off("another delivery of this task holds", other.remaining)
         if not options.lock_dedupe_redelivered:
             return

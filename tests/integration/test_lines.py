@@ -18,7 +18,7 @@ from redis.crc import key_slot
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.names import execution_start, owners_start, ticket_name, told_id
+from celery_dislock.keys.names import execution_start, owners_start, shown_id, ticket_name
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Ticket
@@ -665,7 +665,7 @@ class TestAwkwardIds:
         name = ticket_name(task_id, 0, 0)
         shown = Ticket(name, owners_start(task_id), marked, message)
         owner = f"{execution_start(task_id, 'w', pid)}nonce.{copy}"
-        return self.park(broker, owner, json.dumps({"id": told_id(task_id)}), shown), owner, name
+        return self.park(broker, owner, json.dumps({"id": shown_id(task_id)}), shown), owner, name
 
     def park(self, broker, owner, holder, shown):
         return broker.lines.park(LOCK, owner, LONG, holder, shown)
@@ -684,7 +684,7 @@ class TestAwkwardIds:
         granted, owner, name = self.ask(broker, task_id, 2, marked=True)
         assert (turn.ticket, turn.message) == (name, b"m")
         assert isinstance(granted, Granted)
-        assert broker.store.holders(LOCK)[0].id == told_id(task_id)
+        assert broker.store.holders(LOCK)[0].id == shown_id(task_id)
         assert broker.store.release([LOCK], owner, Ending(ticket=name))
         assert isinstance(self.ask(broker, task_id, 3, marked=True)[0], Done)
         assert left(client) == set()

@@ -50,7 +50,7 @@ def test_errors_survive_a_json_result_backend(error):
 @pytest.mark.parametrize(
     ("known", "words", "args"),
     [
-        ((), "", ()),
+        ((), "", (None, None)),
         ((720.0,), ", for 12 min so far", (720.0, None)),
         ((720.0, 3.1), ", for 12 min so far, last renewed 3.1 s ago", (720.0, 3.1)),
         ((5.0, 5.0), ", for 5.0 s so far", (5.0, 5.0)),

@@ -8,7 +8,7 @@ import pytest
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock import SingletonTask
-from celery_dislock.reporting import told
+from celery_dislock.reporting import logged
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(app, error):
 @pytest.mark.parametrize("error", [Ignore("why"), Reject("why"), Retry("why", when=2)])
 def test_celerys_line_is_left_out_where_ours_has_told_it(app, both, error):
     """Whatever the exception; ours has the task's name and id."""
-    run(app, told(error, "shop.export", "1", "does not run"))
+    run(app, logged(error, "shop.export", "1", "does not run"))
     assert both.messages == ["Task shop.export[1] does not run"]
 
 
@@ -53,7 +53,7 @@ def test_celerys_line_stays_about_a_bodys_own_exceptions(app, both, error, line)
 def test_celerys_line_stays_where_ours_is_hidden(app, both):
     """A logger that shows no INFO of ours shows that of Celery."""
     logging.getLogger("celery_dislock").setLevel(logging.WARNING)
-    run(app, told(Ignore(), "shop.export", "1", "does not run"))
+    run(app, logged(Ignore(), "shop.export", "1", "does not run"))
     assert both.messages == ["Task shop.export[1] ignored"]
 
 
@@ -71,7 +71,7 @@ def test_a_strangers_id_writes_no_line_and_no_command(both, level, text, line):
     """Whichever module logs it: one record is one line, which a terminal shows as it is."""
     logging.getLogger("celery_dislock").log(level, "Task %s has ended: %r", text, ValueError(7))
     assert both.messages == [f"Task {line} has ended: ValueError(7)"]
-    told(Ignore("why"), "t", text, "does not run")
+    logged(Ignore("why"), "t", text, "does not run")
     assert both.messages[1] == f"Task t[{line}] does not run"
 
 

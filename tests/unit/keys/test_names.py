@@ -8,11 +8,11 @@ from celery_dislock.keys.names import (
     execution_start,
     owners_start,
     reserved_name,
+    shown_id,
     task_id_of,
     task_id_of_reserved,
     task_name,
     ticket_name,
-    told_id,
 )
 
 PLAIN = [
@@ -74,6 +74,6 @@ def test_a_name_that_nobody_has_encoded_is_shown_as_it_is():
 @pytest.mark.parametrize("task_id", [*HOSTILE, float("nan"), "x" * 10**5, [1]])
 def test_an_id_is_told_as_text_of_limited_length(task_id):
     """A number that JSON does not have would make the holder's record unreadable for others."""
-    told = told_id(task_id)
+    told = shown_id(task_id)
     assert isinstance(told, str)
     assert len(told) < 1010

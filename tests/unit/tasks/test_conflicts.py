@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
 from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
-from celery_dislock.keys.names import task_name, told_id
+from celery_dislock.keys.names import shown_id, task_name
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.observer import Observer
 from celery_dislock.messages.headers import (
@@ -378,7 +378,7 @@ def test_an_eager_task_ends_at_once(app, world, strategy, state, error):
 def test_a_copy_is_known_by_any_id(task_id, parked):
     """A message may bring what is no text; what its holder says of itself is compared with that."""
     delivery = SimpleNamespace(id=task_id, is_eager=False)
-    told = {"id": task_name(task_id), "parked": True} if parked else {"id": told_id(task_id)}
+    told = {"id": task_name(task_id), "parked": True} if parked else {"id": shown_id(task_id)}
     conflict = Conflict("k", holder_of(json.dumps(told).encode()), 1.0)
     assert conflicts.is_a_copy(delivery, conflict)
     assert str(conflict.error()).isprintable()
