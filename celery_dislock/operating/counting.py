@@ -2,7 +2,7 @@
 
 The children of a prefork worker are processes of their own, which come and go.  A program that asks
 one of them sees only its counts.  So the counts of all processes are added up in Redis, by worker,
-and whoever asks for metrics reads them there; see :mod:`celery_dislock.operating.scraping`.
+and whoever asks for metrics reads them there; see :mod:`celery_dislock.operating.web.metrics`.
 
 Counting must cost nothing that a task could notice.  What happens is appended to a queue in memory,
 which needs no mutex and may be interrupted by a signal handler at any instruction.  Every few
@@ -15,6 +15,9 @@ answered.  Else a server that hangs would find them many times in its sockets.  
 process everything is sent that is left.  A process that is killed takes the counts of its last
 seconds along.
 
+What is counted is also recorded by instruments of OpenTelemetry's metrics API, if the application
+uses it.  This package never imports it.
+
 What is counted is bounded: by name of a task, of which a process has few, and by the worker's name.
 """
 
@@ -23,27 +26,27 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import mutex
 from celery_dislock.locks.observer import FOREVER, nothing
 from celery_dislock.operating.metrics import BUCKETS, COUNTED, MICROSECONDS, PARTS, SUM
-from celery_dislock.operating.tracing import instruments
 from celery_dislock.scripts.names import counts_of, index_of_counts
 from celery_dislock.servers.replies import milliseconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
-    from celery_dislock.operating.tracing import Instruments
-
-    Call = tuple[str | bytes | int, ...]
+    Counted = tuple[str, str, str, str, float]  # what, outcome, task, worker, number or seconds
+    Call = tuple[Any, ...]
     Send = Callable[[list[Call]], list[Any]]  # runs COUNT for each call; returns replies or errors
 
 EVERY = 5.0  # seconds between two batches
@@ -55,19 +58,62 @@ LABEL_MOST = 200  # characters of a label
 EVENTS_MOST = 200_000  # that are not added up yet; the oldest are dropped
 FINISH_WITHIN = 2.0  # seconds to wait for a batch on its way, at the end of a process
 OTHER = "other"
+SPOKEN = "celery_dislock."  # before all names that OpenTelemetry gets
+UNSET = ("Proxy", "NoOp")  # of the names of meter providers: the application has set none
 HISTOGRAMS = {word for word, metric in COUNTED.items() if metric.kind == "histogram"}
 
 logger = logging.getLogger("celery_dislock")
 
 
-class Event(NamedTuple):
-    """Something that was counted: *value* is a number of times, or seconds of a histogram."""
+class Instruments:
+    """
+    The instruments of OpenTelemetry's metrics API.
 
-    what: str
-    outcome: str
-    task: str
-    worker: str
-    value: float
+    Args:
+        meter: OpenTelemetry's meter.
+    """
+
+    def __init__(self, meter: Any) -> None:
+        self._record: dict[str, Callable[..., None]] = {}
+        for word, metric in COUNTED.items():
+            about = {"name": SPOKEN + word, "description": metric.meaning}
+            if metric.kind == "histogram":
+                self._record[word] = meter.create_histogram(unit="s", **about).record
+            else:
+                self._record[word] = meter.create_counter(**about).add
+        leases = meter.create_up_down_counter(
+            f"{SPOKEN}leases", description="Leases that this process holds"
+        )
+        self._lease = leases.add
+
+    def record(self, what: str, outcome: str, task: str, worker: str, value: float) -> None:
+        """Record what was counted."""
+        about = {"task": task, "worker": worker}
+        if what == "acquisitions":
+            self._lease(1, about)
+        elif what == "held":
+            self._lease(-1, about)
+        if outcome:
+            about["outcome"] = outcome
+        self._record[what](value, about)
+
+
+_made: list[Instruments] = []
+
+
+def instruments() -> Instruments | None:
+    """Return the instruments; None in a process that does not use OpenTelemetry's metrics."""
+    metrics: Any = sys.modules.get("opentelemetry.metrics")
+    if metrics is None:
+        return None
+    if not _made:
+        get_provider = getattr(metrics, "get_meter_provider", None)  # missing during an import
+        provider = get_provider() if get_provider is not None else None
+        # redis-py imports the API wherever it is installed; that alone means nothing.
+        if provider is None or type(provider).__name__.lstrip("_").startswith(UNSET):
+            return None
+        _made.append(Instruments(provider.get_meter("celery_dislock")))
+    return _made[0]
 
 
 class Counters:
@@ -98,7 +144,7 @@ class Counters:
         self._prefix = prefix
         self._send_last = send_last
         self._pid = os.getpid()
-        self._events: deque[Event] = deque(maxlen=EVENTS_MOST)
+        self._events: deque[Counted] = deque(maxlen=EVENTS_MOST)
         self._instruments: Instruments | None = None
         self._mutex = mutex()  # of a flush
         self._tasks: set[str] = set()
@@ -117,14 +163,14 @@ class Counters:
             outcome: How it went; a word.
             value: The number of times; of a histogram, seconds.
         """
-        event = Event(what, outcome, holder.get("task") or "", holder.get("worker") or "", value)
-        self._events.append(event)
+        counted = (what, outcome, holder.get("task") or "", holder.get("worker") or "", value)
+        self._events.append(counted)
         if self.due_at == FOREVER:
             self.due_at = self._clock() + EVERY
             self._instruments = instruments()
             self.wake()
         if self._instruments is not None:
-            self._instruments.record(*event)
+            self._instruments.record(*counted)
 
     def flush(self, send: Send, *, patience: float = 0.0) -> None:
         """
@@ -141,7 +187,7 @@ class Counters:
             self.due_at = FOREVER  # before the queue is read: what comes later asks for a flush
             with suppress(IndexError):
                 while True:
-                    self._add_up(self._events.popleft())
+                    self._add_up(*self._events.popleft())
             if self._sums and self.error is not None:
                 self._try(send, {worker: Counter() for worker in list(self._sums)[:1]})
             if self._sums and self.error is None:
@@ -162,7 +208,7 @@ class Counters:
         index = index_of_counts(self._prefix)
         bounds = (milliseconds(KEPT), WORKERS_MOST, FIELDS_MOST)
         calls: list[Call] = [
-            (index, counts_of(self._prefix, worker), *bounds, *_flat(of))
+            (index, counts_of(self._prefix, worker), *bounds, *chain.from_iterable(of.items()))
             for worker, of in sums.items()
         ]
         try:
@@ -173,8 +219,7 @@ class Counters:
         done = zip(list(sums), replies, strict=True)
         return [worker for worker, reply in done if not isinstance(reply, StoreError)]
 
-    def _add_up(self, event: Event) -> None:
-        what, word, task, worker, value = event
+    def _add_up(self, what: str, word: str, task: str, worker: str, value: float) -> None:
         if task not in self._tasks:
             task = task[:LABEL_MOST]
             if len(self._tasks) < TASKS_MOST:
@@ -188,12 +233,6 @@ class Counters:
                 sums[f"{what} {SUM} {task}"] += micros
             word, value = PARTS[bisect_left(BUCKETS, seconds)], 1
         sums[f"{what} {word or '-'} {task}"] += int(value)
-
-
-def _flat(counts: Mapping[str, int]) -> Iterator[str | int]:
-    for field, amount in counts.items():
-        yield field
-        yield amount
 
 
 _living: WeakSet[Counters] = WeakSet()

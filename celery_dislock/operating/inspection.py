@@ -7,15 +7,18 @@ processes, which cannot be asked.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from celery.worker import state as worker_state
 
-from celery_dislock.exceptions import StoreError
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.keys.names import shown_id
-from celery_dislock.operating.about import about
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.redaction import reason_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import shown_key
 from celery_dislock.tasks.task import guards_of
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
     from celery.worker.request import Request
 
+    from celery_dislock.locks.runtime import Runtime
     from celery_dislock.servers.view import Holder
 
 FULL = "full"  # the argument of `celery inspect dislock` that asks for everything
@@ -51,7 +55,7 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
         worker: The worker.
 
     Returns:
-        A JSON object: what :func:`celery_dislock.operating.about.about` returns, and "warnings" of
+        A JSON object: what :func:`about` returns, and "warnings" of
         the worker's start, "errors" that the main process's watchdog has survived, "unavailable":
         why the lock server did not answer, or None, and "leases".
     """
@@ -68,18 +72,66 @@ def inspection(app: Celery, worker: WorkController) -> dict[str, Any]:
     return answer
 
 
+def about(runtime: Runtime[Any], tasks: Mapping[str, TaskOptions]) -> dict[str, Any]:
+    """
+    Describe an app's locks.  No round trip.
+
+    Args:
+        runtime: The locks of the app.
+        tasks: The options of each guarded task, by the task's name.
+
+    Returns:
+        A JSON object: version, whether tasks lock, lock server without its password, prefix, and
+        of each task the options that differ from the defaults.  It has no "error": Celery's
+        command line takes an answer with one for the refusal of the command.
+    """
+    description: dict[str, Any] = {
+        "version": _version(),
+        "enabled": runtime.enabled,
+        "locks": not runtime.off,
+        "server": None,
+        "prefix": None,
+        "no_server": None,
+        "tasks": {name: differing(options) for name, options in sorted(tasks.items())},
+    }
+    try:
+        description["server"] = runtime.process.store.server
+        description["prefix"] = runtime.settings.dislock_prefix
+    except DislockError as exc:
+        description["no_server"] = reason_of(exc)
+    return description
+
+
+def differing(options: TaskOptions) -> dict[str, Any]:
+    """Return the options that are not the defaults, as JSON can have them."""
+    values = ((option.name, getattr(options, option.name)) for option in fields(TaskOptions))
+    return {name: _plain(value) for name, value in values if value != getattr(TaskOptions, name)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if callable(value):  # each process has another repr of it
+        return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', '?')}"
+    return value
+
+
+def _version() -> str:
+    try:
+        return version("celery-dislock")
+    except PackageNotFoundError:
+        return "?"
+
+
 def _leases(app: Celery) -> list[dict[str, Any]]:
     """Return a lease, or that there is none, for each lock of each running task."""
     runtime = runtime_of(app)
     wanted = list(_locks_of_running_tasks())
     if not wanted:
         return []
-    store = runtime.process.store_within(WITHIN)
-    try:
+    with closing(runtime.process.store_within(WITHIN)) as store:
         overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
         locks = overview.look([name for _, name in wanted])
-    finally:
-        store.close()
     return [
         _lease(request, name, [] if isinstance(lock, StoreError) else lock.holders)
         for (request, name), lock in zip(wanted, locks, strict=True)

@@ -3,7 +3,7 @@
 A row of :data:`METRICS` is all that a metric needs, beside a call of the observer that counts it.
 Counters and histograms are counted by the processes; see
 :mod:`celery_dislock.operating.counting`.  Gauges are read from the locks when somebody asks; see
-:mod:`celery_dislock.operating.scraping`.  OpenTelemetry has instruments for all that is counted.
+:mod:`celery_dislock.operating.web.metrics`.  OpenTelemetry has instruments for all that is counted.
 """
 
 from __future__ import annotations

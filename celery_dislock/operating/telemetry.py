@@ -1,13 +1,18 @@
 """What is counted, traced and sent as an event: the observer of a process.
 
+This package never imports OpenTelemetry.  If the application has, the span that is current when a
+task's guard is entered, such as the one of Celery's instrumentor, gets attributes and events.
+
 A defect here must not disturb a lock: it is logged, and the lock goes on.  Where nobody asked for
-metrics and no span records, a lock costs a check of that for each call, and no more.
+metrics and no span records, each call ends after a check of that.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
+from contextlib import closing
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +22,7 @@ from celery import Task
 from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.messages.events import send
-from celery_dislock.operating.counting import Counters
-from celery_dislock.operating.tracing import current_span
+from celery_dislock.operating.counting import SPOKEN, Counters
 from celery_dislock.scripts import COUNT
 
 if TYPE_CHECKING:
@@ -50,16 +54,25 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _of_a_lock(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Call a harmless method if anything is counted or traced."""
-    careful = _harmless(method)
+def current_span() -> Any:
+    """Return OpenTelemetry's current span; None if there is none that records."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    get = getattr(trace, "get_current_span", None)  # missing during an import
+    span = get() if get is not None else None
+    return span if span is not None and span.is_recording() else None
 
-    @wraps(method)
-    def call(self: Telemetry, about: Attempt | Lease, *args: Any, **kwargs: Any) -> None:
-        if self.counters is not None or about.trace is not None:
-            careful(self, about, *args, **kwargs)
 
-    return call
+def _note(span: Any, **attributes: str | float) -> None:
+    """Set attributes ``celery_dislock.<name>``."""
+    if span is not None:
+        span.set_attributes({SPOKEN + name: value for name, value in attributes.items()})
+
+
+def _event(span: Any, name: str, **attributes: str | float) -> None:
+    """Add an event ``celery_dislock.<name>`` with attributes of that prefix."""
+    if span is not None:
+        about = {SPOKEN + attribute: value for attribute, value in attributes.items()}
+        span.add_event(SPOKEN + name, about)
 
 
 class Telemetry(Observer):
@@ -80,18 +93,12 @@ class Telemetry(Observer):
         self._events: deque[Callable[[], None]] = deque(maxlen=EVENTS_MOST)
         if process.settings.dislock_metrics:
             self.counters = Counters(process.settings.dislock_prefix, self._send_last)
-            self.counters.wake = self._wake
-
-    def _wake(self) -> None:
-        self.wake()
+            self.counters.wake = lambda: self.wake()  # noqa: PLW0108 -- the watchdog sets it later
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
-        store = self.process.store_within(LAST_WITHIN)
-        try:
+        with closing(self.process.store_within(LAST_WITHIN)) as store:
             replies: list[Any] = store.lock_server.run_many(COUNT, calls, within=LAST_WITHIN)
-            return replies
-        finally:
-            store.close()
+        return replies
 
     def _count(
         self, what: str, holder: Mapping[str, Any], outcome: str = "", value: float = 1
@@ -104,34 +111,30 @@ class Telemetry(Observer):
         """Return the current span."""
         return current_span()
 
-    @_of_a_lock
+    @_harmless
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""
         self._count("acquisitions", lease.holder, how)
         self._count("wait", lease.holder, value=waited)
-        if lease.trace is not None:
-            lease.trace.note(
-                key=lease.key, outcome=how, wait=waited, token=lease.token, owner=lease.owner
-            )
-            lease.trace.event("acquired", key=lease.key, wait=waited, token=lease.token)
+        about: Any = {"key": lease.key, "wait": waited, "token": lease.token}
+        _note(lease.trace, outcome=how, owner=lease.owner, **about)
+        _event(lease.trace, "acquired", **about)
 
-    @_of_a_lock
+    @_harmless
     def conflict(self, attempt: Attempt, key: str, outcome: str, holder: str) -> None:
         """Count a conflict."""
         self._count("conflicts", attempt.holder, outcome)
-        if attempt.trace is not None:
-            attempt.trace.note(key=key, outcome=outcome)
-            attempt.trace.event("conflict", key=key, outcome=outcome, holder=holder)
+        _note(attempt.trace, key=key, outcome=outcome)
+        _event(attempt.trace, "conflict", key=key, outcome=outcome, holder=holder)
 
-    @_of_a_lock
+    @_harmless
     def unavailable(self, attempt: Attempt, key: str, outcome: str, reason: str) -> None:
         """Count an attempt that the lock server did not answer."""
         self._count("unavailable", attempt.holder, outcome)
-        if attempt.trace is not None:
-            attempt.trace.note(key=key, outcome="unavailable")
-            attempt.trace.event("unavailable", key=key, reason=reason)
+        _note(attempt.trace, key=key, outcome="unavailable")
+        _event(attempt.trace, "unavailable", key=key, reason=reason)
 
-    @_of_a_lock
+    @_harmless
     def renewed(self, lease: Lease) -> None:
         """Count a renewal."""
         self._count("renewals", lease.holder)
@@ -140,8 +143,7 @@ class Telemetry(Observer):
     def capped(self, lease: Lease, action: str) -> None:
         """Count a cap that is reached, and send an event."""
         self._count("capped", lease.holder)
-        if lease.trace is not None:
-            lease.trace.event("capped", key=lease.key, renewals=lease.renewals)
+        _event(lease.trace, "capped", key=lease.key, renewals=lease.renewals)
         about = {"renewals": lease.renewals, "ends_in": lease.remaining, "action": action}
         self._send_event(lease, "task-lock-capped", about)
 
@@ -151,24 +153,23 @@ class Telemetry(Observer):
         self._count("lost", lease.holder, "gone" if gone else "expired")
         self._send_event(lease, "task-lock-lost", {"reason": lease.why_ended, "action": action})
 
-    @_of_a_lock
+    @_harmless
     def ended(self, lease: Lease, end: str, held: float) -> None:
         """Count for how long a lease was held."""
         self._count("held", lease.holder, value=held)
-        if lease.trace is not None:
-            about: dict[str, str | bool] = {}
-            if end == "lost":
-                about["reason"] = lease.why_ended
-            elif end != "abandoned":
-                end, about["expiring"] = "released", end == "expiring"
-            lease.trace.event(end, key=lease.key, held=held, **about)
+        about: dict[str, str | bool] = {}
+        if end == "lost":
+            about["reason"] = lease.why_ended
+        elif end != "abandoned":
+            end, about["expiring"] = "released", end == "expiring"
+        _event(lease.trace, end, key=lease.key, held=held, **about)
 
     @_harmless
     def message(self, task: str, outcome: str, worker: str = "") -> None:
         """Count a message of a unique task."""
-        if self.counters is not None:
-            holder = {"task": task, "worker": worker or f"sender@{self.process.host}"}
-            self.counters.add("messages", holder, outcome)
+        self._count(
+            "messages", {"task": task, "worker": worker or f"sender@{self.process.host}"}, outcome
+        )
 
     def _send_event(self, lease: Lease, type_: str, about: dict[str, Any]) -> None:
         """Send an event about a task that a worker runs; in a pool process the loop does so."""

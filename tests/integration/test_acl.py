@@ -7,6 +7,7 @@ import re
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,7 @@ from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.operating.counting import Counters
-from celery_dislock.operating.scraping import Metrics
+from celery_dislock.operating.web.metrics import Collector
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, Script
@@ -241,10 +242,10 @@ class Life:
         assert isinstance(self.acquire("a/1"), Granted)
         ticket = Ticket("x:0:0", "x@", marked=False, message=b"{}")
         assert isinstance(self.lines.park(LOCK, "x@w/1", LONG, HOLDER, ticket), Parked)
-        reading = Metrics(runtime).read()
-        assert reading.up
-        assert len(reading.values["celery_dislock_acquisitions_total"]) == 1
-        assert len(reading.values["celery_dislock_parked"]) == 1
+        values = Collector(SimpleNamespace(runtime=runtime)).read()
+        assert values["celery_dislock_server_up"][()] == 1
+        assert len(values["celery_dislock_acquisitions_total"]) == 1
+        assert len(values["celery_dislock_parked"]) == 1
         assert self.lines.leave(LOCK, "x:0:0")
         assert self.store.release([LOCK], "a/1")
 

@@ -14,7 +14,7 @@ from celery_dislock import SingletonTask
 from celery_dislock.exceptions import StoreError
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock as command
-from celery_dislock.operating.draining import Drain
+from celery_dislock.operating.cli.draining import Drain
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Ticket

@@ -9,7 +9,7 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 
 from celery_dislock import SingletonTask, current_lease
-from celery_dislock.operating import tracing
+from celery_dislock.operating import counting
 from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
 
@@ -46,7 +46,7 @@ def reader(monkeypatch):
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
-    monkeypatch.setattr(tracing, "_made", [])
+    monkeypatch.setattr(counting, "_made", [])
     yield reader
     provider.shutdown()
 

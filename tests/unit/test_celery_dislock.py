@@ -38,7 +38,7 @@ def test_what_users_catch_is_imported_from_the_top():
 NOT_IMPORTED = (
     *("celery.app.control", "celery.bin", "celery.worker", "celery.concurrency", "pygments"),
     *("celery_dislock.operating.cli", "celery_dislock.operating.web", "celery_dislock.operating.o"),
-    *("celery_dislock.operating.scraping", "celery_dislock.operating.checks"),
+    "celery_dislock.operating.checks",
     *("celery_dislock.worker", "celery_dislock.tasks.request", "celery_dislock.servers.cluster"),
     *("celery_dislock.servers.quorum", "celery_dislock.servers.sentinel"),
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.server import Server
     from celery_dislock.servers.view import LockState
 
-    # What a process tells of an app's locks: see celery_dislock.operating.about.
+    # What a process tells of an app's locks: see celery_dislock.operating.inspection.
     Description = Mapping[str, Any]
 
 ROUND_TRIPS = 11  # that are timed

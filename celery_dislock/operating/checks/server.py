@@ -178,7 +178,7 @@ def writes(facts: Facts) -> Iterator[Finding]:
 
 def sentinels(facts: Facts) -> Iterator[Finding]:
     """Find Sentinels that cannot name the master.  Blocks for the timeout of each."""
-    asked: list[tuple[str, str]] = getattr(facts.server, "watchers", list)()
+    asked = facts.server.watchers()
     mute = [(name, why) for name, why in asked if why]
     if mute:
         few = len(asked) - len(mute) <= len(asked) // 2

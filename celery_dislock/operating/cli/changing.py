@@ -9,12 +9,12 @@ import click
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.cli.keys import by_key
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
     FOUND,
     as_json,
     audit,
+    by_key,
     duration,
     session,
     tell,
@@ -28,7 +28,7 @@ from celery_dislock.words import for_people, plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from celery_dislock.operating.cli.keys import WhichLock
+    from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import AppLocks
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 

@@ -1,26 +1,32 @@
-"""``celery dislock doctor``: examine the lock server, the workers and the locks."""
+"""``celery dislock doctor``: examine the lock server, the workers and the locks themselves.
+
+The facts are gathered first.  Then the checks of :mod:`celery_dislock.operating.checks` judge them.
+Nothing is changed but a key of doctor's own, which is gone again, and no command is sent that
+blocks the server.  If the lock server is away, what the workers say is judged nevertheless.
+"""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from celery_dislock.operating.about import about
-from celery_dislock.operating.checks.facts import Facts, Fleet, understood
-from celery_dislock.operating.checks.table import LEVELS
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks import locks, server, workers
+from celery_dislock.operating.checks.facts import Facts, Fleet, members_of, understood
+from celery_dislock.operating.checks.table import LEVELS, NOTE, SERIOUS, Finding, findings
 from celery_dislock.operating.cli.session import AWAY, FOUND, as_json, session, write_json
-from celery_dislock.operating.doctor import examine
+from celery_dislock.operating.inspection import about
 from celery_dislock.redaction import reason_of
 from celery_dislock.tasks.task import guards_of
 from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from celery import Celery
+    from collections.abc import Sequence
 
-    from celery_dislock.operating.doctor import Report
+    from celery import Celery
 
 WIDTH = 100  # columns of the text, if a terminal has them
 COLORS = {"serious": "red", "warning": "yellow", "note": "cyan", "ok": "green"}
@@ -62,8 +68,46 @@ def doctor(context: click.Context, json_: bool, timeout: float) -> None:  # noqa
             _write(report)
         if report.away:
             context.exit(AWAY)
-        if report.serious:
+        if report.counts[SERIOUS]:
             context.exit(FOUND)
+
+
+class Report(NamedTuple):
+    """
+    The result of an examination.
+
+    Attributes:
+        findings: All findings, the most serious first.
+        away: Whether the lock server did not answer.
+    """
+
+    findings: Sequence[Finding]
+    away: bool
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of findings of each level."""
+        return {level: sum(one.level == level for one in self.findings) for level in LEVELS}
+
+
+def examine(facts: Facts) -> Report:
+    """
+    Examine everything.  Blocks for the round trips of all checks.
+
+    Args:
+        facts: What is known before the lock server is asked.
+    """
+    facts.members = members_of(facts.server)
+    checks, found = [*workers.CHECKS, *server.CHECKS], []
+    if not facts.away:
+        try:
+            facts.look(locks.is_suspect)
+            checks += locks.CHECKS
+        except StoreError as exc:
+            found.append(Finding("locks", NOTE, f"The locks could not be looked at: {exc}"))
+    for name, finds in checks:
+        found += findings(name, finds, facts)
+    return Report(sorted(found, key=lambda one: LEVELS.index(one.level)), facts.away)
 
 
 def ask_workers(app: Celery, timeout: float) -> Fleet:
@@ -100,13 +144,9 @@ def _replies(app: Celery, command: str, **how: Any) -> dict[str, Any]:
 
 def as_dict(report: Report) -> dict[str, Any]:
     """Return an examination as JSON has it."""
-    findings = [one._asdict() for one in report.findings]
-    verdict = {"away": report.away, "serious": report.serious}
-    return {**verdict, "counts": _counts(report), "findings": findings}
-
-
-def _counts(report: Report) -> dict[str, int]:
-    return {level: sum(one.level == level for one in report.findings) for level in LEVELS}
+    found = [one._asdict() for one in report.findings]
+    verdict = {"away": report.away, "serious": report.counts[SERIOUS] > 0}
+    return {**verdict, "counts": report.counts, "findings": found}
 
 
 def _write(report: Report) -> None:
@@ -120,4 +160,4 @@ def _write(report: Report) -> None:
         if one.remedy:
             wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
             click.echo(wrapper.fill(plain(one.remedy)))
-    click.echo(", ".join(f"{many} {level}" for level, many in _counts(report).items() if many))
+    click.echo(", ".join(f"{many} {level}" for level, many in report.counts.items() if many))

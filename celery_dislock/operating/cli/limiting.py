@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from celery_dislock.keys.templates import key_of
-from celery_dislock.operating.cli.keys import WhichLock, by_key
 from celery_dislock.operating.cli.session import (
+    WhichLock,
     as_json,
     audit,
+    by_key,
     duration,
     session,
     tell,

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.operating.cli.keys import by_key
 from celery_dislock.operating.cli.session import (
     FOUND,
     NOTHING,
     as_json,
+    by_key,
     duration,
     session,
     tell,
@@ -28,7 +28,7 @@ from celery_dislock.words import for_people, plain, to_json
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from celery_dislock.operating.cli.keys import WhichLock
+    from celery_dislock.operating.cli.session import WhichLock
     from celery_dislock.operating.locks import Row
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 

@@ -15,7 +15,6 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli.reading import LISTED, by_holder
 from celery_dislock.operating.cli.session import cells_of, session
 from celery_dislock.operating.web.listing import listing
-from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from celery_dislock.operating.locks import AppLocks
@@ -106,4 +105,4 @@ def _line(text: str) -> Any:
     """Return a text of one line, without markup, that is cut where it is too long."""
     from rich.text import Text  # noqa: PLC0415 -- optional
 
-    return Text(plain(text), no_wrap=True, overflow="ellipsis")
+    return Text(text, no_wrap=True, overflow="ellipsis")

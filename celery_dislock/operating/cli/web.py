@@ -6,7 +6,6 @@ import logging
 import signal
 import sys
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import click
@@ -71,51 +70,43 @@ def web(
     Browsers on this machine may look at it. All who want to change something need the token in the
     address that is printed. Behind a proxy and on another address, everybody needs it.
     """
-    create_server, page_module, token_of = _extra()
-    this_machine = page_module.LOOPBACK
-    is_here = host in (*this_machine, "::1")
+    try:
+        from waitress.server import create_server  # noqa: PLC0415 -- an extra
+
+        from celery_dislock.operating.web import page, token  # noqa: PLC0415 -- as above
+    except ImportError as exc:
+        raise click.UsageError('the page needs: pip install "celery-dislock[web]"') from exc
+    is_here = host in (*page.LOOPBACK, "::1")
     if not is_here and not allow_host:
         remedy = f"--host {host} needs --allow-host, the name in the browser's address bar"
         raise click.UsageError(remedy, context)
     prefix = options.pop("url_prefix")
     is_free = is_here and not allow_host and trusted_proxy is None
-    token = token_of(user(), is_free=is_free)
-    page = page_module.Page(
+    asker = token.Token(user(), is_free=is_free)
+    served = page.Page(
         context.obj.app,
-        user=token.user,
-        allow_actions=token.is_there if allow_actions else False,
-        allowed_hosts=(*this_machine, *allow_host),
+        user=asker.user,
+        allow_actions=asker.is_there if allow_actions else False,
+        allowed_hosts=(*page.LOOPBACK, *allow_host),
         **options,
     )
     proxied = {"trusted_proxy": trusted_proxy, **BELIEVED} if trusted_proxy else {}
     try:
         server = create_server(
-            token.taken_from_address(page),
+            asker.taken_from_address(served),
             host=host.strip("[]"),
             port=port,
             url_prefix=prefix,
             clear_untrusted_proxy_headers=trusted_proxy is not None,
-            max_request_body_size=page_module.BODY_MOST,
+            max_request_body_size=page.BODY_MOST,
             **proxied,
             **LIMITS,
         )
     except (OSError, ValueError) as exc:
         raise click.ClickException(f"cannot listen at {host}:{port}: {exc}") from exc
     address = allow_host[0] if not is_here else f"[{host}]" if host == "::1" else host
-    query = f"?token={token.value}" if allow_actions or not is_free else ""
+    query = f"?token={asker.value}" if allow_actions or not is_free else ""
     _run(server, f"http://{address}:{port or _port_of(server)}{prefix}/{query}")
-
-
-def _extra() -> tuple[Any, Any, Any]:
-    """Return what the extra ``web`` brings."""
-    try:
-        from waitress.server import create_server  # noqa: PLC0415 -- an extra
-
-        page = import_module("celery_dislock.operating.web.page")
-        from celery_dislock.operating.web.token import Token  # noqa: PLC0415 -- an extra
-    except ImportError as exc:
-        raise click.UsageError('the page needs: pip install "celery-dislock[web]"') from exc
-    return create_server, page, Token
 
 
 def _port_of(server: Any) -> int:

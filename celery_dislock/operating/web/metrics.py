@@ -10,25 +10,56 @@ Mount it at ``/metrics`` of any WSGI application, or serve it alone::
 It reads the lock server, and needs no worker in its process.  If a reading takes long, because
 there are very many locks, those who ask meanwhile get the last one.  It answers 200 also if the
 lock server is away: ``celery_dislock_server_up`` is 0 then.
+
+Counters and histograms are what the processes have added up on the lock server; see
+:mod:`celery_dislock.operating.counting`.  Gauges are read from the locks themselves when somebody
+asks, so they are right whatever has become of the processes.
+
+A counter must not go down, or a monitoring system takes the whole of it for new.  After a failover
+the server may have lost the last additions, and of several servers one that was away has missed
+some.  So a reader keeps the highest value that it has seen of each counter, until the counts of
+that worker are less than half of it: then they have begun anew.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections import defaultdict
+from contextlib import closing, suppress
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.counting import LABEL_MOST, OTHER, TASKS_MOST
 from celery_dislock.operating.locks import AppLocks
-from celery_dislock.operating.metrics import BUCKETS, METRICS, MICROSECONDS
-from celery_dislock.operating.scraping import Metrics, Reading
+from celery_dislock.operating.metrics import (
+    BUCKETS,
+    COUNTED,
+    METRICS,
+    MICROSECONDS,
+    OUTCOME,
+    PARTS,
+    STATE,
+)
 from celery_dislock.operating.web.cache import Cache
+from celery_dislock.scripts import COUNTS
+from celery_dislock.scripts.names import counts_of, index_of_counts
+from celery_dislock.servers.connections import SOCKET_TIMEOUT
+from celery_dislock.servers.overview import PLACES, Overview
+from celery_dislock.servers.records import text
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from celery import Celery
 
     from celery_dislock.locks.runtime import Runtime
-    from celery_dislock.operating.metrics import Metric
+    from celery_dislock.operating.metrics import Labels, Metric
+    from celery_dislock.servers.server import Server
+    from celery_dislock.servers.view import LockState
+
+    # By a metric's name and the values of its labels: a number, or one for each of PARTS.
+    Values = dict[str, dict[Labels, Any]]
 
     class Dislock(Protocol):
         """What is needed of one; it stands above this module."""
@@ -36,6 +67,12 @@ if TYPE_CHECKING:
         runtime: Runtime[Any]
 
 
+TIMEOUT = 1.0  # seconds for a reply; a command is sent three times at most
+TOGETHER = 20  # workers whose counts are read in one round trip, by a script each
+PAGES_MOST = 500  # of a hundred locks, that are looked at for the gauges
+DIGITS_MOST = 18  # of a count
+UP = "celery_dislock_server_up"
+GAUGES = [(metric, metric.of) for metric in METRICS if metric.of is not None]
 NEEDS = "Metrics for Prometheus need prometheus_client: pip install 'celery-dislock[metrics]'"
 
 
@@ -61,42 +98,151 @@ def make_wsgi_app(locks: Dislock | Celery) -> Callable[..., Iterable[bytes]]:
 
 class Collector:
     """
-    A collector of prometheus_client, to be registered in any registry.
+    A collector of prometheus_client, to be registered in any registry.  Thread-safe.
 
     Args:
         locks: See :func:`make_wsgi_app`.
     """
 
     def __init__(self, locks: Dislock | Celery) -> None:
-        self._metrics = Metrics(AppLocks(locks).runtime)
-        self._cache = Cache(0.0)  # keeps only what took long to read
+        self._runtime = AppLocks(locks).runtime
+        self._marks: dict[str, Mapping[str, int]] = {}  # highest counts seen, by worker
+        self._cache = Cache(0.0)  # keeps only what took long to read; one thread reads at a time
 
     def describe(self) -> list[Any]:
         """Return the families without samples, so that a request can choose some by name."""
-        return [_family(metric, Reading()) for metric in METRICS]
+        return [_family(metric, {}) for metric in METRICS]
 
     def collect(self) -> Iterator[Any]:
         """Read the lock server, and return a family for each metric; blocks."""
-        reading = self._cache.get("metrics", self._metrics.read).value
-        if not reading.up:  # it took long because nobody answered
+        values = self._cache.get("metrics", self.read).value
+        if not values[UP][()]:  # it took long because nobody answered
             self._cache.forget()
         for metric in METRICS:
-            yield _family(metric, reading)
+            yield _family(metric, values.get(metric.name, {}))
+
+    def read(self) -> Values:
+        """
+        Read all metrics; blocks for some round trips, which grow with the number of locks.
+
+        Never raises a StoreError.  If the server does not answer, there are the counters if those
+        were read, and no gauges but the one that says so.
+        """
+        values: Values = defaultdict(dict)
+        values[UP][()] = 0.0
+        with suppress(StoreError), closing(self._runtime.process.store_within(TIMEOUT)) as store:
+            server = store.lock_server
+            self._marks = {
+                worker: _not_less(fields, self._marks.get(worker, {}))
+                for worker, fields in self._counts(server)
+                if fields
+            }
+            _add_counted(values, self._marks)
+            self._add_gauges(values, server)
+            values[UP][()] = 1.0
+        return values
+
+    def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
+        """Read what each worker has counted, by field."""
+        prefix = self._runtime.settings.dislock_prefix
+        index = index_of_counts(prefix)
+        names = list(map(text, server.run(COUNTS, [index])))
+        for first in range(0, len(names), TOGETHER):
+            some = names[first : first + TOGETHER]
+            calls = [(index, name) for name in some]
+            replies = server.run_many(COUNTS, calls, within=SOCKET_TIMEOUT)
+            for name, reply in zip(some, replies, strict=True):
+                if isinstance(reply, StoreError):
+                    raise reply
+                yield name.removeprefix(counts_of(prefix, "")), dict(_fields(reply[0]))
+
+    def _add_gauges(self, values: Values, server: Server) -> None:
+        overview = Overview(server, self._runtime.settings.dislock_prefix)
+        failed: list[StoreError] = []
+        found: dict[str, dict[Labels, float]] = {metric.name: {} for metric, _ in GAUGES}
+        names: set[str] = set()
+        pages = 0
+        for page in islice(overview.names(failed=failed), PAGES_MOST):
+            pages += 1
+            for lock in _with_lines(overview, page):
+                for metric, of in GAUGES:
+                    known, is_ours = found[metric.name], metric.labels == (STATE,)
+                    for given, number in of(lock):
+                        labels = tuple(str(x) if is_ours else _bounded(x, names) for x in given)
+                        before = known.get(labels)
+                        known[labels] = (
+                            number if before is None else metric.together(before, number)
+                        )
+        if failed and server.kind != "quorum":  # of several servers, the others have the same locks
+            raise failed[0]
+        values.update(found)
+        if pages == PAGES_MOST:
+            values["celery_dislock_locks_cut"][()] = 1.0
 
 
-def _family(metric: Metric, reading: Reading) -> Any:
+def _add_counted(values: Values, counts: Mapping[str, Mapping[str, int]]) -> None:
+    for worker, fields in counts.items():
+        for field, number in fields.items():
+            what, _, rest = field.partition(" ")
+            word, _, task = rest.partition(" ")
+            metric = COUNTED.get(what)
+            if metric is None:  # of another version
+                continue
+            of_metric = values[metric.name]
+            if metric.kind == "histogram":
+                parts = of_metric.setdefault((task, worker), [0] * len(PARTS))
+                if word in PARTS:
+                    parts[PARTS.index(word)] = number
+            else:
+                of_metric[(task, worker, word) if OUTCOME in metric.labels else (task, worker)] = (
+                    number
+                )
+
+
+def _bounded(given: str | None, names: set[str]) -> str:
+    """Return the value of a label that comes from a record in Redis; their number is bounded."""
+    name = plain((given or "")[:LABEL_MOST])
+    if len(names) < TASKS_MOST:
+        names.add(name)
+    return name if name in names else OTHER
+
+
+def _with_lines(overview: Overview, names: Sequence[str]) -> Iterator[LockState]:
+    """Look at locks, and again at those that have a line, of which the first places are wanted."""
+    locks = [one for one in overview.look(names) if not isinstance(one, StoreError)]
+    yield from (one for one in locks if not one.waiting)
+    lined = [one for one in locks if one.waiting]
+    again = overview.look([one.name for one in lined], most=PLACES) if lined else []
+    for before, lock in zip(lined, again, strict=True):
+        yield before if isinstance(lock, StoreError) else lock
+
+
+def _fields(flat: Sequence[bytes]) -> Iterator[tuple[str, int]]:
+    for field, number in zip(*[iter(flat)] * 2, strict=True):
+        if number.isdigit() and len(number) <= DIGITS_MOST:
+            yield text(field), int(number)
+
+
+def _not_less(now: Mapping[str, int], before: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the counts, none of them less than before, unless the worker's counts began anew."""
+    if 2 * sum(now.values()) < sum(before.values()):
+        return now
+    return {**now, **{field: max(number, now.get(field, 0)) for field, number in before.items()}}
+
+
+def _family(metric: Metric, values: Mapping[Labels, Any]) -> Any:
     from prometheus_client import core  # noqa: PLC0415 -- an extra
 
     about = (metric.name.removesuffix("_total"), metric.meaning)
     if metric.kind == "histogram":
         family: Any = core.HistogramMetricFamily(*about, labels=metric.labels)
-        for labels, (*numbers, micros) in sorted(reading.values[metric.name].items()):
+        for labels, (*numbers, micros) in sorted(values.items()):
             ends = [*map(str, BUCKETS), "+Inf"]
             buckets = list(zip(ends, accumulate(numbers), strict=True))
             family.add_metric(labels, buckets, micros / MICROSECONDS)
         return family
     kind = core.CounterMetricFamily if metric.kind == "counter" else core.GaugeMetricFamily
     family = kind(*about, labels=metric.labels)
-    for labels, value in sorted(reading.values[metric.name].items()):
+    for labels, value in sorted(values.items()):
         family.add_metric(labels, value)
     return family

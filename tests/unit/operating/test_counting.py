@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import counting
-from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters
+from celery_dislock.operating.counting import OTHER, TASKS_MOST, Counters, instruments
+from celery_dislock.operating.metrics import COUNTED
 
 HOLDER = {"task": "shop.export", "worker": "celery@w1", "id": "1", "pid": 7}
 AWAY = StoreError("redis://fake", "away")
@@ -102,20 +105,6 @@ def test_a_batch_whose_reply_was_lost_counts_twice_at_most(counters, server):
     assert server.of() == {"acquisitions at_once shop.export": 1 + 5}
 
 
-def test_counts_wait_for_a_server_that_is_away(counters, server):
-    """However long that lasts, nothing is lost, and memory does not grow with the events."""
-    server.away = True
-    for _ in range(10):
-        for _ in range(100):
-            counters.add("acquisitions", HOLDER, "at_once")
-        counters.flush(server.send)
-        assert counters.due_at < FOREVER
-    assert not counters._events
-    server.away = False
-    counters.finish()
-    assert server.of() == {"acquisitions at_once shop.export": 1000}
-
-
 def test_an_error_of_one_worker_leaves_the_others_alone(counters, server):
     """Only what was refused is sent again."""
     for worker in ("a", "b"):
@@ -183,3 +172,36 @@ def test_an_end_during_a_flush_waits_for_it(counters, server, monkeypatch):
 
     counters.flush(send)
     assert server.sent == [1]
+
+
+def provided(monkeypatch, provider):
+    """Have a process use OpenTelemetry's metrics with this provider."""
+    module = SimpleNamespace(get_meter_provider=lambda: provider)
+    monkeypatch.setitem(sys.modules, "opentelemetry.metrics", module if provider else None)
+    monkeypatch.setattr(counting, "_made", [])
+
+
+@pytest.mark.parametrize("name", ["_ProxyMeterProvider", "NoOpMeterProvider", None])
+def test_the_api_alone_records_nothing(monkeypatch, name):
+    """redis-py imports it wherever it is installed; what counts is that the app has set it up."""
+    provided(monkeypatch, name and type(name, (), {})())
+    assert instruments() is None
+
+
+def test_every_metric_has_an_instrument(monkeypatch):
+    """What is counted for Prometheus is recorded for OpenTelemetry, too, by the same labels."""
+    recorded = []
+
+    def make(name, **_about):
+        def record(value, attributes):
+            recorded.append((name.removeprefix("celery_dislock."), value, dict(attributes)))
+
+        return SimpleNamespace(add=record, record=record)
+
+    kinds = ("create_counter", "create_histogram", "create_up_down_counter")
+    meter = SimpleNamespace(**dict.fromkeys(kinds, make))
+    provided(monkeypatch, SimpleNamespace(get_meter=lambda _name: meter))
+    for word in COUNTED:
+        instruments().record(word, "skip", "t", "w", 1)
+    assert sorted(name for name, *_ in recorded) == sorted([*COUNTED, "leases", "leases"])
+    assert ("conflicts", 1, {"task": "t", "worker": "w", "outcome": "skip"}) in recorded

@@ -9,8 +9,9 @@ import pytest
 from celery.worker.control import Panel
 
 from celery_dislock import SingletonTask, StoreError
+from celery_dislock.config.options import TaskOptions
 from celery_dislock.operating import inspection
-from celery_dislock.operating.inspection import SHORT, inspect_locks
+from celery_dislock.operating.inspection import SHORT, differing, inspect_locks
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
 from celery_dislock.servers.overview import Overview
 from tests.unit.fakes import without_strangers
@@ -144,3 +145,19 @@ def test_a_worker_without_a_lock_server_answers(worker):
     answer = ask(worker)
     assert "neither the broker nor the result backend is a Redis" in answer["no_server"]
     assert answer["leases"] == []
+
+
+def decide(_task, _conflict):
+    return None
+
+
+def test_the_options_that_differ_from_the_defaults_are_told():
+    """Others are left out; JSON has no tuples and no functions, whose repr has an address."""
+    options = TaskOptions(
+        lock_key=("a", "b"), lock_watchdog_timeout=60.0, lock_limit=1, lock_on_conflict=decide
+    )
+    assert differing(options) == {
+        "lock_key": ["a", "b"],
+        "lock_watchdog_timeout": 60.0,
+        "lock_on_conflict": f"{__name__}.decide",
+    }

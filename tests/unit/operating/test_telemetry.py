@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.worker import state
 
+import celery_dislock
 from celery_dislock import SingletonTask
 from celery_dislock.config.settings import AppSettings
 from celery_dislock.exceptions import StoreError
@@ -16,7 +20,7 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import telemetry
 from celery_dislock.operating.metrics import COUNTED, OUTCOME
-from celery_dislock.operating.telemetry import Telemetry
+from celery_dislock.operating.telemetry import Telemetry, current_span
 
 
 def telemetry_of(world, **settings):
@@ -63,7 +67,7 @@ def test_every_counter_is_counted(world):
     observer.lost(lease, "warn", gone=True)
     observer.ended(lease, "lost", 1.0)
     observer.message("t", "sent")
-    assert {one.what: bool(one.outcome) for one in observer.counters._events} == {
+    assert {what: bool(outcome) for what, outcome, *_ in observer.counters._events} == {
         word: OUTCOME in metric.labels for word, metric in COUNTED.items()
     }
 
@@ -90,6 +94,74 @@ def test_counts_that_cannot_be_sent_are_told_once_per_outage(world, caplog):
         observer.run()
     told = [record.getMessage().rpartition(" ")[2] for record in caplog.records]
     assert (told, replies) == (["away", "full"], [])
+
+
+class FakeSpan:
+    def __init__(self):
+        self.records = True
+        self.attributes = {}
+        self.events = []
+
+    def is_recording(self):
+        return self.records
+
+    def set_attributes(self, attributes):
+        self.attributes.update(attributes)
+
+    def add_event(self, name, attributes):
+        self.events.append((name.removeprefix("celery_dislock."), attributes))
+
+
+class TestSpans:
+    """What is told to the span of a task, in a process that uses OpenTelemetry."""
+
+    @pytest.fixture
+    def span(self, monkeypatch, world):
+        """The span that is current."""
+        telemetry_of(world)
+        span = FakeSpan()
+        module = SimpleNamespace(get_current_span=lambda: span)
+        monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
+        return span
+
+    def test_where_nothing_records_nobody_is_told(self, monkeypatch, span):
+        """A trace that is sampled out; the module is being imported right now, or never was."""
+        assert current_span() is span
+        span.records = False
+        assert current_span() is None
+        for module in (SimpleNamespace(), None):
+            monkeypatch.setitem(sys.modules, "opentelemetry.trace", module)
+            assert current_span() is None
+
+    def test_this_package_does_not_import_opentelemetry(self):
+        """An app that has it installed and does not use it pays nothing for it."""
+        files = Path(celery_dislock.__file__).parent.rglob("*.py")
+        imports = re.compile(r"^\s*(import|from) opentelemetry", re.MULTILINE)
+        assert not any(imports.search(file.read_text("utf-8")) for file in files)
+
+    def test_the_span_of_a_refused_task_names_the_holder(self, app, world, span):
+        """Who reads the trace of a skipped task sees why it was skipped."""
+
+        @app.task(base=SingletonTask, lock_key="k", name="shop.export")
+        def export(): ...
+
+        world.lease("k")
+        export.apply()
+        assert span.attributes == {"celery_dislock.key": "k", "celery_dislock.outcome": "skip"}
+        [(name, about)] = span.events
+        assert (name, about["celery_dislock.holder"]) == ("conflict", "t[1] on w (pid 7)")
+
+    def test_losses_and_caps_are_events_of_the_span(self, app, world, span):
+        """They happen in the watchdog, which tells the span that the task had."""
+
+        @app.task(base=SingletonTask, lock_key="k", lock_watchdog_timeout=3, max_renew_times=2)
+        def export():
+            world.run(10)
+
+        export.apply()
+        assert [name for name, _ in span.events] == ["acquired", "capped", "lost"]
+        assert span.events[1][1] == {"celery_dislock.key": "k", "celery_dislock.renewals": 2}
+        assert "ran out" in span.events[2][1]["celery_dislock.reason"]
 
 
 class TestEvents:

@@ -144,4 +144,3 @@ def test_sentinels(why, level):
     asked = [(f"s{nth}:26379", one) for nth, one in enumerate(why)]
     watched = SimpleNamespace(kind="sentinel", watchers=lambda: asked)
     assert [one.level for one in server.sentinels(facts(server=watched))] == level
-    assert list(server.sentinels(facts())) == []  # others have none

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from celery import Celery
 
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.checks import locks, server, workers
+from celery_dislock.operating.checks.facts import Fleet
 from celery_dislock.operating.checks.table import Finding
 from celery_dislock.operating.cli import doctor
-from celery_dislock.operating.cli.doctor import ANSWERS_WITHIN, as_dict, ask_workers
-from celery_dislock.operating.doctor import Report
-from tests.unit.operating.checks.examples import described
+from celery_dislock.operating.cli.doctor import (
+    ANSWERS_WITHIN,
+    Report,
+    as_dict,
+    ask_workers,
+    examine,
+)
+from tests.unit.operating.checks.examples import described, facts
 
 
 class Answering:
@@ -104,3 +116,32 @@ def test_long_findings_are_wrapped(capsys, monkeypatch):
         "         -> Do something about it now.",
         "1 warning",
     ]
+
+
+def test_without_the_lock_server_the_workers_are_judged():
+    """No lock is looked at, and no right is tried."""
+
+    def send(*_command):
+        raise StoreError("redis://h", "no answer in time")
+
+    away = SimpleNamespace(
+        name="redis://h",
+        kind="single",
+        keeps_lines=True,
+        members=lambda: [("redis://h", send)],
+        watchers=list,
+    )
+    fleet, ours = Fleet({}, "Connection refused"), described(tasks={})
+    report = examine(facts(server=away, ours=ours, fleet=fleet))
+    assert report.away
+    assert [one.check for one in report.findings] == ["server", "workers", "tasks"]
+
+
+def test_the_page_has_a_row_for_each_check():
+    """And no row for a check that is gone."""
+    page = (Path(__file__).parents[4] / "docs/reference/doctor.md").read_text("utf-8")
+    section = page.partition("### What it looks at")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| ", section, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    tables = [module.ROWS + module.CHECKS for module in (workers, locks, server)]
+    assert named == {row[0] for table in tables for row in table} | {*server.AS_AT_START}

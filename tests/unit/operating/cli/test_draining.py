@@ -1,14 +1,19 @@
-"""What ``drain`` shows, asks and tells; what it does is told by the fakes."""
+"""What ``drain`` shows, asks and tells, and who still uses the lines that are to be drained."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from celery import Celery
+
+from celery_dislock import SingletonTask
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.operating.cli import draining
-from celery_dislock.operating.draining import Sent
+from celery_dislock.operating.cli.draining import LOOK_EVERY, Drain, Sent
 from celery_dislock.parking.process import StoreIdentity
-from tests.unit.operating.cli.conftest import lock, place
+from tests.unit.fakes import FakeClock
+from tests.unit.operating.cli.conftest import FakeOverview, holder, lock, place
 
 FOUND, USAGE = 1, 2
 
@@ -91,3 +96,81 @@ def test_a_store_that_is_lost_is_taken_over_by_its_name(dislock, monkeypatch):
     dislock.app.conf.dislock_url = ["redis://a", "redis://b", "redis://c"]
     dislock.app.__dict__.pop("_dislock_runtime", None)
     assert dislock("drain", "--lost", "f" * 16).exit_code == USAGE
+
+
+SWEEP = "old:sweep:{home}"
+
+
+@pytest.fixture
+def app():
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.dislock_url = "redis://nobody/0"
+    return app
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(draining.time, "monotonic", clock)
+    monkeypatch.setattr(draining.time, "sleep", clock.advance)
+    return clock
+
+
+@pytest.fixture
+def old(app, clock):
+    old = Drain(app, None, "old")
+    old._there.sweep_name = SWEEP
+    old._overview = FakeOverview()
+    old._there.lines = type("Lines", (), {"names": lambda _self: ["old:{a}"]})()
+    return old
+
+
+def test_nobody_is_looked_for_any_longer_than_that(old, clock):
+    """A worker asks for the sweep once per interval, so one look is not enough."""
+    began = clock()
+    assert old.workers(10.0) == []
+    assert 10.0 <= clock() - began <= 10.0 + LOOK_EVERY
+
+
+def test_a_worker_that_comes_to_sweep_is_seen(old, clock, monkeypatch):
+    """It has waited for its interval; who is seen first ends the search."""
+    sweeper = lock("sweep", name=SWEEP, holders=[holder(worker="w1@h")])
+
+    def pause(seconds):
+        clock.advance(seconds)
+        old._overview.put(sweeper)
+
+    monkeypatch.setattr(draining.time, "sleep", pause)
+    assert [one.worker for one in old.workers(10.0)] == ["w1@h"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "seen"),
+    [({}, True), ({"renewed": 29.0, "remaining": 1.0}, False), ({"worker": None}, False)],
+)
+def test_a_live_lease_shows_a_worker_that_is_too_busy_to_sweep(old, changed, seen):
+    """One that nobody renews is of a dead worker, and one of a thread sweeps nothing."""
+    old._overview.put(lock(name="old:{a}", waiting=1, line=[], holders=[holder(**changed)]))
+    old._parked = lambda _lock: [1]
+    assert bool(old.workers(0.0)) is seen
+
+
+def test_there_must_be_lines_and_they_must_be_elsewhere(app, old):
+    """Several servers keep none; and where the app's locks are there is nothing to drain."""
+    old._here.identity = old._there.identity = SimpleNamespace(confirm=lambda: "f" * 16)
+    with pytest.raises(SettingsError, match="where the app's locks are"):
+        old.check()
+    with pytest.raises(SettingsError, match="keep no parked tasks"):
+        Drain(app, ["redis://a", "redis://b", "redis://c"], None)
+
+
+def test_the_interval_is_that_of_the_apps_tasks(app, old):
+    """Or a third of the default timeout."""
+
+    @app.task(base=SingletonTask, lock_key="k", lock_watchdog_timeout=6, shared=False)
+    def export(): ...
+
+    app.finalize()
+    for tasks, seconds in (({}, 10.0), ({export.name: app.tasks[export.name]}, 2.0)):
+        old._app = SimpleNamespace(tasks=tasks)  # an app has shared tasks of others, too
+        assert old.interval == seconds

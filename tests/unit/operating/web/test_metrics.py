@@ -1,4 +1,4 @@
-"""The page for Prometheus: what is read, as text that parses back."""
+"""The page for Prometheus: counters that never go down, gauges, and text that parses back."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from wsgiref.util import setup_testing_defaults
 
 import pytest
 
-from celery_dislock.operating.metrics import METRICS, PARTS
-from celery_dislock.operating.scraping import Reading
+from celery_dislock.config.settings import AppSettings
+from celery_dislock.exceptions import StoreError
+from celery_dislock.operating.counting import OTHER, TASKS_MOST
+from celery_dislock.operating.metrics import BUCKETS, METRICS, PARTS
 from celery_dislock.operating.web import metrics
 from celery_dislock.operating.web.cache import Cache
-from celery_dislock.operating.web.metrics import make_wsgi_app
+from celery_dislock.operating.web.metrics import Collector, make_wsgi_app
+from celery_dislock.scripts import COUNTS, LOOK
 from tests.unit.fakes import FakeClock
 
 parser = pytest.importorskip("prometheus_client.parser")
 CONTRIB = Path(__file__).parents[4] / "contrib"
+INDEX = "dislock:metrics:{counts}"
+NOW_MS = 1_000_000  # the leases were taken at 0
 HOSTILE = ['a"b', "a\nb", "a\\b", "\x1b[31mred", "<script>", "ü€", '"} 1\nevil_total 7', ""]
 
 
 @pytest.fixture
 def reading():
-    return Reading()
+    """What is read: it is away, and a test says what else."""
+    return {"celery_dislock_server_up": {(): 0.0}}
 
 
 @pytest.fixture
 def page(reading, monkeypatch):
-    """Ask the page, as Prometheus does or otherwise; return status, headers and text."""
-    fake = SimpleNamespace(read=lambda: reading)
-    monkeypatch.setattr(metrics, "Metrics", lambda _runtime: fake)
+    """Ask the page, as Prometheus does, and return the samples of its text."""
+    monkeypatch.setattr(Collector, "read", lambda _self: reading)
     app = make_wsgi_app(SimpleNamespace(runtime=object()))
 
-    def ask(**environ):
+    def ask():
+        environ = {}
         setup_testing_defaults(environ)
-        answers = []
-        body = b"".join(app(environ, lambda *answer: answers.append(answer)))
-        (status, headers) = answers[0]
-        return status, dict(headers), body.decode()
+        text = b"".join(app(environ, lambda *_: None)).decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in parser.text_string_to_metric_families(text)
+            for sample in family.samples
+        }
 
     return ask
 
@@ -52,25 +60,22 @@ def test_a_reading_that_takes_long_is_read_once_for_all(monkeypatch, reading):
     asked = []
     clock = FakeClock()
 
-    def read():
+    def read(_self):
         asked.append(clock.advance(60.0))
-        reading.up = True
         return reading
 
-    monkeypatch.setattr(metrics, "Metrics", lambda _runtime: SimpleNamespace(read=read))
-    collector = metrics.Collector(SimpleNamespace(runtime=object()))
+    reading["celery_dislock_server_up"][()] = 1.0
+    monkeypatch.setattr(Collector, "read", read)
+    collector = Collector(SimpleNamespace(runtime=object()))
     collector._cache = Cache(0.0, clock)
     for _ in range(20):
         list(collector.collect())
     assert len(asked) == 1
-
-
-def samples(text):
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in parser.text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    reading["celery_dislock_server_up"][()] = 0.0  # it took long because nobody answered
+    clock.advance(600.0)
+    for _ in range(2):
+        list(collector.collect())
+    assert len(asked) == 3
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
@@ -83,27 +88,35 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_names_come_back_as_they_were(page, reading, name):
     """Whatever a task or a worker is called, the text is valid and has no sample of its making."""
-    reading.values["celery_dislock_acquisitions_total"] = {(name, name, "at_once"): 3.0}
-    _, _, text = page()
-    assert samples(text) == {
-        (
-            "celery_dislock_acquisitions_total",
-            (("outcome", "at_once"), ("task", name), ("worker", name)),
-        ): 3.0
-    }
+    reading["celery_dislock_acquisitions_total"] = {(name, name, "at_once"): 3.0}
+    labels = (("outcome", "at_once"), ("task", name), ("worker", name))
+    up = ("celery_dislock_server_up", ())
+    assert page() == {("celery_dislock_acquisitions_total", labels): 3.0, up: 0.0}
 
 
 def test_a_histogram_is_cumulative(page, reading):
     """Each bucket has all that is at most its limit; the last has all."""
     numbers = [2, *[0] * (len(PARTS) - 3), 1, 4_000_500_000]
-    reading.values["celery_dislock_held_seconds"] = {("t", "w"): numbers}
-    found = samples(page()[2])
+    reading["celery_dislock_held_seconds"] = {("t", "w"): numbers}
+    found = page()
     of = (("task", "t"), ("worker", "w"))
     assert found["celery_dislock_held_seconds_count", of] == 3
     assert found["celery_dislock_held_seconds_sum", of] == 4000.5
     assert found["celery_dislock_held_seconds_bucket", (("le", "0.01"), *of)] == 2
     assert found["celery_dislock_held_seconds_bucket", (("le", "3600.0"), *of)] == 2
     assert found["celery_dislock_held_seconds_bucket", (("le", "+Inf"), *of)] == 3
+
+
+def test_the_documentation_names_every_metric():
+    """Its table is made of the declarations, to the letter; a bucket's word is its limit."""
+    page = (CONTRIB.parent / "docs" / "how-to" / "metrics.md").read_text("utf-8")
+    told = [line for line in page.splitlines() if line.startswith("| `celery_dislock_")]
+    assert told == [
+        f"| `{metric.name}` | {metric.kind} | {', '.join(f'`{label}`' for label in metric.labels)}"
+        f" | {metric.meaning} |"
+        for metric in METRICS
+    ]
+    assert tuple(map(float, PARTS[:-2])) == BUCKETS
 
 
 EXPORTED = {
@@ -183,3 +196,242 @@ def test_the_alerts_are_on_their_page():
 def test_promtool_accepts_the_alerts():
     """Prometheus itself parses the expressions."""
     subprocess.run(["promtool", "check", "rules", CONTRIB / "alerts.yml"], check=True)
+
+
+# What is read of the lock server.
+
+
+class FakeServer:
+    """Counts by worker, and locks as look.lua tells them; answers as the scripts do."""
+
+    kind = "single"
+    name = "redis://fake"
+
+    def __init__(self):
+        self.away = False
+        self.counts = {}
+        self.looks = {}
+        self.lines = {}
+
+    def _check(self):
+        if self.away:
+            raise StoreError("redis://fake", "away")
+
+    def run(self, script, keys, *names):
+        self._check()
+        assert (script, keys, names) == (COUNTS, [INDEX], ())
+        return [f"{INDEX}:of:{worker}".encode() for worker in self.counts]
+
+    def _counted(self, *names):
+        return [
+            [
+                part
+                for field, number in self.counts[name.rpartition(":of:")[2]].items()
+                for part in (field.encode(), str(number).encode())
+            ]
+            for name in names
+        ]
+
+    def senders(self):
+        return [lambda *_command: (self._check(), (b"0", [k.encode() for k in self.looks]))[1]]
+
+    def run_many(self, script, calls, *, within):
+        self._check()
+        assert within > 0
+        if script is COUNTS:
+            return [self._counted(*names) for _, *names in calls]
+        assert script is LOOK
+        return [self._looked(*call) for call in calls]
+
+    def _looked(self, name, _first, most):
+        reply = list(self.looks[name])
+        reply[3] = self.lines.get(name, [])[: 3 * most]
+        return reply
+
+
+def parked(*tasks):
+    """Return what look.lua has of parked tasks in line, each for four seconds."""
+    joined = (NOW_MS - 4000) * 1000
+    message = '{"headers": {"task": "%s", "id": "1"}}'
+    return [
+        part
+        for task in tasks
+        for part in (
+            b"t#",
+            str(joined).encode(),
+            f"1 {joined} 0 1 x 1 here 1 {message % task}".encode(),
+        )
+    ]
+
+
+def look(*leases, waiting=0, unique=b"", limit=b""):
+    """Return the reply of look.lua for leases (worker, task, ms until it expires, timeout)."""
+    told = []
+    for worker, task, expires, timeout in leases:
+        holder = f'{{"task": "{task}", "worker": "{worker}", "timeout": {timeout}}}'
+        told += [b"o", NOW_MS + expires, b"1", b"x", holder.encode(), 0]
+    return [NOW_MS, told, waiting, [], [], 0, unique, limit, -2]
+
+
+@pytest.fixture
+def server():
+    return FakeServer()
+
+
+@pytest.fixture
+def read(server):
+    """Read the metrics of that server."""
+    store = SimpleNamespace(lock_server=server, close=lambda: None)
+    process = SimpleNamespace(store_within=lambda _most: store)
+    runtime = SimpleNamespace(process=process, settings=AppSettings())
+    return Collector(SimpleNamespace(runtime=runtime)).read
+
+
+def value(values, name, *labels):
+    return values[f"celery_dislock_{name}"][labels]
+
+
+def test_counters_have_the_labels_of_what_was_counted(server, read):
+    """The worker comes from the name of the hash, the rest from the field."""
+    server.counts["celery@w1"] = {
+        "acquisitions at_once shop.export": 3,
+        "capped - shop export": 1,
+        "conflicts skip ": 2,
+    }
+    values = read()
+    assert value(values, "acquisitions_total", "shop.export", "celery@w1", "at_once") == 3
+    assert value(values, "capped_total", "shop export", "celery@w1") == 1
+    assert value(values, "conflicts_total", "", "celery@w1", "skip") == 2
+    assert value(values, "server_up") == 1
+
+
+def test_what_another_version_counts_is_left_out(server, read):
+    """An exporter that is older than the workers serves what it knows."""
+    server.counts["w"] = {"dropped x t": 1, "held 0.3 t": 1, "held inf t": 2, "lost gone t": 1}
+    values = read()
+    assert value(values, "lost_total", "t", "w", "gone") == 1
+    assert sum(value(values, "held_seconds", "t", "w")) == 2
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ({"lost gone t": 99}, 100),  # a failover lost the last one, or another server is asked
+        ({"lost gone t": 101}, 101),
+        ({"lost gone t": 3}, 3),  # the server was emptied
+        ({"lost expired t": 60}, 100),  # a field that is missing
+    ],
+)
+def test_a_counter_does_not_go_down_unless_it_begins_anew(server, read, now, told):
+    """Prometheus would take the whole of a counter that went down a little for new."""
+    server.counts["w"] = {"lost gone t": 100}
+    read()
+    server.counts["w"] = now
+    assert value(read(), "lost_total", "t", "w", "gone") == told
+
+
+def test_a_worker_that_went_away_is_forgotten(server, read):
+    """Its series end; they are not added to another's, where they would look like new events."""
+    server.counts["w"] = {"lost gone t": 100}
+    read()
+    del server.counts["w"]
+    assert "celery_dislock_lost_total" not in read()
+    server.counts["w"] = {"lost gone t": 60}
+    assert value(read(), "lost_total", "t", "w", "gone") == 60
+
+
+@pytest.mark.parametrize(("kind", "up"), [("cluster", False), ("quorum", True)])
+def test_a_member_that_is_away_is_told_unless_the_others_have_its_locks(server, read, kind, up):
+    """Of a cluster some locks are missing; several servers have the same."""
+
+    def away(*_command):
+        raise StoreError("redis://fake", "away")
+
+    server.kind = kind
+    senders = [*server.senders() * 2, away]
+    server.senders = lambda: senders
+    assert bool(value(read(), "server_up")) is up
+
+
+def test_leases_are_counted_by_task_and_worker(server, read):
+    """Those of which two renewals were missed count as overdue, too."""
+    server.looks = {
+        "dislock:{a}": look(("w1", "t", 30_000, 30)),
+        "dislock:{b}": look(("w1", "t", 9_000, 30)),
+    }
+    values = read()
+    assert value(values, "leases", "t", "w1") == 2
+    assert value(values, "leases_overdue", "t", "w1") == 1
+
+
+def test_parked_tasks_are_counted_by_task(server, read, monkeypatch):
+    """Of a line beyond what is looked at, the rest is taken to be of its most frequent task."""
+    monkeypatch.setattr(metrics, "PLACES", 4)
+    server.looks = {"dislock:{a}": look(waiting=3), "dislock:{b}": look(waiting=9)}
+    server.lines = {
+        "dislock:{a}": parked("one", "two", "two"),
+        "dislock:{b}": parked("two", "one", "two", "two", "two"),
+    }
+    values = read()
+    assert value(values, "parked", "one") == 1 + 1
+    assert value(values, "parked", "two") == 2 + 8
+    assert values["celery_dislock_parked_oldest_seconds"] == {("one",): 4, ("two",): 4}
+
+
+def test_reservations_are_counted_by_state(server, read):
+    """With the age of the oldest; a record of which only the numbers are kept counts nowhere."""
+    told = [("w", 40_000), ("w", 10_000), ("d", 5_000), ("-", 90_000)]
+    server.looks = {
+        f"dislock:{{{nth}}}": look(
+            unique=f"2 {state} {NOW_MS - age} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
+        )
+        for nth, (state, age) in enumerate(told)
+    }
+    found = read()
+    assert found["celery_dislock_reservations"] == {("waiting",): 2, ("ended",): 1}
+    oldest = found["celery_dislock_reservations_oldest_seconds"]
+    assert oldest == {("waiting",): 40.0, ("ended",): 5.0}
+
+
+def test_paused_and_limited_keys_are_counted(server, read):
+    """With the age of the oldest, and how many wait behind them; a pause is no limit."""
+    told = [(0, 40_000, 3), (0, 10_000, 1), (2, 5_000, 0)]
+    server.looks = {
+        f"dislock:{{{nth}}}": look(waiting=waiting, limit=f"1 {limit} {NOW_MS - age} n".encode())
+        for nth, (limit, age, waiting) in enumerate(told)
+    }
+    found = read()
+    assert found["celery_dislock_limits"] == {("paused",): 2, ("limited",): 1}
+    assert found["celery_dislock_limits_oldest_seconds"] == {("paused",): 40.0, ("limited",): 5.0}
+    assert found["celery_dislock_limits_waiting"] == {("paused",): 4, ("limited",): 0}
+
+
+def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):
+    """Beyond that the gauges are too low, and one says so."""
+    server.looks = {"dislock:{a}": look(("w", "t", 9_000, 10)), "dislock:{b}": look()}
+    assert "celery_dislock_locks_cut" not in read()
+    monkeypatch.setattr(metrics, "PAGES_MOST", 1)
+    found = read()
+    assert found["celery_dislock_locks_cut"] == {(): 1.0}
+    assert found["celery_dislock_leases"] == {("t", "w"): 1}
+    assert found["celery_dislock_server_up"] == {(): 1.0}
+
+
+def test_a_line_of_waiters_has_no_parked_tasks(server, read):
+    """Threads and worker slots that wait are not parked."""
+    server.looks = {"dislock:{a}": look(waiting=2)}
+    server.lines = {"dislock:{a}": [b"a/1", b"1", b"", b"b/1", b"2", b""]}
+    assert read()["celery_dislock_parked"] == {}
+
+
+def test_labels_are_bounded(server, read):
+    """Records in Redis may say anything, in any number; what stands in a label can be printed."""
+    many = [("w", f"t{number}", 9_000, 10) for number in range(TASKS_MOST - 1)]
+    long, red = ("w", "x" * 10_000, 9_000, 10), ("w", r"\u001b", 9_000, 10)
+    unique = f"2 w {NOW_MS} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
+    server.looks = {"dislock:{a}": look(red, *many, long, unique=unique)}
+    values = read()
+    assert len(values["celery_dislock_leases"]) == TASKS_MOST
+    assert value(values, "leases", r"\x1b", "w") == 1
+    assert value(values, "leases", OTHER, "w") == 2
+    assert value(values, "reservations", "waiting") == 1

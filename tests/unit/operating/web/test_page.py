@@ -12,6 +12,7 @@ from celery import Celery
 from werkzeug.test import create_environ, run_wsgi_app
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.operating import web
 from celery_dislock.operating.web import Page
 from celery_dislock.operating.web.page import BODY_MOST
 from tests.pages import ORIGIN, RESERVED, Visitor, ann, holder, lock, place, staged
@@ -518,3 +519,12 @@ def test_an_unexpected_error_shows_nothing_of_itself(site, caplog):
     assert answer.status_code == 500
     assert "secret detail" not in answer.text
     assert "secret detail" in caplog.text
+
+
+def test_without_werkzeug_the_error_names_the_extra(monkeypatch):
+    """It is raised when the page is asked for: the metrics beside it do not need Werkzeug."""
+    monkeypatch.setitem(sys.modules, "celery_dislock.operating.web.page", None)
+    with pytest.raises(ImportError, match=r"celery-dislock\[web\]"):
+        _ = web.Page
+    with pytest.raises(AttributeError, match="Pages"):
+        _ = web.Pages
