@@ -66,23 +66,6 @@ def ask(worker, **given):
     return answer
 
 
-def test_celery_knows_the_command():
-    """``celery inspect dislock`` is refused unless the command line knows it."""
-    assert Panel.meta["dislock"].type == "inspect"
-    assert Panel.data["dislock"] is inspect_locks
-
-
-def test_the_lease_of_a_running_task_is_told(worker, server):
-    """What the lock server has of it, and of nobody else."""
-    worker.run(7)
-    mine = holder(id="1", worker="w@h", pid=7, token=5, held=3.0, remaining=20.0, renewed=1.0)
-    server["dislock:{export:7}"] = [holder(id="2", worker="w@h"), mine]
-    [lease] = ask(worker)["leases"]
-    assert (lease["key"], lease["task"], lease["id"]) == ("export:7", "export", "1")
-    assert (lease["held"], lease["pid"], lease["token"], lease["held_for"]) == (True, 7, 5, 3.0)
-    assert not lease["overdue"]
-
-
 @pytest.mark.parametrize("other", [{"worker": "v@h"}, {"id": "2"}, {"turn": True}])
 def test_a_task_that_does_not_hold_its_lock_is_told(worker, server, other):
     """It waits, or has lost it: the lock is free, another's, or reserved for a message."""

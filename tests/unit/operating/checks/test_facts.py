@@ -10,7 +10,6 @@ import redis
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.facts import (
     Facts,
-    Member,
     members_of,
     understood,
 )
@@ -34,18 +33,6 @@ class TestMembers:
         site = SimpleNamespace(members=lambda: [("redis://h", send)])
         [one] = members_of(site)
         return one._replace(send=None)
-
-    def test_it_is_asked_for_its_clock_and_its_settings(self):
-        """Round trips are timed by the way."""
-        one = self.member(TIME=[b"100", b"500000"], INFO=b"# S\r\nrole:master\r\n")
-        assert one.round_trip > 0
-        assert one.clock < -1e9
-        assert one.info == {"role": "master"}
-
-    def test_one_that_does_not_answer_is_asked_nothing_more(self):
-        """It is away."""
-        away = self.member(TIME=StoreError("redis://h", "no answer in time"))
-        assert away == Member("redis://h", away="no answer in time")
 
     def test_what_it_refuses_is_not_known(self):
         """That is no outage."""

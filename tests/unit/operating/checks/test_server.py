@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from celery_dislock.operating.checks import server
@@ -128,19 +126,3 @@ def test_clocks(clocks, kind, level):
     findings = found(server.clocks, kind=kind, members=members)
     assert [one for one, _ in findings] == level
     assert all("0.30 s apart: h0 is behind, h1 ahead" in what for _, what in findings)
-
-
-@pytest.mark.parametrize(
-    ("why", "level"),
-    [
-        ([], []),
-        (["", "", ""], ["ok"]),
-        (["", "", "gone"], ["warning"]),
-        (["", "gone", "gone"], ["serious"]),
-    ],
-)
-def test_sentinels(why, level):
-    """A minority of them cannot replace the master."""
-    asked = [(f"s{nth}:26379", one) for nth, one in enumerate(why)]
-    watched = SimpleNamespace(kind="sentinel", watchers=lambda: asked)
-    assert [one.level for one in server.sentinels(facts(server=watched))] == level

@@ -14,15 +14,22 @@ from celery_dislock.tasks.actions import BrokerError
 from tests.unit.operating.cli.conftest import TASK_ID, holder, lock, place, reserved
 
 FOUND, AWAY = 1, 3
+WHO = "'shop.export[9b1d] on celery@w1 (pid 7)' (owner '9b1d@celery@w1:7/1', token 5)"
 FREED = ("free", "dislock:{k}", f"{TASK_ID}@celery@w1:7/1", 5)
+
+
+@pytest.fixture(autouse=True)
+def _me(monkeypatch):
+    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
+    monkeypatch.setattr(session, "gethostname", lambda: "here")
 
 
 def outcome(answer):
     return [one["outcome"] for one in json.loads(answer.stdout)]
 
 
-def test_what_was_shown_is_freed(dislock, overview, actions):
-    """By its owner and its token, after the answer yes."""
+def test_what_was_shown_is_freed(dislock, overview, actions, caplog):
+    """By its owner and its token, after the answer yes; the log says who did it."""
     overview.put(lock(holders=[holder()]))
     answer = dislock("free", "k", input="y\n")
     assert answer.exit_code == 0
@@ -32,6 +39,7 @@ def test_what_was_shown_is_freed(dislock, overview, actions):
         "Freed lock k. Its holder learns of it within 10 s; until then two may run."
         in answer.stderr
     )
+    assert caplog.messages == [f"Command: 'me' on here freed lock 'k' of {WHO}."]
 
 
 @pytest.mark.parametrize(
@@ -91,14 +99,16 @@ def test_the_holder_is_terminated_first(dislock, overview, actions):
     ],
 )
 def test_one_that_is_still_there_is_freed_if_nobody_renews_it(
-    dislock, overview, actions, left, code, result
+    dislock, overview, actions, caplog, left, code, result
 ):
-    """A lease that is renewed, or that tells nothing, may have a process."""
+    """A lease that is renewed, or that tells nothing, may have a process; all is logged."""
     overview.put(lock(holders=[holder()]))
     actions.left = holder(**left)
     answer = dislock("free", "k", "--terminate", "--yes", "--json")
     assert (answer.exit_code, outcome(answer)) == (code, [result])
     assert (FREED in actions.done) == (result == "freed")
+    told = f"Command: 'me' on here told the workers to end {WHO}, which holds lock 'k'."
+    assert (caplog.messages[0], len(caplog.messages)) == (told, len(actions.done) - 1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,7 @@ def test_a_token_chooses_a_lease(dislock, overview, actions):
 UNRESERVED = ("unreserve", "dislock:{k}", "id-1", "5eed", 7)
 
 
-def test_a_reservation_that_was_shown_is_ended(dislock, overview, actions):
+def test_a_reservation_that_was_shown_is_ended(dislock, overview, actions, caplog):
     """Nobody holds the lock, and no message of its key would be sent."""
     overview.put(lock(reservation=reserved()))
     answer = dislock("free", "k", input="y\n")
@@ -150,6 +160,8 @@ def test_a_reservation_that_was_shown_is_ended(dislock, overview, actions):
     assert "reserved 3.0 s ago for task id-1, which is waiting" in answer.stdout
     assert "Ended the reservation of k." in answer.stderr
     assert "Nobody holds" not in answer.stderr
+    done = "ended the reservation of lock 'k' for task 'id-1'"
+    assert caplog.messages == [f"Command: 'me' on here {done}."]
     told = dislock("free", "k", "--yes", "--json").stdout
     assert json.loads(told) == [{"key": "k", "reserved_for": "id-1", "outcome": "freed"}]
 
@@ -196,34 +208,6 @@ def test_the_reservation_stays_if_the_task_cannot_be_ended(dislock, overview, ac
     assert (answer.exit_code, outcome(answer)) == (FOUND, ["still runs"])
 
 
-OF = "'shop.export[9b1d] on celery@w1 (pid 7)' (owner '9b1d@celery@w1:7/1', token 5)"
-
-
-@pytest.fixture
-def me(monkeypatch):
-    monkeypatch.setattr(session.getpass, "getuser", lambda: "me")
-    monkeypatch.setattr(session, "gethostname", lambda: "here")
-
-
-def test_what_is_freed_is_logged_with_who_did_it(dislock, overview, actions, caplog, me):
-    """A lease and a reservation, each in a line of its own, as from the page."""
-    overview.put(lock(holders=[holder()], reservation=reserved()))
-    assert dislock("free", "k", "--yes", "--json").exit_code == 0
-    assert caplog.messages == [
-        f"Command: 'me' on here freed lock 'k' of {OF}.",
-        "Command: 'me' on here ended the reservation of lock 'k' for task 'id-1'.",
-    ]
-
-
-def test_a_task_that_is_ended_is_logged(dislock, overview, actions, caplog, me):
-    """As soon as the workers were told: whatever comes of it."""
-    overview.put(lock(holders=[holder()]))
-    actions.left = holder()
-    assert dislock("free", "k", "--terminate", "--yes").exit_code == FOUND
-    told = f"told the workers to end {OF}, which holds lock 'k'"
-    assert caplog.messages == [f"Command: 'me' on here {told}."]
-
-
 @pytest.mark.parametrize("command", [["free", "k"], ["drop", "t1"]])
 @pytest.mark.parametrize("answer", ["n\n", "y\n"])
 def test_what_was_not_changed_is_not_logged(
@@ -234,9 +218,6 @@ def test_what_was_not_changed_is_not_logged(
     actions.answer = False
     dislock(*command, input=answer * 2)
     assert caplog.messages == []
-
-
-def nothing(): ...
 
 
 @pytest.fixture

@@ -132,18 +132,6 @@ def test_nobody_is_looked_for_any_longer_than_that(old, clock):
     assert 10.0 <= clock() - began <= 10.0 + LOOK_EVERY
 
 
-def test_a_worker_that_comes_to_sweep_is_seen(old, clock, monkeypatch):
-    """It has waited for its interval; who is seen first ends the search."""
-    sweeper = lock("sweep", name=SWEEP, holders=[holder(worker="w1@h")])
-
-    def pause(seconds):
-        clock.advance(seconds)
-        old._overview.put(sweeper)
-
-    monkeypatch.setattr(draining.time, "sleep", pause)
-    assert [one.worker for one in old.workers(10.0)] == ["w1@h"]
-
-
 @pytest.mark.parametrize(
     ("changed", "seen"),
     [({}, True), ({"renewed": 29.0, "remaining": 1.0}, False), ({"worker": None}, False)],

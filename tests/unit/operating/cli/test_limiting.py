@@ -20,24 +20,41 @@ def limits(actions, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("args", "asked", "said"),
+    ("args", "asked", "said", "logged"),
     [
-        (["pause", "k"], (0, None, "by me"), "Lock k is paused until: celery dislock resume k."),
         (
-            ["pause", "k", "--for", "10m", "--note", "stop"],
-            (0, 600.0, "by me: stop"),
-            "Lock k is paused for 10 min.",
+            ["pause", "k"],
+            (0, None, "by me"),
+            "Lock k is paused until: celery dislock resume k.",
+            "paused lock 'k', with the note 'by me'",
         ),
-        (["limit", "k", "3"], (3, None, "by me"), "Lock k admits 3 at a time, until:"),
-        (["resume", "k"], (None, None, ""), "Lock k has the limit of the code again."),
+        (
+            ["pause", "k", "--for", "10m", "--note", "stop\x1b"],
+            (0, 600.0, "by me: stop\x1b"),
+            "Lock k is paused for 10 min.",
+            r"paused lock 'k' for 10 min, with the note 'by me: stop\x1b'",
+        ),
+        (
+            ["limit", "k", "3"],
+            (3, None, "by me"),
+            "Lock k admits 3 at a time, until:",
+            "limited lock 'k' to 3 leases, with the note 'by me'",
+        ),
+        (
+            ["resume", "k"],
+            (None, None, ""),
+            "Lock k has the limit of the code again. Nobody had set another.",
+            "took back the limit of lock 'k'",
+        ),
     ],
 )
-def test_what_is_set_is_said(dislock, limits, args, asked, said):
-    """With who did it, and how to take it back."""
+def test_what_is_set_is_said(dislock, limits, caplog, args, asked, said, logged):
+    """With who did it, and how to take it back; in the log, too."""
     answer = dislock(*args)
     assert answer.exit_code == 0
     assert limits.done == [("limit", "dislock:{k}", *asked)]
     assert answer.stdout.startswith(said)
+    assert logged in caplog.text
 
 
 def test_what_was_set_before_is_said(dislock, limits):
@@ -102,8 +119,3 @@ def test_a_key_that_nobody_knows_is_a_warning(dislock, limits, overview):
     assert json.loads(answer.stdout)[0]["limit"] == 0
     overview.put(lock("export:7", waiting=1))
     assert dislock("pause", "export:7").stderr == ""
-
-
-def test_what_was_not_set_is_not_taken_back(dislock, limits):
-    """A misspelt key of a pause that stays is noticed."""
-    assert dislock("resume", "k").stdout.endswith("Nobody had set another.\n")

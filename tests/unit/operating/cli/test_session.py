@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock import SingletonTask
-from celery_dislock.exceptions import DamagedLockError, StoreError
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.keys.names import reserved_lock
+from celery_dislock.operating import locks
 from celery_dislock.operating.cli.session import AWAY, FOUND, write_json, write_table
+from celery_dislock.operating.locks import AppLocks
+from celery_dislock.parking.process import runtime_of
 from tests.unit.operating.cli.conftest import lock
 
 
@@ -102,3 +106,14 @@ def test_what_names_no_lock_is_wrong_usage(dislock, tasks, overview, args, words
     assert answer.exit_code == 2
     assert words in answer.stderr
     assert overview.asked == []
+
+
+def test_it_takes_an_app_or_its_dislock(app, monkeypatch):
+    """Actions need the app: a lock server alone cannot store a parked task's result."""
+    monkeypatch.setattr(locks, "Actions", lambda app, _process: app)
+    for given in (app, Dislock(app)):
+        assert AppLocks(given).actions is app
+    with pytest.raises(SettingsError, match="Celery app"):
+        _ = AppLocks(SimpleNamespace(runtime=runtime_of(app))).actions
+    with pytest.raises(SettingsError, match="Celery app"):
+        AppLocks("redis://")
