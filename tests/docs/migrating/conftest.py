@@ -60,9 +60,3 @@ def ours(app: Celery) -> Callable[..., Task]:
         return app.task(base=SingletonTask, shared=False, **options)(body)
 
     return declare
-
-
-@pytest.fixture
-def dislock(app: Celery) -> Dislock:
-    """Our locks for plain Python, of the same app."""
-    return Dislock(app)

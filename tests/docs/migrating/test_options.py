@@ -82,15 +82,6 @@ class TestOptions:
         left = locks_of(redis_client, case.library), reservations(redis_client)
         assert [expiry_of(redis_client, names) for names in left] == [about(n) for n in case.ends]
 
-    @of(CELERY_ONCE)
-    def test_the_setting_once(self, app, theirs, ours, redis_client, library):
-        """Its `default_timeout` is `dislock_unique_for`."""
-        app.conf.ONCE["settings"]["default_timeout"] = app.conf.dislock_unique_for = 60
-        theirs(library, {}).delay(7)
-        ours().delay(7)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(60)
-
     @of_all
     def test_a_duplicate_is_an_exception(self, theirs, ours, redis_client, library):
         """Each has the first one's id, except celery-once's, which has the seconds to go."""
@@ -169,35 +160,3 @@ class TestOptions:
     def test_an_option_that_was_left_is_refused(self, app, option, told):
         """The error names the option of ours."""
         assert told in refused(app, **option)
-
-    @of(CELERY_SINGLETON, CELERY_ONCE)
-    def test_one_key_is_freed_by_hand(self, theirs, ours, redis_client, library):
-        """The next call is sent."""
-        task, free = (
-            theirs(library, library.drops),
-            {
-                CELERY_SINGLETON: lambda task: task.release_lock(task_args=[7]),
-                CELERY_ONCE: lambda task: task.once_backend.clear_lock(task.get_key((7,))),
-            }[library],
-        )
-        task.delay(7)
-        free(task)
-        task.delay(7)
-        task = ours(lock_key="export:<corp_id>")
-        task.delay(7)
-        task.lock_for(7).free()
-        task.delay(7)
-        assert messages(redis_client) == 4
-
-    @of(CELERY_HEIMDALL)
-    def test_once_per_interval(self, theirs, ours, redis_client, library):
-        """The key is taken for its whole time, also if the task has ended."""
-        waits = {**QUICK, "unique_timeout": 60, "unique_wait_for_expiry": True}
-        task = theirs(library, {"heimdall": waits})
-        task.delay(7)
-        task.after_return("SUCCESS", 7, "id", [7], {}, None)
-        assert task.delay(7).id
-        ours(lock_unique_until="expiry", lock_unique_for=60).delay(7)
-        assert expiry_of(redis_client, locks_of(redis_client, library)) == about(60)
-        assert expiry_of(redis_client, reservations(redis_client)) == about(60)
-        assert messages(redis_client) == 2

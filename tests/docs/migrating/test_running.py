@@ -198,25 +198,6 @@ class TestWhenRunning:
             wait_for(lambda: not reservations(redis_client))
         assert (ran.count("theirs"), ran.count("ours")) == (2, 2)
 
-    @of(CELERY_ONCE)
-    def test_without_a_lock_two_may_run(self, app, theirs, ours, library):
-        """With lock_limit=None ours is unique in the queue only, as unlock_before_run is."""
-        meetings = {name: threading.Barrier(2, timeout=LIMIT) for name in ("theirs", "ours")}
-        declared: dict[str, Task] = {}
-
-        def body(self, corp_id):
-            if not meetings[self.name].n_waiting:
-                declared[self.name].delay(corp_id)
-            meetings[self.name].wait()
-            return "met"
-
-        once = {"once": {"graceful": True, "unlock_before_run": True}}
-        declared["theirs"] = theirs(library, once, body, bind=True)
-        declared["ours"] = ours(body, bind=True, lock_unique_until="start", lock_limit=None)
-        results = [task.delay(7) for task in declared.values()]
-        with worker(app, pool="threads", concurrency=4):
-            assert [result.get(timeout=LIMIT) for result in results] == ["met", "met"]
-
 
 @of(CELERY_SINGLETON, CELERY_ONCE)
 def test_a_redelivery_runs_beside_the_first(app, theirs, redis_client, library):

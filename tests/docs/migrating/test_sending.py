@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -15,7 +13,6 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.tasks.sending import PUBLISH_FOR
 from tests.docs.migrating.libraries import (
     ALL,
-    HOUR,
     LIBRARIES_WARN,
     LIMIT,
     NOWHERE,
@@ -35,24 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 pytestmark = LIBRARIES_WARN
-
-WORKER_OF_BEFORE = """
-import sys
-import redis
-from celery import Celery
-from celery.worker import state
-
-app = Celery("old", broker=sys.argv[1])
-client = redis.Redis.from_url(sys.argv[1])
-
-@app.task(name="shop.export")
-def export(corp_id):
-    client.set("ran", corp_id)
-    state.should_stop = 0
-
-app.Worker(pool="solo", without_gossip=True, without_mingle=True).start()
-assert not any(name.startswith("celery_dislock") for name in sys.modules)
-"""
 
 
 class Sends(NamedTuple):
@@ -214,27 +193,3 @@ class TestWhenSending:
                 assert [result.get(timeout=LIMIT) for result in results] == [7, 7]
                 wait_for(lambda: not locks_of(redis_client, library))
         assert reservations(redis_client) == []
-
-    def test_a_worker_without_the_option_ends_the_reservation(
-        self, app, ours, redis_client, redis_url
-    ):
-        """What a sender with lock_unique_until has reserved is in the message's headers."""
-        result = ours(name="shop.export").delay(7)
-        assert len(reservations(redis_client)) == 1
-        with Celery(
-            "one", broker=redis_url, backend="cache+memory://", set_as_current=False
-        ) as one:
-            Dislock(one)
-            one.task(base=SingletonTask, name="shop.export", shared=False)(export)
-            with worker(one):
-                assert result.get(timeout=LIMIT) == 7
-                wait_for(lambda: not reservations(redis_client))
-
-    def test_a_worker_of_before_leaves_the_reservation(self, app, ours, redis_client, redis_url):
-        """It knows nothing of it: the reservation ends after lock_unique_for."""
-        ours(name="shop.export").delay(7)
-        # In a process of its own: here this package has heard of all workers.
-        command = [sys.executable, "-c", WORKER_OF_BEFORE, redis_url]
-        subprocess.run(command, check=True, timeout=LIMIT)
-        assert redis_client.get("ran") == "7"
-        assert expiry_of(redis_client, reservations(redis_client)) == about(HOUR)
