@@ -133,12 +133,6 @@ def fleet(
             yield pair
 
 
-@pytest.fixture(params=list(CONCURRENCY))
-def pool(request: pytest.FixtureRequest) -> str:
-    """Each of the pools, for a test that starts its own worker."""
-    return request.param
-
-
 @pytest.fixture
 def start_fleet(
     server: RedisServer, workers: dict[Worker, int], tmp_path: Path
@@ -256,7 +250,7 @@ def _group(item: pytest.Item) -> str | None:
         return "prefork" if shared == "redis" else shared
     if "prefork_pair" in asked:
         return "prefork"
-    return item.path.stem if asked & {"canvas", "off"} else None
+    return item.path.stem if "canvas" in asked else None
 
 
 @pytest.hookimpl(wrapper=True)

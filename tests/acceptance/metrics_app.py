@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 URL = os.environ.get("METRICS_APP_URL", "redis://localhost:6379/0")
 PREFIX = os.environ.get("METRICS_APP_PREFIX", "metrics")
 
+GATE_POLL = 0.02  # seconds between two looks at a gate
+
 app = Celery("metrics", broker=URL, backend=URL)
 app.task = partial(app.task, shared=False)  # other apps of a process are to know nothing of these
 app.conf.update(
@@ -54,10 +56,9 @@ def note(task: Task) -> None:
 
 
 @app.task(base=SingletonTask, lock_key="step:<n>", bind=True)
-def step(self: Task, n: int, seconds: float = 0.0) -> None:
+def step(self: Task, n: int) -> None:
     """Do a little."""
     note(self)
-    time.sleep(seconds)
 
 
 @app.task(base=SingletonTask, lock_key="<key>", bind=True)
@@ -65,7 +66,7 @@ def hold(self: Task, key: str) -> None:
     """Hold a lock until the gate is open."""
     note(self)
     while not reports.exists(gate_of(PREFIX)):
-        time.sleep(0.02)
+        time.sleep(GATE_POLL)
 
 
 @app.task(base=SingletonTask, lock_key="<key>", lock_on_conflict="queue", bind=True)

@@ -176,9 +176,9 @@ def stay_by_itself(self: Task, key: str) -> dict[str, Any]:
 
 
 def do_little(key: str, seconds: float = 0.0) -> dict[str, Any]:
-    """Do a little, and succeed."""
+    """Do a little, for these seconds, and succeed."""
     with reported(key):
-        time.sleep(seconds)
+        time.sleep(seconds)  # as a body that works
         lease = current_lease()
         return {"held": lease is not None and lease.held}
 
@@ -199,7 +199,7 @@ def retry_and_succeed(self: Task, key: str) -> int:
     """Ask for one retry, then succeed."""
     with reported(key):
         if not self.request.retries:
-            raise self.retry(countdown=1 if hasattr(self, "lock_unique_until") else 0)
+            raise self.retry(countdown=0)
         return int(self.request.retries)
 
 
@@ -305,18 +305,6 @@ def retry_until_the_gate_is_open(self: Task, key: str) -> int:
 # What users write themselves.
 
 
-class Counting(SingletonTask):
-    """A user's class with a ``__call__`` of its own, which knows nothing of locks."""
-
-    abstract = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Count the call, then run the body."""
-        lease = current_lease()
-        report(kwargs.get("key") or args[0], "called", leased=lease is not None)
-        return super().__call__(*args, **kwargs)
-
-
 class SlowToEnd(SingletonTask):
     """A user's class that takes its time after the body, when callers know the result already."""
 
@@ -373,7 +361,6 @@ hold_one_of_two = locked("hold_one_of_two", lock_limit=2)
 hold_and_survive = locked("hold_and_survive", max_retries=5, **SURVIVING)
 hold_renewed_and_survive = locked("hold_renewed_and_survive", **BRIEFLY, **SURVIVING)
 hold_or_keep = locked("hold_or_keep", release_on_failure=False)
-hold_counted = locked("hold_counted", base=Counting)
 hold_once = locked("hold_once", lock_dedupe_redelivered=True, lock_dedupe_for=LONG, **LATE)
 hang_after_it = locked("hang_after_it", base=HangsAfterIt, lock_watchdog_timeout=4 * BRIEF)
 plain_hold = locked("plain_hold", base=None)  # locks where the worker has --dislock
@@ -396,9 +383,6 @@ autoretry_once = locked(
 ignore = locked("ignore", raise_ignore)
 reject = locked("reject", raise_reject, **LATE)
 reject_once = locked("reject_once", requeue_and_succeed, **LATE)
-retry_once_or_keep = locked(
-    "retry_once_or_keep", retry_and_succeed, release_on_failure=False, **BOUND
-)
 fail_and_keep = locked("fail_and_keep", raise_error, release_on_failure=False)
 succeed_and_keep = locked("succeed_and_keep", do_little, release_on_success=False)
 linger = locked("linger", do_little, lock_at_least_for=LONG)
@@ -439,20 +423,12 @@ UNTIL_END = {"lock_unique_until": "end"}
 REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue = locked("unique_in_queue", **UNTIL_START)
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
-unique_or_skip = locked("unique_or_skip", lock_on_conflict="skip", **UNTIL_START)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
 unique_beyond_its_lock = locked("unique_beyond_its_lock", lock_expire=BRIEF, **UNTIL_END)
-unique_without_lock = locked("unique_without_lock", lock_limit=None, **UNTIL_END)
-unique_retry_once = locked("unique_retry_once", retry_and_succeed, **UNTIL_END, **BOUND)
-unique_fail = locked("unique_fail", raise_error, **UNTIL_END)
-unique_for_a_while = locked(
-    "unique_for_a_while", do_little, lock_unique_until="expiry", lock_unique_for=LONG
-)
 unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)
 unique_newest_until_end = locked("unique_newest_until_end", **NEWEST, **UNTIL_END)
 # The debounce of docs/how-to/send-once.md.
 index = locked("index", stay_as_edition, lock_replace_for=LONG, **UNTIL_START, **REPLACE)
-index_or_wait = locked("index_or_wait", stay_as_edition, **WAITING, **UNTIL_START, **REPLACE)
 # The task goes on in another execution.
 RAISING = {"lock_on_conflict": "raise", **BOUND}
 retry_and_linger = locked("retry_and_linger", retry_with_delay, **RAISING)

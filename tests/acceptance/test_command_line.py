@@ -69,11 +69,10 @@ def test_with_dislock_a_plain_task_locks(fleet, scene):
     assert_locks(fleet, scene, scenarios.plain_hold)
 
 
-@pytest.mark.parametrize("options", [["--dislock"], []])
-def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere, options):
-    """--dislock-url puts the locks into that database, with --dislock and without."""
+def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere):
+    """--dislock-url puts the locks into that database."""
     url = server.url.removesuffix("0") + "1"
-    fleet = start_fleet("prefork", *options, "--dislock-url", url)
+    fleet = start_fleet("prefork", "--dislock-url", url)
     result = scene.begin(fleet)
     assert scene.is_free
     assert elsewhere.exists(scene.lock)

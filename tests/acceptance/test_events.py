@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),  # Celery
 ]
 
-POOLS = ["prefork", "threads", "gevent", "eventlet"]  # solo cannot hold and be refused
+POOLS = ["prefork", "threads", "gevent"]  # solo cannot hold and be refused
 
 
 class Watcher:
@@ -73,34 +73,52 @@ def watcher(server):
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_a_skipped_task_is_revoked(start_fleet, scene, watcher, pool):
-    """It is not left in the state STARTED; the event says why, as the result does."""
+def test_what_becomes_of_tasks_is_seen(start_fleet, scene, watcher, pool):
+    """Skipped is REVOKED and not STARTED, a copy changes no state, and a lost lock is told."""
     fleet = start_fleet(pool, "--task-events")
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
+    running = scene.begin(fleet, scenarios.outlive_loss)
     skipped = fleet.send(scenarios.hold, scene.key)
     event = watcher.wait_for(skipped, "task-revoked")
     assert (event["terminated"], event["signum"], event["expired"]) == (False, None, False)
     assert event["reason"].startswith(f"lock {scene.key!r} is held by ")
-    assert holder.id in event["reason"]
+    assert running.id in event["reason"]
     assert event["hostname"] == "own1@here"
     assert watcher.state_of(skipped) == states.REVOKED
-    assert watcher.state_of(holder) == states.STARTED
+    if pool == "prefork":  # elsewhere Celery forgets a task whose copy has ended in its process
+        fleet.send(scenarios.outlive_loss, scene.key, task_id=running.id)
+        wait_for("the copy is put off", lambda: fleet.says(running.id, "put off for"))
+        assert watcher.state_of(running) == states.STARTED
+        assert not watcher.of(running, "task-revoked", "task-retried")
+    scene.lose_the_lock()
+    event = watcher.wait_for(running, "task-lock-lost")
+    assert (event["key"], event["action"]) == (scene.key, "warn")
+    assert event["reason"] == "the server no longer has it: expired, taken or deleted"
+    assert watcher.state_of(running) == "LOCK-LOST"
     scene.open_gate()
-    wait_for("the end", lambda: watcher.state_of(holder) == states.SUCCESS)
+    wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
+    scene.wait_for_report("end", times=2 if pool == "prefork" else 1)
     assert len(watcher.of(skipped, "task-revoked")) == 1
 
 
-def test_a_parked_task_is_seen_to_run_and_to_end(start_fleet, scene, watcher):
-    """PARKED while it is in line, for how long the lock was held, and then as any other task."""
+def test_parked_tasks_are_seen(start_fleet, scene, watcher):
+    """PARKED in line, REVOKED if an operator drops them, and else run as any other task."""
     fleet = start_fleet("prefork", "--task-events")
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    scene.wait_for_report("begin")
-    parked = fleet.send(scenarios.hold_or_queue, scene.key)
-    event = watcher.wait_for(parked, "task-parked")
-    assert (event["key"], event["place"]) == (scene.key, 1)
-    assert 0 <= event["held_for"] < LIMIT
-    assert watcher.state_of(parked) == "PARKED"
+    holder = scene.hold(fleet)
+    parked, dropped = scene.park(fleet), scene.park(fleet)
+    for place, result in enumerate((parked, dropped), 1):
+        event = watcher.wait_for(result, "task-parked")
+        assert (event["key"], event["place"]) == (scene.key, place)
+        assert 0 <= event["held_for"] < LIMIT
+        assert watcher.state_of(result) == "PARKED"
+    obj = SimpleNamespace(app=scenarios.app)
+    words = ["drop", dropped.id, "--key", scene.key, "--yes"]
+    answer = CliRunner().invoke(command, words, obj=obj)
+    assert answer.exit_code == 0, answer.output
+    event = watcher.wait_for(dropped, "task-revoked")
+    assert event["reason"].startswith("dropped by an operator")
+    # Who ends it tells it: the command, or a worker that sweeps in that moment.
+    assert event["hostname"].startswith(("dislock@", "own1@here"))
+    assert watcher.state_of(dropped) == states.REVOKED
     scene.open_gate(holder.id)
     scene.wait_for_report("begin", times=2)
     wait_for("it is seen to run", lambda: watcher.state_of(parked) == states.STARTED)
@@ -108,59 +126,11 @@ def test_a_parked_task_is_seen_to_run_and_to_end(start_fleet, scene, watcher):
     wait_for("it is seen to end", lambda: watcher.state_of(parked) == states.SUCCESS)
 
 
-def test_a_parked_task_that_an_operator_drops_is_seen_so(start_fleet, scene, watcher):
-    """Who ends it tells it once: the command, or a worker that sweeps in that moment."""
-    fleet = start_fleet("prefork", "--task-events")
-    holder = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    parked = fleet.send(scenarios.hold_or_queue, scene.key)
-    watcher.wait_for(parked, "task-parked")
-    obj = SimpleNamespace(app=scenarios.app)
-    dropped = CliRunner().invoke(command, ["drop", parked.id, "--key", scene.key, "--yes"], obj=obj)
-    assert dropped.exit_code == 0, dropped.output
-    event = watcher.wait_for(parked, "task-revoked")
-    assert event["reason"].startswith("dropped by an operator")
-    assert event["hostname"].startswith(("dislock@", "own1@here"))
-    assert watcher.state_of(parked) == states.REVOKED
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
-
-
-def test_a_copy_that_is_put_off_leaves_the_state_of_the_task(start_fleet, scene, watcher):
-    """The task runs: its events come from there."""
-    fleet = start_fleet("prefork", "--task-events")
-    first = fleet.send(scenarios.hold, scene.key)
-    scene.wait_for_report("begin")
-    fleet.send(scenarios.hold, scene.key, task_id=first.id)
-    wait_for("the copy is put off", lambda: fleet.says(first.id, "put off for"))
-    assert watcher.state_of(first) == states.STARTED
-    assert not watcher.of(first, "task-revoked", "task-retried")
-    scene.open_gate()
-    scene.wait_for_report("end", times=2)
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_lost_lock_is_told_while_the_task_runs(start_fleet, scene, watcher, pool):
-    """Key, reason and what happens next; then the end of the task counts."""
-    fleet = start_fleet(pool, "--task-events")
-    running = fleet.send(scenarios.outlive_loss, scene.key)
-    scene.wait_for_report("begin")
-    scene.lose_the_lock()
-    event = watcher.wait_for(running, "task-lock-lost")
-    assert (event["key"], event["action"]) == (scene.key, "warn")
-    assert event["reason"] == "the server no longer has it: expired, taken or deleted"
-    assert event["hostname"] == "own1@here"
-    assert watcher.state_of(running) == "LOCK-LOST"
-    scene.open_gate()
-    wait_for("its end is seen", lambda: watcher.state_of(running) == states.SUCCESS)
-
-
 def test_events_go_over_rabbitmq(start_fleet, scene, rabbitmq):
     """From the main process and from a pool process, by a connection of its own."""
     fleet = start_fleet("prefork", "--task-events", broker_url=rabbitmq.url)
     with watching(rabbitmq.url) as watcher:
-        running = fleet.send(scenarios.outlive_loss, scene.key)
-        scene.wait_for_report("begin")
+        running = scene.begin(fleet, scenarios.outlive_loss)
         skipped = fleet.send(scenarios.hold, scene.key)
         watcher.wait_for(skipped, "task-revoked")
         scene.lose_the_lock()
@@ -175,8 +145,7 @@ def test_where_nobody_wants_events_a_pool_process_alone_sends_its_own(
 ):
     """The main process knows that nobody does; a pool process cannot know, as with Celery's own."""
     fleet = start_fleet(pool)
-    holder = fleet.send(scenarios.outlive_loss, scene.key)
-    scene.wait_for_report("begin")
+    holder = scene.begin(fleet, scenarios.outlive_loss)
     skipped = fleet.send(scenarios.outlive_loss, scene.key)
     wait_for("it is skipped", lambda: skipped.state == states.REVOKED)
     scene.lose_the_lock()

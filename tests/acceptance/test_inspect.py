@@ -85,16 +85,3 @@ class TestDoctor:
         found = [one for one in self.examine("77.0 (own1@here)") if one["check"] == "options"]
         assert scenarios.hold.name in {name for one in found for name in one["about"]}
         assert {one["level"] for one in found} == {"warning"}
-
-    def test_workers_of_another_broker_are_asked_there(self, start_fleet, server, rabbitmq):
-        """The lock server is a Redis, and the broker RabbitMQ."""
-        fleet = start_fleet("prefork", "--dislock", broker_url=rabbitmq.url)
-        figures(fleet, "ping")
-        with Celery(broker=rabbitmq.url, set_as_current=False) as app:
-            app.conf.dislock_url = server.url
-            result = CliRunner().invoke(
-                dislock, ["doctor", "--json", "--timeout", "2"], obj=SimpleNamespace(app=app)
-            )
-        found = json.loads(result.output)["findings"]
-        assert any("own1@here" in one["what"] for one in found if one["check"] == "workers")
-        assert any(one["check"] == "renewals" and one["level"] == "ok" for one in found)

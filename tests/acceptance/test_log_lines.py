@@ -1,4 +1,4 @@
-"""What an operator reads: one line for each thing that happens to a task."""
+"""What a caller and an operator read: one line for each thing that happens to a task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import uuid
 
 import pytest
 from celery import states
+from celery.exceptions import Reject, TaskRevokedError
+from celery.result import AsyncResult
 
+from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
 
@@ -57,13 +60,23 @@ def settled(fleet, task_id):
     ],
     ids=["skip", "raise", "retry", "reject", "queue"],
 )
-def test_a_conflict_is_one_line(fleet, scene, name, state, line):
-    """Task name, id, key, holder and what becomes of the task are in one line."""
+def test_a_conflict_is_told_to_the_caller_and_in_one_line(fleet, scene, name, state, line):
+    """Key, holder and what becomes of the task are in the result, and in the log."""
     holding = scene.begin(fleet)
     holder = rf"tests.acceptance.scenarios.hold\[{holding.id}\] on.*"
     task = getattr(scenarios, name)
     second = fleet.send(task, scene.key)
     wait_for(f"it is {state}", lambda: second.state == state)
+    reason = AsyncResult(second.id, app=second.app).result
+    if state == "PARKED":
+        assert (reason["key"], reason["place"]) == (scene.key, 1)
+    elif isinstance(reason, LockHeldError):
+        assert reason.key == scene.key
+        assert 0 < reason.remaining <= scenarios.LONG
+    else:
+        assert isinstance(reason, Reject if line is REJECTED else TaskRevokedError)
+    told = [scene.key, holding.id, scene.lease.holder["worker"], str(scene.lease.holder["pid"])]
+    assert [word for word in told if word not in str(reason)] == []
     wait_for("the line", lambda: lines_about(fleet, task, second.id))
     settled(fleet, second.id)
     [said] = lines_about(fleet, task, second.id)[:2]

@@ -19,7 +19,7 @@ from celery_dislock.operating.web.metrics import make_wsgi_app
 from tests.acceptance.fleet import CONCURRENCY, LIMIT, Worker, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     import redis
@@ -31,6 +31,7 @@ pytestmark = pytest.mark.acceptance
 APP = "tests.acceptance.metrics_app"
 STEP, HOLD, IN_TURN = (f"{APP}.{name}" for name in ("step", "hold", "in_turn"))
 TASKS = 60
+BETWEEN_BURSTS = 0.1  # seconds: a steady load
 COUNTED = ("_total", "_count", "_sum", "_bucket")  # ends of the names of what never goes down
 SLACK = 1.0  # seconds from a body's begin to its count, and of a flush
 
@@ -67,6 +68,16 @@ class Site:
         for worker in new:
             worker.wait_until_ready()
         return new
+
+    def stop(self, workers: Iterable[Worker] = ()) -> None:
+        """Stop these or all workers, and let others have their names."""
+        stopped = [*(workers or self.started)]
+        for worker in stopped:
+            worker.terminate()
+        for worker in stopped:
+            worker.wait_until_it_ends()
+            self._all.pop(worker)
+            self.started.remove(worker)
 
     def close(self) -> None:
         for worker in self.started:
@@ -133,8 +144,9 @@ def site(
         site.close()
 
 
-def test_what_all_processes_count_adds_up(site, pool):
-    """In every pool, each acquisition, conflict and turn of two workers is counted exactly once."""
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent", "solo"])
+def test_a_worker_that_stops_hands_in_its_counts(site, pool):
+    """Acquisitions, conflicts and turns add up after a warm shutdown, and after the next one."""
     site.start(pool=pool, many=2)
     results = [site.send(STEP, n) for n in range(TASKS)]
     holder = site.send(HOLD, "a")
@@ -152,16 +164,27 @@ def test_what_all_processes_count_adds_up(site, pool):
     site.open_gate()
     for result in (holder, *parked):
         result.get(timeout=LIMIT)
-
-    site.wait_for_total(TASKS, "acquisitions_total", task=STEP, outcome="at_once")
-    site.wait_for_total(4, "acquisitions_total", task=IN_TURN, outcome="parked")
-    site.wait_for_total(3, "conflicts_total", task=HOLD, outcome="skip")
-    site.wait_for_total(4, "conflicts_total", task=IN_TURN, outcome="queue")
-    site.wait_for_total(TASKS + 5, "held_seconds_count")
+    site.stop()
+    for number, name, labels in (
+        (TASKS, "acquisitions_total", {"task": STEP, "outcome": "at_once"}),
+        (4, "acquisitions_total", {"task": IN_TURN, "outcome": "parked"}),
+        (3, "conflicts_total", {"task": HOLD, "outcome": "skip"}),
+        (4, "conflicts_total", {"task": IN_TURN, "outcome": "queue"}),
+        (TASKS + 5, "held_seconds_count", {}),
+        (TASKS + 5, "acquisitions_total", {}),
+        (0, "leases", {}),
+        (0, "parked", {}),
+        (1, "server_up", {}),
+    ):
+        assert site.total(name, **labels) == number, (name, labels)
     assert site.total("wait_seconds_sum", task=IN_TURN) > 0
-    assert site.total("acquisitions_total") == len(site.ran)
-    assert site.total("leases") == site.total("parked") == 0
-    assert site.total("server_up") == 1
+
+    site.start(pool=pool)  # by the name of the first
+    for result in [site.send(STEP, n) for n in range(TASKS)]:
+        result.get(timeout=LIMIT)
+    site.stop()
+    assert site.total("acquisitions_total") == len(site.ran) == 2 * TASKS + 5
+    assert {one["worker"] for one in site.ran} == {"counting1@here", "counting2@here"}
 
 
 def test_children_that_come_and_go_take_nothing_along(site):
@@ -173,21 +196,6 @@ def test_children_that_come_and_go_take_nothing_along(site):
     assert len({one["pid"] for one in site.ran}) > TASKS / 4
     site.wait_for_total(TASKS, "acquisitions_total")
     site.wait_for_total(TASKS, "held_seconds_count")
-
-
-def test_a_worker_that_stops_hands_in_its_counts(site, pool):
-    """A warm shutdown sends what is left; the worker that takes its name goes on from there."""
-    (worker,) = site.start(pool=pool)
-    for number in (TASKS, 2 * TASKS):
-        for result in [site.send(STEP, n) for n in range(TASKS)]:
-            result.get(timeout=LIMIT)
-        worker.terminate()
-        worker.wait_until_it_ends()
-        assert site.total("acquisitions_total") == number
-        if number == TASKS:
-            site.started.clear()
-            (worker,) = site.start(pool=pool)  # by the same name
-    assert {one["worker"] for one in site.ran} == {"counting1@here"}
 
 
 def test_half_of_the_workers_are_killed(site):
@@ -203,7 +211,7 @@ def test_half_of_the_workers_are_killed(site):
             for _ in range(5):
                 site.send(STEP, next(sending))
             site.scrape()
-            time.sleep(0.1)
+            time.sleep(BETWEEN_BURSTS)
 
     send_for(EVERY * 1.5)
     for worker in dead:
@@ -213,15 +221,8 @@ def test_half_of_the_workers_are_killed(site):
     last = site.send(STEP, next(sending))
     last.get(timeout=LIMIT)
 
-    def busy() -> bool:
-        waits = site.redis.llen(site.prefix)
-        return bool(waits)
-
-    wait_for("the queue is empty", lambda: not busy())
-    for worker in alive:
-        worker.terminate()
-    for worker in alive:
-        worker.wait_until_it_ends()
+    wait_for("the queue is empty", lambda: not site.redis.llen(site.prefix))
+    site.stop(alive)
 
     ran = Counter(one["worker"] for one in site.ran)
     for worker in alive:
@@ -243,7 +244,10 @@ def test_an_outage_loses_no_counts(own_redis_server, redis_client, workers, tmp_
             for result in [site.send(STEP, n) for n in range(TASKS)]:
                 result.get(timeout=LIMIT)
             own_redis_server.pause()
-            time.sleep(EVERY + SLACK)
+            wait_for(
+                "counts cannot be sent",
+                lambda: any("Counts for metrics cannot be sent" in one.log for one in site.started),
+            )
             own_redis_server.resume()
             for result in [site.send(STEP, n) for n in range(TASKS)]:
                 result.get(timeout=LIMIT)

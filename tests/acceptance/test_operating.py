@@ -87,23 +87,6 @@ def test_a_pool_that_cannot_terminate_keeps_the_lock(fleet, scene):
     scene.wait_until_free()
 
 
-@PREFORK
-def test_a_dropped_task_is_revoked_and_those_behind_it_run(fleet, scene):
-    """Its caller is told why; it never runs, and the line goes on."""
-    holder = fleet.send(scenarios.hold_by_itself, scene.key)
-    begun(scene, holder)
-    first = fleet.send(QUEUE, scene.key)
-    scene.wait_for_line(1)
-    second = fleet.send(QUEUE, scene.key)
-    scene.wait_for_line(2)
-    assert dislock("drop", first.id, "--key", scene.key, "--yes").exit_code == 0
-    with pytest.raises(TaskRevokedError, match="dropped by an operator from the line for lock"):
-        first.get(timeout=LIMIT)
-    scene.open_gates(holder)
-    assert second.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [holder.id, second.id]
-
-
 @pytest.fixture
 def paused(scene):
     """A key that is paused; nothing is left of it."""

@@ -26,13 +26,6 @@ def test_a_lock_can_be_left_to_expire(fleet, scene, task):
     scene.redis.delete(scene.lock)
 
 
-def test_a_retry_is_no_failure(fleet, scene):
-    """release_on_failure=False does not keep the lock from a retry."""
-    assert fleet.send(scenarios.retry_once_or_keep, scene.key).get(timeout=LIMIT) == 1
-    assert scene.is_free
-    scene.assert_exclusive()
-
-
 def test_a_death_is_a_failure(fleet, scene):
     """release_on_failure=False leaves the lock of a child that was killed to expire."""
     result = scene.begin(fleet, scenarios.hold_or_keep)
@@ -66,17 +59,6 @@ def test_a_fixed_expiry_is_never_renewed(fleet, scene):
         "renewals": 0,
         "token": scene.reported("begin")[0]["token"],
     }
-
-
-def test_a_call_of_ones_own_runs_inside_the_lock(fleet, scene):
-    """A class with its own __call__ keeps it, and cannot skip the lock."""
-    holder = scene.begin(fleet, scenarios.hold_counted)
-    with pytest.raises(TaskRevokedError, match=holder.id):
-        fleet.send(scenarios.hold_counted, scene.key).get(timeout=LIMIT)
-    scene.open_gate()
-    assert holder.get(timeout=LIMIT)["held"] is True
-    assert [event["what"] for event in scene.history] == ["called", "begin", "end"]
-    assert scene.reported("called", leased=True)
 
 
 def test_shared_tasks_run_beside_each_other_and_an_exclusive_one_does_not(fleet, scene):

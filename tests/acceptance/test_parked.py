@@ -28,8 +28,12 @@ BURST = 8  # tasks of one key: more than the slots of both workers of a pair
 CROWD = 20
 
 
-def assert_a_burst_runs_in_line(fleet, scene):
-    """Park more tasks than there are slots, let another one run, and then all of them in order."""
+# In line
+
+
+@fleets("prefork", "rabbitmq", "threads", "gevent", "solo")
+def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
+    """Parked tasks leave all slots to others; then each runs once, first come, first served."""
     holder = scene.hold(fleet)
     results = [scene.park(fleet) for _ in range(BURST)]
     wait_for("all say so", lambda: {result.state for result in results} == {PARKED})
@@ -41,37 +45,6 @@ def assert_a_burst_runs_in_line(fleet, scene):
         assert result.get(timeout=LIMIT)["held"] is True
     assert scene.begun == [holder.id, *(result.id for result in results)]
     scene.assert_exclusive()
-
-
-# In line
-
-
-@BROKERS
-def test_a_burst_takes_no_slot_and_runs_in_order(fleet, scene):
-    """Parked tasks leave all slots to others; then each runs once, first come, first served."""
-    assert_a_burst_runs_in_line(fleet, scene)
-
-
-@fleets("threads", "gevent", "solo")
-def test_every_pool_parks(fleet, scene):
-    """What holds for prefork holds for the other pools."""
-    assert_a_burst_runs_in_line(fleet, scene)
-
-
-@PREFORK
-def test_a_parked_task_says_so(fleet, scene):
-    """Its state, its result and a line of the log name the lock, its place and the holder."""
-    holder = scene.hold(fleet)
-    results = [scene.park(fleet) for _ in range(2)]
-    for place, result in enumerate(results, 1):
-        told = AsyncResult(result.id, app=result.app)
-        wait_for("its state", lambda told=told: told.state == PARKED)
-        assert (told.info["key"], told.info["place"]) == (scene.key, place)
-        assert holder.id in told.info["holder"]
-        assert fleet.says(result.id, "parked", f"place {place}", scene.key, holder.id)
-    scene.open_gates(holder)
-    for result in results:
-        assert result.get(timeout=LIMIT)["held"] is True
 
 
 # Full lines
@@ -120,50 +93,27 @@ def test_a_chord_is_told_of_a_member_that_made_room(fleet, scene):
     assert len(called.reported("begin")) == 1
 
 
-@PREFORK
-def test_a_full_line_skips_the_newcomer(fleet, scene):
-    """With room for one, the next ends as REVOKED, and is told that the line is full."""
-    holder = scene.hold(fleet)
-    parked = scene.park(fleet, task=scenarios.hold_or_be_next)
-    refused = fleet.send(scenarios.hold_or_be_next, scene.key)
-    with pytest.raises(TaskRevokedError, match="is full"):
-        refused.get(timeout=LIMIT)
-    assert refused.state == states.REVOKED
-    scene.open_gates(holder)
-    assert parked.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [holder.id, parked.id]
-
-
 # A parked task that is not to run any more
 
 
 @BROKERS
-def test_a_task_that_is_revoked_in_line_gives_its_turn_on(fleet, scene):
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_a_task_that_ends_in_line_gives_its_turn_on(fleet, scene, how):
     """It ends as REVOKED at its turn, never runs, and the next one does."""
     holder = scene.hold(fleet)
-    revoked, following = (scene.park(fleet) for _ in range(2))
-    assert len(fleet.revoke(revoked.id, reply=True)) == len(fleet.workers)
-    scene.open_gates(holder)
-    with pytest.raises(TaskRevokedError):
-        revoked.get(timeout=LIMIT)
-    assert following.get(timeout=LIMIT)["held"] is True
-    assert scene.begun == [holder.id, following.id]
-    assert fleet.times_it_says("Discarding revoked task", revoked.id) == 1
-
-
-@BROKERS
-def test_a_task_that_expires_in_line_gives_its_turn_on(fleet, scene):
-    """It ends as REVOKED at its turn, never runs, and the next one does."""
-    holder = scene.hold(fleet)
-    expired = scene.park(fleet, expires=1)
+    ended = scene.park(fleet, expires=1 if how == "expired" else None)
     expiry = time.time() + 1
     following = scene.park(fleet)
-    wait_for("it has expired", lambda: time.time() > expiry)
+    if how == "expired":
+        wait_for("it has expired", lambda: time.time() > expiry)
+    else:
+        assert len(fleet.revoke(ended.id, reply=True)) == len(fleet.workers)
     scene.open_gates(holder)
-    with pytest.raises(TaskRevokedError, match="expired"):
-        expired.get(timeout=LIMIT)
+    with pytest.raises(TaskRevokedError, match=how):
+        ended.get(timeout=LIMIT)
     assert following.get(timeout=LIMIT)["held"] is True
     assert scene.begun == [holder.id, following.id]
+    assert fleet.times_it_says("Discarding revoked task", ended.id) == 1
 
 
 @PREFORK

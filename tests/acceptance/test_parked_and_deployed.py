@@ -79,19 +79,15 @@ def assert_set_aside(scene, aside, new, first, second):
 
 
 @PREFORK
-@pytest.mark.parametrize("change", ["gone", "another argument", "before_start fails"])
+@pytest.mark.parametrize("change", ["gone", "another argument"])
 def test_a_task_that_cannot_be_run_any_more_is_set_aside(scene, aside, deploy, change):
     """It leaves the line at its turn, with a FAILURE that says why; the next has its turn."""
     new, first, second = deploy(change)
     assert_set_aside(scene, aside, new, first, second)
-    errors = {
-        "gone": NotRegistered,
-        "another argument": "unexpected keyword argument",
-        "before_start fails": "not today",
-    }
-    error = first.result
-    expected = errors[change]
-    assert isinstance(error, expected) if isinstance(expected, type) else expected in str(error)
+    if change == "gone":
+        assert isinstance(first.result, NotRegistered)
+    else:
+        assert "unexpected keyword argument" in str(first.result)
 
 
 @fleets("prefork", "threads", "solo")
@@ -112,16 +108,13 @@ def test_a_damaged_body_is_set_aside(scene, aside, fleet):
 
 
 @PREFORK
-@pytest.mark.parametrize("change", ["skip", "two keys"])
-def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy, change):
+def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy):
     """What was parked runs under its lock, though its task does not park any more."""
-    _, first, second = deploy(change)
+    _, first, second = deploy("skip")
     for result in (first, second):
         assert result.get(timeout=LIMIT)["held"] is True
-    assert sorted(scene.begun[1:]) == sorted([first.id, second.id])
-    if change == "skip":
-        assert scene.begun[1:] == [first.id, second.id]
-        scene.assert_exclusive()
+    assert scene.begun[1:] == [first.id, second.id]
+    scene.assert_exclusive()
     assert aside() == {}
 
 
@@ -154,13 +147,10 @@ def test_what_is_parked_survives_a_deploy_to_several_keys_and_back(fleet, start_
 
 
 @PREFORK
-@pytest.mark.parametrize("change", ["no key", "no SingletonTask", "--no-dislock"])
+@pytest.mark.parametrize("change", ["no key", "--no-dislock"])
 def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
     """It runs once and without a lock, a copy of it does not run, and the next has its turn."""
-    if change == "--no-dislock":
-        new, first, second = deploy(None, change)
-    else:
-        new, first, second = deploy(change)
+    new, first, second = deploy(change) if change == "no key" else deploy(None, change)
     assert second.get(timeout=LIMIT)["held"] is True
     wait_for("it has run", lambda: first.state == "SUCCESS")
     assert scene.begun.count(first.id) == 1
@@ -168,15 +158,6 @@ def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, asid
     new.send(QUEUE, scene.key, task_id=first.id, headers=headers)
     wait_for("the copy is dropped", lambda: new.says(first.id, "acknowledged unrun"))
     assert scene.begun.count(first.id) == 1
-    assert aside() == {}
-
-
-@PREFORK
-def test_a_task_that_ends_itself_before_its_turn_leaves_its_line(scene, aside, deploy):
-    """Its before_start has raised Ignore: nothing is set aside, and the next has its turn."""
-    _, first, second = deploy("before_start ignores")
-    assert second.get(timeout=LIMIT)["held"] is True
-    assert first.id not in scene.begun
     assert aside() == {}
 
 

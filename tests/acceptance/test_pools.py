@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from billiard.exceptions import WorkerLostError
 from celery import states
-from celery.exceptions import TaskRevokedError
 
-from celery_dislock import LockHeldError, LockLostError
+from celery_dislock import LockLostError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 from tests.acceptance.scenarios import BRIEF
@@ -104,22 +104,25 @@ def test_at_the_cap_the_lease_runs_out_under_the_body(fleet, scene):
     second.get(timeout=LIMIT)
 
 
-def test_at_the_cap_an_error_stops_the_body(fleet, scene):
-    """lock_on_cap="raise" raises LockLostError in a body that outlives its cap."""
-    result = fleet.send(scenarios.stop_at_cap, scene.key)
+@pytest.mark.parametrize("task", [scenarios.stop_at_cap, scenarios.resist_errors])
+def test_at_the_cap_an_error_stops_the_body(fleet, scene, task):
+    """With "raise" LockLostError does, and with "terminate" also one that goes on after errors."""
+    result = fleet.send(task, scene.key)
     with pytest.raises(LockLostError) as lost:
         result.get(timeout=LIMIT)
     assert lost.value.key == scene.key
-    assert scene.wait_for_report("end")["error"] == "LockLostError"
+    assert scene.wait_for_report("end")["error"]
+    assert not scene.reported("resisted")
     scene.wait_until_free()
 
 
-def test_at_the_cap_a_body_that_resists_errors_is_terminated(fleet, scene):
-    """lock_on_cap="terminate" ends a body that goes on after every Exception."""
-    result = fleet.send(scenarios.resist_errors, scene.key)
-    with pytest.raises(LockLostError):
+@PREFORK
+def test_a_body_that_nothing_stops_is_killed_at_its_cap(fleet, scene):
+    """lock_on_cap="terminate" ends the pool process where the body resists every exception."""
+    result = fleet.send(scenarios.resist_everything, scene.key)
+    with pytest.raises(WorkerLostError):
         result.get(timeout=LIMIT)
-    assert not scene.reported("resisted")
+    scene.wait_for_report("resisted")
     scene.wait_until_free()
 
 
@@ -152,35 +155,6 @@ def test_however_a_body_ends_its_lock_is_free(fleet, scene):
     scene.wait_until_free()
     assert len(scene.reported("begin")) == 5
     scene.assert_exclusive()
-
-
-@PREFORK
-def test_a_skipped_task_tells_its_caller_who_holds_the_lock(fleet, scene):
-    """The caller's get() ends with TaskRevokedError, which names the key and the holder."""
-    holder = scene.begin(fleet)
-    skipped = fleet.send(scenarios.hold, scene.key)
-    with pytest.raises(TaskRevokedError) as revoked:
-        skipped.get(timeout=LIMIT)
-    lease = scene.lease
-    for said in (scene.key, holder.id, lease.holder["worker"], str(lease.holder["pid"])):
-        assert said in str(revoked.value)
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
-
-
-@PREFORK
-def test_a_conflict_can_be_an_error(fleet, scene):
-    """lock_on_conflict="raise" fails the task, and the backend gives our own error back."""
-    holder = scene.begin(fleet)
-    refused = fleet.send(scenarios.hold_or_raise, scene.key)
-    with pytest.raises(LockHeldError) as held:
-        refused.get(timeout=LIMIT)
-    assert held.value.key == scene.key
-    assert holder.id in held.value.holder
-    assert 0 < held.value.remaining <= scenarios.LONG
-    assert refused.state == states.FAILURE
-    scene.open_gate()
-    holder.get(timeout=LIMIT)
 
 
 @pytest.mark.parametrize("pool", ["threads", "gevent"])

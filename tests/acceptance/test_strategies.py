@@ -13,7 +13,6 @@ from celery import states
 from celery.result import AsyncResult
 from kombu import Connection, Queue
 
-from celery_dislock import LockHeldError
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import (
     BROKERS,
@@ -32,21 +31,6 @@ SEVERAL_SLOTS = fleets("prefork", "threads", "gevent")
 
 
 # retry
-
-
-@SEVERAL_SLOTS
-def test_a_retry_comes_until_the_lock_is_free(fleet, scene):
-    """The caller sees RETRY with the holder in the result, and then what the body returns."""
-    holder = scene.begin(fleet)
-    second = fleet.send(scenarios.hold_or_retry, scene.key)
-    wait_for("the second is put off", lambda: second.state == states.RETRY)
-    reason = AsyncResult(second.id, app=second.app).result
-    assert isinstance(reason, LockHeldError)
-    assert (reason.key, holder.id in reason.holder) == (scene.key, True)
-    scene.open_gate()
-    assert second.get(timeout=LIMIT)["held"] is True
-    assert len(scene.reported("begin", id=second.id)) == 1
-    scene.assert_exclusive()
 
 
 # wait

