@@ -5,6 +5,10 @@ the last at which it looked and the lock said that it is held.  Two holds that a
 at a time, and that were trusted at a time, are a broken lock.  What a body does after it was told
 of the loss is not: that overlap is *declared*, and counted beside.
 
+Where the lock server itself forgets, as a replica does that was behind its master, a lock can be
+given twice: no lock without a fencing token prevents that.  Who has lost a lease in this way must
+stop trusting it within its timeout.
+
 Unknown outcomes stay open.  An operation whose process was killed may have happened or not, and
 neither is a violation.
 """
@@ -15,16 +19,17 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from proof.history import Event
 
 SLACK = 30.0  # seconds beyond its limit after which a wait has no end
 CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
+UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 
 
@@ -132,6 +137,9 @@ def holds(events: Iterable[Event]) -> list[Hold]:
 def check(events: Sequence[Event]) -> Verdict:
     """Return what a history shows."""
     verdict = Verdict()
+    for event in events:
+        if event.what == "fault" and event.kind == "begin":
+            verdict.counts[f"faults: {event.about.partition(' (')[0]}"] += 1
     for judge in JUDGES:
         for found in judge(events, verdict.counts):
             verdict.violations.append(found)
@@ -146,7 +154,9 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
         by_key[hold.key].append(hold)
         counts["holds"] += 1
         counts["losses declared"] += hold.lost is not None
+    forgot = faults(events, "loses_data")
     for key, of_key in by_key.items():
+        limits = limited(events, key)
         trusted: list[Hold] = []
         believed: list[Hold] = []  # also by bodies that were told of a loss, and went on
         by_end = sorted(of_key, key=lambda one: one.until)
@@ -156,9 +166,14 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
             newest = largest[bisect_left(ended, hold.asked)]
             trusted = [one for one in trusted if one.until >= hold.begin]
             believed = [one for one in believed if (one.left or one.until) >= hold.begin]
-            beside = f"{key}: {hold} beside {', '.join(map(str, trusted))}"
-            if hold.excludes(trusted):
-                yield Violation("exclusion", beside, hold.begin)
+            remembered = [one for one in trusted if not was_forgotten(one, hold.begin, forgot)]
+            admitted = [n for n, begin, end in limits if begin < hold.asked and hold.begin < end]
+            hold.limit = min([hold.limit, *admitted])
+            if hold.excludes(remembered):
+                beside = ", ".join(map(str, remembered)) or "a pause"
+                yield Violation("exclusion", f"{key}: {hold} beside {beside}", hold.begin)
+            elif hold.excludes(trusted):
+                counts["overlaps after the server forgot"] += 1
             elif hold.excludes([one for one in believed if one.was_told(hold.begin)]):
                 counts["overlaps declared"] += 1
             if hold.token is not None and hold.token <= newest:
@@ -167,11 +182,32 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
             believed.append(hold)
 
 
-def faults(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return from when to when each fault lasted."""
+def was_forgotten(hold: Hold, at: float, forgot: Iterable[tuple[float, float]]) -> bool:
+    """Return whether the server forgot this hold before that time, and the hold ended soon."""
+    return any(
+        hold.begin <= end and begin <= at and hold.until <= end + hold.timeout
+        for begin, end in forgot
+    )
+
+
+def limited(events: Iterable[Event], key: str) -> list[tuple[int, float, float]]:
+    """Return each limit that operators have set for a key, and from when to when it was known."""
+    forgot = [begin for begin, _ in faults(events, "loses_data")]
+    found = []
+    for event in events:
+        if event.what == "limit" and event.about == key:
+            limit, until = event.more["limit"], event.more["until"]
+            found.append((limit, event.at, min([until, *(at for at in forgot if at > event.at)])))
+    return found
+
+
+def faults(events: Iterable[Event], which: str = "") -> list[tuple[float, float]]:
+    """Return from when to when each fault lasted, or each of those that are said to do this."""
     begun: dict[str, float] = {}
     found = []
     for event in events:
+        if which and not event.more.get(which):
+            continue
         if event.what == "fault" and event.kind == "begin":
             begun[event.about] = event.at
         elif event.what == "fault":
@@ -208,6 +244,13 @@ class Operation:
     in_line: float | None = None
     end: float | None = None
     outcome: str = "open"
+    freed: float | None = None
+
+    @property
+    def over(self) -> float:
+        """When nothing of it can be in anybody's way any more."""
+        known = self.freed if self.outcome == "ok" else self.outcome == "refused" and self.end
+        return known or math.inf
 
 
 def operations(events: Iterable[Event]) -> dict[str, Operation]:
@@ -220,9 +263,37 @@ def operations(events: Iterable[Event]) -> dict[str, Operation]:
             found[event.about] = Operation(event.process, event.at, event.more)
         elif event.kind == "in line":
             found[event.about].in_line = event.at
+        elif event.kind == "freed":
+            found[event.about].freed = event.at
         else:
             found[event.about].end, found[event.about].outcome = event.at, event.kind
     return found
+
+
+def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Nobody is refused a lock that nobody can have, nor a message that nobody waits for."""
+    by_key: dict[str, list[Operation]] = defaultdict(list)
+    for one in operations(events).values():
+        by_key[one.more["key"]].append(one)
+    for key, asked in by_key.items():
+        if any(event.what == "limit" and event.about == key for event in events):
+            continue
+        asked.sort(key=lambda one: one.begin)
+        in_the_way = 0.0  # until when anybody before
+        for one, after in zip_longest(asked, asked[1:]):
+            met = after is not None and after.begin <= (one.end or math.inf)
+            if one.outcome == "refused" and in_the_way < one.begin and not met:
+                counts["refused by nobody"] += 1
+                yield Violation("free", f"{key}: {one.process} is refused by nobody", one.begin)
+            in_the_way = max(in_the_way, one.over)
+    begun = {name: min(one.begins) for name, one in all_tasks(events).items() if one.begins}
+    for event in events:
+        if event.what == "task" and event.kind == "duplicate":
+            counts["duplicates"] += 1
+            first = event.more["of"]
+            if begun.get(first, math.inf) < event.more["asked"]:
+                text = f"{event.more['key']}: {event.about} for {first}, which had begun"
+                yield Violation("free", text, event.at)
 
 
 def order(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
@@ -251,6 +322,9 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every wait with a limit ends, unless its process was killed."""
     killed = {event.about for event in events if event.what == "process" and event.kind == "killed"}
     last = max((event.at for event in events), default=0.0)
+    for event in events:
+        if event.what == "process" and event.kind == "stuck":
+            yield Violation("end", f"{event.about} does not end: {event.more}", event.at)
     for one in operations(events).values():
         counts["operations"] += 1
         counts[f"outcome: {one.outcome}"] += 1
@@ -261,36 +335,68 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
             yield Violation("end", text, due)
 
 
-def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
-    """Every task that was sent ends, and no body begins after another of the same task ended."""
-    sent: dict[str, Event] = {}
-    ended: dict[str, Event] = {}
-    told: set[str] = set()
-    killed = {
-        event.about: event.at
-        for event in events
-        if event.what == "process" and event.kind == "killed"
-    }
+@dataclass
+class Task:
+    """A task: when it was sent, when bodies of it began, and how it ended."""
+
+    more: Mapping[str, Any]
+    sent: float = math.inf
+    begins: list[float] = field(default_factory=list)
+    ended: Event | None = None
+    outcome: Event | None = None
+
+
+def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
+    """Return the tasks of a history, by id; those that were not known to be sent, too."""
+    found: dict[str, Task] = defaultdict(lambda: Task({}))
     for event in events:
         if event.what != "task":
             continue
-        task = event.about
+        task = found[event.about]
         if event.kind == "sent":
-            sent[task] = event
+            task.sent, task.more = event.at, event.more
+        elif event.kind == "begin":
+            task.begins.append(event.at)
         elif event.kind == "end":
-            ended.setdefault(task, event)
+            task.ended = task.ended or event
         elif event.kind == "outcome":
-            told.add(task)
-        elif event.kind == "begin" and task in ended:
-            first = ended[task]
+            task.outcome = event
+    return found
+
+
+def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Every task that was sent ends, and runs once; who is replaced, is so by one that runs."""
+    killed = {e.about: e.at for e in events if e.what == "process" and e.kind == "killed"}
+    forgot, redelivers = faults(events, "loses_data"), faults(events, "redelivers")
+    found = {name: one for name, one in all_tasks(events).items() if one.sent < math.inf}
+    began: dict[str, float] = defaultdict(float)  # the last of each key
+    for one in found.values():
+        began[one.more.get("key", "")] = max([began[one.more.get("key", "")], *one.begins])
+    for name, one in found.items():
+        counts["tasks"] += 1
+        counts[f"tasks, {one.outcome.more.get('state') if one.outcome else 'open'}"] += 1
+        text = f"task {name} of {one.more}"
+        if one.ended is None and one.outcome is None:
+            if one.more.get("parks") and any(one.sent <= end for _, end in forgot):
+                counts["parked tasks lost, and the server forgot"] += 1
+            else:
+                yield Violation("nothing lost", f"{text} never ended", one.sent)
+        if one.outcome and one.outcome.more.get("state") == "FAILURE" and not one.more["may_fail"]:
+            yield Violation("nothing lost", f"{text} failed: {one.outcome.more}", one.outcome.at)
+        replaced = one.outcome and one.outcome.more.get("state") == "REVOKED" and not one.begins
+        if replaced and one.more["parks"] and began[one.more["key"]] < one.more["asked"]:
+            yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
+        for again in one.begins if one.ended else ():
+            if one.ended is None or again <= one.ended.at:
+                continue
             # Before the message was acknowledged: the broker delivers it again, and says so.
-            if killed.get(first.process, event.at) >= event.at:
-                yield Violation("once", f"task {task} began again after its end", event.at)
-            counts["runs again after a kill"] += 1
-    counts["tasks"] += len(sent)
-    for task, event in sent.items():
-        if task not in ended and task not in told:
-            yield Violation("nothing lost", f"task {task} of {event.more} never ended", event.at)
+            if killed.get(one.ended.process, math.inf) < again or any(
+                one.sent <= end and begin - UNACKNOWLEDGED <= one.ended.at < again
+                for begin, end in redelivers
+            ):
+                counts["runs again, as the message came again"] += 1
+            else:
+                yield Violation("once", f"{text} began again after its end", again)
 
 
 def written(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
@@ -320,6 +426,7 @@ def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ...] = (
     exclusion,
     kept,
+    free,
     order,
     ends,
     tasks,

@@ -5,29 +5,78 @@ Each is applied in the processes that work, before they take a lock.
 
 from __future__ import annotations
 
+from hashlib import sha1
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.loop import Loop
-from celery_dislock.scripts import RELEASE
+from celery_dislock.locks.renewals import Renewals
+from celery_dislock.scripts import (
+    ACQUIRE,
+    ACQUIRE_UNIQUE,
+    BEGIN,
+    PARK_UNIQUE,
+    RELEASE,
+    RELEASE_UNIQUE,
+    RENEW,
+)
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from celery_dislock.exceptions import StoreError
     from celery_dislock.scripts import Script
     from celery_dislock.servers.requests import Terms
 
 
-def _rewrite(script: Script, text: str) -> None:
-    """Give a script another text; all who use it have the same object."""
-    object.__setattr__(script, "text", text)
-    object.__setattr__(script, "sha", "0" * 40)  # the server never has it: the text is sent
+def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
+    """Replace what is in the text of scripts; all who use one have the same object."""
+    for script in scripts:
+        assert old in script.text, old
+        object.__setattr__(script, "text", script.text.replace(old, new))
+        object.__setattr__(script, "sha", sha1(script.text.encode()).hexdigest())  # noqa: S324
 
 
 def release_without_looking_at_the_owner() -> None:
     """Delete the lock at each release, whoever has it by then."""
-    _rewrite(RELEASE, "for _, lock in ipairs(KEYS) do redis.call('DEL', lock) end return #KEYS")
+    _rewrite(
+        [RELEASE],
+        "local name, lease = KEYS[1]",
+        "redis.call('DEL', KEYS[1])\nif KEYS then return 1 end\nlocal name, lease = KEYS[1]",
+    )
+
+
+def a_renewal_that_revives() -> None:
+    """Renew also what has ended."""
+    _rewrite(
+        [RENEW],
+        "if not lease or lease.expires <= now then return 0 end",
+        "lease = lease or {token = now_as_token, acquired = now, mode = 'x', holder = '{}'}",
+    )
+
+
+def an_acquisition_that_is_not_safe_to_send_twice() -> None:
+    """Refuse an owner that has the lock already, as SET NX does when its reply was lost."""
+    _rewrite([ACQUIRE], "  if mine then\n    renew(", "  if false then\n    renew(")
+
+
+def a_done_mark_without_a_run() -> None:
+    """Mark a parked task as done when it is given its turn."""
+    _rewrite(
+        [RELEASE, RELEASE_UNIQUE],
+        "local function publish(lock, ticket, message)",
+        "local function publish(lock, ticket, message)\n  mark_done(lock, ticket, DONE_WITH_LOCK)",
+    )
+
+
+def a_reservation_that_never_ends() -> None:
+    """Keep a key reserved after its task has begun."""
+    _rewrite(
+        [BEGIN, ACQUIRE_UNIQUE, PARK_UNIQUE],
+        "if ends == 'start' then it.state = '-'",
+        "if ends == 'start' then it.state = 'w'",
+    )
 
 
 def trust_without_an_end() -> None:
@@ -36,12 +85,23 @@ def trust_without_an_end() -> None:
 
 
 def a_watchdog_that_dies_at_its_first_error() -> None:
-    """End the watchdog's thread when it meets an error."""
+    """End the watchdog's thread when it meets an error, for ever."""
+    report, start = Renewals._report_outage, Loop.start  # noqa: SLF001
+    died: set[Loop] = set()
 
-    def survive(loop: Loop, _doing: str, _exc: BaseException) -> None:
-        loop._current = None  # noqa: SLF001
+    def die(renewals: Renewals, errors: list[StoreError]) -> None:
+        report(renewals, errors)
+        if errors:
+            loop = renewals._loop  # noqa: SLF001
+            died.add(loop)
+            loop._current = None  # noqa: SLF001
 
-    setattr(Loop, "survive", survive)
+    def start_once(loop: Loop) -> None:
+        if loop not in died:
+            start(loop)
+
+    setattr(Renewals, "_report_outage", die)
+    setattr(Loop, "start", start_once)
 
 
 def a_hand_off_that_forgets_the_token() -> None:
@@ -71,9 +131,13 @@ CONTROLS: dict[str, tuple[Callable[[], None], str]] = {
     broken.__name__: (broken, promise)
     for broken, promise in (
         (release_without_looking_at_the_owner, "exclusion"),
+        (a_renewal_that_revives, "exclusion"),
+        (an_acquisition_that_is_not_safe_to_send_twice, "free"),
         (trust_without_an_end, "exclusion"),
         (a_watchdog_that_dies_at_its_first_error, "kept"),
         (a_hand_off_that_forgets_the_token, "token"),
+        (a_done_mark_without_a_run, "nothing lost"),
+        (a_reservation_that_never_ends, "free"),
         (a_limit_that_is_one_higher, "exclusion"),
     )
 }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from proof.history import History
 
-STEP = 0.003  # seconds between two looks at a lease
+STEP = 0.005  # seconds between two looks at a lease
 
 _numbers = count()
 

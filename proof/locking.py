@@ -54,25 +54,31 @@ class Worker:
         self._history = history
         self._stop = stop
         self._random = random.Random(f"{site.seed}:{number}")
+        self._kinds = KINDS if site.has_lines else ("mutex",)
+        self._private = f"private:{name()}"  # nobody else takes it
 
     def run(self) -> None:
         """Take one lock after the other."""
         while not self._stop.is_set():
-            kind = self._random.choice([*KINDS, "file", "file", "file"])
-            with suppress(DislockError):
+            kind = self._random.choice([*self._kinds, *["file"] * 3, "private"])
+            try:
                 if kind == "file":
                     self._write_element(self._random.choice(GUARDS))
+                elif kind == "private":
+                    self._hold(self._private)
                 else:
                     many, terms = KINDS[kind]
                     key = f"{kind}:{self._random.randrange(many)}"
                     self._hold(key, **self._random.choice(terms))
+            except DislockError:
+                self._private = f"private:{name()}"
 
     def _hold(self, key: str, **terms: Any) -> None:
         """Take a lock, perhaps twice, and hold it for a while; now and then beyond its timeout."""
         lasts = self._random.choice((*[0.0, 0.01, 0.05] * 5, 2 * self._site.timeout))
         lock = self._dislock.lock(key, watchdog_timeout=self._site.timeout, **terms)
         asked = time.monotonic()
-        if not self._acquire(lock, key):
+        if not (operation := self._acquire(lock, key)):
             return
         assert lock.lease is not None
         terms = {"key": key, "timeout": self._site.timeout, **terms}
@@ -82,7 +88,7 @@ class Worker:
                 holding.trust(lasts / 2)
         holding.trust(lasts)
         holding.end()
-        lock.release()
+        self._release(lock, operation)
 
     def _write_element(self, guard: str) -> None:
         """Read a file, and write it with one element more."""
@@ -98,7 +104,7 @@ class Worker:
             return
         lock = self._dislock.lock(key, watchdog_timeout=self._site.timeout)
         asked = time.monotonic()
-        if not self._acquire(lock, key):
+        if not (operation := self._acquire(lock, key)):
             return
         assert lock.lease is not None
         lease = lock.lease
@@ -111,9 +117,9 @@ class Worker:
             file.write([*elements, element], lease.token)
             self._history.add("element", element, "ok", file=path.name, guard=guard)
         holding.end()
-        lock.release()
+        self._release(lock, operation)
 
-    def _acquire(self, lock: Any, key: str) -> bool:
+    def _acquire(self, lock: Any, key: str) -> str:
         operation, timeout = name(), self._random.choice(WAITS)
         self._history.add("operation", operation, "invoke", key=key, timeout=timeout)
         try:
@@ -121,16 +127,20 @@ class Worker:
         except DislockError as exc:
             self._history.add("operation", operation, "unknown", error=str(exc))
             time.sleep(0.05)
-            return False
+            raise
         self._history.add("operation", operation, "ok" if taken else "refused")
-        return taken
+        return operation if taken else ""
+
+    def _release(self, lock: Any, operation: str) -> None:
+        lock.release()
+        self._history.add("operation", operation, "freed")
 
 
 def main() -> None:
     """Work until the standard input ends."""
     site, stop = Site.of_this_process(), threading.Event()
     history = History(Path(site.folder, "history"))
-    with Dislock.from_url(site.url) as dislock:
+    with Dislock.from_url(site.url, transport_options=site.options) as dislock:
         workers = [Worker(n, site, dislock, history, stop) for n in range(THREADS)]
         threads = [threading.Thread(target=worker.run) for worker in workers]
         for thread in threads:

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
 import signal
 import time
-from typing import TYPE_CHECKING, Protocol
-
-import redis
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    import random
+    from collections.abc import Callable, Mapping, Sequence
 
-    from example_project.redis_server import RedisServer
     from proof.history import History
 
-CALM = (0.2, 1.5)  # seconds between two faults
-LONG_CALM = 0.2  # of the pauses are longer
+PAUSE = (0.2, 1.5)  # seconds between two faults
+ROUND = 12.0  # seconds; at the end of each nothing goes wrong for a while
+CALM = 4.0  # seconds of each round without a fault, in which nothing may be lost
+
+
+class Fault(NamedTuple):
+    """
+    Something that can go wrong.
+
+    Attributes:
+        name: For the history.
+        make: Makes it, and blocks until it is over.
+        more: What it excuses, as the checker knows it: "loses_data", "redelivers".
+    """
+
+    name: str
+    make: Callable[[], None]
+    more: Mapping[str, bool] = {}
 
 
 class Victims(Protocol):
     """The processes of a run that are of one kind."""
+
+    def revive(self) -> None:
+        """Start another in place of each that has ended."""
 
     def kill_one(self, chance: random.Random) -> None:
         """Kill one, and start another in its place."""
@@ -31,72 +46,59 @@ class Victims(Protocol):
         """Send a signal to one; returns what sends SIGCONT to the same."""
 
 
-class Nemesis:
+def of_processes(victims: Sequence[Victims], chance: random.Random, timeout: float) -> list[Fault]:
+    """Return what can go wrong with processes, whose leases have this timeout."""
+
+    def killed() -> None:
+        for those in victims:
+            those.revive()
+        chance.choice(victims).kill_one(chance)
+
+    def stopped(seconds: float) -> Callable[[], None]:
+        def stop() -> None:
+            resume = chance.choice(victims).signal_one(chance, signal.SIGSTOP)
+            try:
+                time.sleep(seconds)
+            finally:
+                resume()
+
+        return stop
+
+    return [
+        Fault("kill a process", killed),
+        Fault("stop a process for less than its lease", stopped(0.5 * timeout)),
+        Fault("stop a process for longer than its lease", stopped(2.0 * timeout)),
+    ]
+
+
+def make_faults(
+    groups: Sequence[tuple[random.Random, Sequence[Fault]]], history: History, until: float
+) -> None:
     """
-    Makes faults.
+    Make faults of each group, one after the other, and those of several groups at a time.
 
     Args:
-        seed: Decides which, when, and whom they hit.
-        victims: The processes, by their kind.
-        server: The lock server.
-        history: Where each fault is noted.
-        timeout: Seconds of a lease.
+        groups: Of each, one is made at a time; its random numbers decide which, and when.
+        history: Where each is noted.
+        until: Monotonic time; blocks until then, and until the last fault is over.
     """
+    start = time.monotonic()
 
-    def __init__(
-        self,
-        seed: int,
-        victims: Sequence[Victims],
-        server: RedisServer,
-        history: History,
-        timeout: float,
-    ) -> None:
-        self._random = random.Random(seed)
-        self._victims = victims
-        self._server = server
-        self._history = history
-        self._timeout = timeout
-        self.faults: dict[str, Callable[[], None]] = {
-            "kill a process": self._kill,
-            "stop a process for less than its lease": lambda: self._stop(0.5),
-            "stop a process for longer than its lease": lambda: self._stop(2.0),
-            "stop the server": self._stop_server,
-            "cut all connections": lambda: self._command("CLIENT", "KILL", "TYPE", "normal"),
-            "forget the scripts": lambda: self._command("SCRIPT", "FLUSH"),
-            "pause all clients": lambda: self._command("CLIENT", "PAUSE", "300"),
-        }
+    def make_those_of(number: int) -> None:
+        chance, faults = groups[number]
+        while True:
+            name, make, more = chance.choice(faults)
+            now, pause = time.monotonic(), chance.uniform(*PAUSE)
+            ends = (now + pause - start) % ROUND
+            if ends > ROUND - CALM:
+                pause += ROUND - ends
+            time.sleep(max(0.0, min(pause, until - now)))
+            if time.monotonic() >= until:
+                return
+            about = f"{name} ({number}, {now - start:.1f} s)"
+            history.add("fault", about, "begin", **more)
+            make()
+            history.add("fault", about, "end", **more)
 
-    def run(self, until: float) -> None:
-        """Make one fault after the other until this monotonic time; blocks."""
-        names = list(self.faults)
-        while (left := until - time.monotonic()) > 0:
-            calm = self._random.uniform(*CALM)
-            if self._random.random() < LONG_CALM:
-                calm = 4 * self._timeout  # in which nothing may be lost
-            time.sleep(min(left, calm))
-            name = self._random.choice(names)
-            self._history.add("fault", name, "begin")
-            self.faults[name]()
-            self._history.add("fault", name, "end")
-
-    def _kill(self) -> None:
-        self._random.choice(self._victims).kill_one(self._random)
-
-    def _stop(self, timeouts: float) -> None:
-        resume = self._random.choice(self._victims).signal_one(self._random, signal.SIGSTOP)
-        try:
-            time.sleep(timeouts * self._timeout)
-        finally:
-            resume()
-
-    def _stop_server(self) -> None:
-        os.kill(self._server.pid, signal.SIGSTOP)
-        try:
-            time.sleep(self._random.choice((0.3, 2.0)) * self._timeout)
-        finally:
-            os.kill(self._server.pid, signal.SIGCONT)
-
-    def _command(self, *words: str) -> None:
-        cuts_itself = contextlib.suppress(redis.ConnectionError)
-        with self._server.client() as client, cuts_itself:
-            client.execute_command(*words)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(make_those_of, range(len(groups))))

@@ -5,11 +5,17 @@ from __future__ import annotations
 import random
 import sys
 import threading
+import time
 import uuid
+from typing import Any
 
-from proof.tasking import KEYS, TASKS, app, history, site
+from kombu.exceptions import OperationalError
 
-PAUSE = 0.05  # seconds between two tasks, on average
+from proof.operating import operate
+from proof.tasking import COUNTDOWN, KEYS, MAY_FAIL, PARKS, TASKS, app, history, site
+
+PAUSE = 0.08  # seconds between two tasks, on average
+AGAIN = {"max_retries": 3, "interval_start": 0.1, "interval_max": 0.5}
 
 
 def main() -> None:
@@ -21,15 +27,31 @@ def main() -> None:
         stop.set()
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
+    operator = threading.Thread(target=operate, args=(random.Random(f"{site.seed}:o"), stop))
+    operator.start()
     noted = history()
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
-        name = chance.choice(list(TASKS))
-        task_id = str(uuid.uuid4())
-        lasts = chance.choice((*[0.0, 0.02] * 8, 2 * site.timeout))
-        result = app.tasks[name].apply_async(
-            (chance.randrange(KEYS), lasts), task_id=task_id, countdown=0.2 * (name == "debounce")
-        )
-        noted.add("task", task_id, "duplicate" if result.id != task_id else "sent", name=name)
+        name, number, task_id = chance.choice(list(TASKS)), chance.randrange(KEYS), uuid.uuid4().hex
+        how = chance.choice((*["short"] * 28, "long", "keeps the GIL"))
+        about: dict[str, Any] = {
+            "name": name,
+            "key": f"{name}:{number}",
+            "asked": time.monotonic(),
+            "parks": name in PARKS,
+            "may_fail": name in MAY_FAIL,
+        }
+        try:
+            result = app.tasks[name].apply_async(
+                (number, how),
+                task_id=task_id,
+                countdown=COUNTDOWN.get(name),
+                retry_policy=AGAIN,
+            )
+        except OperationalError as exc:
+            noted.add("task", task_id, "unknown", error=str(exc), **about)
+            continue
+        kind = "sent" if result.id == task_id else "duplicate"
+        noted.add("task", task_id, kind, of=result.id, **about)
 
 
 if __name__ == "__main__":

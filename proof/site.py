@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from proof.controls import CONTROLS
 
@@ -18,15 +19,21 @@ class Site:
 
     Attributes:
         url: The lock server.
-        broker: The broker, which also keeps the results.
+        options: Its transport options.
+        has_lines: Whether it can have lines, and locks of several holders.
+        broker: The broker.
+        results: Keeps the results.
         folder: The history and the files.
         seed: Of this process.
         timeout: Seconds of a lease.
         control: What is broken on purpose; empty: nothing is.
     """
 
-    url: str
+    url: str | list[str]
+    options: dict[str, Any]
+    has_lines: bool
     broker: str
+    results: str
     folder: str
     seed: int
     timeout: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -15,33 +16,39 @@ from proof.holding import Holding
 from proof.site import Site
 
 KEYS = 3  # of each task
-REDELIVERED_AFTER = 10  # seconds until the broker delivers again what a dead worker had
+ONE_NEWER = {
+    "lock_on_conflict": "queue",
+    "lock_queue_limit": 1,
+    "lock_queue_overflow": "replace",
+}
+UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 
 # By name, the options of each task.
-TASKS: dict[str, dict[str, Any]] = {
+ALL_TASKS: dict[str, dict[str, Any]] = {
     "skip": {"lock_on_conflict": "skip"},
-    "retry": {"lock_on_conflict": "retry", "lock_retry_for": 3600},
+    "raise": {"lock_on_conflict": "raise"},
+    "reject": {"lock_on_conflict": "reject"},
+    "retry": {"lock_on_conflict": "retry"},
     "wait": {"lock_on_conflict": "wait", "lock_wait_timeout": 600},
     "queue": {"lock_on_conflict": "queue"},
-    "newest": {
-        "lock_on_conflict": "queue",
-        "lock_queue_limit": 1,
-        "lock_queue_overflow": "replace",
-    },
-    "unique": {"lock_on_conflict": "queue", "lock_unique_until": "start"},
-    "debounce": {
-        "lock_on_conflict": "queue",
-        "lock_unique_until": "start",
-        "lock_on_duplicate": "replace",
-    },
+    "three": {"lock_on_conflict": "queue", "lock_limit": 3},
+    "newest": ONE_NEWER,
+    "unique": UNIQUE,
+    "debounce": {**UNIQUE, "lock_on_duplicate": "replace"},
 }
+PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
+MAY_FAIL = {"raise", "reject"}
+COUNTDOWN = {"debounce": 0.2}  # seconds
 
 site = Site.of_this_process()
-app = Celery("proof", broker=site.broker, backend=site.broker, set_as_current=False)
+app = Celery("proof", broker=site.broker, backend=site.results, set_as_current=False)
 app.conf.update(
-    broker_transport_options={"visibility_timeout": REDELIVERED_AFTER},
+    broker_connection_max_retries=None,
     broker_connection_retry_on_startup=True,
+    broker_connection_timeout=2.0,
+    broker_transport_options={"confirm_publish": True},  # what was sent has arrived
     dislock_url=site.url,
+    dislock_transport_options=site.options,
     dislock_watchdog_timeout=site.timeout,
     task_acks_late=True,
     task_reject_on_worker_lost=True,
@@ -59,19 +66,28 @@ def history() -> History:
     return _histories[pid]
 
 
-def body(task: Any, number: int, lasts: float) -> None:
+def body(task: Any, number: int, how: str) -> None:
     """Hold the lock for a while."""
     mine = history()
-    mine.add("task", task.request.id, "begin", name=task.name)
+    mine.add("task", task.request.id, "begin")
     # When this attempt asked for its lock is not known to the body; the lease knows.
     asked = task.lease.acquired_at + time.monotonic() - time.time()
-    key = f"{task.name}:{number}"
-    holding = Holding(mine, task.lease, asked, key=key, timeout=site.timeout)
-    holding.trust(lasts)
+    terms = {
+        "key": f"{task.name}:{number}",
+        "limit": TASKS[task.name].get("lock_limit", 1),
+        "timeout": site.timeout,
+    }
+    holding = Holding(mine, task.lease, asked, **terms)
+    if how == "keeps the GIL":
+        ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
+    holding.trust(2 * site.timeout if how == "long" else 0.01)
     holding.end()
     mine.add("task", task.request.id, "end")
 
 
+TASKS = {
+    name: options for name, options in ALL_TASKS.items() if site.has_lines or name not in PARKS
+}
 for _name, _options in TASKS.items():
     app.task(
         body, name=_name, base=SingletonTask, bind=True, lock_key=f"{_name}:<number>", **_options

@@ -36,9 +36,16 @@ def operation(name, begin, end=None, *, in_line=None, outcome="ok", **more):
     return events
 
 
-def task(name, *kinds, process="w"):
+def task(name, *kinds, process="w", state="SUCCESS", **more):
     """Make the events of a task, one each second."""
-    return [Event(at, process, "task", name, kind, {}) for at, kind in enumerate(kinds, 1)]
+    more = {"key": "k", "asked": 0.5, "parks": False, "may_fail": False, "state": state, **more}
+    return [Event(at, process, "task", name, kind, more) for at, kind in enumerate(kinds, 1)]
+
+
+def fault(begin, end, **more):
+    """Make the events of a fault."""
+    kinds = (("begin", begin), ("end", end))
+    return [Event(at, "nemesis", "fault", "f", kind, more) for kind, at in kinds]
 
 
 def killed(process, at):
@@ -56,6 +63,9 @@ def file(*names):
     return [Event(9, "run", "file", "f", "end", {"elements": list(names)})]
 
 
+REVOKED = {"state": "REVOKED", "parks": True}
+FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
+PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
 SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
 FAIR = {"fair": True, "timeout": 5}
 FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
@@ -70,6 +80,9 @@ FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
         ("exclusion", hold("a", 1, 5) + hold("b", 3, 6, **SHARED)),
         ("exclusion", hold("a", 1, 9, **PAIR) + hold("b", 2, 9, **PAIR) + hold("c", 3, 9, **PAIR)),
         ("exclusion", hold("a", 1, 9, lost=7) + hold("b", 3, 5)),
+        ("exclusion", hold("a", 1, 9, timeout=1) + hold("b", 4, 6) + fault(2, 3, **FORGETS)),
+        ("exclusion", hold("a", 1, 4, timeout=1) + hold("b", 3, 6) + fault(5, 6, **FORGETS)),
+        ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=8)),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=9) + hold("c", 5, 6, token=7)),
         ("kept", calm_loss(1, 5)),
@@ -77,10 +90,19 @@ FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
         ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
         ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
         ("end", operation("a", 1, 7 + SLACK, **FAIR)),
+        ("end", [Event(9, "run", "process", "7", "stuck", {})]),
+        ("free", operation("a", 1, 2, outcome="refused")),
+        ("free", operation("a", 1, 2, outcome="refused") + operation("b", 3, 4)),
+        ("free", task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)),
+        ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
+        ("nothing lost", task("t", "sent", "outcome", **REVOKED)),
+        ("nothing lost", task("t", "sent") + fault(2, 3, **FORGETS)),
+        ("nothing lost", task("t", "sent", parks=True) + fault(0.1, 0.2, **FORGETS)),
         ("nothing lost", task("t", "sent")),
         ("nothing lost", task("t", "sent", "begin")),
         ("once", task("t", "sent", "begin", "end", "begin", "end")),
         ("once", task("t", "sent", "begin", "end", "begin") + killed("w", 9)),
+        ("once", task("t", "sent", "begin", "end", "begin") + fault(9, 9.5, **REDELIVERS)),
         ("written", element("e") + element("f") + file("f")),
         ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
     ],
@@ -99,6 +121,9 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 5, **SHARED) + hold("b", 3, 6, **SHARED),
         hold("a", 1, 5, **PAIR) + hold("b", 2, 4, **PAIR) + hold("c", 6, 7, **PAIR),
         hold("a", 1, 9, lost=5) + hold("b", 6, 7),
+        hold("a", 1, 4, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        hold("a", 3, 4, asked=1.5) + PAUSE,
+        hold("a", 6, 7, asked=2.5) + PAUSE,
         calm_loss(1, 5, begin=2, end=4),
         calm_loss(1, 5, begin=4),
         hold("a", 1, 9, lost=5, timeout=1.0),
@@ -107,6 +132,15 @@ def test_a_planted_violation_is_found(promise, events):
         operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + FORGOT,
         operation("a", 1, 4, in_line=2, outcome="refused", **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK) + killed("a", 2),
+        operation("a", 1, 4) + operation("b", 2, 3, outcome="refused"),
+        operation("a", 2.5, 4) + operation("b", 2, 3, outcome="refused"),
+        operation("a", 1) + operation("b", 2, 3, outcome="refused") + killed("a", 1.5),
+        [*operation("a", 1, 2, outcome="refused"), Event(0, "o", "limit", "k", "set", {})],
+        task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),
+        task("t", "sent", "outcome", **REVOKED) + task("u", "sent", "begin", "end"),
+        task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
+        task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
+        task("t", "sent", "outcome", state="FAILURE", may_fail=True),
         task("t", "sent", "begin", "end"),
         task("t", "sent", "outcome"),
         task("t", "sent", "begin", "begin", "end"),

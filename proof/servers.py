@@ -1,0 +1,275 @@
+"""The lock servers of a run, of each kind, and what can go wrong with each."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from proof.nemesis import Fault
+from tests.faults.proxy import Proxy, cut, lose_reply, swallow_reply
+from tests.integration.servers import MASTER_NAME, RedisCluster, Watched, is_master
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Self
+
+    from tests.faults.proxy import Command
+
+KEPT = ("--appendonly", "yes")  # what was answered survives a kill of the server
+NODE_TIMEOUT = 1000  # milliseconds of silence until a replica of the cluster takes over
+FULL = {"maxmemory": "1"}
+ROOMY = {"maxmemory": "0", "maxmemory-policy": "noeviction"}
+
+
+class LockServers(ExitStack):
+    """
+    One lock server for the locks, of one or several processes; a context manager.
+
+    Args:
+        folder: Where they keep their data.
+
+    Attributes:
+        url: As it is given to Dislock.
+        options: Transport options.
+        nodes: The processes that may have data.
+        has_lines: Whether it can have lines, and locks of several holders.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.url: str | list[str] = ""
+        self.options: dict[str, Any] = {}
+        self.nodes: Sequence[RedisServer] = ()
+        self.has_lines = True
+
+    def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong with it; *timeout* is that of the leases."""
+        raise NotImplementedError
+
+    def _commands(self, chance: random.Random) -> list[Fault]:
+        """Return the faults that one command makes."""
+
+        def command(*words: str) -> Callable[[], None]:
+            return lambda: tell(chance.choice(self.nodes), *words)
+
+        return [
+            Fault("cut all connections", command("CLIENT", "KILL", "TYPE", "normal")),
+            Fault("forget the scripts", command("SCRIPT", "FLUSH")),
+            Fault("pause all clients", command("CLIENT", "PAUSE", "300")),
+        ]
+
+    def _paused(self, chance: random.Random, timeouts: float, number: int = 1) -> None:
+        """Stop some of the processes for a while."""
+        nodes = chance.sample(list(self.nodes), number)
+        for node in nodes:
+            node.pause()
+        try:
+            time.sleep(timeouts)
+        finally:
+            for node in nodes:
+                node.resume()
+
+    def _killed(self, node: RedisServer, seconds: float) -> None:
+        node.kill()
+        time.sleep(seconds)
+        node.start()
+
+
+class One(LockServers):
+    """A single server that keeps its data; all but the faults go through a proxy."""
+
+    def __enter__(self) -> Self:
+        server = self.enter_context(RedisServer(self.folder, args=KEPT))
+        self.nodes = [server]
+        assert server.port is not None
+        self._proxy = self.enter_context(Proxy(server.port))
+        self.url = self._proxy.url
+        return self
+
+    def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong with it."""
+        server, proxy = self.nodes[0], self._proxy
+
+        def full(policy: str) -> None:
+            with server.client() as client, suppress(redis.RedisError):
+                for name, value in {"maxmemory-policy": policy, **FULL}.items():
+                    client.config_set(name, value)
+                time.sleep(timeout * 0.8)
+                for name, value in ROOMY.items():
+                    client.config_set(name, value)
+
+        def black_hole() -> None:
+            proxy.black_hole()
+            try:
+                time.sleep(chance.choice((0.3, 2.0)) * timeout)
+            finally:
+                proxy.heal()
+
+        def replies(happens: str) -> Callable[[], None]:
+            def some() -> None:
+                proxy.fault(_is_script, happens, nth=chance.randint(1, 20))
+                time.sleep(0.3)
+
+            return some
+
+        return [
+            *self._commands(chance),
+            Fault("lose the reply of a script", replies(lose_reply)),
+            Fault("lose a script", replies(cut)),
+            Fault("never send the reply of a script", replies(swallow_reply)),
+            Fault("reset all connections", proxy.cut_all),
+            Fault("let no byte through", black_hole),
+            Fault(
+                "stop the server",
+                lambda: self._paused(chance, timeout * chance.choice((0.3, 2.0))),
+            ),
+            Fault("kill the server", lambda: self._killed(server, timeout)),
+            Fault("no memory left", lambda: full("noeviction")),
+            Fault("no memory left, evict", lambda: full("allkeys-random"), {"loses_data": True}),
+            Fault("delete everything", lambda: tell(server, "FLUSHALL"), {"loses_data": True}),
+        ]
+
+
+class Sentinels(LockServers):
+    """A master and two replicas, watched by three Sentinels."""
+
+    def __enter__(self) -> Self:
+        self._watched = self.enter_context(Watched(self.folder))
+        self.nodes = self._watched.servers
+        self.url, self.options = self._watched.url, {"master_name": MASTER_NAME}
+        return self
+
+    def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong with it."""
+        loses = {"loses_data": True}  # replicas are behind
+
+        def killed() -> None:
+            master = self._watched.master
+            master.kill()
+            self._watched.wait_for_master(master)
+            time.sleep(timeout)
+            master.start()
+
+        def planned() -> None:
+            tell(self._watched.sentinels[0], "SENTINEL", "FAILOVER", MASTER_NAME)
+            time.sleep(3.0)
+
+        def paused() -> None:
+            master = self._watched.master
+            master.pause()
+            time.sleep(3.0)
+            master.resume()
+            time.sleep(timeout)
+
+        return [
+            *self._commands(chance),
+            Fault("kill the master", killed, loses),
+            Fault("ask for a failover", planned, loses),
+            Fault("stop the master until it is replaced", paused, loses),
+        ]
+
+
+class Cluster(LockServers):
+    """Three masters, each with a replica."""
+
+    def __enter__(self) -> Self:
+        self._cluster = self.enter_context(RedisCluster(self.folder, node_timeout=NODE_TIMEOUT))
+        self.nodes, self.url = self._cluster.servers, self._cluster.url
+        return self
+
+    def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong with it."""
+
+        def masters() -> list[RedisServer]:
+            return [one for one in self.nodes if is_master(one)]
+
+        def killed() -> None:
+            master = chance.choice(masters())
+            master.kill()
+            time.sleep(3.0 * NODE_TIMEOUT / 1000)
+            master.start()
+            time.sleep(timeout)
+
+        def planned() -> None:
+            tell(chance.choice([one for one in self.nodes if not is_master(one)]), *FAILOVER)
+            time.sleep(1.0)
+
+        def moved() -> None:
+            source, target = chance.sample(masters(), 2)
+            with source.client(decode_responses=True) as client:
+                key = client.randomkey()
+            if key:
+                with self._cluster.moving(key, source, target):
+                    time.sleep(timeout * chance.choice((0.1, 1.5)))
+
+        return [
+            *self._commands(chance),
+            Fault("kill a master", killed, {"loses_data": True}),
+            Fault("ask for a failover", planned, {"loses_data": True}),
+            Fault("move a slot", moved),
+        ]
+
+
+FAILOVER = ("CLUSTER", "FAILOVER")
+
+
+class Five(LockServers):
+    """Five independent servers, of which a majority decides."""
+
+    def __enter__(self) -> Self:
+        self.nodes = [
+            self.enter_context(RedisServer(self.folder / f"server-{n}", args=KEPT))
+            for n in range(5)
+        ]
+        self.url, self.has_lines = [node.url for node in self.nodes], False
+        return self
+
+    def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong with it."""
+
+        def away(number: int) -> Callable[[], None]:
+            return lambda: self._paused(chance, timeout * chance.choice((0.3, 2.0)), number)
+
+        return [
+            *self._commands(chance),
+            Fault("one of five away", away(1)),
+            Fault("two of five away", away(2)),
+            Fault("three of five away", away(3)),
+            Fault("kill one of five", lambda: self._killed(chance.choice(self.nodes), timeout)),
+        ]
+
+
+KINDS: dict[str, type[LockServers]] = {
+    "redis": One,
+    "sentinel": Sentinels,
+    "cluster": Cluster,
+    "quorum": Five,
+}
+
+
+def tell(server: RedisServer, *words: str) -> None:
+    """Send a command to one process, which may cut the connection by it, or refuse it."""
+    with server.client() as client, suppress(redis.RedisError):
+        client.execute_command(*words)
+
+
+def ttls(servers: LockServers) -> Iterator[tuple[str, int]]:
+    """Return each key that is left on the lock server, and the milliseconds until it expires."""
+    for node in servers.nodes:
+        if not is_master(node):
+            continue
+        with node.client(decode_responses=True) as client:
+            for key in client.scan_iter(count=1000):
+                yield key, client.pttl(key)
+
+
+def _is_script(command: Command) -> bool:
+    return command[0] in {b"EVALSHA", b"EVAL"}
