@@ -24,10 +24,10 @@ def message_of(task):
 class Broker:
     """All that a worker has, and what it was given to publish; of a LuaServer or of its like."""
 
-    def __init__(self, server):
+    def __init__(self, server, home="here"):
         self.published = []
-        self.store = server.store(home="here", hand_over=self.published.extend)
-        self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
+        self.store = server.store(home=home, hand_over=self.published.extend)
+        self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
 
     def ask(self, task, copy=1, *, message=b"", marked=False, ttl=LONG, lock=LOCK, **terms):
         """Take the lock for this copy of the task's message, or claim its turn."""

@@ -1,41 +1,45 @@
-"""What people do to locks on a real server: free one lease, drop one parked task, look at lines."""
+"""What people do to locks: free a lease, drop a parked task, pause a lock, change its limit."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
+from lupa.lua51 import LuaError
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockLostError
+from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
-from celery_dislock.parking.store import Lines, Ticket
+from celery_dislock.operating.cli import dislock
+from celery_dislock.parking.store import Lines
 from celery_dislock.servers.overview import Overview, find_parked
-from celery_dislock.servers.replies import Done, Granted, Parked, Refused
-from celery_dislock.servers.requests import Ending
+from celery_dislock.servers.records import in_words
+from celery_dislock.servers.replies import Done, Granted, Handed, Parked, Refused
+from celery_dislock.servers.requests import Ending, Terms
+from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.actions import Actions
+from celery_dislock.words import plain
 from tests.holding import name_of
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import LOCK, LONG, Broker
+from tests.redis_server import RedisServer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-LOCK = name_of("operated")
-LONG = 1000.0  # seconds: no such lease runs out by itself
+SHARED = {"terms": Terms("shared")}
 
 
-class Worker:
-    """What a worker has: the store of leases, the lines, and what it was given to publish."""
+class Worker(Broker):
+    """What a worker has, what it was told, and what an operator sees and does."""
 
-    def __init__(self, url, home="here"):
-        self.published = []
+    def __init__(self, server, home="here"):
+        super().__init__(server, home)
         self.told = []
-        self.store = Store(url, home=home, hand_over=self.published.extend)
-        self.lines = Lines(self.store.lock_server, "dislock", home, self.published.extend)
-        self.overview = Overview(self.store.lock_server, "dislock")
+        self.overview = Overview(server, "dislock")
         self.actions = Actions(None, self)
 
     def end_reservation(self, request):
@@ -47,32 +51,18 @@ class Worker:
     def take(self, owner, **terms):
         return self.store.acquire([LOCK], owner, LONG, json.dumps({"id": owner}), **terms)
 
-    def token(self, owner, **terms):
-        return self.take(owner, **terms).tokens[0]
-
-    def park(self, task, copy=1, *, message=None, marked=False, **terms):
-        message = message_of(task) if message is None else message
-        ticket = Ticket(f"{task}:0:0", f"{task}@", marked, message, **terms)
-        self.lines.enlist(LOCK)
-        return self.lines.park(LOCK, f"{task}@w/{copy}", LONG, "{}", ticket)
+    def release(self, owner):
+        return self.store.release([LOCK], owner)
 
     def claim(self, task, copy=2):
-        return self.park(task, copy, message=b"", marked=True)
+        return self.ask(task, copy, marked=True)
 
-    def given(self):
-        """Tell, once, which parked tasks have their turn."""
-        tasks = [turn.ticket.partition(":")[0] for turn in self.published]
-        self.published.clear()
-        return tasks
-
-    def state(self):
-        return self.overview.lock(LOCK)
-
-    def owners(self):
-        return [holder.owner for holder in self.state().holders]
+    def line(self):
+        return [place.ticket for place in self.overview.lock(LOCK).line]
 
     def free(self, owner=None):
-        (shown,) = [one for one in self.state().holders if owner in {None, one.owner}]
+        holders = self.overview.lock(LOCK).holders
+        (shown,) = [one for one in holders if owner in {None, one.owner}]
         return self.actions.free(LOCK, shown.owner, shown.token)
 
     def drop(self, task):
@@ -80,50 +70,35 @@ class Worker:
 
 
 def message_of(task, /, **headers):
-    about = {"task": "shop.export", "id": task, "argsrepr": "(7,)", "kwargsrepr": "{}", **headers}
+    about = {"task": "shop.export", "id": task, **headers}
     return Message("", "celery", about, "application/json", "utf-8", {}, True, b"[]").to_bytes()
 
 
-def unique(app, key, **options):
-    """Make a task of which one message of a key waits at a time."""
-
-    @app.task(
-        base=SingletonTask,
-        name="shop.unique",
-        lock_key=key,
-        lock_unique_until="end",
-        shared=False,
-        **options,
-    )
-    def task(corp): ...
-
-    return task
+@pytest.fixture
+def server():
+    return LuaServer()
 
 
 @pytest.fixture
-def worker(redis_url) -> Iterator[Worker]:
-    worker = Worker(redis_url)
-    yield worker
-    worker.store.close()
+def worker(server) -> Worker:
+    return Worker(server)
 
 
 @pytest.fixture
-def other(redis_url) -> Iterator[Worker]:
+def other(server) -> Worker:
     """A worker of another broker."""
-    worker = Worker(redis_url, home="there")
-    yield worker
-    worker.store.close()
+    return Worker(server, home="there")
 
 
 class TestFreeing:
-    def test_the_lease_that_was_shown_ends(self, worker, redis_client):
+    def test_the_lease_that_was_shown_ends(self, worker, server):
         """A lease is freed by its owner and its token; nothing is left."""
-        token = worker.token("a")
+        (token,) = worker.take("a").tokens
         for other in (token - 1, token + 1):  # another lease of the same owner
             assert worker.actions.free(LOCK, "a", other) is False
         assert worker.actions.free(LOCK, "a", token) is True
         assert worker.actions.free(LOCK, "a", token) is False
-        assert redis_client.keys("*") == []
+        assert server.names() == set()
 
     def test_a_parked_task_has_its_turn(self, worker):
         """Its message is published by whoever frees the lock, and the lock is reserved for it."""
@@ -132,7 +107,7 @@ class TestFreeing:
         worker.park("q")
         assert worker.free() is True
         assert worker.given() == ["p"]
-        assert worker.owners() == ["p:0:0#"]
+        assert [one.owner for one in worker.overview.lock(LOCK).holders] == ["p:0:0#"]
         assert isinstance(worker.claim("p"), Granted)
 
     def test_a_parked_task_of_another_broker_stays_first(self, worker, other):
@@ -142,42 +117,42 @@ class TestFreeing:
         assert worker.free() is True
         assert worker.given() == []
         assert isinstance(worker.take("b"), Refused)
-        other.lines.sweep([LOCK])
+        other.sweep()
         assert other.given() == ["p"]
 
-    def test_a_lease_that_only_runs_out_is_freed(self, worker, redis_client):
+    def test_a_lease_that_only_runs_out_is_freed(self, worker, server):
         """``lock_at_least_for`` holds a lock for longer than its task runs."""
         worker.take("a")
         worker.store.release([LOCK], "a", Ending(at_least=LONG))
-        assert worker.state().holders[0].expiring
+        assert worker.overview.lock(LOCK).holders[0].expiring
         assert worker.free() is True
-        assert redis_client.keys("*") == []
+        assert server.names() == set()
 
     def test_the_turn_of_a_parked_task_goes_to_the_next(self, worker):
         """A task whose message does not come is put at the end of the line, and is not lost."""
         worker.take("a")
         worker.park("p")
         worker.park("q")
-        worker.store.release([LOCK], "a")
+        worker.release("a")
         assert worker.given() == ["p"]
         assert worker.free("p:0:0#") is True
         assert worker.given() == ["q"]
-        assert [place.ticket for place in worker.state().line] == ["p:0:0"]
-        assert isinstance(worker.claim("p"), Parked)  # its message came after all
+        assert worker.line() == ["p:0:0"]
+        assert isinstance(worker.park("p", 2, marked=True), Parked)  # its message came after all
         assert isinstance(worker.claim("q"), Granted)
-        worker.store.release([LOCK], "q@w/2", Ending(ticket="q:0:0"))
+        worker.end("q", 2)
         assert worker.given() == ["p"]
 
-    def test_a_parked_task_that_runs_ends_as_ever(self, worker, redis_client):
+    def test_a_parked_task_that_runs_ends_as_ever(self, worker, server):
         """Its lease was freed while its body ran: its release ends its ticket."""
         worker.take("a")
         worker.park("p")
-        worker.store.release([LOCK], "a")
+        worker.release("a")
         worker.claim("p")
         assert worker.free() is True
-        assert worker.store.release([LOCK], "p@w/2", Ending(ticket="p:0:0")) is False
-        assert isinstance(worker.claim("p", copy=3), Done)
-        assert not redis_client.exists(f"{LOCK}:running", f"{LOCK}:tickets")
+        assert worker.end("p", 2) is False
+        assert isinstance(worker.claim("p", 3), Done)
+        assert not server.names() & {f"{LOCK}:running", f"{LOCK}:tickets"}
 
 
 class TestDropping:
@@ -185,66 +160,63 @@ class TestDropping:
         """The others move up; the caller gets the message, with the reason in its headers."""
         worker.take("a")
         for task in "pqr":
-            worker.park(task)
+            worker.park(task, message=message_of(task))
         assert worker.drop("q") is True
-        assert [place.ticket for place in worker.state().line] == ["p:0:0", "r:0:0"]
+        assert worker.line() == ["p:0:0", "r:0:0"]
         ((lock, replaced),) = worker.told
         assert lock == LOCK
         message = Message.from_bytes(replaced["q:0:0"])
         reason = message.headers.pop(REPLACED_HEADER)
-        assert reason == "dropped by an operator from the line for lock 'operated'"
+        assert reason == "dropped by an operator from the line for lock 'line'"
         assert message == Message.from_bytes(message_of("q"))
 
     def test_a_late_copy_of_its_message_does_not_run(self, worker):
         """A redelivery, or the message of its turn, finds that the work is done."""
         worker.take("a")
-        worker.park("p")
+        worker.park("p", message=message_of("p"))
         worker.drop("p")
-        worker.store.release([LOCK], "a")
+        worker.release("a")
         assert isinstance(worker.park("p", 2), Done)
         assert isinstance(worker.claim("p", 3), Done)
 
     def test_its_turn_goes_to_the_next(self, worker):
         """The lock was reserved for it: the next in line gets it at once."""
         worker.take("a")
-        worker.park("p")
-        worker.park("q")
-        worker.store.release([LOCK], "a")
+        for task in "pq":
+            worker.park(task, message=message_of(task))
+        worker.release("a")
         worker.given()
         assert worker.drop("p") is True
         assert worker.given() == ["q"]
-        assert isinstance(worker.claim("p"), Done)
 
     def test_what_runs_is_not_dropped(self, worker):
         """Its ticket was claimed: the body runs, and goes on."""
         worker.take("a")
         worker.park("p")
-        worker.store.release([LOCK], "a")
+        worker.release("a")
         worker.claim("p")
-        assert worker.drop("p") is False
-        assert worker.drop("never there") is False
-        assert worker.actions.drop(LOCK, "bytes") is False  # a field beside the tickets
-        assert worker.owners() == ["p@w/2"]
+        for ticket in ("p:0:0", "never there", "bytes"):  # the last is a field beside the tickets
+            assert worker.actions.drop(LOCK, ticket) is False
+        assert [one.owner for one in worker.overview.lock(LOCK).holders] == ["p@w:1/2"]
 
     def test_a_task_of_another_broker_is_told_by_its_worker(self, worker, other):
         """A sweep of its own worker has the message, with the reason."""
         worker.take("a")
-        other.park("p")
+        other.park("p", message=message_of("p"))
         assert worker.drop("p") is True
         assert worker.told == []
-        swept = other.lines.sweep([LOCK])[LOCK]
-        message = Message.from_bytes(swept.replaced["p:0:0"])
+        message = Message.from_bytes(other.sweep().replaced["p:0:0"])
         assert message.headers[REPLACED_HEADER].startswith("dropped by an operator")
 
     @pytest.mark.parametrize("record", [b"nonsense", b"1 2 3", b"2 1 1 1 x 1 here m"])
-    def test_a_record_that_nobody_can_read_is_set_aside(self, worker, redis_client, record):
+    def test_a_record_that_nobody_can_read_is_set_aside(self, worker, server, record):
         """It has no message that could be told; a person can look at it."""
         worker.take("a")
         worker.park("p")
-        redis_client.hset(f"{LOCK}:tickets", "p:0:0", record)
+        server.send("HSET", f"{LOCK}:tickets", "p:0:0", record)
         assert worker.drop("p") is True
         assert worker.told == []
-        assert redis_client.hget(f"{LOCK}:aside", "p:0:0") == record.decode()
+        assert server.send("HGET", f"{LOCK}:aside", "p:0:0") == record
 
     @pytest.mark.parametrize(
         "headers", [{}, {"note": ',"headers":{"a":1}'}, {"%1": "%0"}, {"dislock_sent": 5}]
@@ -259,30 +231,28 @@ class TestDropping:
         assert message == Message.from_bytes(message_of("p", **headers))
 
 
-class TestLines:
-    def test_a_parked_task_is_found_by_ticket_and_by_id(self, worker, monkeypatch):
-        """Wherever in a long line it stands, or with its turn."""
-        monkeypatch.setattr("celery_dislock.servers.overview.SEARCHED", 3)
-        worker.take("a")
-        for number in range(8):
-            worker.park(f"t{number}")
-        worker.store.release([LOCK], "a")
-        for number in (0, 1, 4, 7):
-            for wanted in (f"t{number}", f"t{number}:0:0"):
-                (place,) = find_parked(worker.overview, LOCK, wanted)
-                assert place.id == f"t{number}"
-        assert find_parked(worker.overview, LOCK, "t") == []
-
-
-@pytest.fixture
-def app(redis_url):
-    app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
-    Dislock(app)
-    yield app
-    app.close()
+def test_a_parked_task_is_found_by_ticket_and_by_id(worker, monkeypatch):
+    """Wherever in a long line it stands, or with its turn."""
+    monkeypatch.setattr("celery_dislock.servers.overview.SEARCHED", 3)
+    worker.take("a")
+    for number in range(8):
+        worker.park(f"t{number}", message=message_of(f"t{number}"))
+    worker.release("a")
+    for number in (0, 1, 4, 7):
+        for wanted in (f"t{number}", f"t{number}:0:0"):
+            (place,) = find_parked(worker.overview, LOCK, wanted)
+            assert place.id == f"t{number}"
+    assert find_parked(worker.overview, LOCK, "t") == []
 
 
 class TestLockFor:
+    @pytest.fixture
+    def app(self, redis_url):
+        app = Celery("shop", broker=redis_url, backend="cache+memory://", set_as_current=False)
+        Dislock(app)
+        yield app
+        app.close()
+
     def test_several_keys_are_one_handle_of_several(self, app):
         """It stands for all of them; each can be asked for."""
 
@@ -304,7 +274,10 @@ class TestLockFor:
 
     def test_a_reservation_is_freed_by_hand(self, app):
         """After a purge, say: the next message is sent.  What was reserved since is left alone."""
-        export = unique(app, "export:<corp>")
+
+        @app.task(base=SingletonTask, lock_key="<n>", lock_unique_until="end", shared=False)
+        def export(n): ...
+
         handle = export.lock_for(7)
         first = export.delay(7)
         assert export.delay(7).duplicate
@@ -315,3 +288,252 @@ class TestLockFor:
         assert handle.free(shown) == []
         assert [one.id for one in handle.free()] == [later.id]
         assert handle.free() == []
+
+
+class TestPause:
+    def test_nobody_is_admitted_beside_a_shared_lease(self, worker):
+        """A pause concerns shared leases, too."""
+        worker.take("a", **SHARED)
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("b", **SHARED), Refused)
+        worker.lines.limit(LOCK, None)
+        assert isinstance(worker.take("b", **SHARED), Granted)
+
+    def test_who_has_the_lock_keeps_it(self, worker):
+        """It renews, asks again and releases as ever."""
+        worker.take("a")
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("a"), Granted)
+        assert worker.store.extend([LOCK], "a", LONG)
+        assert worker.release("a")
+
+    @pytest.mark.parametrize("waiters", [1, 2, 3])
+    def test_who_waits_is_not_handed_the_lock_until_it_goes_on(self, worker, waiters):
+        """A release hands it to nobody; the end of the pause hands it to the first."""
+        worker.take("a")
+        for nth in range(waiters):
+            worker.take(f"w{nth}", place=LONG)
+        worker.lines.limit(LOCK, 0)
+        worker.release("a")
+        assert worker.overview.lock(LOCK).holders == []
+        assert worker.overview.lock(LOCK).waiting == waiters
+        assert worker.lines.limit(LOCK, None) == 0
+        assert isinstance(worker.store.wait(LOCK, "w0", 1.0), Handed)
+        assert worker.overview.lock(LOCK).waiting == waiters - 1
+
+    def test_who_would_pass_the_line_is_not_admitted(self, worker):
+        """fair=False passes waiters, not an operator."""
+        worker.lines.limit(LOCK, 0)
+        assert isinstance(worker.take("a", terms=Terms(fair=False)), Refused)
+        assert isinstance(worker.take("a", terms=Terms(fair=False), place=LONG), Refused)
+
+    def test_a_parked_task_stays_in_line(self, worker):
+        """Its turn comes with the end of the pause, neither by a release nor by the sweep."""
+        worker.take("a")
+        assert isinstance(worker.park("t"), Parked)
+        worker.lines.limit(LOCK, 0)
+        worker.release("a")
+        assert worker.lines.sweep([LOCK])[LOCK].parked == 1
+        assert worker.given() == []
+        worker.lines.limit(LOCK, None)
+        assert worker.given() == ["t"]
+        assert isinstance(worker.park("t", 2, marked=True), Granted)
+
+    def test_a_turn_that_was_given_before_is_not_claimed(self, worker):
+        """Its message comes to a paused lock, and the task goes back to its place in line."""
+        worker.take("a")
+        worker.park("t")
+        worker.park("u")
+        worker.release("a")
+        assert worker.given() == ["t"]
+        worker.lines.limit(LOCK, 0)
+        assert worker.park("t", 2, marked=True).place == 1
+        worker.lines.limit(LOCK, None)
+        assert worker.given() == ["t"]
+
+    @pytest.mark.parametrize("parks", [False, True])
+    def test_a_unique_task_is_not_admitted(self, worker, parks):
+        """The scripts for reserved messages are the same ones."""
+        worker.lines.limit(LOCK, 0)
+        reservation = Reservation(LOCK, "t", "start", LONG)
+        if parks:
+            assert isinstance(worker.park("t", reservation=reservation), Parked)
+        else:
+            assert isinstance(worker.take("t", reservation=reservation), Refused)
+
+    def test_it_ends_by_itself_if_it_was_set_for_a_time(self, worker, server):
+        """Who asks then is admitted; the sweep gives parked tasks their turn."""
+        worker.lines.limit(LOCK, 0, ttl=60)
+        worker.park("t")
+        server.advance(59)
+        assert worker.lines.sweep([LOCK])[LOCK].parked == 1
+        assert worker.given() == []
+        server.advance(2)
+        worker.lines.sweep([LOCK])
+        assert worker.given() == ["t"]
+
+    def test_it_lasts_until_it_is_taken_back(self, worker, server):
+        """A pause that nobody takes back lasts for years: no task runs because days have passed."""
+        worker.lines.limit(LOCK, 0)
+        server.advance(10**8)
+        assert server.ttls()[f"{LOCK}:limit"] == -1
+        assert isinstance(worker.take("a"), Refused)
+
+    def test_a_limit_that_cannot_be_read_admits_nobody(self, worker, server):
+        """A later version may have written it: the lock is damaged, and says so."""
+        for command in (("SET", f"{LOCK}:limit", "2 0 0"), ("RPUSH", f"{LOCK}:limit", "x")):
+            server.lose()
+            server.send(*command)
+            with pytest.raises(LuaError):
+                worker.take("a")
+
+
+class TestLimit:
+    def test_it_overrides_the_codes(self, worker):
+        """In both directions, for each acquisition from now on."""
+        worker.take("a")
+        worker.lines.limit(LOCK, 2)
+        assert isinstance(worker.take("b"), Granted)
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Refused)
+        assert worker.lines.limit(LOCK, 1) == 2
+        worker.release("a")
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Refused)
+        worker.lines.limit(LOCK, None)
+        assert isinstance(worker.take("c", terms=Terms(limit=9)), Granted)
+
+    def test_who_has_the_lock_keeps_it_beyond_a_lower_limit(self, worker):
+        """Nobody is thrown out; as many must leave first as are too many."""
+        for owner in "abc":
+            worker.take(owner, terms=Terms(limit=3))
+        worker.lines.limit(LOCK, 1)
+        for owner in "ab":
+            worker.release(owner)
+            assert isinstance(worker.take("d", terms=Terms(limit=3)), Refused)
+        worker.release("c")
+        assert isinstance(worker.take("d", terms=Terms(limit=3)), Granted)
+
+    def test_those_in_line_are_admitted_at_once(self, worker):
+        """As many as the new limit admits: waiters are woken, parked tasks are published."""
+        worker.take("a")
+        worker.take("w", place=LONG)
+        worker.park("t")
+        worker.park("u")
+        worker.lines.limit(LOCK, 3)
+        assert isinstance(worker.store.wait(LOCK, "w", 1.0), Handed)
+        assert worker.given() == ["t"]
+
+    def test_a_copy_of_a_task_that_runs_is_refused(self, worker):
+        """It was delivered again, and would run twice: the number is for different tasks."""
+        worker.lines.limit(LOCK, 3)
+        worker.take("t@w:1/1")
+        worker.take("u@w:1/1")
+        for terms in ({}, {"place": LONG}):
+            answer = worker.take("t@w:2/9", **terms)
+            assert isinstance(answer, Refused)
+            assert answer.holder == {"id": "t@w:1/1"}
+        assert worker.overview.lock(LOCK).waiting == 0
+        assert isinstance(worker.take("t@w:1/1"), Granted)
+        assert isinstance(worker.take("tt@w:1/1"), Granted)
+
+    @pytest.mark.parametrize("place", [0.0, LONG])
+    def test_each_of_several_locks_has_its_own(self, worker, place):
+        """Three tenants' tasks at a time, one call of the API."""
+        api, tenant = sorted([name_of("limits-api"), name_of("limits-tenant")])
+        terms = {"terms": Terms(limit=[2, 3]), "place": place}
+        take = worker.store.acquire
+        for nth in range(2):
+            assert isinstance(take([api, tenant], f"a{nth}", LONG, "{}", **terms), Granted)
+        answer = take([api, tenant], "b", LONG, "{}", **terms)
+        assert (type(answer), answer.nth) == (Refused, 0)
+        assert isinstance(take([tenant], "c", LONG, "{}", terms=Terms(limit=3)), Granted)
+        assert isinstance(take([tenant], "d", LONG, "{}", terms=Terms(limit=3)), Refused)
+
+    def test_shared_leases_are_not_counted(self, worker):
+        """They are any number, or none while the lock is paused."""
+        worker.lines.limit(LOCK, 1)
+        for owner in "abc":
+            assert isinstance(worker.take(owner, **SHARED), Granted)
+
+    def test_a_note_of_any_text_is_a_note(self, worker):
+        """Newlines and quotes neither end the record nor break the refusal."""
+        note = '1 9\n{"x":"\\"} ¡%s\0'
+        worker.lines.limit(LOCK, 0, note=note)
+        assert worker.overview.lock(LOCK).limit_note == note
+        holder = worker.take("a").holder
+        assert holder["note"] == note
+        assert plain(note) in in_words(holder)
+
+
+@pytest.fixture
+def quorum(redis_program, tmp_path):
+    """Three independent servers, one of which is away when a pause is set."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(RedisServer(tmp_path / str(nth))) for nth in range(3)]
+        store = Store([server.url for server in servers])
+        lines = Lines(store.lock_server, "dislock", "", lambda _turns: None)
+        process = SimpleNamespace(lines=lines, store=store)
+        yield store, Actions(None, process), servers
+        store.close()
+
+
+class TestActions:
+    def test_several_servers_admit_one_at_most(self, quorum):
+        """They keep exclusive locks only."""
+        _, actions, _ = quorum
+        with pytest.raises(SettingsError, match="exclusive locks only"):
+            actions.limit(LOCK, 2)
+
+    def test_locks_are_listed_while_one_of_several_servers_is_away(self, quorum):
+        """The others have the same locks; without a majority nobody knows."""
+        store, actions, servers = quorum
+        overview = Overview(store.lock_server, "dislock")
+        actions.limit(LOCK, 0)
+        servers[0].stop()
+        assert [one.name for one in overview.locks()] == [LOCK]
+        servers[1].stop()
+        with pytest.raises(StoreError):
+            list(overview.locks())
+
+    def test_locks_are_listed_while_one_of_several_servers_hangs(self, quorum):
+        """To connect to it leaves time for the others; whichever of them it is."""
+        _, actions, servers = quorum
+        actions.limit(LOCK, 0)
+        for server in servers:
+            app = Celery("shop", broker="memory://", set_as_current=False)
+            app.conf.dislock_url = [one.url for one in servers]
+            server.pause()
+            listed = CliRunner().invoke(dislock, ["ls"], obj=SimpleNamespace(app=app))
+            server.resume()
+            assert listed.exit_code == 0, listed.output
+            assert "paused" in listed.output
+
+    def test_a_pause_that_one_server_missed_is_shown_until_it_is_repeated(self, quorum):
+        """One that has it alone, too: else it decides when another of them is away."""
+        store, actions, servers = quorum
+        overview = Overview(store.lock_server, "dislock")
+
+        def shown():
+            return [(one.limit, one.limit_differs, one.exists) for one in overview.locks()]
+
+        actions.limit(LOCK, 0)
+        for server, left in zip(servers, [[(0, 1, True)], [(None, 1, True)], []], strict=True):
+            with server.client() as client:
+                client.delete(f"{LOCK}:limit")
+            assert shown() == left
+        actions.limit(LOCK, 0)
+        for server in servers[:2]:
+            with server.client() as client:
+                client.delete(f"{LOCK}:limit")
+        assert actions.limit(LOCK, None) == 0
+        assert shown() == []
+
+    def test_a_pause_holds_on_several_servers(self, quorum):
+        """It needs a majority, as an acquisition does; a server that was away changes nothing."""
+        store, actions, servers = quorum
+        servers[0].stop()
+        actions.limit(LOCK, 0, note="by ana")
+        servers[0].start()
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Refused)
+        assert Overview(store.lock_server, "dislock").lock(LOCK).limit_note == "by ana"
+        assert actions.limit(LOCK, None) == 0
+        assert isinstance(store.acquire([LOCK], "a", LONG, "{}"), Granted)
