@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers.store import Store
 from tests.holding import name_of, wait_for
-from tests.integration.acl import RULES
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
@@ -92,13 +90,6 @@ class Site:
         self.lines.park(lock, f"{task}@w/1", LONG, "{}", ticket)
 
 
-def abandoned(number: int = 1) -> str:
-    """Return the record of a lease that nobody has renewed for most of its hour."""
-    now = int(time.time() * 1000)
-    holder = json.dumps({"task": "t", "id": "1", "worker": "w9@gone", "timeout": 3600})
-    return f"1 {now + 600_000} {number} {now - 4_000_000} x {holder}"
-
-
 @pytest.fixture
 def site(own_redis_server) -> Iterator[Site]:
     site = Site(own_redis_server.url)
@@ -133,40 +124,6 @@ class TestServer:
         assert (level, "maxmemory" in what) == ("serious", True)
         assert site.examine().counts["serious"]
         assert admin.keys() == keys
-
-
-class TestRights:
-    @pytest.fixture
-    def limited(self, admin, own_redis_server):
-        """Return the site of a user with these rules."""
-        sites = []
-
-        def make(rules: str) -> Site:
-            admin.execute_command("ACL", "SETUSER", "limited", "reset", *rules.split())
-            host = own_redis_server.url.partition("://")[2]
-            sites.append(Site(f"redis://limited:{SECRET}@{host}"))
-            return sites[-1]
-
-        yield make
-        for site in sites:
-            site.store.close()
-
-    def rules(self, *without: str) -> str:
-        given = RULES.replace("PASSWORD", SECRET).split()
-        return " ".join(one for one in given if one not in without)
-
-    def test_the_rules_of_the_documentation_are_enough(self, limited):
-        """Nothing is asked for that locks do not need."""
-        site = limited(self.rules())
-        assert {one.level for one in site.examine().findings} <= {"ok", "note"}
-
-    def test_a_right_that_is_missing(self, limited):
-        """It is named with the rule that gives it."""
-        site = limited(self.rules("+hset"))
-        [finding] = [one for one in site.examine().findings if one.check == "rights"]
-        assert finding.level == "serious"
-        assert "may not run HSET" in finding.what
-        assert finding.remedy.endswith("+hset")
 
 
 class TestKinds:
@@ -224,29 +181,6 @@ class TestKinds:
             servers[2].kill()
             assert site.examine().away
             site.store.close()
-
-
-class TestLocks:
-    def test_damaged_locks(self, site, admin):
-        """Their tasks fail, and others' do not."""
-        admin.set("dislock:{export:7}:line", "x")
-        [(level, what)] = site.found("locks")
-        assert level == "serious"
-        assert "cannot be used" in what
-        assert "dislock:{export:7}" in what
-
-    def test_ten_thousand_locks_are_looked_at_in_seconds(self, site, admin):
-        """A page at a time; what is wrong with thousands is one finding, of bounded length."""
-        pipe = admin.pipeline()
-        for number in range(10_000):
-            pipe.hset(name_of(f"export:{number}"), f"o{number}", abandoned(number + 1))
-        pipe.execute()
-        began = time.monotonic()
-        [finding] = [one for one in site.examine().findings if one.check == "leases"]
-        assert time.monotonic() - began < 20
-        assert finding.what.endswith("and 9995 others.")
-        assert len(finding.what) < 300
-        assert len(finding.about) == 100
 
 
 class TestCommand:

@@ -22,7 +22,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import COUNT, COUNTS
 from celery_dislock.servers.kinds import server_for
 from tests.holding import wait_for
-from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.integration.servers import MASTER_NAME, Watched
 from tests.integration.strange import STRANGE, damage
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
@@ -274,20 +274,6 @@ def test_several_servers_count_together(redis_program, tmp_path):
         assert scrape(page)[expected] == 7
         servers[2].kill()
         assert scrape(page) == {("server_up",): 0}
-
-
-def test_a_cluster_counts_in_one_slot(redis_program, tmp_path):
-    """All names of the counts have one hash tag."""
-    with RedisCluster(tmp_path, node_timeout=60_000) as cluster:
-        app = app_of(cluster.url)
-        page = make_wsgi_app(app)
-        count(app, 3)
-        dislock = Dislock(app)
-        with dislock.lock("1"), dislock.lock("2"), dislock.lock("3"):
-            found = scrape(page)
-            assert sum(value for (name, *_), value in found.items() if name == "leases") == 3
-        assert found["acquisitions_total", "at_once", "celery@w1", "shop.export"] == 3
-        runtime_of(app).close()
 
 
 def test_counters_survive_a_failover(redis_program, tmp_path):

@@ -82,18 +82,6 @@ def elsewhere(call, *args, **kwargs):
         return pool.submit(call, *args, **kwargs).result(PATIENCE)
 
 
-def taken_elsewhere(lock):
-    """Take the lock in another thread if it is free, and give it back."""
-
-    def take():
-        answer = lock.try_acquire()
-        if isinstance(answer, Lease):
-            lock.release()
-        return answer
-
-    return elsewhere(take)
-
-
 def wait_in_line(redis_client, count):
     wait_for(lambda: redis_client.zcard(LINE) == count, f"a line of {count}")
 

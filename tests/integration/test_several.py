@@ -15,7 +15,6 @@ import pytest
 import redis
 from celery import Celery
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_dislock import Dislock
@@ -264,37 +263,6 @@ asked = st.lists(
     ),
     max_size=30,
 )
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(steps=asked)
-def test_any_sequence_does_what_a_dict_does(redis_url, redis_client, steps):
-    """All or none, against the plainest model: who holds which lock."""
-    redis_client.flushdb()
-    store = Store(redis_url)
-    held: dict[str, str] = {}
-    for what, owner, names in steps:
-        if what == "acquire":
-            answer = store.acquire(names, owner, LONG, HOLDER)
-            others = [nth for nth, name in enumerate(names) if held.get(name, owner) != owner]
-            if others:
-                assert isinstance(answer, Refused)
-                assert (answer.nth, answer.owner) == (others[0], held[names[others[0]]])
-            else:
-                assert isinstance(answer, Granted)
-                held.update(dict.fromkeys(names, owner))
-        else:
-            mine = [name for name in names if held.get(name) == owner]
-            if what == "release":
-                assert store.release(names, owner) is (mine == names)
-                for name in mine:
-                    del held[name]
-            else:
-                assert store.renew([(names, owner, LONG)], within=WITHIN) == [mine == names]
-        assert {n: h.owner for n in NAMES for h in store.holders(n)} == held
-    store.close()
 
 
 def test_a_node_that_is_away_gives_back_what_was_taken(redis_program, tmp_path):

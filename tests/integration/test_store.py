@@ -18,6 +18,7 @@ from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
 from tests.holding import wait_for
+from tests.integration.lua_server import LuaServer
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -55,29 +56,11 @@ def renew(store: Store, owner: str, ttl: float = LONG, lock: str = LOCK) -> bool
     return answer
 
 
-def state(client: redis.Redis) -> dict[str, dict[str, str]]:
-    """Everything that is in Redis; each key must have a TTL."""
-    found = {}
-    for key in client.keys("*"):
-        found[key] = client.hgetall(key)
-        assert client.pttl(key) > 0, f"{key} would stay for ever"
-    return found
-
-
 def wait_until_gone(client: redis.Redis, key: str = LOCK) -> None:
     wait_for(lambda: not client.exists(key), f"expiry of {key}")
 
 
 class TestAcquire:
-    def test_a_free_lock_is_granted_and_says_who_holds_it(self, store, redis_client):
-        """The grant carries a token; Redis knows the owner, the token, the mode and the holder."""
-        token = take(store, "a/1")
-        fields = state(redis_client)[LOCK]
-        version, expires, written, acquired, mode, holder = fields["a/1"].split(" ", 5)
-        assert (version, int(written), mode) == ("1", token, "x")
-        assert int(expires) - int(acquired) == LONG * 1000
-        assert json.loads(holder) == json.loads(HOLDER)
-
     def test_of_two_leases_that_end_at_once_the_older_is_named(self, store, redis_client):
         """Each refusal names the same holder, in any order in which the server keeps the leases."""
         ends = (int(redis_client.time()[0]) + 60) * 1000
@@ -91,7 +74,7 @@ class TestAcquire:
         take(store, "a/1")
         redis_client.hset(LOCK, "dead/1", "1 1000 5 500 x {}")
         take(store, "a/1")
-        assert list(state(redis_client)[LOCK]) == ["a/1"]
+        assert redis_client.hkeys(LOCK) == ["a/1"]
 
     def test_a_ttl_is_rounded_up_to_a_millisecond(self, store, redis_client):
         """The shortest lease there is lasts a millisecond, and does not fail or stay for ever."""
@@ -99,126 +82,91 @@ class TestAcquire:
         wait_until_gone(redis_client)
 
 
-class TestReleaseDead:
-    @pytest.mark.parametrize(
-        "start", ["id-1@w:8/", "id-2@w:7/", "id-1@x:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w.7/"]
-    )
-    def test_no_other_executions_lease_is_touched(self, store, redis_client, start):
-        """Another process, task or host, a part of its name, or a pattern, ends nothing."""
-        take(store, "id-1@w:7/123")
-        before = state(redis_client)
-        assert store.release_dead([LOCK], start) == 0
-        assert state(redis_client) == before
-
-
 class TestRenewStalled:
-    START = "id-1@w:7/"
-    OVERDUE = 0.02  # seconds: soon after any renewal
+    """What the main process of a worker does for a pool process that has stopped."""
 
-    def renew_stalled(self, store, *, start=START, ttl=LONG, overdue=OVERDUE, longest=0.0):
-        execution = Execution([LOCK], start, ttl, overdue, longest)
+    START, OWNER = "id-1@w:7/", "id-1@w:7/123"
+    OVERDUE = 20.0  # seconds
+
+    @pytest.fixture
+    def server(self):
+        return LuaServer()
+
+    @pytest.fixture
+    def store(self, server):
+        return server.store()
+
+    def renew_stalled(self, store, *, start=START, overdue=OVERDUE, longest=0.0, locks=(LOCK,)):
+        execution = Execution(list(locks), start, LONG, overdue, longest)
         (answer,) = store.renew_stalled([execution], within=WITHIN)
         return answer
 
-    def expiry(self, client, owner="id-1@w:7/123"):
-        return int(client.hget(LOCK, owner).split()[1])
-
-    def test_an_overdue_lease_is_renewed(self, store, redis_client):
+    def test_an_overdue_lease_is_renewed(self, store, server):
         """With its token, its holder and its owner; and the key lives as long."""
-        token = take(store, "id-1@w:7/123")
-        before = self.expiry(redis_client)
-        time.sleep(2 * self.OVERDUE)
-        found = self.renew_stalled(store)
-        assert found.unrenewed >= 2 * self.OVERDUE
-        assert found.overdue_in == 0
-        assert self.expiry(redis_client) > before
-        assert redis_client.pttl(LOCK) > (LONG - WITHIN) * 1000
+        token = take(store, self.OWNER)
+        server.advance(self.OVERDUE)
+        assert self.renew_stalled(store) == (self.OVERDUE, 0)
+        assert server.ttls() == {LOCK: LONG * 1000}
         [holding] = store.holders(LOCK)
-        assert (holding.owner, holding.token) == ("id-1@w:7/123", token)
-        assert store.release([LOCK], "id-1@w:7/123") is True
-
-    def test_a_lease_that_is_not_overdue_is_left_alone(self, store, redis_client):
-        """The caller is told when it will be."""
-        take(store, "id-1@w:7/123")
-        before = state(redis_client)
-        found = self.renew_stalled(store, overdue=LONG / 3)
-        assert found.unrenewed == 0
-        assert 0 < found.overdue_in <= LONG / 3
-        assert state(redis_client) == before
-
-    def test_what_has_ended_is_not_revived(self, store, redis_client):
-        """Neither a lease that has expired beside another, nor one that is gone."""
-        take(store, "other/1")
-        store.release([LOCK], "other/1", Ending(at_least=LONG))
-        store.acquire([LOCK], "id-1@w:7/123", SHORT, HOLDER, terms=Terms(limit=2))
-        time.sleep(2 * SHORT)
-        before = redis_client.hgetall(LOCK)
-        assert self.renew_stalled(store, ttl=SHORT) == (0, 0)
-        assert redis_client.hgetall(LOCK) == before
-        redis_client.delete(LOCK)
-        assert self.renew_stalled(store) == (0, 0)
-        assert state(redis_client) == {}
+        assert (holding.owner, holding.token, holding.remaining) == (self.OWNER, token, LONG)
+        assert store.release([LOCK], self.OWNER) is True
 
     @pytest.mark.parametrize(
-        "start", ["id-1@w:8/", "id-2@w:7/", "d-1@w:7/", "id-1@w:7/1234", "id-1@w:7/*"]
+        "start", ["id-1@w:8/", "id-2@w:7/", "d-1@w:7/", "id-1@x:7/", "id-1@w:7/1234", "id-1@w.7/"]
     )
-    def test_no_other_execution_is_renewed(self, store, redis_client, start):
-        """Another process, task or host, or a pattern, renews nothing."""
-        take(store, "id-1@w:7/123")
-        before = state(redis_client)
-        assert self.renew_stalled(store, start=start, overdue=0.0) == (0, 0)
-        assert state(redis_client) == before
+    def test_no_other_executions_lease_is_touched(self, store, server, start):
+        """Another process, task or host, a part of its name, or a pattern: neither of the two."""
+        take(store, self.OWNER)
+        server.advance(self.OVERDUE)
+        before = server.contents()
+        assert self.renew_stalled(store, start=start) == (0, 0)
+        assert store.release_dead([LOCK], start) == 0
+        assert server.contents() == before
 
-    def test_a_lease_that_was_left_is_not_renewed(self, store, redis_client):
-        """Its owner is done with it."""
-        take(store, "id-1@w:7/123")
-        store.release([LOCK], "id-1@w:7/123", Ending(at_least=LONG))
-        before = state(redis_client)
+    def test_a_lease_that_is_not_overdue_is_left_alone(self, store, server):
+        """The caller is told when it will be."""
+        take(store, self.OWNER)
+        server.advance(self.OVERDUE - 5)
+        before = server.contents()
+        assert self.renew_stalled(store) == (0, 5)
+        assert server.contents() == before
+
+    @pytest.mark.parametrize("ended", ["expired", "left", "handed over", "gone"])
+    def test_what_its_owner_does_not_hold_is_not_renewed(self, store, server, ended):
+        """A stopped process that waited must not keep the lock from the next in line."""
+        if ended == "handed over":
+            take(store, "a/1")
+            assert isinstance(store.acquire([LOCK], self.OWNER, LONG, HOLDER, place=LONG), Refused)
+            store.release([LOCK], "a/1")
+        else:
+            take(store, self.OWNER)
+        if ended == "left":
+            store.release([LOCK], self.OWNER, Ending(at_least=LONG))
+        if ended == "expired":  # beside another
+            store.acquire([LOCK], "b/1", 2 * LONG, HOLDER, terms=Terms(limit=2))
+            server.advance(LONG)
+        if ended == "gone":
+            server.lose()
+        before = server.contents()
         assert self.renew_stalled(store, overdue=0.0) == (0, 0)
-        assert state(redis_client) == before
+        assert server.contents() == before
 
-    def test_a_lease_that_was_handed_over_is_not_renewed(self, store, redis_client):
-        """A stopped process that waited must not keep it from the next in line."""
-        take(store, "a/1")
-        waiting = store.acquire([LOCK], "id-1@w:7/123", LONG, HOLDER, place=LONG)
-        assert isinstance(waiting, Refused)
-        store.release([LOCK], "a/1")
-        before = self.expiry(redis_client)
-        assert self.renew_stalled(store, overdue=0.0) == (0, 0)
-        assert self.expiry(redis_client) == before
-
-    def test_from_the_cap_on_it_is_not_renewed(self, store, redis_client):
+    def test_from_the_cap_on_it_is_not_renewed(self, store, server):
         """The cap is counted from the acquisition."""
-        take(store, "id-1@w:7/123")
-        time.sleep(2 * self.OVERDUE)
-        before = state(redis_client)
+        take(store, self.OWNER)
+        server.advance(self.OVERDUE)
+        before = server.contents()
         assert self.renew_stalled(store, longest=self.OVERDUE) == (0, 0)
-        assert state(redis_client) == before
-        assert self.renew_stalled(store, longest=LONG).unrenewed > 0
+        assert server.contents() == before
+        assert self.renew_stalled(store, longest=LONG).unrenewed == self.OVERDUE
 
-    def test_an_answer_for_each_execution(self, store):
-        """One of two keys is damaged: the other is renewed."""
-        take(store, "id-1@w:7/1")
-        store.lock_server.send(b"SET", "dislock:{b}", "x")
-        time.sleep(2 * self.OVERDUE)
-        first = Execution([LOCK], self.START, LONG, self.OVERDUE, 0.0)
-        second = first._replace(locks=["dislock:{b}"])
-        both = first._replace(locks=[LOCK, "dislock:{b}"])
-        renewed, *damaged = store.renew_stalled([first, second, both], within=WITHIN)
-        assert renewed.unrenewed > 0
-        assert [type(answer) for answer in damaged] == [DamagedLockError] * 2
-        store.lock_server.send(b"DEL", "dislock:{b}")
-
-    def test_of_several_keys_each_is_renewed(self, store, redis_client):
-        """The longest time without a renewal is told."""
+    def test_of_several_keys_each_is_renewed(self, store, server):
+        """The longest time without a renewal is told, and what is damaged."""
         other = "dislock:{export:8}"
-        take(store, "id-1@w:7/1")
-        time.sleep(2 * self.OVERDUE)
-        take(store, "id-1@w:7/1", lock=other)
-        execution = Execution([LOCK, other], self.START, LONG, self.OVERDUE, 0.0)
-        (found,) = store.renew_stalled([execution], within=WITHIN)
-        assert found.unrenewed >= 2 * self.OVERDUE
-        assert 0 <= found.overdue_in <= self.OVERDUE
+        take(store, self.OWNER)
+        server.advance(self.OVERDUE)
+        take(store, self.OWNER, lock=other)
+        assert self.renew_stalled(store, locks=(LOCK, other)) == (self.OVERDUE, self.OVERDUE)
 
 
 class TestAllHolders:
@@ -251,14 +199,6 @@ class TestAllHolders:
         take(store, "a/1", lock=mine)
         take(store, "b/1")
         assert list(all_holders(store, prefix)) == [mine]
-
-    def test_a_server_that_is_away_is_a_store_error(self, own_redis_server):
-        """Nothing was found, and that is said."""
-        store = Store(own_redis_server.url)
-        own_redis_server.kill()
-        with pytest.raises(StoreError):
-            all_holders(store)
-        store.close()
 
 
 def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Holder]]:
@@ -352,29 +292,22 @@ class TestClear:
         assert not redis_client.exists(LOCK)
 
 
-class TestScriptsForgotten:
-    def test_a_whole_batch_is_renewed_all_the_same(self, store, redis_client):
-        """A batch that meets NOSCRIPT is renewed as a whole, and each lease is."""
-        batch = [([f"dislock:{{{number}}}"], "a/1", LONG) for number in range(50)]
-        for (lock,), owner, _ in batch:
-            take(store, owner, ttl=LONG / 2, lock=lock)
-        redis_client.script_flush()
-        assert store.renew(batch, within=WITHIN) == [True] * 50
-        assert all(redis_client.pttl(lock) > LONG * 500 for (lock,), _, _ in batch)
-
-
 class TestErrors:
     def test_one_bad_key_does_not_spoil_its_batch(self, store, redis_client):
         """In a batch the key of another type has its own error; the others are renewed."""
+        bad = ["dislock:{bad}"]
         redis_client.set("dislock:{bad}", "somebody else's")
         take(store, "a/1")
         answers = store.renew(
-            [([LOCK], "a/1", LONG), (["dislock:{bad}"], "a/1", LONG), ([LOCK], "a/1", LONG)],
-            within=WITHIN,
+            [([LOCK], "a/1", LONG), (bad, "a/1", LONG), ([LOCK], "a/1", LONG)], within=WITHIN
         )
         assert [answers[0], answers[2]] == [True, True]
         assert isinstance(answers[1], DamagedLockError)
         assert (answers[1].lock, "WRONGTYPE" in answers[1].reason) == ("dislock:{bad}", True)
+        stalled = [Execution(locks, "a/", LONG, 0.0, 0.0) for locks in ([LOCK], bad, [LOCK, *bad])]
+        renewed, *damaged = store.renew_stalled(stalled, within=WITHIN)
+        assert renewed.unrenewed >= 0
+        assert [type(answer) for answer in damaged] == [DamagedLockError] * 2
 
     def test_a_server_that_is_not_there_is_a_store_error(self, own_redis_server):
         """When nobody listens every method says so, with the server's address."""
@@ -401,23 +334,6 @@ class TestErrors:
             renew(store, "b/1")  # the watchdog tries again by itself
         assert renew(store, "b/1") is True
         store.close()
-
-    def test_a_wrong_password_is_a_store_error_that_does_not_tell_it(self, own_redis_server):
-        """The server's refusal is passed on; the password is in no text."""
-        with own_redis_server.client() as client:
-            client.config_set("requirepass", "right-one")
-        url = f"redis://:wrong-one@127.0.0.1:{own_redis_server.port}/0"
-        store = Store(url)
-        for ask in (store.ping, lambda: renew(store, "a/1")):
-            with pytest.raises(StoreError) as raised:
-                ask()
-            assert "one" not in f"{raised.value} {raised.value.args!r} {store.server}"
-        for wrong in ("", "nobody:x@"):
-            with pytest.raises(StoreError):
-                Store(f"redis://{wrong}127.0.0.1:{own_redis_server.port}/0").ping()
-        good = Store(url.replace("wrong", "right"))
-        assert good.ping()["redis_version"]
-        good.close()
 
 
 class Interrupted(BaseException):
@@ -458,28 +374,19 @@ class TestInterruptedConnection:
     def test_the_next_command_gets_its_own_reply(
         self, own_redis_server, patient_store, interrupt_soon
     ):
-        """After an interrupted acquire a release is answered as a release, not as that acquire."""
+        """A release is not answered as an interrupted acquire, nor a renewal as another."""
         own_redis_server.pause()
         with pytest.raises(Interrupted):
             interrupt_soon()
             patient_store.acquire([LOCK], "a/1", LONG, HOLDER)
+        with pytest.raises(Interrupted):
+            interrupt_soon()
+            patient_store.renew([(["dislock:{warm-up}"], "warm-up", LONG)], within=60.0)
         own_redis_server.resume()
+        assert renew(patient_store, "nobody") is False
         assert patient_store.release(["dislock:{other}"], "b/1") is False
         assert take(patient_store, "b/1", lock="dislock:{other}")
         assert patient_store.release([LOCK], "a/1") is True  # it had reached the server
-
-    def test_the_next_renewal_gets_its_own_reply(
-        self, own_redis_server, patient_store, interrupt_soon
-    ):
-        """After an interrupted batch the next batch has its own answers."""
-        take(patient_store, "a/1")
-        own_redis_server.pause()
-        with pytest.raises(Interrupted):
-            interrupt_soon()
-            patient_store.renew([([LOCK], "a/1", LONG)], within=60.0)
-        own_redis_server.resume()
-        assert renew(patient_store, "nobody") is False
-        assert renew(patient_store, "a/1") is True
 
     def test_a_late_reply_is_nobodys(self, own_redis_server):
         """A reply that comes after its timeout is not taken for the next command's."""
@@ -532,14 +439,3 @@ class TestConnections:
             assert renew(celerys, "a/1") is True
             ours.close()
             celerys.close()
-
-    def test_an_uncontended_lock_costs_two_commands(self, store, redis_client):
-        """Acquire and release are one round trip each."""
-        take(store, "warm-up")
-        store.release([LOCK], "warm-up")
-        redis_client.config_resetstat()
-        take(store, "a/1")
-        store.release([LOCK], "a/1")
-        calls = redis_client.info("commandstats")
-        assert calls["cmdstat_evalsha"]["calls"] == 2
-        assert not {"cmdstat_eval", "cmdstat_hello", "cmdstat_ping"} & set(calls)

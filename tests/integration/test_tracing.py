@@ -9,16 +9,13 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 
 from celery_dislock import SingletonTask, current_lease
-from celery_dislock.operating import counting
 from celery_dislock.parking.process import runtime_of
 from tests.holding import wait_for
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry import metrics
 from opentelemetry.instrumentation.celery import CeleryInstrumentor
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -37,17 +34,6 @@ def exported():
     instrumentor.instrument(tracer_provider=provider, meter_provider=MeterProvider())
     yield exporter
     instrumentor.uninstrument()
-    provider.shutdown()
-
-
-@pytest.fixture
-def reader(monkeypatch):
-    """The metrics of this process."""
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    monkeypatch.setattr(metrics, "get_meter_provider", lambda: provider)
-    monkeypatch.setattr(counting, "_made", [])
-    yield reader
     provider.shutdown()
 
 
@@ -120,28 +106,3 @@ def test_the_instrumentors_span_tells_of_the_lock(app, run, exported):
     assert about["owner"].startswith(result.id)
     assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.released"]
     assert span.events[-1].attributes["celery_dislock.held"] >= 0
-
-
-def test_the_same_is_counted_through_its_api(app, run, exported, reader):
-    """The names are those of Prometheus but for the dots, which its exporter turns into them."""
-
-    @app.task(base=SingletonTask, lock_key="<n>", name="shop.export", shared=False)
-    def export(n): ...
-
-    run(export, 7)
-    data = reader.get_metrics_data()
-    points = {
-        metric.name: list(metric.data.data_points)
-        for resource in data.resource_metrics
-        for scope in resource.scope_metrics
-        if scope.scope.name == "celery_dislock"
-        for metric in scope.metrics
-    }
-    (acquired,) = points["celery_dislock.acquisitions"]
-    assert acquired.value == 1
-    assert acquired.attributes["task"] == "shop.export"
-    assert acquired.attributes["outcome"] == "at_once"
-    assert set(acquired.attributes) == {"task", "worker", "outcome"}
-    assert points["celery_dislock.wait"][0].count == 1
-    assert points["celery_dislock.held"][0].count == 1
-    assert points["celery_dislock.leases"][0].value == 0

@@ -11,13 +11,11 @@ from werkzeug.wrappers import Response
 
 from celery_dislock import Dislock
 from celery_dislock.operating.web import Page
-from celery_dislock.operating.web.cache import FRESH
 from celery_dislock.parking.process import runtime_of
 from tests.holding import name_of
 from tests.pages import Visitor, ann
 
 MOUNT = "/ops/locks"
-MANY = 3_000
 HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1", "pid": 7})
 
 
@@ -136,25 +134,3 @@ def test_it_is_mounted_in_a_framework(mounted, app, held, stack):
     assert visitor.post(f"{MOUNT}/api/limit", data=form).status_code == 403  # without an Origin
     admins.clear()
     assert visitor.act(f"{MOUNT}/api/limit", **form).status_code == 403
-
-
-@pytest.fixture
-def many(app, redis_client):
-    """Thousands of locks that are held."""
-    store = runtime_of(app).process.store
-    for number in range(MANY):
-        store.acquire([name_of(f"export:{number:05}")], f"o@w:7/{number}", 3600.0, HOLDER)
-    redis_client.config_resetstat()
-
-
-def test_thousands_of_locks_are_read_in_pages_and_once_for_all(page, many, redis_client):
-    """No command looks at more than a few hundred keys, and many browsers cost as one."""
-    visitor = Visitor(page)
-    for number in range(30):
-        told = visitor.get(f"/api/locks?page={number + 1}").json
-        assert told["all"] == MANY
-    if told["age"] < FRESH:  # else it was read again: this machine is slow
-        stats = redis_client.info("commandstats")
-        assert stats["cmdstat_scan"]["calls"] <= MANY * 2 / 500
-        assert stats["cmdstat_evalsha"]["calls"] <= MANY + 100
-    assert "cmdstat_keys" not in redis_client.info("commandstats")
