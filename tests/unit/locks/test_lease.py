@@ -129,6 +129,14 @@ def test_an_end_after_a_minimum_is_sent_again_as_it_was(world):
     assert expires > world.clock() + 50
 
 
+@pytest.mark.parametrize(("of_options", "of_ending"), [(60, 20), (20, 60)])
+def test_the_longer_minimum_holds(world, of_options, of_ending):
+    """A release may ask for a minimum beside that of the options."""
+    lease = world.lease(lock_at_least_for=of_options)
+    lease.release(Ending(at_least=of_ending))
+    assert world.store.asked("release") == [("dislock:{k}", "me", 60)]
+
+
 def test_a_lease_that_is_left_is_marked_and_not_renewed(world, heard):
     """It ends a timeout after its last renewal, and nobody else renews it."""
     lease = world.lease()

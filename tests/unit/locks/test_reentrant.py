@@ -19,6 +19,7 @@ from celery_dislock.exceptions import (
     NotOwnerError,
     SettingsError,
 )
+from celery_dislock.locks import reentrant as reentrant_module
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.reentrant import ReentrantLock
 
@@ -94,6 +95,14 @@ def test_what_is_not_held_is_not_released(world, make, others):
         make().release()
     assert "t[?]" in str(caught.value)
     assert world.store.leases["dislock:{k}"][0] == "other"
+
+
+def test_an_exception_between_grant_and_return_gives_the_lock_back(world, make, monkeypatch):
+    """A signal handler may raise before the caller is known to hold it: nobody could release it."""
+    monkeypatch.setattr(reentrant_module, "CallerLease", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make().acquire()
+    assert world.store.leases == {}
 
 
 def test_a_block_that_waits_in_vain_is_not_entered(world, make, others):
