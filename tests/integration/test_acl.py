@@ -32,6 +32,7 @@ from celery_dislock.servers.view import LockState
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
 from tests.integration.acl import RULES
+from tests.integration.test_doctor import Report
 from tests.leaks import SECRET
 from tests.redis_server import RedisServer
 
@@ -284,21 +285,18 @@ def test_a_worker_names_the_command_that_is_missing(limited, admin, command):
     wait_for(lambda: admin.keys() == [], "a server with nothing left behind")
 
 
+def test_doctor_needs_no_more(limited):
+    """It asks for nothing that the page does not allow; a missing right is told with its rule."""
+    assert {level for level, _ in Report(limited(RULES)).all("rights")} == {"ok"}
+    [(level, what)] = Report(limited(without("hset"))).found("rights")
+    assert (level, "may not run HSET" in what) == ("serious", True)
+
+
 @pytest.mark.parametrize("keys", ["~other:*", "~dislock:{*}", "~dislock:{*", ""])
 def test_a_worker_names_the_keys_that_are_missing(limited, keys):
     """A pattern that leaves out some of the names is told, with the one that is needed."""
     with pytest.raises(ForbiddenError, match=re.escape("'dislock'; allow it on every server")):
         start_worker(limited(RULES.replace("~dislock:*", keys)))
-
-
-def test_a_waiter_that_may_not_wait_fails(limited, admin):
-    """Without BLPOP a waiter ends at once, out of line, with an error that names the command."""
-    with Holding(limited(without("blpop"))) as holding:
-        holding.take("acl", timeout=LONG)
-        with pytest.raises(ForbiddenError, match="'blpop'"):
-            holding.lock("acl", timeout=LONG).acquire(holding.attempt(), timeout=WITHIN)
-        assert admin.zcard(f"{LOCK}:line") == 0
-    assert admin.info("commandstats")["cmdstat_blpop"]["rejected_calls"] == 1
 
 
 def test_one_server_of_several_that_forbids_is_enough(redis_program, server, limited, tmp_path):

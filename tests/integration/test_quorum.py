@@ -275,11 +275,13 @@ class TestHeld:
         assert got[0].token > first.token
 
     def test_a_dead_execution_is_released_by_the_start_of_its_name(self, servers, store):
-        """Who has seen a process end frees its locks on all servers."""
-        take(store, "id@w:7/1")
+        """Who has seen a process end frees its locks on all servers; so does an operator."""
         servers[0].kill()
+        take(store, "id@w:7/1")
         assert store.release_dead([LOCK], "id@w:7/") == 1
         assert nothing_on(servers[1:])
+        assert store.free(LOCK, "a/1", take(store, "a/1")) is True
+        assert store.holders(LOCK) == []
 
     def test_a_stalled_execution_is_renewed_by_the_start_of_its_name(self, servers, store):
         """On a majority; and where no majority has the lease, on none that counts."""
