@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -22,8 +21,9 @@ from celery_dislock.operating.cli import dislock as command
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
 from celery_dislock.servers.store import Store
-from tests.holding import name_of, wait_for
+from tests.holding import name_of
 from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
+from tests.integration.test_redis_server import wait_until_gone
 from tests.leaks import SECRET
 
 ROOT = Path(__file__).parents[2]
@@ -216,13 +216,7 @@ class TestRun:
         code, _, err = ended(process)
         assert code == LOST
         assert "lock 'k' is lost" in err
-        wait_for(lambda: not _runs(int(pid.read_text())), "the end of what it started")
-
-
-def _runs(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
+        wait_until_gone(int(pid.read_text()))
 
 
 class TestStrangers:

@@ -358,7 +358,7 @@ def contend(urls, journal, stop):
                 record.trusted(lease.key, lease.token, f"{os.getpid()}/{number}", now)
                 if now >= until or stop.is_set():
                     break
-                time.sleep(0.002)
+                time.sleep(0.002)  # each look is a line of the journal
             lease.release()
 
     with Holding(urls, TRANSPORT) as holding:

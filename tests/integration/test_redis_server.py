@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from example_project import redis_server as module
 from example_project.redis_server import ServerMissing
+from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.usefixtures("redis_program")
@@ -30,10 +30,7 @@ def alive(pid: int) -> bool:
 
 def wait_until_gone(pid: int) -> None:
     """Wait for the end of a process that is no child of ours."""
-    deadline = time.monotonic() + 30
-    while alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.02)
+    wait_for(lambda: not alive(pid), f"end of process {pid}")
 
 
 def test_a_port_that_somebody_took_is_given_up_for_another(tmp_path, monkeypatch):

@@ -79,6 +79,25 @@ def missing(what: str) -> None:
     pytest.skip(f"there is no {what} here")
 
 
+@pytest.fixture
+def connect():
+    """Make stores that are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(*args, **options) -> Store:
+            store = Store(*args, **options)
+            stack.callback(store.close)
+            return store
+
+        yield connect
+
+
+@pytest.fixture
+def connect_to(connect):
+    """Make stores that ask Sentinels."""
+    return lambda watched, **options: connect(watched.url, {"master_name": MASTER_NAME, **options})
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     if not shutil.which("openssl"):
@@ -109,17 +128,14 @@ def options(certificates):
 
 
 class TestTls:
-    @pytest.mark.parametrize("required", ["required", "CERT_REQUIRED", ssl.CERT_REQUIRED], ids=str)
-    def test_both_sides_show_their_certificate(self, tls_server, options, required):
+    def test_both_sides_show_their_certificate(self, connect, tls_server, options):
         """However verification is spelt, in options or in the URL's query."""
-        store = Store(tls_server.tls_url, {"ssl_cert_reqs": required, **options})
-        round_trip(store)
-        store.close()
-        if isinstance(required, str) and type(required) is str:
+        for required in ("required", "CERT_REQUIRED"):
             query = urlencode({"ssl_cert_reqs": required, **options})
-            store = Store(f"{tls_server.tls_url}?{query}")
+            store = connect(f"{tls_server.tls_url}?{query}")
             round_trip(store)
-            store.close()
+        store = connect(tls_server.tls_url, {"ssl_cert_reqs": ssl.CERT_REQUIRED, **options})
+        round_trip(store)
 
     @pytest.mark.parametrize("scheme", ["redis", "rediss"])
     def test_broker_use_ssl_is_taken_over(self, tls_server, options, scheme):
@@ -136,15 +152,16 @@ class TestTls:
     @pytest.mark.parametrize(
         ("without", "told"), [("ssl_ca_certs", "(?i)certificate"), ("ssl_certfile", None)]
     )
-    def test_without_a_certificate_no_lock_is_taken(self, tls_server, options, without, told):
+    def test_without_a_certificate_no_lock_is_taken(
+        self, connect, tls_server, options, without, told
+    ):
         """Neither from a server of an unknown authority, nor by a client that shows none."""
         del options[without]
         if without == "ssl_certfile":
             del options["ssl_keyfile"]
-        store = Store(tls_server.tls_url, options)
+        store = connect(tls_server.tls_url, options)
         with pytest.raises(StoreError, match=told):
             take(store, "a/1")
-        store.close()
 
     def test_a_port_without_tls_is_asked_once(self, own_redis_server):
         """A handshake that nobody answers takes one timeout, not one for each attempt."""
@@ -158,23 +175,15 @@ class TestTls:
                 take(store, "a/1")
             assert client.info("stats")["total_connections_received"] == before + 1
 
-    def test_a_port_with_tls_alone_is_no_lock_server_without(self, tls_server):
-        """A client that does not speak TLS is cut off, and says so in a line."""
-        store = Store(tls_server.tls_url.replace("rediss", "redis"))
-        with pytest.raises(StoreError) as raised:
-            take(store, "a/1")
-        assert len(str(raised.value)) < ONE_LINE
-
-    def test_a_cluster(self, tls_server, certificates, options, tmp_path):
+    def test_a_cluster(self, connect, tls_server, certificates, options, tmp_path):
         """The nodes of a rediss+cluster:// are found and reached over TLS, each with its locks."""
         with RedisCluster(tmp_path, node_timeout=60_000, certificates=certificates) as cluster:
-            store = Store(cluster.url, options)
+            store = connect(cluster.url, options)
             for number, master in enumerate(cluster.masters):
                 lock = name_on(cluster.masters, number)
                 round_trip(store, lock)
                 take(store, "a/1", lock=lock)
                 assert exists(master, lock)
-            store.close()
 
     def test_sentinels(self, tls_server, certificates, options, tmp_path):
         """Sentinels are asked over TLS, and so is the master that they name."""
@@ -209,23 +218,20 @@ def url(redis_program, tmp_path_factory):
 
 
 class TestUserAndPassword:
-    def test_a_user_of_the_acl_takes_locks(self, url):
+    def test_a_user_of_the_acl_takes_locks(self, connect, url):
         """User and password of the URL are used, special characters as %XX; a wrong one is not."""
-        store = Store(url)
+        store = connect(url)
         round_trip(store)
-        store.close()
-        store = Store(url.replace("se%3Acr", "wrong"))
+        store = connect(url.replace("se%3Acr", "wrong"))
         with pytest.raises(StoreError):
             take(store, "a/1")
-        store.close()
 
     @pytest.mark.parametrize("provider", [Provider(), PROVIDER], ids=["object", "name"])
-    def test_credentials_may_come_from_a_provider(self, url, provider):
+    def test_credentials_may_come_from_a_provider(self, connect, url, provider):
         """A credential_provider, an object or its class's name, wins over the URL's user."""
-        store = Store(url.replace("se%3Acr", "wrong"), {"credential_provider": provider})
+        store = connect(url.replace("se%3Acr", "wrong"), {"credential_provider": provider})
         round_trip(store)
         assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [False]
-        store.close()
 
     def test_the_provider_of_the_broker_is_taken_over(self, url):
         """In the broker's URL, its transport options, or as the result backend's setting."""
@@ -280,10 +286,6 @@ def own_watched(redis_program, tmp_path):
         yield watched
 
 
-def store_of(watched: Watched, **options) -> Store:
-    return Store(watched.url, {"master_name": MASTER_NAME, **options})
-
-
 class TestSentinel:
     def test_the_sentinels_of_the_broker_are_taken_over(self, watched):
         """They are asked for the master; kombu's URL and transport options are all they need."""
@@ -304,7 +306,7 @@ class TestSentinel:
         assert store.release([LOCK], "a/1") is True
         store.close()
 
-    def test_the_sentinels_user_of_the_page_is_enough(self, watched):
+    def test_the_sentinels_user_of_the_page_is_enough(self, connect_to, watched):
         """Sentinels that allow these two alone name the master; without them they say so."""
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(one.client()) for one in watched.sentinels]
@@ -314,18 +316,18 @@ class TestSentinel:
                     given = ("reset", "on", f">{SECRET}", "-@all", *rules)
                     client.execute_command("ACL", "SETUSER", "asks", *given)
 
-            store = store_of(watched, sentinel_kwargs={"username": "asks", "password": SECRET})
+            store = connect_to(watched, sentinel_kwargs={"username": "asks", "password": SECRET})
             allow("+sentinel|master", "+sentinel|get-master-addr-by-name")
             round_trip(store)
-            store.close()
+            store.close()  # the next connection asks anew
             allow()
             with pytest.raises(StoreError, match=r"no permissions to run the 'sentinel"):
                 take(store, "a/1")
 
     @pytest.mark.parametrize("how", ["kill", "pause"])
-    def test_sentinels_that_are_away(self, own_watched, how, caplog):
+    def test_sentinels_that_are_away(self, connect_to, own_watched, how, caplog):
         """One that answers is enough; without any, the last master counts where it is known."""
-        store = store_of(own_watched, socket_timeout=0.3)
+        store = connect_to(own_watched, socket_timeout=0.3)
         round_trip(store)
         for sentinel in own_watched.sentinels[:2]:
             getattr(sentinel, how)()
@@ -338,16 +340,15 @@ class TestSentinel:
             round_trip(store)
         assert caplog.text.count("No Sentinel answers") == 1
         assert f"127.0.0.1:{own_watched.master.port} counts as the master" in caplog.text
-        store.close()
-        store = store_of(own_watched, socket_timeout=0.3)
+        store = connect_to(own_watched, socket_timeout=0.3)
         with pytest.raises(StoreError, match="no Sentinel names a master") as raised:
             take(store, "a/1")
         for sentinel in own_watched.sentinels if how == "kill" else ():
             assert f"127.0.0.1:{sentinel.port}: Connection refused" in str(raised.value)
 
-    def test_a_failover_is_followed(self, own_watched):
+    def test_a_failover_is_followed(self, connect_to, own_watched):
         """What the next master has is held there; a lease that it never heard of is lost."""
-        store = store_of(own_watched)
+        store = connect_to(own_watched)
         take(store, "a/1")
         with Holding(own_watched.url, {"master_name": MASTER_NAME}) as holding:
             kept, lost = holding.take("kept", timeout=9.0), holding.take("lost", timeout=9.0)
@@ -370,7 +371,6 @@ class TestSentinel:
             wait_for(lambda: kept.renewals > renewals or not kept.held, "its fate")
             if not kept.held:
                 holding.wait_lost(kept)
-        store.close()
 
     def test_a_replica_counts_as_away(self, own_redis_server):
         """A server that says it is a replica has taken no lock, and its connections are dropped."""
@@ -393,32 +393,17 @@ class TestSentinel:
         assert store.release([LOCK], "a/1") is True
         store.close()
 
-    def test_a_demoted_master_counts_as_away(self, own_watched):
-        """A master that has become a replica is left, though its connections are still open."""
-        store = store_of(own_watched)
-        store.ping()
-        old = own_watched.master
-        with own_watched.sentinels[0].client() as client:
-            client.execute_command("SENTINEL", "FAILOVER", MASTER_NAME)
-        new = own_watched.wait_for_master(other_than=old)
-        wait_for(lambda: not is_master(old), "demotion of the old master")
-        wait_for(lambda: attempt(store, LOCK, "a/1"), "the lock on the next master")
-        assert exists(new, LOCK)
-        store.close()
-
 
 class TestAMasterThatReturns:
     """It stood still, another took its place, and it goes on as if nothing had happened."""
 
     @pytest.fixture
-    def stores(self, own_watched):
+    def stores(self, connect_to, own_watched):
         """Two stores, as two processes have them, whose connections are from before."""
-        stores = [store_of(own_watched) for _ in range(2)]
+        stores = [connect_to(own_watched) for _ in range(2)]
         for store in stores:
             round_trip(store)
-        yield stores
-        for store in stores:
-            store.close()
+        return stores
 
     def returned(self, watched, meanwhile=lambda: None):
         """Replace the master by another while it stands still, and let it go on."""
@@ -463,7 +448,9 @@ class TestAMasterThatReturns:
             assert client.hexists(f"{LOCK}:tickets", "b:0:0")
             assert client.hexists("dislock:lines:here", LOCK)
 
-    def test_an_answer_of_one_that_was_replaced_meanwhile_does_not_count(self, own_watched, stores):
+    def test_an_answer_of_one_that_was_replaced_meanwhile_does_not_count(
+        self, connect_to, own_watched, stores
+    ):
         """What it hands over is not taken; what reached it while it stood still is asked again."""
         told = queue.Queue()
 
@@ -473,7 +460,7 @@ class TestAMasterThatReturns:
             except StoreError as exc:
                 told.put(exc)
 
-        store = store_of(own_watched, socket_timeout=PATIENCE)
+        store = connect_to(own_watched, socket_timeout=PATIENCE)
         round_trip(store)
         taking = threading.Thread(target=take, args=(store, "a/1"))
         waiter = threading.Thread(target=wait)
@@ -487,7 +474,6 @@ class TestAMasterThatReturns:
         assert isinstance(told.get(), StoreError)
         taking.join()
         assert exists(new, LOCK)
-        store.close()
 
 
 def renewed(store: Store) -> bool:
@@ -517,12 +503,11 @@ class TestReplicas:
         wait_for_replicas(pair[0], 1)
         return pair
 
-    def test_an_acquisition_counts_when_the_replicas_have_it(self, replicated):
+    def test_an_acquisition_counts_when_the_replicas_have_it(self, connect, replicated):
         """As many as dislock_min_replicas asks for; nobody waits for them without it."""
         master, replica = replicated
-        store = Store(master.url)
+        store = connect(master.url)
         round_trip(store)
-        store.close()
         with master.client() as client:
             assert "cmdstat_wait" not in client.info("commandstats")
         runtime = Runtime(lambda: {"dislock_url": master.url, "dislock_min_replicas": 1})
@@ -531,12 +516,11 @@ class TestReplicas:
         assert exists(replica, LOCK)
         assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)
         assert store.release([LOCK], "a/1") is True
-        store.close()
 
-    def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, replicated):
+    def test_an_acquisition_that_too_few_replicas_have_is_given_back(self, connect, replicated):
         """With too few replicas an acquisition is a StoreError, and the lock is free again."""
         master, replica = replicated
-        store = Store(master.url, {"min_replicas": 1})
+        store = connect(master.url, {"min_replicas": 1})
         take(store, "a/1")
         replica.pause()
         assert isinstance(store.acquire([LOCK], "b/1", LONG, HOLDER), Refused)  # at once, as ever
@@ -547,12 +531,11 @@ class TestReplicas:
         replica.resume()
         wait_for_replicas(master, 1)
         take(store, "c/1", lock=other)
-        store.close()
 
-    def test_a_task_counts_as_parked_when_the_replicas_have_it(self, replicated):
+    def test_a_task_counts_as_parked_when_the_replicas_have_it(self, connect, replicated):
         """Else its message is not acknowledged: it comes again, and finds the place that it has."""
         master, replica = replicated
-        store = Store(master.url, {"min_replicas": 1})
+        store = connect(master.url, {"min_replicas": 1})
         lines = Lines(store.lock_server, "dislock", "here", [].extend)
         take(store, "a/1")
 
@@ -568,21 +551,21 @@ class TestReplicas:
         replica.resume()
         wait_for_replicas(master, 1)
         assert park("c").place == 2
-        store.close()
 
-    def test_a_user_that_may_not_wait_for_replicas_is_told(self, replicated):
+    def test_a_user_that_may_not_wait_for_replicas_is_told(self, connect, replicated):
         """With dislock_min_replicas WAIT is needed, and named where it is missing."""
         master, _ = replicated
         rules = RULES.replace("PASSWORD", SECRET).split()
         with master.client() as client:
             client.execute_command("ACL", "SETUSER", "limited", *rules)
-            store = Store(f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1})
+            store = connect(
+                f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1}
+            )
             with pytest.raises(StoreError, match="may not run WAIT;"):
                 check_rights(store.lock_server, "dislock")
             client.execute_command("ACL", "SETUSER", "limited", "+wait")
             check_rights(store.lock_server, "dislock")
             take(store, "a/1")
-            store.close()
 
     def test_replicas_of_a_cluster_count_for_their_master(self, cluster):
         """In a cluster the replicas of the lock's own node are asked."""
@@ -612,24 +595,9 @@ def own_cluster(redis_program: Path, tmp_path: Path) -> Iterator[RedisCluster]:
 
 
 class TestCluster:
-    @pytest.fixture
-    def store(self, cluster):
-        store = Store(cluster.url)
-        yield store
-        store.close()
-
-    def test_each_lock_is_on_the_node_of_its_slot(self, cluster, store):
-        """Locks are spread over the masters by their hash slots, and all work from one URL."""
-        assert store.ping()["redis_mode"] == "cluster"
-        locks = [name_on(cluster.masters, number) for number in range(3)]
-        for lock, master in zip(locks, cluster.masters, strict=True):
-            round_trip(store, lock)
-            take(store, "a/1", lock=lock)
-            assert exists(master, lock)
-            assert store.release([lock], "a/1") is True
-
-    def test_a_batch_over_all_nodes_is_answered_in_its_order(self, store):
+    def test_a_batch_over_all_nodes_is_answered_in_its_order(self, connect, cluster):
         """Renewals of leases on all nodes come back each in its place."""
+        store = connect(cluster.url)
         locks = [f"dislock:{{batch-{number}}}" for number in range(60)]
         for lock in locks[::2]:
             take(store, "a/1", lock=lock)
@@ -637,9 +605,9 @@ class TestCluster:
         assert store.renew(leases, within=WITHIN) == [True, False] * 30
         assert all(store.release([lock], "a/1") for lock in locks[::2])
 
-    def test_a_node_that_is_away_hides_no_others_locks(self, cluster):
+    def test_a_node_that_is_away_hides_no_others_locks(self, connect, cluster):
         """What is on the others comes first, then the error; their leases are renewed in time."""
-        store = Store(cluster.url, {"socket_timeout": 0.5})
+        store = connect(cluster.url, {"socket_timeout": 0.5})
         locks = [name_on(cluster.masters, number, "away") for number in range(3)]
         for lock in locks:
             take(store, "a/1", lock=lock)
@@ -660,20 +628,18 @@ class TestCluster:
         finally:
             cluster.masters[0].resume()
         assert all(store.release([lock], "a/1") for lock in locks)
-        store.close()
 
-    def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, cluster):
+    def test_one_seed_is_enough_and_dead_ones_are_passed_over(self, connect, cluster):
         """The nodes are found from any that answers."""
-        store = Store(
+        store = connect(
             f"redis+cluster://127.0.0.1:{free_port()},127.0.0.1:{cluster.servers[5].port}"
         )
         round_trip(store)
-        store.close()
 
     @pytest.mark.parametrize("way", ["acquire", "renew"])
-    def test_a_slot_that_moves_is_followed(self, cluster, way):
+    def test_a_slot_that_moves_is_followed(self, connect, cluster, way):
         """While a slot moves and after it has, a lock in it is found where it is."""
-        store = Store(cluster.url)
+        store = connect(cluster.url)
         source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, way)
         take(store, "a/1", lock=lock)
@@ -692,11 +658,10 @@ class TestCluster:
         assert store.acquire([lock], "b/1", LONG, HOLDER).owner == "a/1"
         assert exists(target, lock)
         assert store.release([lock], "a/1") is True
-        store.close()
 
-    def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, cluster):
+    def test_a_lock_of_a_slot_that_moves_is_refused_and_kept(self, connect, cluster):
         """Its holder goes on, and is told to others; a free one is taken when the slot is there."""
-        store = Store(cluster.url)
+        store = connect(cluster.url)
         source, target = cluster.masters[0], cluster.masters[1]
         lock = name_on(cluster.masters, 0, "alone")
         token = take(store, "a/1", lock=lock)
@@ -711,13 +676,12 @@ class TestCluster:
                 store.acquire([lock], "b/1", LONG, HOLDER)
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
-        store.close()
 
     @pytest.mark.parametrize("moved", ["limit", "a mark"])
-    def test_a_pause_is_heeded_while_its_slot_moves(self, cluster, moved, monkeypatch):
+    def test_a_pause_is_heeded_while_its_slot_moves(self, connect, cluster, moved, monkeypatch):
         """On whichever node it is: the lock is refused, or cannot be had for the moment."""
         monkeypatch.setattr(cluster_module, "WHOLE_LOOKS", 2)
-        store = Store(cluster.url)
+        store = connect(cluster.url)
         lines = Lines(store.lock_server, "dislock", "home", lambda _turns: None)
         lock = name_on(cluster.masters, 0, f"paused-{moved}")
         lines.limit(lock, 0)
@@ -734,11 +698,10 @@ class TestCluster:
         lines.limit(lock, None)
         take(store, "b/1", lock=lock)
         assert store.release([lock], "b/1") is True
-        store.close()
 
-    def test_a_mark_of_a_slot_that_moves_is_found(self, cluster):
+    def test_a_mark_of_a_slot_that_moves_is_found(self, connect, cluster):
         """What is remembered of a task is found on either node, though its lock is elsewhere."""
-        store = Store(cluster.url)
+        store = connect(cluster.url)
         lock = name_on(cluster.masters, 0, "mark")
         for task_id in ("1", "2"):
             store.remember(lock, task_id, f"done {task_id}", LONG)
@@ -749,7 +712,6 @@ class TestCluster:
             assert store.recall(lock, "3") is None
             store.remember(lock, "3", "done 3", LONG)
         assert [store.recall(lock, task_id) for task_id in "123"] == ["done 1", "done 2", "done 3"]
-        store.close()
 
     @pytest.mark.parametrize(
         ("more", "missing"),
@@ -788,9 +750,9 @@ class TestCluster:
                 assert store.wait(lock, "b/1", 0.01) is None
             assert store.release([lock], "a/1") is True
 
-    def test_a_failover_is_followed(self, own_cluster):
+    def test_a_failover_is_followed(self, connect, own_cluster):
         """When a master dies its replica takes over and has the lock; other slots go on."""
-        store = Store(own_cluster.url, {"socket_timeout": 0.5})
+        store = connect(own_cluster.url, {"socket_timeout": 0.5})
         mine, others = (name_on(own_cluster.masters, number) for number in (0, 1))
         take(store, "a/1", lock=mine)
         wait_for_replicas(own_cluster.masters[0], 1)
@@ -802,7 +764,6 @@ class TestCluster:
         (renewed,) = store.renew([([mine], "a/1", LONG)], within=WITHIN)
         assert renewed is True
         assert store.release([mine], "a/1") is True
-        store.close()
 
 
 class TestParkedInAClusterThatMoves:
@@ -910,12 +871,12 @@ class TestParkedInAClusterThatMoves:
         assert [turn.ticket for turn in self.published] == ["a:0:0"]
         self.store.close()
 
-    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, cluster):
+    def test_none_is_lost_or_runs_twice_while_its_slot_moves(self, connect, cluster):
         """A line is worked off while its slot goes to and fro; each task of it runs once."""
         tasks = [f"t{number}" for number in range(150)]
         broker: queue.Queue[str] = queue.Queue()
         ran: list[str] = []
-        store = Store(
+        store = connect(
             cluster.url,
             home="here",
             hand_over=lambda turns: [broker.put(turn.ticket[:-4]) for turn in turns],
@@ -958,7 +919,6 @@ class TestParkedInAClusterThatMoves:
         finally:
             broker.put("")
             worker.join()
-        store.close()
 
 
 def name_on(masters: list[RedisServer], number: int, what: str = "any") -> str:

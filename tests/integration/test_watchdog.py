@@ -9,7 +9,7 @@ import pytest
 
 from celery_dislock import signals
 from celery_dislock.locks.attempt import Conflict
-from tests.holding import PATIENCE, Holding, name_of
+from tests.holding import PATIENCE, Holding, name_of, wait_for
 
 LONG = 60.0  # seconds: no lease of these tests runs out by itself
 KEY = "export:7"
@@ -48,10 +48,13 @@ class TestKeeping:
         """A lease is held through three timeouts and more, and nobody else gets the lock."""
         lease = holding.take(KEY, 1.5)
         first = redis_client.hget(name_of(KEY), lease.owner).split(" ")[1]
-        while lease.renewals < 10:
+
+        def renewed():
             assert lease.held, lease
             assert isinstance(others.try_take(KEY), Conflict)
-            time.sleep(0.02)
+            return lease.renewals >= 10
+
+        wait_for(renewed)
         last = redis_client.hget(name_of(KEY), lease.owner).split(" ")[1]
         assert int(last) - int(first) > 3 * 1500
         assert holding.named("lock_lost") == []
