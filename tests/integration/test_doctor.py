@@ -30,7 +30,7 @@ class Report:
         result = CliRunner().invoke(dislock, args, obj=SimpleNamespace(app=app))
         runtime_of(app).close()
         assert SECRET not in result.output
-        self.told = json.loads(result.output)
+        self.told = json.loads(result.stdout)
         self.away = self.told["away"]
         assert result.exit_code == (3 if self.away else 1 if self.told["serious"] else 0)
 
