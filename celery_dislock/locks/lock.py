@@ -20,7 +20,7 @@ from celery_dislock.locks.lease import (
     trust_in,
 )
 from celery_dislock.servers.records import in_words, is_turn
-from celery_dislock.servers.replies import TAKE_UP, First, Granted, Refused, Replaced
+from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class Lock:
             pause = min(pause, self.timeout / RENEWALS_PER_TIMEOUT)  # to keep the locks before it
         until = self.clock() + pause
         handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
-        while isinstance(handed, First):
+        while isinstance(handed, FirstInLine):
             # Another was handed the lock.  If it is dead, its lease ends when this time is over.
             pause = min(until - self.clock(), min(self.timeout, TAKE_UP) + LATE)
             if pause <= 0:

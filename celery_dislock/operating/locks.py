@@ -80,7 +80,7 @@ class AppLocks:
         return self.runtime.lock_names([check_key(key)])[0]
 
 
-class Row(NamedTuple):
+class ListedLock(NamedTuple):
     """
     A lock of a list.
 
@@ -124,7 +124,7 @@ class Row(NamedTuple):
 
 def rows(
     overview: Overview, pattern: str = "*", failed: list[StoreError] | None = None
-) -> Iterator[Row]:
+) -> Iterator[ListedLock]:
     """
     Read all locks whose keys match; see :meth:`Overview.locks`.
 
@@ -134,9 +134,9 @@ def rows(
     for names in overview.names(pattern, failed):
         for name, lock in zip(names, overview.look(names), strict=True):
             if isinstance(lock, StoreError):
-                yield Row(shown_key(name), name, None, lock)
+                yield ListedLock(shown_key(name), name, None, lock)
             elif lock.exists:
-                yield Row(lock.key, name, lock)
+                yield ListedLock(lock.key, name, lock)
 
 
 def as_data(known: Any) -> Any:

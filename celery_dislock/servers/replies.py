@@ -68,7 +68,7 @@ class Handed(NamedTuple):
     place_left: float  # seconds for which the place in line was still kept at the hand-off
 
 
-class First(NamedTuple):
+class FirstInLine(NamedTuple):
     """The waiter is the first in line now: another was handed the lock, for TAKE_UP at most."""
 
 

@@ -23,7 +23,7 @@ from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
-    First,
+    FirstInLine,
     Granted,
     Handed,
     Refused,
@@ -161,21 +161,21 @@ class Store:
             with contextlib.suppress(StoreError):  # the leases end with their expiry
                 self.release(locks, owner)
 
-    def wait(self, lock: str, owner: str, seconds: float) -> Handed | First | None:
+    def wait(self, lock: str, owner: str, seconds: float) -> Handed | FirstInLine | None:
         """
         Wait for a hand-off of the lock.  Blocks for at most *seconds*.
 
         Returns:
-            The hand-off.  First, which is falsy: another waiter was handed the lock, and this owner
-            is the next.  It may wait on, but must call :meth:`acquire` when TAKE_UP is over, since
-            the other waiter may be dead.  None: call :meth:`acquire` again.
+            The hand-off.  FirstInLine, which is falsy: another waiter was handed the lock, and this
+            owner is the next.  It may wait on, but must call :meth:`acquire` when TAKE_UP is over,
+            since the other waiter may be dead.  None: call :meth:`acquire` again.
 
         Raises:
             StoreError: The server did not answer; call :meth:`acquire` again.
         """
         told = self.lock_server.pop(wake_list(lock, owner), seconds)
         if told == b"":
-            return First()
+            return FirstInLine()
         if told is None or self._confirms:
             return None
         token, ttl_ms, place_left_ms = map(int, told.split())

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from celery_dislock.operating.cli.session import WhichLock
-    from celery_dislock.operating.locks import Row
+    from celery_dislock.operating.locks import ListedLock
     from celery_dislock.servers.view import Holder, LockState, ReservationState, Waiter
 
 SHOWN = 60  # characters of a task's arguments
 
 # Columns of `ls`: what each has of a lock that can be read, and of one holder of it.
-LISTED: Mapping[str, Callable[[Row, Holder | None], object]] = {
+LISTED: Mapping[str, Callable[[ListedLock, Holder | None], object]] = {
     "KEY": lambda row, _: row.key,
     "TROUBLE": lambda row, _: ", ".join(_since(row.state, what) for what in row.troubles),
     "HELD FOR": lambda _, holder: holder and for_people(holder.held),
@@ -143,7 +143,7 @@ def line(
             context.exit(FOUND)
 
 
-def as_dict(row: Row) -> dict[str, Any]:
+def as_dict(row: ListedLock) -> dict[str, Any]:
     """Return a lock of a list as JSON has it."""
     if row.state is None:
         return {"key": row.key, "name": row.name, "error": str(row.problem)}
@@ -159,8 +159,8 @@ def _write_json_of_each(locks: list[dict[str, Any]]) -> None:
 
 
 def _chosen(
-    listed: Iterable[Row], *, held_for: float | None, task: str | None, worker: str | None
-) -> Iterator[Row]:
+    listed: Iterable[ListedLock], *, held_for: float | None, task: str | None, worker: str | None
+) -> Iterator[ListedLock]:
     """Yield the locks with such holders, and with these holders only."""
     for row in listed:
         holders = [
@@ -174,7 +174,7 @@ def _chosen(
             yield row._replace(state=row.state._replace(holders=holders))
 
 
-def by_holder(listed: Iterable[Row]) -> Iterator[tuple[Row, Holder | None]]:
+def by_holder(listed: Iterable[ListedLock]) -> Iterator[tuple[ListedLock, Holder | None]]:
     """Yield a row for each holder of each lock."""
     for row in listed:
         yield from ((row, holder) for holder in row.holders or (None,))

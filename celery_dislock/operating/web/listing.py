@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.exceptions import StoreError
-    from celery_dislock.operating.locks import Row
+    from celery_dislock.operating.locks import ListedLock
     from celery_dislock.servers.overview import Overview
     from celery_dislock.servers.view import LockState
 
@@ -36,12 +36,12 @@ class Listing(NamedTuple):
         is_cut: Whether there are more locks than are listed.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[ListedLock]
     totals: Mapping[str, int]
     is_cut: bool
 
 
-SHOWN: Mapping[str, Callable[[Row], object]] = {
+SHOWN: Mapping[str, Callable[[ListedLock], object]] = {
     "all": lambda _row: True,
     "held": lambda row: row.holders,
     "line": lambda row: row.waiting,
@@ -55,7 +55,7 @@ SHOWN: Mapping[str, Callable[[Row], object]] = {
 
 COUNTED = ("held", "line", "overdue", "paused", "reserved", "damaged")
 
-ORDERS: Mapping[str, Callable[[Row], Any]] = {
+ORDERS: Mapping[str, Callable[[ListedLock], Any]] = {
     "key": lambda row: row.key,
     "trouble": lambda row: row.rank,
     "held": lambda row: -row.longest,
@@ -83,7 +83,7 @@ def listing(overview: Overview, failed: list[StoreError] | None = None) -> Listi
     return Listing(found, totals, is_cut=len(found) == LOCKS_MOST)
 
 
-def find(listed: Sequence[Row], search: str, shown: str, order: str) -> list[Row]:
+def find(listed: Sequence[ListedLock], search: str, shown: str, order: str) -> list[ListedLock]:
     """Return the locks that match, in this order; what is equal in it comes by key."""
     words = search.casefold().split()[:WORDS_MOST]
     found = filter(SHOWN[shown], listed)
@@ -92,7 +92,7 @@ def find(listed: Sequence[Row], search: str, shown: str, order: str) -> list[Row
     return sorted(found, key=ORDERS[order])
 
 
-def _words(row: Row) -> str:
+def _words(row: ListedLock) -> str:
     """Return what a search looks into, in small letters."""
     words: list[str | None] = [row.key]
     for holder in row.holders:

@@ -12,7 +12,7 @@ from celery_dislock.exceptions import (
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
-from celery_dislock.servers.replies import TAKE_UP, First, Handed
+from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Handed
 from celery_dislock.servers.requests import Ending
 
 
@@ -147,7 +147,7 @@ class TestBecomingTheFirstInLine:
                     return passing(lock, owner, seconds)
                 handing.waits.append(seconds)
                 world.clock.advance(left.pop(0))
-                return First()
+                return FirstInLine()
 
             world.store.wait = wait
 

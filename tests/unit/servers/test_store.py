@@ -6,7 +6,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE, FREE, MARK, RELEASE, RELEASE_DEAD, RENEW
-from celery_dislock.servers.replies import First, Granted, Handed, Refused
+from celery_dislock.servers.replies import FirstInLine, Granted, Handed, Refused
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
 
@@ -153,7 +153,7 @@ def test_what_is_handed_over_is_read_in_seconds():
 def test_news_without_a_lease_is_that_the_waiter_leads_the_line(options):
     """Another waiter was handed the lock; whether replicas must confirm makes no difference."""
     told = store(Server(b""), options=options).wait(A, "me/1", 2.0)
-    assert isinstance(told, First)
+    assert isinstance(told, FirstInLine)
     assert not told  # unlike a hand-off
 
 
