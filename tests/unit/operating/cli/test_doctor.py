@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from celery import Celery
 
-from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import locks, server, workers
-from celery_dislock.operating.checks.facts import Fleet
 from celery_dislock.operating.checks.table import Finding
 from celery_dislock.operating.cli import doctor
 from celery_dislock.operating.cli.doctor import (
     ANSWERS_WITHIN,
     Report,
-    as_dict,
     ask_workers,
-    examine,
 )
-from tests.unit.operating.checks.examples import described, facts
+from tests.unit.operating.checks.examples import described
 
 
 class Answering:
@@ -90,20 +85,6 @@ def test_a_redis_broker_is_not_waited_for_for_ever():
     }
 
 
-def test_json_has_the_findings_and_their_numbers():
-    """In the order in which people read them."""
-    examined = Report([Finding("a", "serious", "x", "y", ["k"]), Finding("b", "ok", "z")], False)
-    told = as_dict(examined)
-    assert told["counts"] == {"serious": 1, "warning": 0, "note": 0, "ok": 1}
-    assert told["findings"][0] == {
-        "check": "a",
-        "level": "serious",
-        "what": "x",
-        "remedy": "y",
-        "about": ["k"],
-    }
-
-
 def test_long_findings_are_wrapped(capsys, monkeypatch):
     """Each line is readable in a terminal, and a key is never a command to it."""
     monkeypatch.setattr(doctor, "WIDTH", 40)
@@ -116,25 +97,6 @@ def test_long_findings_are_wrapped(capsys, monkeypatch):
         "         -> Do something about it now.",
         "1 warning",
     ]
-
-
-def test_without_the_lock_server_the_workers_are_judged():
-    """No lock is looked at, and no right is tried."""
-
-    def send(*_command):
-        raise StoreError("redis://h", "no answer in time")
-
-    away = SimpleNamespace(
-        name="redis://h",
-        kind="single",
-        keeps_lines=True,
-        members=lambda: [("redis://h", send)],
-        watchers=list,
-    )
-    fleet, ours = Fleet({}, "Connection refused"), described(tasks={})
-    report = examine(facts(server=away, ours=ours, fleet=fleet))
-    assert report.away
-    assert [one.check for one in report.findings] == ["server", "workers", "tasks"]
 
 
 def test_the_page_has_a_row_for_each_check():

@@ -11,6 +11,7 @@ from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating import locks
+from celery_dislock.operating.cli import dislock as command
 from celery_dislock.operating.cli.session import AWAY, FOUND, write_json, write_table
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.parking.process import runtime_of
@@ -117,3 +118,18 @@ def test_it_takes_an_app_or_its_dislock(app, monkeypatch):
         _ = AppLocks(SimpleNamespace(runtime=runtime_of(app))).actions
     with pytest.raises(SettingsError, match="Celery app"):
         AppLocks("redis://")
+
+
+def test_each_command_has_a_line_of_help():
+    """``celery dislock --help`` says of each what it is for."""
+    for name, one in command.commands.items():
+        assert one.get_short_help_str(limit=100), name
+
+
+def test_a_server_that_is_given_takes_the_place_of_the_apps(dislock):
+    """One, or several of which a majority decides."""
+    dislock("--dislock-url", "redis://a", "show", "k")
+    assert dislock.app.conf.dislock_url == "redis://a"
+    urls = ["redis://a", "redis://b", "redis://c"]
+    dislock(*(part for url in urls for part in ("--dislock-url", url)), "show", "k")
+    assert dislock.app.conf.dislock_url == urls

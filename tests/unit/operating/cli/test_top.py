@@ -10,7 +10,6 @@ from celery import Celery
 from click.testing import CliRunner
 from rich.console import Console, Group
 
-from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.cli import dislock
 from celery_dislock.operating.cli.top import screen
 from tests.unit.operating.checks.examples import holder, lock
@@ -39,18 +38,6 @@ def test_trouble_comes_first_then_the_longest_lines_then_the_longest_held(shown)
     many = [held(f"k{number}", float(number)) for number in range(1000)]
     lines = shown(*many, held("line", waiting=3), lock(key="paused", limit=0), height=9)
     assert [line.split()[0] for line in lines[3:]] == ["paused", "line", "k999", "k998", "k997"]
-
-
-def test_all_locks_are_counted(shown):
-    """Also those that do not fit, and those that cannot be read."""
-    states = [
-        held("a", waiting=2),
-        lock(reservation=SimpleNamespace(state="waiting", since=1.0)),
-        lock(limit=0),
-        StoreError("redis://h", "x"),
-    ]
-    counts = "held 1   line 1   overdue 0   paused 1   reserved 1   damaged 1"
-    assert shown(*states, height=3)[0] == counts
 
 
 def test_keys_of_strangers_are_shown_as_text(shown):

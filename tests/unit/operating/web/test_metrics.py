@@ -20,13 +20,14 @@ from celery_dislock.operating.metrics import BUCKETS, METRICS, PARTS
 from celery_dislock.operating.web import metrics
 from celery_dislock.operating.web.cache import Cache
 from celery_dislock.operating.web.metrics import Collector, make_wsgi_app
-from celery_dislock.scripts import COUNTS, LOOK
+from celery_dislock.scripts import COUNTS
+from celery_dislock.servers.view import ReservationState
+from tests.pages import FakeOverview, holder, lock, place
 from tests.unit.fakes import FakeClock
 
 parser = pytest.importorskip("prometheus_client.parser")
 CONTRIB = Path(__file__).parents[4] / "contrib"
 INDEX = "dislock:metrics:{counts}"
-NOW_MS = 1_000_000  # the leases were taken at 0
 HOSTILE = ['a"b', "a\nb", "a\\b", "\x1b[31mred", "<script>", "ü€", '"} 1\nevil_total 7', ""]
 
 
@@ -201,76 +202,31 @@ def test_promtool_accepts_the_alerts():
 # What is read of the lock server.
 
 
-class FakeServer:
-    """Counts by worker, and locks as look.lua tells them; answers as the scripts do."""
+class FakeServer(FakeOverview):
+    """What the workers have counted, and the locks; *failed* are errors of its members."""
 
     kind = "single"
-    name = "redis://fake"
 
     def __init__(self):
-        self.away = False
+        super().__init__()
         self.counts = {}
-        self.looks = {}
-        self.lines = {}
+        self.failed = []
 
-    def _check(self):
-        if self.away:
-            raise StoreError("redis://fake", "away")
-
-    def run(self, script, keys, *names):
-        self._check()
-        assert (script, keys, names) == (COUNTS, [INDEX], ())
+    def run(self, script, keys):
+        assert (script, keys) == (COUNTS, [INDEX])
         return [f"{INDEX}:of:{worker}".encode() for worker in self.counts]
 
-    def _counted(self, *names):
-        return [
-            [
-                part
-                for field, number in self.counts[name.rpartition(":of:")[2]].items()
-                for part in (field.encode(), str(number).encode())
-            ]
-            for name in names
-        ]
-
-    def senders(self):
-        return [lambda *_command: (self._check(), (b"0", [k.encode() for k in self.looks]))[1]]
-
     def run_many(self, script, calls, *, within):
-        self._check()
-        assert within > 0
-        if script is COUNTS:
-            return [self._counted(*names) for _, *names in calls]
-        assert script is LOOK
-        return [self._looked(*call) for call in calls]
+        assert (script, within > 0) == (COUNTS, True)
+        counts = [self.counts[name.rpartition(":of:")[2]] for _, name in calls]
+        return [[[str(part).encode() for one in of.items() for part in one]] for of in counts]
 
-    def _looked(self, name, _first, most):
-        reply = list(self.looks[name])
-        reply[3] = self.lines.get(name, [])[: 3 * most]
-        return reply
+    def names(self, failed):
+        failed += self.failed
+        return super().names()
 
-
-def parked(*tasks):
-    """Return what look.lua has of parked tasks in line, each for four seconds."""
-    joined = (NOW_MS - 4000) * 1000
-    message = '{"headers": {"task": "%s", "id": "1"}}'
-    return [
-        part
-        for task in tasks
-        for part in (
-            b"t#",
-            str(joined).encode(),
-            f"1 {joined} 0 1 x 1 here 1 {message % task}".encode(),
-        )
-    ]
-
-
-def look(*leases, waiting=0, unique=b"", limit=b""):
-    """Return the reply of look.lua for leases (worker, task, ms until it expires, timeout)."""
-    told = []
-    for worker, task, expires, timeout in leases:
-        holder = f'{{"task": "{task}", "worker": "{worker}", "timeout": {timeout}}}'
-        told += [b"o", NOW_MS + expires, b"1", b"x", holder.encode(), 0]
-    return [NOW_MS, told, waiting, [], [], 0, unique, limit, -2]
+    def look(self, names, most=0):
+        return [state._replace(line=state.line[:most]) for state in super().look(names)]
 
 
 @pytest.fixture
@@ -279,8 +235,9 @@ def server():
 
 
 @pytest.fixture
-def read(server):
+def read(server, monkeypatch):
     """Read the metrics of that server."""
+    monkeypatch.setattr(metrics, "Overview", lambda _server, _prefix: server)
     store = SimpleNamespace(lock_server=server, close=lambda: None)
     process = SimpleNamespace(store_within=lambda _most: store)
     runtime = SimpleNamespace(process=process, settings=AppSettings())
@@ -340,96 +297,85 @@ def test_a_worker_that_went_away_is_forgotten(server, read):
     assert value(read(), "lost_total", "t", "w", "gone") == 60
 
 
-@pytest.mark.parametrize(("kind", "up"), [("cluster", False), ("quorum", True)])
+@pytest.mark.parametrize(("kind", "up"), [("cluster", 0), ("quorum", 1)])
 def test_a_member_that_is_away_is_told_unless_the_others_have_its_locks(server, read, kind, up):
     """Of a cluster some locks are missing; several servers have the same."""
-
-    def away(*_command):
-        raise StoreError("redis://fake", "away")
-
-    server.kind = kind
-    senders = [*server.senders() * 2, away]
-    server.senders = lambda: senders
-    assert bool(value(read(), "server_up")) is up
+    server.kind, server.failed = kind, [StoreError("redis://fake", "away")]
+    assert value(read(), "server_up") == up
 
 
-def test_leases_are_counted_by_task_and_worker(server, read):
-    """Those of which two renewals were missed count as overdue, too."""
-    server.looks = {
-        "dislock:{a}": look(("w1", "t", 30_000, 30)),
-        "dislock:{b}": look(("w1", "t", 9_000, 30)),
-    }
-    values = read()
-    assert value(values, "leases", "t", "w1") == 2
-    assert value(values, "leases_overdue", "t", "w1") == 1
+def waiting(*tasks, **given):
+    """Make a lock with these in line; None is no parked task."""
+    line = [place(nth, parked=bool(task), task=task) for nth, task in enumerate(tasks)]
+    return {"waiting": len(tasks), "line": line, **given}
 
 
-def test_parked_tasks_are_counted_by_task(server, read, monkeypatch):
-    """Of a line beyond what is looked at, the rest is taken to be of its most frequent task."""
+def reserved(state, since):
+    return {"reservation": ReservationState("i", state, since, 9.0, "m", 1)}
+
+
+@pytest.mark.parametrize(
+    ("locks", "gauges"),
+    [
+        (
+            [{"holders": [holder()]}, {"holders": [holder(renewed=25.0, remaining=5.0)]}],
+            {
+                "leases": {("shop.export", "celery@w1"): 2},
+                "leases_overdue": {("shop.export", "celery@w1"): 1},
+            },
+        ),
+        (  # of what is not looked at, all is taken to be of the most frequent task
+            [waiting("one", "two", "two"), waiting("two", "one", "two", "two", "two", waiting=9)],
+            {
+                "parked": {("one",): 1 + 1, ("two",): 2 + 8},
+                "parked_oldest_seconds": {("one",): 5.0, ("two",): 5.0},
+            },
+        ),
+        ([waiting(None, None)], {"parked": {}}),  # threads and worker slots
+        (
+            [reserved("waiting", 40.0), reserved("waiting", 10.0), reserved("ended", 5.0)],
+            {
+                "reservations": {("waiting",): 2, ("ended",): 1},
+                "reservations_oldest_seconds": {("waiting",): 40.0, ("ended",): 5.0},
+            },
+        ),
+        (
+            [
+                {"limit": 0, "limit_age": 40.0, "waiting": 3},
+                {"limit": 0, "limit_age": 10.0, "waiting": 1},
+                {"limit": 2, "limit_age": 5.0},
+            ],
+            {
+                "limits": {("paused",): 2, ("limited",): 1},
+                "limits_oldest_seconds": {("paused",): 40.0, ("limited",): 5.0},
+                "limits_waiting": {("paused",): 4, ("limited",): 0},
+            },
+        ),
+    ],
+)
+def test_locks_are_counted(server, read, monkeypatch, locks, gauges):
+    """By task and worker, or by state: how many there are, and the age of the oldest."""
     monkeypatch.setattr(metrics, "PLACES", 4)
-    server.looks = {"dislock:{a}": look(waiting=3), "dislock:{b}": look(waiting=9)}
-    server.lines = {
-        "dislock:{a}": parked("one", "two", "two"),
-        "dislock:{b}": parked("two", "one", "two", "two", "two"),
-    }
+    server.put(*(lock(str(nth), **given) for nth, given in enumerate(locks)))
     values = read()
-    assert value(values, "parked", "one") == 1 + 1
-    assert value(values, "parked", "two") == 2 + 8
-    assert values["celery_dislock_parked_oldest_seconds"] == {("one",): 4, ("two",): 4}
-
-
-def test_reservations_are_counted_by_state(server, read):
-    """With the age of the oldest; a record of which only the numbers are kept counts nowhere."""
-    told = [("w", 40_000), ("w", 10_000), ("d", 5_000), ("-", 90_000)]
-    server.looks = {
-        f"dislock:{{{nth}}}": look(
-            unique=f"2 {state} {NOW_MS - age} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
-        )
-        for nth, (state, age) in enumerate(told)
-    }
-    found = read()
-    assert found["celery_dislock_reservations"] == {("waiting",): 2, ("ended",): 1}
-    oldest = found["celery_dislock_reservations_oldest_seconds"]
-    assert oldest == {("waiting",): 40.0, ("ended",): 5.0}
-
-
-def test_paused_and_limited_keys_are_counted(server, read):
-    """With the age of the oldest, and how many wait behind them; a pause is no limit."""
-    told = [(0, 40_000, 3), (0, 10_000, 1), (2, 5_000, 0)]
-    server.looks = {
-        f"dislock:{{{nth}}}": look(waiting=waiting, limit=f"1 {limit} {NOW_MS - age} n".encode())
-        for nth, (limit, age, waiting) in enumerate(told)
-    }
-    found = read()
-    assert found["celery_dislock_limits"] == {("paused",): 2, ("limited",): 1}
-    assert found["celery_dislock_limits_oldest_seconds"] == {("paused",): 40.0, ("limited",): 5.0}
-    assert found["celery_dislock_limits_waiting"] == {("paused",): 4, ("limited",): 0}
+    assert {name: values[f"celery_dislock_{name}"] for name in gauges} == gauges
 
 
 def test_the_locks_that_are_looked_at_are_bounded(server, read, monkeypatch):
     """Beyond that the gauges are too low, and one says so."""
-    server.looks = {"dislock:{a}": look(("w", "t", 9_000, 10)), "dislock:{b}": look()}
+    server.put(*(lock(str(number), holders=[holder()]) for number in range(150)))
     assert "celery_dislock_locks_cut" not in read()
     monkeypatch.setattr(metrics, "PAGES_MOST", 1)
     found = read()
-    assert found["celery_dislock_locks_cut"] == {(): 1.0}
-    assert found["celery_dislock_leases"] == {("t", "w"): 1}
-    assert found["celery_dislock_server_up"] == {(): 1.0}
-
-
-def test_a_line_of_waiters_has_no_parked_tasks(server, read):
-    """Threads and worker slots that wait are not parked."""
-    server.looks = {"dislock:{a}": look(waiting=2)}
-    server.lines = {"dislock:{a}": [b"a/1", b"1", b"", b"b/1", b"2", b""]}
-    assert read()["celery_dislock_parked"] == {}
+    assert (value(found, "locks_cut"), value(found, "server_up")) == (1, 1)
+    assert value(found, "leases", "shop.export", "celery@w1") == 100
 
 
 def test_labels_are_bounded(server, read):
     """Records in Redis may say anything, in any number; what stands in a label can be printed."""
-    many = [("w", f"t{number}", 9_000, 10) for number in range(TASKS_MOST - 1)]
-    long, red = ("w", "x" * 10_000, 9_000, 10), ("w", r"\u001b", 9_000, 10)
-    unique = f"2 w {NOW_MS} 1 i {NOW_MS + 9} n 0 1 m 0 0 0 0 -".encode()
-    server.looks = {"dislock:{a}": look(red, *many, long, unique=unique)}
+    many = [f"t{number}" for number in range(TASKS_MOST - 1)]
+    holders = [holder(task=task, worker="w") for task in ("\x1b", *many, "x" * 10_000)]
+    server.put(lock(holders=holders, **reserved("waiting", 1.0)))
     values = read()
     assert len(values["celery_dislock_leases"]) == TASKS_MOST
     assert value(values, "leases", r"\x1b", "w") == 1
