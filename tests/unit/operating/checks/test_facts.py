@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import redis
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks.facts import (
     Facts,
     members_of,
-    understood,
 )
-from tests.unit.operating.checks.examples import described, facts, holder, lock
+from tests.unit.operating.checks.examples import facts, holder, lock
 
 
 def refused(reason="NOPERM no"):
@@ -81,17 +79,3 @@ def test_only_what_may_be_wrong_is_remembered(monkeypatch):
     assert overview.read == ["b", "a"]
     assert (known.locks.locks, known.locks.leases, known.locks.waiting) == (4, 1, 3)
     assert (len(known.locks.unread), len(known.locks.away)) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("answer", "is_one"),
-    [
-        (described(), True),
-        (None, False),
-        ({"error": "KeyError"}, False),
-        ({**described(), "tasks": 7}, False),
-    ],
-)
-def test_an_answer_of_a_worker_is_known_by_its_form(answer, is_one):
-    """Any version may answer, a worker without the plugin, or any program."""
-    assert understood(answer) == (answer if is_one else None)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.exceptions import StoreError
 from celery_dislock.operating.checks import workers
 from celery_dislock.operating.checks.facts import Fleet
-from celery_dislock.operating.checks.table import findings
+from celery_dislock.operating.checks.table import findings, warning
 from tests.unit.operating.checks.examples import described, facts
 
 
@@ -109,3 +110,17 @@ def test_warnings_of_the_start_are_repeated_once():
     answers = {name: described(warnings=["These do X: a.b. Raise it."]) for name in ("w1", "w2")}
     [one] = [one for one in workers.tasks(facts(fleet=Fleet(answers))) if one.level != "ok"]
     assert (one.what, one.remedy) == ("When w1, w2 started: These do X: a.b.", "Raise it.")
+
+
+def test_a_check_that_cannot_go_on_says_so_and_ends_no_other():
+    """Its findings have its name; an answer that nobody expects ends no examination either."""
+    for error in (StoreError("redis://h", "no answer in time"), KeyError("version")):
+
+        def lines(_, error=error):
+            yield warning("A line.")
+            raise error
+
+        first, last = findings("lines", lines, facts())
+        assert (first.check, first.level, first.what) == ("lines", "warning", "A line.")
+        assert (last.check, last.level) == ("lines", "note")
+        assert "could not be looked at" in last.what

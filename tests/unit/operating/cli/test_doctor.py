@@ -46,15 +46,23 @@ def test_who_answers_the_ping_is_asked_by_name(app, monkeypatch):
     fleet = asking(
         app,
         monkeypatch,
-        ping=[{"w2": {"ok": "pong"}}, {"w1": {"ok": "pong"}}],
-        dislock=[{"w1": described(version="1")}, {"w2": {"error": "KeyError"}}],
+        ping=[{name: {"ok": "pong"}} for name in ("w4", "w3", "w2", "w1")],
+        dislock=[
+            {"w1": described(version="1")},
+            {"w2": {"error": "KeyError"}},
+            {"w3": described(tasks=7)},
+        ],
     )
     assert fleet.answers["w1"]["version"] == "1"
-    assert fleet.answers["w2"] is None
+    assert [fleet.answers[name] for name in ("w2", "w3", "w4")] == [None, None, None]
     assert fleet.error == ""
     (_, ping), (_, told) = app.control.asked
     assert "destination" not in ping
-    assert (told["destination"], told["limit"], told["timeout"]) == (["w1", "w2"], 2, 0.5)
+    assert (told["destination"], told["limit"], told["timeout"]) == (
+        ["w1", "w2", "w3", "w4"],
+        4,
+        0.5,
+    )
 
 
 def test_without_workers_nothing_else_is_asked(app, monkeypatch):

@@ -76,9 +76,10 @@ def world(monkeypatch):
 def test_the_command_has_the_lock_in_its_environment(dislock, world, code, told):
     """All words after -- are the command's; its exit code is passed on, as by a shell."""
     world.code = code
-    assert dislock("run", "k", "--", "make", "--timeout", "it").exit_code == told
     about = {"DISLOCK_KEY": "k", "DISLOCK_TOKEN": "5", "DISLOCK_OWNER": "me"}
-    assert world.started == (("make", "--timeout", "it"), about)
+    for key in (["k"], ["--", "-k"]):
+        assert dislock("run", *key, "--", "make", "--timeout", "it").exit_code == told
+        assert world.started == (("make", "--timeout", "it"), about)
 
 
 def test_another_that_holds_the_lock(dislock, world):

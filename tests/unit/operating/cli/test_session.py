@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreErro
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.operating import locks
 from celery_dislock.operating.cli import dislock as command
-from celery_dislock.operating.cli.session import AWAY, FOUND, write_json, write_table
+from celery_dislock.operating.cli.session import AWAY, FOUND, write_table
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.parking.process import runtime_of
 from tests.unit.operating.cli.conftest import lock
@@ -22,14 +21,6 @@ def test_columns_stand_below_each_other(capsys):
     """Each is as wide as its widest cell; no line ends in spaces, none is broken by a cell."""
     write_table({"A": lambda a, _: a, "B": lambda _, b: b}, [("one", "1"), ("\n{x}", 22), ("", 0)])
     assert capsys.readouterr().out == "A      B\none    1\n\\n{x}  22\n-      -\n"
-
-
-def test_json_can_be_shown(capsys):
-    """Text of a stranger is escaped, and is the same when it is read; NaN becomes null."""
-    write_json({"key": "\x1b\u202e", "held": float("nan")})
-    printed = capsys.readouterr().out
-    assert printed.isascii()
-    assert json.loads(printed) == {"key": "\x1b\u202e", "held": None}
 
 
 def test_errors_have_their_exit_codes(dislock, overview):

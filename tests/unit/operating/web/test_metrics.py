@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from wsgiref.util import setup_testing_defaults
@@ -77,13 +76,6 @@ def test_a_reading_that_takes_long_is_read_once_for_all(monkeypatch, reading):
     for _ in range(2):
         list(collector.collect())
     assert len(asked) == 3
-
-
-def test_without_the_extra_the_error_names_it(monkeypatch):
-    """Who has not installed prometheus_client is told what to install."""
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ImportError, match=r"pip install 'celery-dislock\[metrics\]'"):
-        make_wsgi_app(SimpleNamespace(runtime=object()))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -275,7 +267,7 @@ def test_what_another_version_counts_is_left_out(server, read):
     [
         ({"lost gone t": 99}, 100),  # a failover lost the last one, or another server is asked
         ({"lost gone t": 101}, 101),
-        ({"lost gone t": 3}, 3),  # the server was emptied
+        ({"lost gone t": 40}, 40),  # the server was emptied
         ({"lost expired t": 60}, 100),  # a field that is missing
     ],
 )
