@@ -1,7 +1,6 @@
 -- _begins.lua: acquire.lua or park.lua, for a task whose message was reserved.
 --
 -- KEYS, ARGV   as for that script, whose owner is ARGV[1]; and five more arguments at the end:
---
 --   id, mark, number   of the message
 --   ends, ttl_ms       see begin_unique() in _unique.lua
 --

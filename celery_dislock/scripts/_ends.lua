@@ -1,7 +1,6 @@
 -- _ends.lua: release.lua, for a task that runs under a reservation, which ends with it.
 --
 -- KEYS, ARGV   as for that script, with all arguments; and four more at the end:
---
 --   id, mark, number   of the message
 --   how                see unreserve.lua
 --

@@ -3,11 +3,10 @@
 
 -- include: _record
 
--- Whether none of these keys of a lock exists.  Also false while its slot moves, as a key may be on the
--- other node.
-local function is_free(...)
+-- How many of these keys of a lock exist; false while its slot moves, as a key may be on the other node.
+local function count_keys(...)
   local seen, there = pcall(redis.call, 'EXISTS', ...)
-  return seen and there == 0
+  return seen and there
 end
 
 -- Returns the token, as text.

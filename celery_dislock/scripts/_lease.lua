@@ -14,7 +14,6 @@
 -- include: _record
 
 -- What a script knows of a lock:
---
 --   name, line, places, tickets, handed, running   its keys
 --   newest               highest token that this script has seen, also of leases that have ended
 --   leases               owner -> live lease; false: not counted yet, see _grant.lua
@@ -43,9 +42,7 @@ end
 
 -- A server without memory refuses a script whose first write may take some, and no write after another.
 -- So what only goes on with a lease, or ends one, begins with a write that changes nothing.
-local function write_first(name)
-  redis.call('HDEL', name, NEVER)
-end
+local function write_first(name) redis.call('HDEL', name, NEVER) end
 
 local function live_at_least(key, ttl_ms)
   if redis.call('PTTL', key) < ttl_ms then redis.call('PEXPIRE', key, ttl_ms) end

@@ -6,7 +6,6 @@
 -- over.  Parked tasks stand in the same line, as "<ticket>#", which is no owner's name; see _parked.lua.
 
 -- include: _grant
--- include: _place
 
 -- When the next in line joins: after all that are there, also if the clock was set back.
 local function joins_at(lock)
@@ -57,21 +56,11 @@ end
 
 local TICKET_ENDS = string.byte('#')
 
-local function is_parked(member)  -- of a line
-  return string.byte(member, -1) == TICKET_ENDS
-end
-
-local function member_of(ticket)  -- of a line; and the owner of its turn's lease
-  return ticket .. '#'
-end
-
-local function ticket_of(member)
-  return string.sub(member, 1, -2)
-end
-
-local function keep(key)
-  live_at_least(key, KEPT_MS)
-end
+-- A ticket's member of a line is also the owner of its turn's lease.
+local function is_parked(member) return string.byte(member, -1) == TICKET_ENDS end
+local function member_of(ticket) return ticket .. '#' end
+local function ticket_of(member) return string.sub(member, 1, -2) end
+local function keep(key) live_at_least(key, KEPT_MS) end
 
 local function join(lock, ticket, joined)
   redis.call('ZADD', lock.line, string.format('%.0f', joined), member_of(ticket))

@@ -5,7 +5,7 @@
 -- ending with ":" at its end is followed by an owner, a ticket, a task id, or numbers.
 
 local LINE = ':line'          -- zset    owner, or "<ticket>#" -> when it joined, Redis TIME in microseconds
-local PLACES = ':places'      -- hash    owner -> what it waits for; see _place.lua
+local PLACES = ':places'      -- hash    owner -> what it waits for; see _record.lua
 local WAKE = ':wake:'         -- list    owner: news for it while it waits; see _line.lua
 local TICKETS = ':tickets'    -- hash    ticket -> what is parked; see _parked.lua
 local HANDED = ':handed'      -- zset    ticket -> Redis TIME in ms at which its turn ends

@@ -4,14 +4,12 @@
 -- They return them as turns, {lock, ticket, message, ...}, and know their caller's broker as its home.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
---
 --   <lock>:line        has "<ticket>#" while it waits for its turn
 --   <lock>:tickets     ticket -> "1 joined_us times ttl_ms mode limit home message" until its turn is claimed
 --                      "bytes" -> length of all these records together
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
 --   <lock>:replaced    until the end of a task is reported whose place another has taken
---
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn
 --     ttl_ms     of its lease, and of its first turn; each later turn is twice as long
@@ -24,8 +22,7 @@
 -- publish; the task that gets it claims the turn.  A turn that nobody has claimed in time is given again.
 --
 -- Only the mark says that a task is done: one of which nothing is known may have been lost.  Each task
--- that was parked leaves a mark.  No case was found in which no copy of its message can come: an
--- acknowledgement may be lost after a single turn, and also one that was sent before the task ran.
+-- that was parked leaves a mark, as a copy of its message may always come.
 
 -- include: _line
 
@@ -71,9 +68,7 @@ local function is_of(record, task)
   return task == '' or not has_name or string.find(head, task, 1, true) ~= nil
 end
 
-local function read_ticket(lock, ticket)
-  return parse_ticket(redis.call('HGET', lock.tickets, ticket))
-end
+local function read_ticket(lock, ticket) return parse_ticket(redis.call('HGET', lock.tickets, ticket)) end
 
 local function write_ticket(lock, ticket, parked)
   local record = string.format('1 %.0f %d %.0f %s %.0f %s ',
@@ -132,9 +127,7 @@ local function forget(lock, ticket)
 end
 
 -- What marks the task of a ticket as done, if anything.
-local function mark_of(lock, ticket)
-  return redis.call('GET', lock.name .. DONE .. ticket)
-end
+local function mark_of(lock, ticket) return redis.call('GET', lock.name .. DONE .. ticket) end
 
 -- *goes_on* is the delivery that the asker goes on with: a mark with its name says nothing against it.
 local function is_done(lock, ticket, goes_on)

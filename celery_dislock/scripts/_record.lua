@@ -1,13 +1,14 @@
--- _record.lua: how a lease is written.
---
+-- _record.lua: how a lease is written, and a waiter's place in line.
 --   owner -> "1 expires_ms token acquired_ms mode holder"
---
 --     1            version of this format
 --     expires_ms   Redis TIME at which the lease ends
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
 --     holder       JSON object for messages and tools: task, id, worker, pid, host
+--   owner -> "1 deadline_ms ttl_ms mode limit holder"
+--     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
+--     ttl_ms, limit, and so on   of the lease that it asks for; see acquire.lua
 
 -- include: _names
 
@@ -35,6 +36,15 @@ local function read(owner, record)
   return {
     owner = owner, expires = tonumber(expires), token = token, acquired = acquired, mode = mode,
     holder = holder,
+  }
+end
+
+-- Nothing if it cannot be read, or its waiter has died.
+local function read_place(record)
+  local deadline, ttl, mode, limit, holder = string.match(record or '', '^1 (%d+) (%d+) (%a) (%d+) (.*)$')
+  if not deadline or tonumber(deadline) <= now then return nil end
+  return {
+    deadline = tonumber(deadline), ttl = tonumber(ttl), mode = mode, limit = tonumber(limit), holder = holder,
   }
 end
 

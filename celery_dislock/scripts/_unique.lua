@@ -1,7 +1,5 @@
 -- _unique.lua: how the reservation of a key is kept, and which of its messages is the newest.
---
 --   <lock>:unique   "2 state since first id ends nonce number result mark newest confirmed begun kept by"
---
 --     state       s   its message is being sent: this lasts for seconds at most   w   its message waits
 --                 r   its task runs   d   its task has ended, and the key stays reserved: "expiry"
 --                 -   the key is free, and the numbers alone are kept

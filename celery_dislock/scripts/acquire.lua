@@ -32,14 +32,22 @@
 
 local owner, ttl, holder, mode = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 
-if #KEYS == 1 and is_free(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT) then
-  return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)}
-end
+local there = #KEYS == 1 and count_keys(KEYS[1], KEYS[1] .. LINE, KEYS[1] .. HANDED, KEYS[1] .. LIMIT)
+if there == 0 then return {GRANTED, grant_free(KEYS[1], owner, ttl, mode, holder)} end
 
--- include: _line
+-- include: _grant
 
 local place_ms, passes_line = tonumber(ARGV[6]), ARGV[7] == '0'
 local waits = place_ms > 0
+
+-- The usual refusal: the lock is its only key, and others have it.
+local known = there == 1 and not waits and count_leases(open(KEYS[1]))
+if known and next(known.leases) and not known.leases[owner] then
+  known.set, known.hidden = false, false
+  if not admits(known, mode, tonumber(ARGV[5])) then return {REFUSED, 0, in_the_way(known)} end
+end
+
+-- include: _line
 
 -- The lease of another delivery of the same task.  If the code admits one lease, that is in the way
 -- anyway; if an operator admits more, the task would run twice at a time.
@@ -83,7 +91,7 @@ for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) 
 
 local locks = {}  -- if one cannot be read, none is changed
 for nth, key in ipairs(KEYS) do
-  local lock = open(key)
+  local lock = known or open(key)
   locks[nth] = lock
   look(lock, {PLACES})
   limit_set(lock)

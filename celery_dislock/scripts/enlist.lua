@@ -11,12 +11,10 @@
 -- parked: a line that nobody knows of would never be swept.  If parking takes longer than half of YOUNG_US,
 -- the number is raised again.  Sent twice, it is raised twice, which does no harm.
 
--- include: _names
+-- include: _record
 
 local YOUNG_US = 60000000  -- microseconds in which somebody may be about to park a task
 
-local time = redis.call('TIME')
-local now_us = time[1] * 1000000 + time[2]
 local number, seen = redis.call('HGET', KEYS[1], ARGV[1]), ARGV[2]
 if not seen then
   redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f', math.max((number or 0) + 1, now_us)))

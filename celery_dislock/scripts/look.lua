@@ -6,11 +6,10 @@
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
 -- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, limit, limit_ms}
---
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
---   line           {member, joined_us, record, ...}   of an owner what it waits for, see _place.lua; of a
+--   line           {member, joined_us, record, ...}   of an owner what it waits for, see _record.lua; of a
 --                  ticket what is parked, see _parked.lua, without the body of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside

@@ -18,7 +18,6 @@
 --           task       its name: "task":"...", as its message writes it; empty: not known
 --
 -- Returns   {state, turns, ...}
---
 --   {1, turns, token, claimed}              granted; claimed: 1 a parked task's turn   0 no ticket
 --   {0, turns, place, lease...}             refused; place: that it would have in line; lease: the one in the
 --                                           way, four values as in_the_way() has them
@@ -37,8 +36,8 @@ local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, mess
 ttl = tonumber(ttl)
 
 local name = KEYS[1]
-if marked == '0' and is_free(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
-    name .. LIMIT, name .. DONE .. ticket) then
+if marked == '0' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
+    name .. LIMIT, name .. DONE .. ticket) == 0 then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
@@ -105,13 +104,11 @@ local function make_room(size)
   if overflow ~= 'replace' then return NO_ROOM end
   for _, member in ipairs(redis.call('ZRANGE', lock.line, 0, LOOKED_MOST - 1)) do
     if is_oldest or is_room() or #goes == TAKEN_MOST then break end
-    if is_parked(member) then
-      local other = ticket_of(member)
-      is_oldest = was_sent_before(other)
-      if not is_oldest then
-        goes[#goes + 1] = other
-        too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
-      end
+    local other = is_parked(member) and ticket_of(member)
+    is_oldest = other and was_sent_before(other)
+    if other and not is_oldest then
+      goes[#goes + 1] = other
+      too_many, too_long = too_many - 1, too_long - redis.call('HSTRLEN', lock.tickets, other)
     end
   end
   if not (is_oldest or is_room()) then return NO_ROOM end
@@ -121,14 +118,6 @@ local function make_room(size)
     if parked then replace(lock, other, parked.message) else set_aside(lock, other, record or '') end
   end
   return is_oldest and OLDEST or ROOM
-end
-
--- The four cases, of which one answers.
-
--- The owner has the lock: this was sent twice.
-local function granted_already(lease)
-  renew(lock, lease, ttl)
-  return {GRANTED, turns, lease.token, redis.call('HEXISTS', lock.running, ticket)}
 end
 
 -- Its ticket is in line, or has its turn, which it claims.
@@ -181,7 +170,10 @@ local function new()
 end
 
 local mine = lease_of(lock, owner)
-if mine then return granted_already(mine) end
+if mine then  -- this was sent twice
+  renew(lock, mine, ttl)
+  return {GRANTED, turns, mine.token, redis.call('HEXISTS', lock.running, ticket)}
+end
 
 local parked = redis.call('HGET', lock.tickets, ticket)
 local ran = redis.call('HGET', lock.running, ticket)

@@ -37,8 +37,6 @@ if #KEYS == 1 and ticket == '' and at_least_ms <= 0 then
   end
 end
 
--- include: _place
-
 -- The place of a waiter that wants the lock for itself; nothing if it is dead, or has other terms.
 local function place_alone(lock, waiter)
   local seen, record = pcall(redis.call, 'HGET', lock .. PLACES, waiter)
@@ -88,9 +86,7 @@ for _, key in ipairs(KEYS) do
   local claim = ticket ~= '' and redis.call('HGET', lock.running, ticket)
   local parked = ticket ~= '' and redis.call('HEXISTS', lock.tickets, ticket) == 1
   if has_line or claim or parked then
-    more[#more + 1] = {
-      lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked,
-    }
+    more[#more + 1] = {lock = lock, has_line = has_line, may_wait = not lease, claim = claim, parked = parked}
   end
   if live then
     forget_news(lock.name, lease)
@@ -104,25 +100,17 @@ if #more == 0 then return released end
 local settles_ms = tonumber(ARGV[5])
 home = ARGV[3]
 
--- The ticket's task has ended.  Returns whether it had its turn.
-local function end_ticket(lock, claim)
-  write_first(lock.name)
+for _, found in ipairs(more) do
+  local lock, claim, hands_off = found.lock, found.claim, found.has_line
+  if hands_off and found.may_wait then leave_line(lock, owner) end
+  if claim or found.parked then write_first(lock.name) end
   if claim and settles_ms > 0 then
     local joined, claimed = parse_claim(claim)
     write_claim(lock, ticket, joined, claimed, now + settles_ms)
-    return false
-  end
-  local _, had_turn = forget(lock, ticket)
-  mark_done(lock, ticket, DONE_WITH_LOCK)
-  return had_turn
-end
-
-for _, found in ipairs(more) do
-  local lock = found.lock
-  local hands_off = found.has_line
-  if hands_off and found.may_wait then leave_line(lock, owner) end
-  if found.claim or found.parked then
-    hands_off = end_ticket(lock, found.claim) or hands_off  -- parked again, while it still ran
+  elseif claim or found.parked then
+    local _, had_turn = forget(lock, ticket)
+    mark_done(lock, ticket, DONE_WITH_LOCK)
+    hands_off = hands_off or had_turn  -- parked again, while it still ran
   end
   if hands_off then recall_and_hand_off(lock) end
 end

@@ -18,15 +18,12 @@
 --
 -- Touches that hash alone.  Safe to send twice.
 
--- include: _names
+-- include: _record
 
 local key, wanted, other, asked = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local NAME, CAME, TAKEN, DRAINED = 'name', 'came', 'taken', 'drained'
 local TAKEN_MOST = 100  -- names: an operator takes over one, and so does who finds the data lost
 local ELSEWHERE, OURS, DRAINED_TO_HERE = 0, 1, 2
-
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local function last()
   local store, at = string.match(redis.call('HGET', key, CAME) or '', '^(%x+) (%d+)$')
