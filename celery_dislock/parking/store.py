@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 DIGITS_MOST = 15  # of a limit
-ANYBODY = "*"  # stands for whichever delivery has left a line; see _done.lua
+ANYBODY = "*"  # stands for whichever delivery has left a line; as in _parked.lua
 ENDED = "-"  # instead of a delivery: nobody goes on with the task
 ASIDE_PAGE = 20  # tickets that were set aside and are read in one round trip, with their messages
 NAMES_TOGETHER = 500  # locks of the index that are read in one round trip

@@ -5,7 +5,6 @@
 --   ends, ttl_ms       see begin_unique() in _unique.lua
 --
 -- Returns   as that script; or {5, {}, id}: it was replaced by the message of that task: nothing is taken
---
 -- Touches what that script does, and the reservation.  Sent twice, an owner that was granted the lock the first time is granted it again.
 
 -- include: _unique

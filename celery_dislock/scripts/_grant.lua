@@ -94,9 +94,7 @@ end
 local NOT_KNOWN = -1  -- for how long a lock has been held
 
 -- A lease as a refusal has it: remaining_ms, owner, holder, held_ms.
-local function about(lease)
-  return lease.expires - now, lease.owner, lease.holder, now - lease.acquired
-end
+local function about(lease) return lease.expires - now, lease.owner, lease.holder, now - lease.acquired end
 
 -- Of the leases in the way, the one that ends first, as about() has it.  Of two that end at once, the older one.
 -- A lock that nobody holds waits for a parked task, whose turn comes again soon.

@@ -6,10 +6,9 @@
 -- Every key lives as long as the longest of what it holds.  An ended lease that shares its hash with a
 -- live one is swept out when the leases are counted.
 --
--- A cluster moves a slot key by key, so the lock and its other keys may be on two nodes, and a key that
--- is missing may be on the other one.  A lease is safe meanwhile: the lock is KEYS[1], and the client is
--- sent to the node that has it.  Nothing else is read or written before line_exists() has seen that all
--- keys are here.
+-- While a cluster moves a slot, a key that is missing may be on the other node.  A lease is safe: the lock is
+-- KEYS[1], and the client is sent to the node that has it.  Nothing else is read or written before
+-- line_exists() has seen that all keys are here.
 
 -- include: _record
 
@@ -29,9 +28,7 @@ end
 
 -- Whether anyone stands in line.  Asks for a second key, which never exists: while the slot moves, a
 -- server that misses one of two keys answers with an error, and the client asks again.
-local function line_exists(lock)
-  return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1
-end
+local function line_exists(lock) return redis.call('EXISTS', lock.line, lock.name .. NEVER) == 1 end
 
 -- The lease of an owner, or nothing.  Unless the leases were counted, it may have ended.
 local function lease_of(lock, owner)

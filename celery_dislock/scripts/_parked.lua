@@ -1,7 +1,5 @@
--- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn, whose
--- callers publish the messages that they are given.
---
--- They return them as turns, {lock, ticket, message, ...}, and know their caller's broker as its home.
+-- _parked.lua: how parked tasks are written.  Included by the scripts that can give them their turn: these return
+-- {lock, ticket, message, ...} for the caller to publish, and know its broker as its home.
 --
 -- A parked task is known by its ticket, which names one delivery of work: "<task id>:<retries>:..."
 --   <lock>:line        has "<ticket>#" while it waits for its turn
@@ -29,12 +27,10 @@
 local TURNS_MOST = 100           -- given by one script; the script that claims one of them gives more
 local TURN_MOST_MS = 300000      -- longest turn
 local CLAIMED_MS = 604800000     -- seven days in which the copy of a task whose process died may come
-
 local UNREPORTED_MOST, UNREPORTED_BYTES = 100, 262144  -- replaced tasks in one reply
 local DONE_WITH_LOCK = '1'      -- a mark; any other is the delivery that has taken the task out of this
                                 -- line, and goes on with it: under other locks, or without one
 local ANYBODY = '*'             -- stands for any delivery that has left its name
-
 local IN_BODY = 0                -- settles_ms of a claim
 local TOTAL = 'bytes'            -- the field beside the tickets
 

@@ -21,7 +21,8 @@
 -- published always may.  Nothing is deleted when it is read, so each command may be sent twice.  If the
 -- record was lost, the mark is another one, and both messages run.
 --
--- A reservation is compared by id, and by number if the mark is the same: nobody ends another's.
+-- A reservation is compared by id, and by number if the mark is the same: nobody ends another's.  The scripts
+-- for it touch this record alone.
 
 -- include: _record
 
@@ -65,9 +66,7 @@ local function write_unique(key, it)
   }, ' '), 'PX', ends - now)
 end
 
-local function is_reserved(it)
-  return it and it.state ~= '-' and it.ends > now
-end
+local function is_reserved(it) return it and it.state ~= '-' and it.ends > now end
 
 local function is_for(it, id, mark, number)
   return it and it.id == id and (it.mark ~= mark or it.number == number)

@@ -14,15 +14,11 @@
 -- Returns   {1, token, ...}     granted, with the token of each lock: the leases end in ttl_ms unless renewed
 --           {0, nth, lease...}  refused by the nth lock, counted from 0; lease: the one in the way, four
 --                               values as in_the_way() has them
---
 -- Touches beside each lock its line and places, and the wake lists of those who wait.
---
--- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the
--- lock that refused it, and keeps those before it meanwhile: all take them in the same order, so
--- that no two can wait for each other.
---
--- Safe to send twice: an owner that has a lock already gets the same token again, and its
--- expiry is reset; one that waits already keeps its place.
+-- An asker that does not wait gets all of the locks or none.  One that waits stands in line at the lock that
+-- refused it, and keeps those before it: as all take them in one order, no two wait for each other.
+-- Safe to send twice: an owner that has a lock already gets the same token again, and its expiry is reset;
+-- one that waits already keeps its place.
 --
 -- While a slot moves, an asker that does not wait is refused as long as the lock is held, and passes a line
 -- that cannot be seen; if a limit cannot be seen, it gets an error.  One that waits gets an error.

@@ -6,7 +6,6 @@
 -- ARGV[3]   ticket...  what a person has dealt with, to be taken out first
 --
 -- Returns   {cursor, {ticket, record, ...}}   cursor: of the next page; 0: this was the last
---
 -- Touches the hash of what was set aside, and nothing else.
 
 -- include: _names

@@ -7,14 +7,11 @@
 --           elsewhere          1: the name is not of the task's own locks   0: it is
 --
 -- Returns   the id of the task by whose message it was replaced, and which runs instead; else nil
---
--- Touches that record alone
 
 -- include: _unique
 
 local id, mark, number, ends, ttl, elsewhere = unpack(ARGV)
 number = tonumber(number)
-
 local it = unique_of(KEYS[1])
 if is_replaced(it, mark, number) then return replaced_by(KEYS[1], it) end
 begin_unique(KEYS[1], it, id, mark, number, ends, tonumber(ttl), elsewhere == '1')

@@ -4,9 +4,8 @@
 -- ARGV      tickets   to be noted, unless something is known of one; none: only tell
 --
 -- Returns   {ticket, ...}   that were claimed, and whose work is not done
---
--- Touches the lock's tickets, claims, marks and places in line.  Safe to send twice.  For tasks that were
--- claimed on another lock server, and whose process may have died: a copy that comes runs.
+-- Touches the lock's tickets, claims and marks.  Safe to send twice.  For tasks that were claimed on another
+-- lock server, and whose process may have died: a copy that comes runs.
 
 -- include: _parked
 

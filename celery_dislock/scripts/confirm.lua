@@ -7,14 +7,12 @@
 --
 -- Returns   1 kept   0 it is not there, or another's, or the task has begun and the caller does not know
 --
--- Touches that record alone.  Messages with lower numbers are replaced from now on, also if another has the
--- key.
+-- Messages with lower numbers are replaced from now on, also if another has the key.
 
 -- include: _unique
 
 local id, mark, number, ttl, runs = unpack(ARGV)
 number, ttl = tonumber(number), tonumber(ttl)
-
 local it = unique_of(KEYS[1])
 local is_news = note(it, 'confirmed', id, mark, number)
 local is_kept = is_for(it, id, mark, number) and (WAITS[it.state] and '0' or it.state == 'r' and '1') == runs

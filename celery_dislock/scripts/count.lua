@@ -8,7 +8,6 @@
 -- ARGV[5]   field, amount, ...   integers > 0; none: nothing is changed
 --
 -- Returns   1
---
 -- Touches the index and what it names, which are in one slot of a cluster.  Sent twice, it counts twice.
 
 local index, counts, kept_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])

@@ -4,7 +4,6 @@
 -- ARGV[1]   name    of a worker's counts, and so on; none: tell the names
 --
 -- Returns   {name, ...}, of the workers that have counts; or for each name {field, amount, ...}
---
 -- Touches the index, or what was named; changes nothing.
 
 if #ARGV == 0 then return redis.call('ZRANGE', KEYS[1], 0, -1) end

@@ -9,7 +9,6 @@
 --           {1, turns, message, ours}   it was; ours: 1 the caller can publish the message, and tells
 --                                       the task's end   0 a worker of the message's broker does so
 --           {2, turns}                  its record cannot be read: it is set aside
---
 -- Touches all keys of the lock.  No copy of its message runs.  Sent twice, the second answers 0.
 
 -- include: _parked

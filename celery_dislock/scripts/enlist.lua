@@ -6,7 +6,6 @@
 -- ARGV[2]   seen    strike it off: its number before its line was found empty   left out: note it
 --
 -- Returns   nothing
---
 -- Touches that hash alone.  It is outside the slots of the locks, so it is written before the task is
 -- parked: a line that nobody knows of would never be swept.  If parking takes longer than half of YOUNG_US,
 -- the number is raised again.  Sent twice, it is raised twice, which does no harm.

@@ -4,7 +4,6 @@
 -- ARGV[1]   ticket
 --
 -- Returns   1 it has its old place again   0 it did not have its turn any more
---
 -- Touches the lock's line, and the tickets and turns of its parked tasks.  Gives nobody else the turn: the
 -- next sweep does.  Sent twice, the second answers 0.
 

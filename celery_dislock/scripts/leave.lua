@@ -10,7 +10,6 @@
 --
 -- Returns   {left, turns}   left: 1 it was there, waiting, running or replaced   0 it was not
 --                                 2 it was done here, and over is 0: nothing was changed
---
 -- Touches all keys of the lock.  Sent twice, the second answers 0.
 
 -- include: _parked

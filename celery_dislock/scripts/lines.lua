@@ -5,7 +5,6 @@
 -- ARGV[2]   count     of locks, more or less
 --
 -- Returns   {total, cursor, {lock, number, ...}}   cursor: of the next page; 0: this was the last
---
 -- Touches that hash alone, and changes nothing but how long it is kept.  What stays in it all the while is on one page at least.
 
 -- include: _names

@@ -15,13 +15,11 @@
 --   aside          how many tickets were set aside
 --   reservation, limit   see _unique.lua and limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
---
 -- Touches the lock, its line and what belongs to it; changes nothing.
 
 -- include: _lease
 
 local HEADER_MOST = 16384  -- bytes of a record; what is cut off cannot be read, and is shown as such
-
 local lock, first, most = open(KEYS[1]), tonumber(ARGV[1]), tonumber(ARGV[2])
 local name = lock.name
 

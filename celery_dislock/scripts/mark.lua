@@ -5,7 +5,6 @@
 -- ARGV[2]   ttl_ms   integer > 0
 --
 -- Returns   the mark that was read; nothing where there is none, or one was left
---
 -- Touches the mark alone.  An id may look like another task's ticket, so that parked tasks which are done
 -- have marks of another name.  Sent twice, it is there all the same.
 

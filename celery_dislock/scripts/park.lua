@@ -24,7 +24,6 @@
 --   {2, turns, place, replaced, lease...}   parked; replaced: {ticket, message, ...}
 --   {3, turns}                              this work is done: a mark says so, and nothing else does
 --   {4, turns, waiting, lease...}           the line is full
---
 -- Touches all keys of the lock.  A task that waits already keeps its place, and so does one that ran in a
 -- process that died.  Safe to send twice: the owner is given the same token, the ticket has the same place.
 
@@ -34,7 +33,6 @@
 local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, message, most, most_bytes,
   overflow, goes_on, task = unpack(ARGV)
 ttl = tonumber(ttl)
-
 local name = KEYS[1]
 if marked == '0' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
     name .. LIMIT, name .. DONE .. ticket) == 0 then
@@ -46,12 +44,10 @@ end
 home, limit, most, most_bytes = its_home, tonumber(limit), tonumber(most), tonumber(most_bytes)
 
 local NO_PLACE = 0  -- that it would have in line: another delivery of its task is in the way
-
 local lock = open_whole(name)
 
-local function waiting()  -- for their turn
-  return count_tickets(lock) - redis.call('ZCARD', lock.handed)
-end
+-- How many wait for their turn.
+local function waiting() return count_tickets(lock) - redis.call('ZCARD', lock.handed) end
 
 local function in_line()
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
@@ -75,9 +71,7 @@ local function put_in_line(joined, its_home, its_message)
 end
 
 -- When a message was sent, if its headers say so, which are its first line.
-local function sent_at(stored)
-  return tonumber(string.match(stored, '^[^\n]*"dislock_sent":(%d+)'))
-end
+local function sent_at(stored) return tonumber(string.match(stored, '^[^\n]*"dislock_sent":(%d+)')) end
 
 local function was_sent_before(other)
   local mine, its = sent_at(message), sent_at(redis.call('HGET', lock.tickets, other) or '')

@@ -8,7 +8,6 @@
 -- ARGV[5]   settles_ms    > 0: its result is on its way for this time   0: it is done
 --
 -- Returns   how many of the locks the owner held; or {that, turns}
---
 -- Touches beside each lock its line and the owner's wake list; where anyone waits, or with a ticket, all keys
 -- of the lock; and no other owner's lease.  A hand-off costs the same however many wait.  Sent twice, the
 -- second answers 0.  While a slot moves the leases are ended, and what follows is an error: sent again, it

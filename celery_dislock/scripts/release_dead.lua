@@ -7,7 +7,6 @@
 -- ARGV[3]   home          the caller's broker; left out: it cannot publish
 --
 -- Returns   how many leases were ended; or {that, turns}
---
 -- Touches all keys of the locks.  The caller has seen that process end.  Sent twice, the second answers 0.
 -- While a slot moves, as for release.lua.
 

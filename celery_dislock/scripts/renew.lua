@@ -5,7 +5,6 @@
 -- ARGV[2]   ttl_ms    integer > 0, counted from now, not added
 --
 -- Returns   1 renewed   0 not held: nothing was created or revived
---
 -- Touches the lock alone.  Each of many renewals is a script of its own, so that the server can serve others
 -- in between and a cluster can route it.
 

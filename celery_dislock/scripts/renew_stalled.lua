@@ -9,7 +9,6 @@
 -- Returns   > 0   it was renewed: milliseconds since the renewal before
 --           < 0   it was not renewed; the number without its sign: milliseconds until it is overdue
 --           0     there is none, or none to be renewed
---
 -- Touches the lock alone, and creates or revives nothing.  A lease that a waiter was handed and has not
 -- taken up is left alone: it is shorter than ttl_ms.
 

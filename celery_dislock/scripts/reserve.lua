@@ -11,8 +11,8 @@
 -- Returns   {0, id, state, result}       reserved for another
 --           {1, burst_ms, mark, number}   reserved; since the first of the messages that replace each other
 --
--- Touches that record alone.  The older message is replaced when this one is confirmed, or has begun.  A message that is sent again
--- keeps its number, and never takes the key from another.
+-- The older message is replaced when this one is confirmed, or has begun.  A message that is sent again keeps its
+-- number, and never takes the key from another.
 
 -- include: _unique
 
@@ -21,14 +21,10 @@ ttl, replaces, number = tonumber(ttl), replaces == '1', tonumber(number)
 
 local it = unique_of(key) or new_unique(nonce)
 
-local function reserved()
-  return {1, now - it.first, it.mark, it.number}
-end
+local function reserved() return {1, now - it.first, it.mark, it.number} end
 
 -- A message of another life of the record replaces none: newest may be the number of one that is not sent.
-local function number_again()
-  return mark == it.mark and number or it.newest > 0 and it.newest + 1 or 0
-end
+local function number_again() return mark == it.mark and number or it.newest > 0 and it.newest + 1 or 0 end
 
 if is_reserved(it) then
   if it.nonce == nonce then return reserved() end

@@ -15,7 +15,6 @@
 --                                     1 this one's   2 this one's, to which that one was drained
 --                                     came: the store of the last one of another; empty: none
 --                                     ms: for how long that was so
---
 -- Touches that hash alone.  Safe to send twice.
 
 -- include: _record

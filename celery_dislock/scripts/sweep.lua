@@ -8,9 +8,7 @@
 --                           parked: how many are in line or have their turn
 --                           replaced: {ticket, message, ...}, some of those whose end is not reported yet
 --                           unclaimed: {ticket, ...}, that have not claimed many turns in a row
---
--- Touches all keys of the lock.  Changes nothing where the lock is held and no turn has run out, but how
--- long keys are kept.  Sent twice, what the first gave its turn comes again when that has run out.
+-- Touches all keys of the lock.  Sent twice, what the first gave its turn comes again when that has run out.
 
 -- include: _parked
 

@@ -6,14 +6,12 @@
 -- ARGV[3]   holder    JSON, for messages and tools
 --
 -- Returns   how many were taken over, with their expiry and a new token
---
 -- Touches the locks, their lines and places, and the wake list of the owner that has left.  What has ended
 -- is not revived.  Of two owners that try, one succeeds; sent twice, the second answers 0.
 
 -- include: _grant
 
 local taken = 0
-
 -- The place in line of an owner that has given up its slot, so that the one which goes on has it.
 local function take_place(lock, from, to)
   local joined, place = redis.call('ZSCORE', lock.line, from), redis.call('HGET', lock.places, from)

@@ -4,12 +4,10 @@
 -- ARGV[2]   command, and so on
 --
 -- Returns   {command, error, ...}   of each that ended in an error; what it means, the caller knows
---
 -- Touches that key alone, and leaves nothing behind.  Each command is given as many arguments as it
 -- takes to be run.
 
 local MOST_ARGS = 8
-
 local failed = {}
 for i = 2, #ARGV do
   local command, args, problem = ARGV[i], {}

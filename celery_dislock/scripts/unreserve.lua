@@ -6,13 +6,10 @@
 --           waits    1: not if the task runs   left out: in any case
 --
 -- Returns   1 ended   0 it was not there, or another's, or its task runs
---
--- Touches that record alone
 
 -- include: _unique
 
 local id, mark, number, how, waits = unpack(ARGV)
-
 local it = waits and unique_of(KEYS[1])
 if it and not WAITS[it.state] then return 0 end
 return end_unique(KEYS[1], id, mark, tonumber(number), how == 'stays') and 1 or 0

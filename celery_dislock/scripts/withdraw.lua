@@ -12,7 +12,6 @@
 -- Returns   {withdrawn, turns}   withdrawn: 1 it was in line, or had its turn; or nothing is known of
 --                                  it, and the delivery goes on with it
 --                                  0 it runs, was set aside or is done; or there is none to set aside
---
 -- Touches all keys of the lock but those that were replaced.  A ticket that was claimed is left alone.
 -- Sent twice, the second answers 0 about a task that was set aside or has ended; the delivery that goes on
 -- with it is answered 1 again, for two hours.
@@ -20,7 +19,6 @@
 -- include: _parked
 
 local ENDED = '-'  -- a delivery
-
 local ticket, delivery, task
 home, ticket, delivery, task = unpack(ARGV)
 local goes_on = delivery ~= '' and delivery ~= ENDED

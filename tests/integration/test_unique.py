@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
-from datetime import datetime, timedelta, timezone
 
 import pytest
 from celery import Celery, Task, shared_task
@@ -18,9 +16,9 @@ from celery.app.task import Context
 from celery_dislock import Dislock, SingletonTask
 from celery_dislock.exceptions import DuplicateTaskError, StoreError
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.reservations import Reservation, Reservations
+from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
-from celery_dislock.tasks.sending import PUBLISH_FOR, tell
+from celery_dislock.tasks.sending import tell
 from tests.forked import ROOT, run_python
 from tests.unit.deliveries import deliver
 
@@ -79,15 +77,6 @@ class TestSending:
             lambda app, _: app.send_task("unique.edit", (), {"doc": "1"}, 0),
             lambda app, _: app.signature("unique.edit", (1,)).delay(),
         ],
-        ids=[
-            "delay",
-            "apply_async",
-            "signature",
-            "immutable",
-            "by name",
-            "positional",
-            "of a name",
-        ],
     )
     def test_every_way_to_send_is_one(self, app, client, send):
         """There is no way around it, and arguments are bound as in a call."""
@@ -96,65 +85,6 @@ class TestSending:
         again = send(app, edit)
         assert (again.id, again.duplicate) == (first.id, True)
         assert messages(client) == 1
-
-    def test_it_can_be_an_error(self, app, client):
-        """DuplicateTaskError has the key and the id, and can be pickled."""
-        edit = declare(app, lock_on_duplicate="raise")
-        first = edit.delay(1)
-        with pytest.raises(DuplicateTaskError, match=first.id) as refused:
-            edit.delay(1)
-        copy = pickle.loads(pickle.dumps(refused.value))
-        assert (copy.key, copy.id) == ("edit:1", first.id)
-        assert messages(client) == 1
-
-    @pytest.mark.parametrize(
-        "more",
-        [
-            lambda edit: {"link": edit.si(2)},
-            lambda edit: {"link_error": edit.si(2)},
-            lambda edit: {"chain": [edit.si(2)]},
-            lambda _: {"chain": []},
-            lambda _: {"group_id": "g"},
-            lambda edit: {"chord": edit.si(2)},
-        ],
-        ids=["link", "link_error", "chain", "last step", "group", "chord"],
-    )
-    def test_what_belongs_to_more_is_sent(self, app, client, more):
-        """A dropped message would lose the rest of the work; nor does it reserve the key."""
-        edit = declare(app)
-        edit.delay(1)
-        sent = edit.apply_async((1,), **more(edit))
-        assert messages(client) == 2
-        assert reserved_for(client) != sent.id
-
-    def test_a_retry_is_sent(self, app, client):
-        """The same id passes, also if the key is reserved for another by now."""
-        edit = declare(app, lock_on_duplicate="replace")
-        first = edit.delay(1)
-        edit.apply_async((1,), task_id=first.id, retries=1)
-        assert reserved_for(client) == first.id
-        newest = edit.delay(1)
-        edit.apply_async((1,), task_id=first.id, retries=2)
-        assert messages(client) == 4
-        assert reserved_for(client) == newest.id
-
-    def test_what_is_not_published_is_not_reserved(self, app, client, monkeypatch):
-        """The error is the caller's, and the key is free at once."""
-        edit = declare(app)
-        monkeypatch.setattr(app.amqp, "send_task_message", lambda *_, **__: 1 / 0)
-        app.amqp.__dict__.pop("_send_task_message", None)
-        with pytest.raises(ZeroDivisionError):
-            edit.delay(1)
-        assert reserved_for(client) is None
-
-    def test_a_sender_that_died_is_not_waited_for_long(self, app, client):
-        """Its key is reserved for seconds; meanwhile messages are sent without a reservation."""
-        edit = declare(app)
-        wanted = Reservation(LOCK, "dead", ttl=PUBLISH_FOR)
-        runtime_of(app).process.store.reservations.reserve(wanted, "nonce")
-        sent = edit.delay(1)
-        assert messages(client) == 1
-        assert sent.id != "dead"
 
     @pytest.mark.parametrize("until", ["start", "end", "expiry"])
     def test_a_message_that_ends_unrun_frees_its_key_unless_that_has_an_expiry(
@@ -272,24 +202,6 @@ class TestGoingOn:
             assert client.ttl(f"{header[0]}:unique") > HOUR - 60
 
 
-class TestAway:
-    @pytest.fixture
-    def app(self, redis_url):
-        app = Celery("away", broker=redis_url, set_as_current=False)
-        app.conf.dislock_url = "redis://127.0.0.1:1/0"
-        with Dislock(app):
-            yield app
-        app.close()
-
-    def test_messages_are_sent_all_the_same(self, app, client, caplog):
-        """Without reservations, with one warning per outage."""
-        edit = declare(app)
-        for _ in range(5):
-            assert edit.delay(1).id
-        assert messages(client) == 5
-        assert caplog.text.count("sent without reservations") == 1
-
-
 @pytest.fixture
 def make(redis_url):
     """Make apps with the plugin; all are closed at the end."""
@@ -394,20 +306,6 @@ class TestApps:
         assert messages(client) == 1
 
 
-class TestExpires:
-    @pytest.mark.parametrize(
-        "expires",
-        [lambda: 60, lambda: datetime.now(timezone.utc) + timedelta(seconds=60)],
-        ids=["seconds", "time"],
-    )
-    @pytest.mark.parametrize(("until", "most"), [("start", 60), ("end", 60), ("expiry", 3600)])
-    def test_a_message_that_expires(self, make, client, until, most, expires):
-        """RabbitMQ drops it without a word to anybody: its key is free when its time is over."""
-        edit = declare(make(), lock_unique_until=until)
-        edit.apply_async((1,), expires=expires())
-        assert most - 30 < client.ttl(f"{LOCK}:unique") <= most
-
-
 @pytest.fixture(params=["apply", "task_always_eager"])
 def call(app, request):
     """Call a task eagerly, in each of the two ways."""
@@ -447,16 +345,6 @@ def test_a_call_in_the_body(app, client, call, until, duplicate):
     assert inner[0].duplicate is duplicate
     assert (inner[0].id == outer.id) is duplicate
     assert reserved_for(client) is None
-
-
-@pytest.mark.parametrize("until", ["start", "end", "expiry"])
-def test_beside_a_message_that_waits(app, client, call, until):
-    """It is a duplicate of that message, which keeps its key."""
-    edit = declare(app, lock_unique_until=until)
-    first = edit.delay(1)
-    second = call(edit, 1)
-    assert (second.id, second.duplicate) == (first.id, True)
-    assert reserved_for(client) == first.id
 
 
 def test_a_message_that_is_replaced(app, client, call):

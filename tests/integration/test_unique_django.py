@@ -41,14 +41,6 @@ def test_a_transaction_that_commits(site):
     assert later["returned"]["duplicate"] is True
 
 
-def test_a_transaction_that_rolls_back(site):
-    """Neither a message nor a reservation: the next message is sent."""
-    _, sent, rollback, later = site("begin", "delay_on_commit 1", "rollback", "delay 1")
-    assert state(sent) == state(rollback) == (0, [])
-    assert later["returned"]["duplicate"] is False
-    assert state(later) == (1, ["1"])
-
-
 def test_a_savepoint_that_rolls_back(site):
     """What was sent in the inner block is dropped; the outer one's goes out."""
     *_, inner, commit, later = site(

@@ -1,7 +1,6 @@
 """Uniqueness when sending, in random histories; unique_history.py says what must be so.
 
-Most of them are on the scripts in this process, some on a real server, and some on scripts that are
-broken on purpose: those the model must catch.
+Most of them are on the scripts in this process, and some on a real server.
 """
 
 from __future__ import annotations
@@ -116,57 +115,3 @@ def test_the_last_moment_of_another_reservation(left):
     assert store.acquire([LOCK], "a@w:1/1", 30.0, "{}", reservation=mine).tokens
     assert store.release([LOCK], "a@w:1/1", Ending(reservation=mine))
     assert all(ttl > 0 for ttl in world.ttls().values())
-
-
-MUTANTS = {
-    "an equal number is replaced, too": (
-        "it.mark == mark and number < math.max(it.confirmed, it.begun)",
-        "it.mark == mark and number <= math.max(it.confirmed, it.begun)",
-    ),
-    "marks are not compared": ("it and it.mark == mark and number <", "it and number <"),
-    "numbers are not kept": (
-        "if it.kept > 0 then it.kept = math.max",
-        "if false then it.kept = math.max",
-    ),
-    "numbers are forgotten when they are read": (
-        "  return it.by\n",
-        "  redis.call('DEL', key)\n  return it.by\n",
-    ),
-    "confirmed is not raised if another has the key": (
-        "if is_kept or is_news then",
-        "if is_kept then",
-    ),
-    "begun is not raised": ("  note(it, 'begun', id, mark, number)\n", ""),
-    "confirmed is raised when a key is reserved": (
-        "  it.number = it.newest\n",
-        "  it.number, it.confirmed, it.by = it.newest, it.newest, id\n",
-    ),
-    "another's reservation ends": ("return it and it.id == id and (", "return it and (it.id or "),
-    "numbers are not compared when a reservation ends": (
-        "(it.mark ~= mark or it.number == number)",
-        "true",
-    ),
-    "a message that replaces none does": ("or number % 2 == 1 then", "then"),
-    "a retry takes the number of another": (
-        "if mark and is_for(it, id, mark, number) then",
-        "if mark and it.id == id then",
-    ),
-    "a command that is sent again takes another number": (
-        "if it.nonce == nonce then return reserved() end",
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize(("text", "broken"), MUTANTS.values(), ids=MUTANTS)
-def test_what_is_broken_is_caught(text, broken):
-    """The model fails with scripts that do not keep one of their promises."""
-    changed = []
-
-    def change(script):
-        changed.append(text in script)
-        return script.replace(text, broken)
-
-    with pytest.raises(AssertionError):
-        run(LuaWorld(change), range(1000))
-    assert any(changed), "that text is in no script"

@@ -10,7 +10,7 @@ and wherever its process may be killed.  A history lets one of them go on at a t
 
 Messages are published or not, also without their sender knowing which; delivered again, lost with
 their worker, revoked or purged.  Time passes: seconds, or hours, but no more than a copy of a
-message may take to come.  The code is the package's own, from the store down; see :class:`World`.
+message may take to come.  The code is the package's own, from the store down.
 
 What must be so, while nothing of the state is lost:
 
@@ -34,7 +34,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.replies import Granted, Replaced
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from celery_dislock.servers.reservations import Reservations
-    from celery_dislock.servers.store import Store
 
     Process = Generator["Command | None", Any, None]
 
@@ -60,25 +59,6 @@ COPY = 7200.0  # seconds in which a copy of a message may come after the state w
 ACTORS_MOST, QUEUE_MOST = 6, 12
 FIELDS = "version state since first id ends nonce number result mark newest confirmed begun kept by"
 OF_THE_RESERVATION = ("state", "since", "first", "id", "ends", "nonce", "number", "result")
-
-
-class World(Protocol):
-    """A lock server under a driven clock."""
-
-    def store(self, **options: Any) -> Store:
-        """Return a store of this server."""
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-
-    def lose(self) -> None:
-        """Lose all keys."""
-
-    def ttls(self) -> dict[str, int]:
-        """Return all keys with the milliseconds until each ends; -1: it does not."""
-
-    def record(self) -> bytes | None:
-        """Return the record of the key."""
 
 
 @dataclass(eq=False)
@@ -125,12 +105,12 @@ class History:
     A random history.
 
     Args:
-        world: The lock server.
+        world: A LuaServer or a DrivenServer, with record(), which returns the record of the key.
         seed: Of all that happens.
         loses: Whether the state may be lost.
     """
 
-    def __init__(self, world: World, seed: object, *, loses: bool = False) -> None:
+    def __init__(self, world: Any, seed: object, *, loses: bool = False) -> None:
         self.world, self.loses = world, loses
         self.random = rng = random.Random(str(seed))
         self.store = world.store()
