@@ -33,7 +33,6 @@ CHANGES = {
     "gone": lambda: None,
     "another argument": rename_its_argument,
     "skip": lambda: declare(lock_key="<key>"),
-    "two keys": lambda: declare(lock_key=["<key>", "<key>-too"]),
     "no key": lambda: declare(lock_key=False),
 }
 

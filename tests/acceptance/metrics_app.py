@@ -9,7 +9,7 @@ import json
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import redis
 from celery import Celery
@@ -73,8 +73,3 @@ def hold(self: Task, key: str) -> None:
 def in_turn(self: Task, key: str) -> None:
     """Run after those that came before."""
     note(self)
-
-
-def conf_of(url: str, prefix: str) -> dict[str, Any]:
-    """Return the settings with which another process finds these locks."""
-    return {"broker_url": url, "result_backend": url, "dislock_prefix": prefix}

@@ -410,7 +410,6 @@ NEWEST = {**QUEUE, "lock_queue_limit": 1, "lock_queue_overflow": "replace"}
 hold_or_queue = locked("hold_or_queue", **QUEUE)
 hold_or_queue_late = locked("hold_or_queue_late", **QUEUE, **SURVIVING)
 hold_newest = locked("hold_newest", **NEWEST)
-hold_or_be_next = locked("hold_or_be_next", lock_queue_limit=1, **QUEUE)
 hold_shared_or_queue = locked("hold_shared_or_queue", lock_mode="shared", **QUEUE)
 reject_once_or_queue = locked("reject_once_or_queue", requeue_and_succeed, **QUEUE, **LATE)
 retry_once_or_queue = locked("retry_once_or_queue", retry_and_succeed, **QUEUE, **BOUND)

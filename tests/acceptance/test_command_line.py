@@ -9,7 +9,6 @@ from celery.exceptions import TaskRevokedError
 
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, Scene, fleets, wait_for
-from tests.integration.acl import RULES
 from tests.leaks import SECRET
 
 pytestmark = pytest.mark.acceptance
@@ -79,33 +78,3 @@ def test_the_lock_server_can_be_named(start_fleet, scene, server, elsewhere):
     scene.open_gate()
     assert result.get(timeout=LIMIT)["held"] is True
     assert not elsewhere.exists(scene.lock)
-
-
-def test_a_worker_that_cannot_reach_the_lock_server_refuses_to_start(
-    start_fleet, redis_url_of_nobody
-):
-    """--dislock checks the lock server first; the message tells what to do, not where it broke."""
-    fleet = start_fleet("prefork", "--dislock", "--dislock-url", redis_url_of_nobody, ready=False)
-    (worker,) = fleet.workers
-    assert worker.wait_until_it_ends() != 0
-    assert "Cannot start with locks: lock server redis://" in worker.log
-    assert "--no-dislock" in worker.log
-    assert "Traceback" not in worker.log
-    assert SECRET not in worker.log
-    assert " ready." not in worker.log
-
-
-def test_a_worker_whose_user_may_not_do_all_refuses_to_start(start_fleet, server, redis_client):
-    """--dislock tries what locks need; the message names the command, the rule, and no password."""
-    rules = RULES.replace("PASSWORD", SECRET).replace("+blpop ", "").split()
-    redis_client.execute_command("ACL", "SETUSER", "limited", *rules)
-    url = server.url.replace("://", f"://limited:{SECRET}@")
-    fleet = start_fleet("solo", "--dislock", "--dislock-url", url, ready=False)
-    (worker,) = fleet.workers
-    assert worker.wait_until_it_ends() != 0
-    redis_client.execute_command("ACL", "DELUSER", "limited")
-    assert "Cannot start with locks: lock server redis://limited:***@" in worker.log
-    assert "may not run BLPOP; " in worker.log
-    assert "+blpop\n" in worker.log
-    assert "Traceback" not in worker.log
-    assert SECRET not in worker.log

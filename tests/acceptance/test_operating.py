@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from celery_dislock.operating.cli import dislock as command
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, fleets, wait_for
+from tests.acceptance.fleet import LIMIT, PREFORK, wait_for
 
 pytestmark = [
     pytest.mark.acceptance,
@@ -74,19 +74,6 @@ def test_a_holder_that_is_not_terminated_learns_that_it_lost_the_lock(fleet, sce
     assert holder.get(timeout=LIMIT)["held"] is False
 
 
-@fleets("threads")
-def test_a_pool_that_cannot_terminate_keeps_the_lock(fleet, scene):
-    """A thread cannot be ended: after the limit the lock is still held, and the message says so."""
-    holder = fleet.send(scenarios.hold, scene.key)
-    begun(scene, holder)
-    answer = dislock("free", scene.key, "--terminate", "--yes", "--wait", "1", "--json")
-    assert (answer.exit_code, outcome(answer)) == (FOUND, "still runs")
-    assert "leave out --terminate" in answer.stderr
-    assert not scene.is_free
-    scene.open_gate()
-    scene.wait_until_free()
-
-
 @pytest.fixture
 def paused(scene):
     """A key that is paused; nothing is left of it."""
@@ -129,24 +116,4 @@ def test_a_worker_that_dies_hands_a_paused_lock_to_nobody(fleet, scene):
     assert len(scene.reported("begin")) == 1
     dislock("resume", scene.key)
     assert parked.get(timeout=LIMIT)["held"] is True
-    scene.wait_until_free()
-
-
-@PREFORK
-def test_another_limit_admits_more_of_a_key(fleet, scene):
-    """Again one at a time when it is taken back; a copy of a task never runs beside it."""
-    first = fleet.send(scenarios.hold_by_itself, scene.key)
-    begun(scene, first)
-    dislock("limit", scene.key, "2")
-    fleet.send(scenarios.hold_by_itself, scene.key, task_id=first.id)
-    wait_for("the copy is put off", lambda: fleet.says(first.id, "another delivery of this task"))
-    second = fleet.send(scenarios.hold_by_itself, scene.key)
-    begun(scene, second)
-    dislock("resume", scene.key)
-    third = fleet.send(scenarios.hold_by_itself, scene.key)
-    with pytest.raises(TaskRevokedError):
-        third.get(timeout=LIMIT)
-    for result in (first, second):
-        scene.open_gate(result.id)
-        result.get(timeout=LIMIT)
     scene.wait_until_free()

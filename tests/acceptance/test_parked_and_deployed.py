@@ -119,34 +119,6 @@ def test_a_turn_is_honoured_whatever_the_strategy_is_now(scene, aside, deploy):
 
 
 @PREFORK
-def test_what_is_parked_survives_a_deploy_to_several_keys_and_back(fleet, start_fleet, scene):
-    """A new worker takes it out of line and puts it off; an old one gets it, and runs it once."""
-    other = Scene(f"{scene.key}-too", scene.redis)
-    keeper = other.hold(fleet)
-    try:
-        queue = f"deployed-{scene.key}"
-        holder = scene.hold(fleet)
-        with consuming(fleet, queue):
-            parked = []
-            for place in (1, 2, 3):
-                parked.append(QUEUE.apply_async((scene.key,), queue=queue))
-                scene.wait_for_line(place)
-        new = start_fleet("prefork", app=APP, env={"DEPLOYED": "two keys"}, queue=queue)
-        scene.open_gates(holder)
-        for result in parked:
-            wait_for("it is put off", lambda one=result.id: new.says(one, "put off for"))
-        new.workers[0].terminate()
-        new.workers[0].wait_until_it_ends()
-        with consuming(fleet, queue):
-            for result in parked:
-                assert result.get(timeout=LIMIT)["held"] is True
-                assert scene.begun.count(result.id) == 1
-    finally:
-        other.open_gate(keeper.id)
-        keeper.get(timeout=LIMIT)
-
-
-@PREFORK
 @pytest.mark.parametrize("change", ["no key", "--no-dislock"])
 def test_a_task_that_takes_no_lock_any_more_leaves_its_line_and_runs(scene, aside, deploy, change):
     """It runs once and without a lock, a copy of it does not run, and the next has its turn."""

@@ -44,33 +44,25 @@ def wait_until_outlived(scene):
 
 
 @PREFORK
-def test_a_body_that_holds_the_gil_keeps_its_lock(fleet, scene):
-    """No thread of its process runs for four timeouts, and the main process renews."""
-    result = fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
-    scene.wait_for_report("begin")
-    token = scene.lease.token
-    wait_until_outlived(scene)
-    scene.assert_others_stay_out(fleet)
-    end = result.get(timeout=LIMIT)
-    assert end["held"] is True
-    assert end["token"] == token
-    assert end["renewals"] > TIMEOUTS_OUTLIVED
-    assert fleet.times_it_says(STALLED, result.id) == 1
-    assert not fleet.says("is lost", scene.key)
-    scene.wait_until_free()
-
-
-@PREFORK
-def test_a_stopped_process_keeps_its_lock(fleet, scene):
-    """After SIGSTOP and SIGCONT the body goes on under its lease, which others could not get."""
-    result = fleet.send(scenarios.hold_renewed, scene.key)
-    with stopped(scene):
+@pytest.mark.parametrize("how", ["SIGSTOP", "the GIL"])
+def test_a_process_that_cannot_renew_keeps_its_lock(fleet, scene, how):
+    """No thread of it runs for some timeouts.  The main process renews, and the body goes on."""
+    if how == "SIGSTOP":
+        result = fleet.send(scenarios.hold_renewed, scene.key)
+        with stopped(scene):
+            wait_until_outlived(scene)
+            scene.assert_others_stay_out(fleet)
+        scene.open_gate()
+    else:
+        result = fleet.send(scenarios.hold_the_gil, scene.key, 4 * BRIEF)
+        scene.wait_for_report("begin")
         wait_until_outlived(scene)
         scene.assert_others_stay_out(fleet)
-    scene.open_gate()
     end = result.get(timeout=LIMIT)
     assert end["held"] is True
+    assert end["token"] == scene.reported("begin")[0]["token"]
     assert end["renewals"] > TIMEOUTS_OUTLIVED
+    assert fleet.times_it_says(STALLED, result.id) == 1
     assert not fleet.says("is lost", scene.key)
     scene.wait_until_free()
     scene.assert_exclusive()
