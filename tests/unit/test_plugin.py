@@ -11,7 +11,6 @@ from celery.bin.worker import worker as worker_command
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
-from celery_dislock.parking.process import runtime_of
 from celery_dislock.plugin import OPTIONS
 from celery_dislock.worker.steps import LockStep
 from tests.unit.fakes import without_strangers
@@ -153,12 +152,6 @@ class TestCommandLine:
     @pytest.fixture
     def app(self, plain_app, reachable):
         return without_strangers(plain_app)
-
-    def test_dislock_url_given_several_times_names_several_servers(self, app):
-        """Given once it names one server, given three times a quorum."""
-        several = ("redis://a", "redis://b", "redis://c")
-        LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=several)
-        assert runtime_of(app).process.store.server == "redis://a, redis://b, redis://c"
 
     def test_a_task_that_was_bound_before_is_looked_at_again(self, app):
         """A worker whose servers cannot do what a task asks for does not start."""

@@ -17,7 +17,6 @@ from celery_dislock.config.settings import (
     AppSettings,
     app_settings,
     check_settings,
-    setting_name,
     task_options,
 )
 from celery_dislock.exceptions import SettingsError
@@ -169,28 +168,24 @@ def test_an_option_of_another_library_is_answered_with_where_to_find_ours(name, 
     assert library in error.remedy
 
 
-TWO_KEYS = {"lock_key": ["a", "b"], "lock_on_conflict": "queue"}
+QUEUE, TWO_KEYS = {"lock_on_conflict": "queue"}, {"lock_key": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
-    ("declared", "conf"),
-    [(TWO_KEYS, {}), ({"lock_key": ["a", "b"]}, {"dislock_on_conflict": "queue"})],
+    ("declared", "conf", "remedy"),
+    [
+        ({**TWO_KEYS, **QUEUE}, {}, "give one key, or"),
+        (TWO_KEYS, {"dislock_on_conflict": "queue"}, "give one key, or"),
+        (QUEUE, {"dislock_url": ["redis://a", "redis://b", "redis://c"]}, "keep no line;"),
+        (QUEUE, {"dislock_url": ("redis://a",) * 3}, "keep no line;"),
+    ],
 )
-def test_a_task_of_several_keys_is_not_parked(declared, conf):
-    """It would have to wait in several lines at once; the message names what can be done."""
+def test_a_task_of_several_keys_or_servers_is_not_parked(declared, conf, remedy):
+    """It would wait in several lines at once, or in none; the message names what can be done."""
     with pytest.raises(SettingsError) as caught:
         task_options("t", declared, conf)
     assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
-    assert "give one key, or use 'wait' or 'retry'" in caught.value.remedy
-
-
-@pytest.mark.parametrize("url", [["redis://a", "redis://b", "redis://c"], ("redis://a",) * 3])
-def test_several_lock_servers_park_nothing(url):
-    """A majority keeps no line; the message names what can be done."""
-    with pytest.raises(SettingsError) as caught:
-        task_options("t", {"lock_on_conflict": "queue"}, {"dislock_url": url})
-    assert (caught.value.option, caught.value.value) == ("lock_on_conflict", "queue")
-    assert "keep no line; use 'wait' or 'retry'" in caught.value.remedy
+    assert f"{remedy} use 'wait' or 'retry'" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -302,6 +297,7 @@ def test_a_setting_that_does_not_exist_is_refused_in_a_call():
         ("dislock_url", 5),
         ("dislock_prefix", ""),
         ("dislock_transport_options", [1]),
+        *(("dislock_min_replicas", wrong) for wrong in (-1, 1.0, True, "1")),
     ],
 )
 def test_app_settings_are_checked_too(setting, value):
@@ -350,14 +346,6 @@ def test_no_error_about_a_setting_shows_a_password(url, conf):
         assert not any(part in told for part in ("secret", "sec@", "ret@", "se/cr", "cret"))
 
 
-def test_every_option_has_a_setting_but_the_key():
-    """A key says what one task is about: there is no default for a whole app."""
-    without = [f.name for f in fields(TaskOptions) if setting_name(f.name) is None]
-    assert without == ["lock_key"]
-    assert setting_name("lock_watchdog_timeout") == "dislock_watchdog_timeout"
-    assert setting_name("max_renew_times") == "dislock_max_renew_times"
-
-
 def rows(kind):
     """Make the rows of the reference page: each field, and the comment above it."""
     source, default = inspect.getsource(kind), kind()
@@ -373,13 +361,6 @@ def test_the_reference_page_tells_every_option(kind):
     """The tables in the documentation are the declarations, to the letter."""
     table = "\n".join(["| name | default | unit | meaning |", "|---|---|---|---|", *rows(kind)])
     assert table in (DOCS / "reference" / "options.md").read_text("utf-8")
-
-
-@pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
-def test_min_replicas_is_a_count(value):
-    """dislock_min_replicas is a whole number of 0 or more."""
-    with pytest.raises(SettingsError, match="dislock_min_replicas"):
-        app_settings({"dislock_min_replicas": value})
 
 
 SEVERAL = ["redis://a", "rediss://b:1/0", "unix:///c.sock"]
@@ -413,18 +394,6 @@ class TestSettings:
         conf = {"dislock_url": SEVERAL, "dislock_min_replicas": 1}
         with pytest.raises(SettingsError, match="dislock_min_replicas=1: not with several"):
             app_settings(conf)
-
-    @pytest.mark.parametrize(
-        "options", [{"lock_mode": "shared"}, {"lock_limit": 2}], ids=lambda o: next(iter(o))
-    )
-    def test_what_several_servers_cannot_do_is_refused_at_bind_time(self, options):
-        """The error names task, option, value and remedy; with one server the option is fine."""
-        (name, value), *_ = options.items()
-        with pytest.raises(SettingsError, match="exclusive locks only") as raised:
-            task_options("shop.export", options, {"dislock_url": SEVERAL})
-        error = raised.value
-        assert (error.owner, error.option, error.value) == ("shop.export", name, value)
-        task_options("shop.export", options, {"dislock_url": SEVERAL[0]})
 
 
 class TestResolvedOptions:

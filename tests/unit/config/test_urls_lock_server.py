@@ -8,64 +8,64 @@ from celery import Celery
 from celery_dislock.config.urls import lock_server
 from celery_dislock.exceptions import SettingsError
 
-
-class TestLockServer:
-    def test_sentinels_come_with_the_masters_name(self):
-        """Of the broker's transport options those are taken over that say where the master is."""
-        conf = {
-            "broker_url": ["sentinel://a", "sentinel://b"],
-            "broker_transport_options": {"master_name": "m", "visibility_timeout": 1},
-        }
-        assert lock_server(conf) == ("sentinel://a;sentinel://b", {"master_name": "m"})
-
-    def test_the_result_backends_own_options_come_with_its_url(self):
-        """A result backend's Sentinels are found by its transport options, not the broker's."""
-        conf = {
-            "broker_url": "amqp://b",
-            "broker_transport_options": {"master_name": "wrong"},
-            "result_backend": "sentinel://a",
-            "result_backend_transport_options": {"master_name": "m"},
-        }
-        assert lock_server(conf) == ("sentinel://a", {"master_name": "m"})
-
-    def test_dislock_url_that_is_the_brokers_has_its_options(self):
-        """Naming the broker explicitly is no different from leaving it to be found."""
-        conf = {"broker_url": "rediss://b", "broker_use_ssl": {"ssl_ca_certs": "ca.pem"}}
-        assert lock_server({**conf, "dislock_url": "rediss://b"}) == lock_server(conf)
-        assert lock_server({**conf, "dislock_url": "rediss://a"})[1] == {}
-
-    @pytest.mark.parametrize(
-        ("url", "use_ssl", "options"),
-        [
-            ("redis://b", True, {"ssl": True}),
-            ("redis://b", {"ssl_ca_certs": "ca.pem"}, {"ssl": True, "ssl_ca_certs": "ca.pem"}),
-            ("rediss://b", True, {}),
-            ("sentinel://b", True, {"ssl": True}),
-            ("redis+socket:///b", True, {}),
-            ("redis://b", False, {}),
-        ],
-    )
-    def test_broker_use_ssl_means_tls_whatever_the_url_says(self, url, use_ssl, options):
-        """As in kombu: where broker_use_ssl is on, no lock goes over the wire in the clear."""
-        assert lock_server({"broker_url": url, "broker_use_ssl": use_ssl})[1] == options
+MASTER = {"master_name": "m"}
+CA = {"ssl_ca_certs": "ca.pem"}
 
 
 @pytest.mark.parametrize(
-    ("conf", "url"),
+    ("conf", "url", "options"),
     [
-        ({"dislock_url": "redis://a", "broker_url": "redis://b"}, "redis://a"),
-        ({"broker_url": "redis://b", "result_backend": "redis://c"}, "redis://b"),
-        ({"broker_url": "amqp://b", "result_backend": "redis://c"}, "redis://c"),
-        ({"broker_url": "rediss://b"}, "rediss://b"),
-        ({"broker_url": "redis+socket:///b"}, "redis+socket:///b"),
-        ({"broker_url": "redis://b;redis://c"}, "redis://b"),
-        ({"broker_url": ["redis://b", "redis://c"]}, "redis://b"),
-        ({"broker_write_url": "redis://w", "broker_url": "redis://b"}, "redis://w"),
+        ({"dislock_url": "redis://a", "broker_url": "redis://b"}, "redis://a", {}),
+        ({"broker_url": "redis://b", "result_backend": "redis://c"}, "redis://b", {}),
+        ({"broker_url": "amqp://b", "result_backend": "redis://c"}, "redis://c", {}),
+        ({"broker_url": "rediss://b"}, "rediss://b", {}),
+        ({"broker_url": "redis+socket:///b"}, "redis+socket:///b", {}),
+        ({"broker_url": "redis://b;redis://c"}, "redis://b", {}),
+        ({"broker_url": ["redis://b", "redis://c"]}, "redis://b", {}),
+        ({"broker_write_url": "redis://w", "broker_url": "redis://b"}, "redis://w", {}),
+        # Of the transport options those are taken over that say where the master is.
+        (
+            {
+                "broker_url": ["sentinel://a", "sentinel://b"],
+                "broker_transport_options": {**MASTER, "visibility_timeout": 1},
+            },
+            "sentinel://a;sentinel://b",
+            MASTER,
+        ),
+        (
+            {
+                "broker_url": "amqp://b",
+                "broker_transport_options": {"master_name": "wrong"},
+                "result_backend": "sentinel://a",
+                "result_backend_transport_options": MASTER,
+            },
+            "sentinel://a",
+            MASTER,
+        ),
+        # The broker has its options, named explicitly or not; another server has none of them.
+        ({"broker_url": "rediss://b", "broker_use_ssl": CA}, "rediss://b", CA),
+        (
+            {"dislock_url": "rediss://b", "broker_url": "rediss://b", "broker_use_ssl": CA},
+            "rediss://b",
+            CA,
+        ),
+        (
+            {"dislock_url": "rediss://a", "broker_url": "rediss://b", "broker_use_ssl": CA},
+            "rediss://a",
+            {},
+        ),
+        # As in kombu: where broker_use_ssl is on, no lock goes over the wire in the clear.
+        ({"broker_url": "redis://b", "broker_use_ssl": True}, "redis://b", {"ssl": True}),
+        ({"broker_url": "redis://b", "broker_use_ssl": CA}, "redis://b", {"ssl": True, **CA}),
+        ({"broker_url": "rediss://b", "broker_use_ssl": True}, "rediss://b", {}),
+        ({"broker_url": "sentinel://b", "broker_use_ssl": True}, "sentinel://b", {"ssl": True}),
+        ({"broker_url": "redis+socket:///b", "broker_use_ssl": True}, "redis+socket:///b", {}),
+        ({"broker_url": "redis://b", "broker_use_ssl": False}, "redis://b", {}),
     ],
 )
-def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url):
-    """The first of the three that is a Redis."""
-    assert lock_server(conf)[0] == url
+def test_the_lock_server_is_dislock_url_then_broker_then_backend(conf, url, options):
+    """The first of the three that is a Redis, with its own options."""
+    assert lock_server(conf) == (url, options)
 
 
 def test_the_brokers_url_may_come_from_the_environment(monkeypatch):

@@ -301,12 +301,6 @@ class TestCalls:
         with pytest.raises(LockKeyError, match="the call does not give it"):
             KeyTemplate(template, signature(variadic), TASK).key((7,), {})
 
-    @pytest.mark.parametrize(("name", "kind"), [("args", "tuple"), ("kwargs", "dict")])
-    def test_variadic_parameters_are_no_values(self, name, kind):
-        """``*args`` and ``**kwargs`` as a whole have no text, and so no place in a key."""
-        with pytest.raises(LockKeyError, match=f"<{name}>: {kind} is not allowed"):
-            KeyTemplate(f"<{name}>", signature(variadic), TASK).key((7, 8), {})
-
     def test_positional_only(self):
         """Positional-only parameters are found by name like any other."""
 

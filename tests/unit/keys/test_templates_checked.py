@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-from hypothesis import settings
 
 from celery_dislock.exceptions import LockKeyError
 from celery_dislock.keys.templates import check_key
 from tests.unit.keys.support import LoudText, assert_valid
-
-# No test is timed: a shared machine may stall.
-examples = partial(settings, deadline=None)
 
 
 class TestCheckKey:

@@ -10,7 +10,6 @@ import pytest
 from celery.app.task import Context
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kombu import Connection, Queue
 from kombu.utils.json import dumps
 
 from celery_dislock import SingletonTask
@@ -100,12 +99,6 @@ def test_a_task_for_which_others_wait_is_not_alone(waits, alone):
     """A chord and the rest of a chain are to hear that it is revoked; links are not."""
     assert Message.of(delivery()).alone is True
     assert Message.of(delivery(**{waits: [{"task": "next"}]})).alone is alone
-
-
-@pytest.mark.parametrize("info", [None, {}, {"exchange": "", "is_eager": True}])
-def test_there_may_be_no_message(info):
-    """An eager task has none, and nobody keeps it of a task that cannot be parked."""
-    assert Message.of(Context({"id": "1", "delivery_info": info})) is None
 
 
 @pytest.mark.parametrize("strategy", ["queue", "skip"])
@@ -284,36 +277,6 @@ def test_a_body_that_came_compressed_is_compressed_again():
     assert [options[name] for name in ("priority", "delivery_mode", "expiration")] == [None] * 3
     assert "reply_to" not in options
     assert published(kept) == published(kept)
-
-
-@pytest.mark.parametrize("compression", [None, "gzip"])
-def test_a_second_delivery_is_like_the_first(compression):
-    """Through a broker's client, down to headers, properties and the body that it delivers."""
-    with Connection("memory://") as connection:
-        queue = Queue(f"parked-{compression}", channel=connection.default_channel)
-        queue.declare()
-        producer = connection.Producer()
-        terms = {"priority": 3, "expiration": 60, "delivery_mode": 2, "correlation_id": "1"}
-        body = {"x": "ü" * 99}
-        headers = dict(HEADERS)  # kombu writes into what it is given
-        producer.publish(body, queue.name, compression=compression, headers=headers, **terms)
-        first = queue.get(no_ack=True)
-        kept = (dict(first.headers), first.content_type, first.content_encoding, first.body)
-        info = {**first.delivery_info, AS_IT_CAME: kept}
-        request = Context({"properties": first.properties, "delivery_info": info})
-        Message.from_bytes(Message.of(request).to_bytes()).publish(producer, {"dislock_x": 1})
-        second = queue.get(no_ack=True)
-    assert second.headers == {**first.headers, "dislock_x": 1}
-    assert (second.body, second.payload) == (first.body, first.payload)
-    assert (second.content_type, second.content_encoding) == (
-        first.content_type,
-        first.content_encoding,
-    )
-    of_delivery = {"delivery_tag", "delivery_info"}
-    assert {n: v for n, v in second.properties.items() if n not in of_delivery} == {
-        n: v for n, v in first.properties.items() if n not in of_delivery
-    }
-    assert second.delivery_info == first.delivery_info
 
 
 # How a delivery ends

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from celery.app.task import Context
-from celery.exceptions import Reject, Retry
+from celery.exceptions import Reject
 
 from celery_dislock import SingletonTask
 from celery_dislock.messages.delivery import Delivery
@@ -24,13 +24,6 @@ def delivery(app, world, request_):
     def task(): ...
 
     return Delivery(app.tasks[task.name], request_, world.lock(), None, Notes())
-
-
-def delay(delivery, **terms):
-    """Put the delivery off; return after how many seconds it comes again."""
-    with pytest.raises(Retry) as ended:
-        put_off(delivery, "held", error=ValueError(), **terms)
-    return ended.value.when
 
 
 def test_with_the_broker_away_a_late_acknowledged_one_is_given_back(delivery, broker):

@@ -10,14 +10,7 @@ from celery.app.task import Context
 from celery_dislock import SingletonTask, StoreError
 from celery_dislock.messages.headers import RETRY_UNTIL_HEADER, TICKET_HEADER
 from celery_dislock.tasks.acquisition import Acquisition
-from tests.unit.deliveries import Broker, deliver
-
-
-@pytest.fixture
-def broker(app, monkeypatch):
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
-    return broker
+from tests.unit.deliveries import deliver
 
 
 class TestUnavailable:

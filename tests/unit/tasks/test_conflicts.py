@@ -11,7 +11,7 @@ import pytest
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 
-from celery_dislock import LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock import LockHeldError, SettingsError, SingletonTask
 from celery_dislock.keys.names import shown_id, task_name
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.observer import Observer
@@ -128,14 +128,6 @@ def test_each_conflict_is_signalled_once(app, world, heard, broker):
 # retry
 
 
-def test_a_retry_is_the_same_task_with_its_own_retries_unspent(app, world, broker):
-    """Id, retry count and headers go along."""
-    world.lease("k", "other")
-    deliver(declare(app, "retry"), "2", retries=3, tenant="seven")
-    [sent] = broker.sent
-    assert (sent["task_id"], sent["retries"], sent["headers"]["tenant"]) == ("2", 3, "seven")
-
-
 @pytest.mark.parametrize(
     ("times", "held_for", "least", "most"),
     [(0, 20, 0.75, 1.25), (3, 20, 6, 10), (99, 20, 15, 25), (99, 86_400, 45, 75)],
@@ -165,13 +157,6 @@ def test_a_retry_gives_up_after_its_time(app, world, broker, unix_time):
     assert len(broker.sent) == 2
     assert stored(app)[0] == "FAILURE"
     assert isinstance(stored(app)[1], LockHeldError)
-
-
-def test_what_was_noted_of_a_wait_ends_with_it(app, world, broker):
-    """A body sees its own headers, and its retries start a wait of their own."""
-    task = declare_runnable(app, "retry")
-    notes = {PUT_OFF_HEADER: 3, RETRY_UNTIL_HEADER: NOW - 1}
-    assert deliver(task, "2", tenant="seven", **notes).retval == {"tenant": "seven"}
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -257,19 +242,6 @@ def test_a_waiter_whose_own_copy_got_the_lock_is_put_off(app, world, broker):
     assert deliver(task, "2").info.state == "IGNORED"
     assert [sent["task_id"] for sent in broker.sent] == ["2"]
     assert stored(app)[0] == "PENDING"
-
-
-def test_a_server_that_goes_away_puts_a_waiter_off(app, world, broker):
-    """Fail closed, and lose nothing, in the middle of a wait as at its beginning."""
-    world.lease("k", "other", lock_expire=86_400)
-
-    def away(*_):
-        world.store.away = True
-
-    world.store.wait = away
-    assert deliver(declare(app, "wait"), "2").info.state == "RETRY"
-    assert isinstance(stored(app)[1], StoreError)
-    assert len(broker.sent) == 1
 
 
 @pytest.mark.parametrize("cut", [ValueError, SystemExit])

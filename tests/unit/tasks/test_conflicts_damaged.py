@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock import DamagedLockError, LockHeldError, SingletonTask
-from celery_dislock.messages.headers import PUT_OFF_HEADER
+from celery_dislock import DamagedLockError, SingletonTask
 from celery_dislock.tasks.acquisition import DAMAGED_TRIES
 from tests.unit.deliveries import deliver
 
@@ -60,40 +59,6 @@ def test_it_is_told_once_and_no_outage_is(app, damaged, broker, caplog):
     assert "answers again" not in caplog.text
 
 
-@pytest.mark.parametrize(("choice", "state"), [("raise", "FAILURE"), ("run", None)])
-def test_what_is_to_be_done_without_the_server_is_done_at_once(
-    app, world, damaged, broker, choice, state
-):
-    """An app that fails its tasks, or runs them unlocked, has chosen so for this, too."""
-    app.conf.dislock_on_unavailable = choice
-
-    @app.task(base=SingletonTask, lock_key="k", name="shop.k")
-    def task():
-        return "unlocked"
-
-    outcome = deliver(task)
-    assert broker.sent == []
-    assert (outcome.info.state if outcome.info else None) == state
-
-
 def test_an_eager_task_fails_at_once(app, damaged):
     """It has nowhere to be put off to."""
     assert isinstance(declare(app).apply().result, DamagedLockError)
-
-
-def test_tries_are_those_in_a_row(app, damaged, broker):
-    """A task that has waited out an outage does not wait again for a damaged lock."""
-    deliver(declare(app), headers={PUT_OFF_HEADER: DAMAGED_TRIES})
-    assert broker.sent == []
-
-
-@pytest.mark.parametrize("strategy", ["raise", "retry"])
-def test_a_holder_that_cannot_be_read_fails_nobody(app, world, broker, strategy):
-    """The lock is held: what comes second does as its strategy says, and says so."""
-    world.lease("k", "somebody")
-    owner, expires, _ = world.store.leases[LOCK]
-    world.store.leases[LOCK] = (owner, expires, {"unreadable": "'by hand'"})
-    deliver(declare(app, lock_on_conflict=strategy))
-    error = app.AsyncResult("1").result
-    assert isinstance(error, LockHeldError)
-    assert "whose record cannot be read: 'by hand'" in str(error)

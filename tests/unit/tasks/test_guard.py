@@ -25,7 +25,6 @@ from celery_dislock import (
     ensure_held,
     signals,
 )
-from celery_dislock.hooks import install
 from celery_dislock.keys.names import reserved_lock
 from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
@@ -317,20 +316,6 @@ def test_a_base_class_that_is_looked_at_stays_unbound(app, by):
         assert "__bound__" not in vars(base)
 
 
-def test_any_task_with_a_key_can_be_guarded(app, world):
-    """The guard needs no base class of ours, and gives the task its lease."""
-
-    @app.task(lock_key="k", bind=True)
-    def task(self):
-        return self.lease.key
-
-    bound = app.tasks[task.name]
-    install(type(bound), app)
-    install(type(bound), app)
-    assert task.apply().get() == "k"
-    assert len(world.store.asked("acquire")) == 1
-
-
 def test_a_task_with_a_bad_option_never_runs(app, world):
     """Every use of it fails, not only the first: Celery has registered it before it is bound."""
 
@@ -355,7 +340,7 @@ def test_a_misspelt_option_may_be_a_callable(app):
 
 
 def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
-    app, world, monkeypatch
+    app, world, broker, monkeypatch
 ):
     """Each owner that asked in vain travels with the task, and is released before it asks anew."""
 
@@ -363,8 +348,6 @@ def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
     def task():
         return holder(world)
 
-    broker = Broker()
-    monkeypatch.setattr(app, "send_task", broker)
     with monkeypatch.context() as patched:
 
         def acquire(*args, **terms):
@@ -383,16 +366,16 @@ def test_what_an_outage_may_have_granted_is_given_back_by_the_next_delivery(
     assert world.store.leases == {}
 
 
-def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(app, world, monkeypatch):
+def test_with_the_broker_away_too_an_early_acked_task_waits_in_its_slot(
+    app, world, broker, monkeypatch
+):
     """It exists nowhere but here: it is sent as soon as the broker is back."""
 
     @app.task(base=SingletonTask, lock_key="k", acks_late=False)
     def task():
         raise AssertionError
 
-    pauses = []
-    broker = Broker(times_away=3)
-    monkeypatch.setattr(app, "send_task", broker)
+    pauses, broker.times_away = [], 3
     monkeypatch.setattr("celery_dislock.messages.unrun.time.sleep", pauses.append)
     world.store.away = True
     assert deliver(task).info.state == "RETRY"

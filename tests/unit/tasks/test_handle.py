@@ -75,15 +75,6 @@ def test_all_leases_are_freed(make, overview, actions):
     assert make("k").free() == []
 
 
-def test_one_that_was_shown_is_freed_alone(make, overview, actions):
-    """If it is still there."""
-    overview.put(lock("k", holders=[holder(), holder(owner="other")]))
-    shown = holder(remaining=1.0)
-    assert make("k").free(shown) == [holder()]
-    assert actions.done == [FREED]
-    assert make("k").free(holder(token=4)) == []
-
-
 @pytest.mark.parametrize(
     ("left", "freed", "done"),
     [

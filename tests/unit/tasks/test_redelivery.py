@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock import SingletonTask, StoreError
-from celery_dislock.locks.attempt import Attempt
 from celery_dislock.messages.headers import UNIQUE_HEADER
-from celery_dislock.servers.requests import Ending
 from tests.unit.deliveries import Broker, deliver
 
 LOCK = "dislock:{k}"
@@ -170,18 +168,3 @@ def test_eager_tasks_are_no_copies(app, world, once, ran):
     world.store.marks[LOCK, "1"] = "done 0"
     once.apply(task_id="1")
     assert ran == [0, 0]
-
-
-def test_a_copy_meets_a_lease_that_is_left_to_expire(app, world, ran, broker):
-    """What holds the lock for the same task id puts a copy off, run or left."""
-
-    @app.task(base=SingletonTask, lock_key="k")
-    def task():
-        ran.append(1)
-
-    attempt = Attempt("other", {"task": task.name, "id": "1"})
-    world.lock("k").try_acquire(attempt)
-    attempt.end(Ending(expires=True))
-    deliver(task, "1")
-    assert ran == []
-    assert len(broker.sent) == 1

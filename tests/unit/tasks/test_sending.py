@@ -379,14 +379,6 @@ def test_for_how_long_a_message_keeps_its_key(declared, sent, kept):
     assert sending.asked("confirm")[0][0].ttl == kept
 
 
-def test_several_keys_are_one_reservation(sending):
-    """Its name begins with the first lock's."""
-    sending.guard.lock_names = lambda *_: ("dislock:{a}", "dislock:{b}")
-    sending.send()
-    [name] = sending.reservations.records
-    assert name.startswith("dislock:{a}:and:")
-
-
 @pytest.mark.parametrize(
     ("options", "burst", "countdown"),
     [
