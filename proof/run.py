@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 TIMEOUT = 1.0  # seconds of a lease
 ROUND = 20.0  # seconds after which a control is looked at, whether it was caught
 QUIET = 45.0  # seconds in which no task ends, after which those that are left are lost
+START_WITHIN = 90.0  # seconds until the processes work
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
 
 
@@ -78,6 +79,7 @@ def run(
                     (chances[1], servers.faults(chances[1], TIMEOUT)),
                     (chances[2], [restart(broker), Fault("nothing", lambda: time.sleep(ROUND))]),
                 )
+                wait_for_work(path)
                 until = time.monotonic() + seconds
                 while (now := time.monotonic()) < until:
                     make_faults(groups, history, min(until, now + ROUND) if enough else until)
@@ -92,6 +94,15 @@ def run(
             history.add("key", key, "left")
     history.close()
     return check(read(path))
+
+
+def wait_for_work(path: Path) -> None:
+    """Wait until tasks run and locks are taken: what only starts cannot go wrong."""
+    until = time.monotonic() + START_WITHIN
+    while time.monotonic() < until:
+        if {("task", "begin"), ("operation", "ok")} <= {(e.what, e.kind) for e in read(path)}:
+            return
+        time.sleep(0.5)
 
 
 def restart(broker: RabbitServer) -> Fault:
