@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST
+from celery_dislock.locks.loop import WITHIN_MOST
 from celery_dislock.locks.observer import FOREVER
 
 if TYPE_CHECKING:
@@ -81,15 +81,12 @@ class Clearing:
         self._again_at = now + RETRY_EVERY
         batch = list(islice(self._waiting.copy().items(), BATCH))
         within = WITHIN_MOST / 2
-        self._loop.beat(within=within)
-        errors: Sequence[Exception | SystemExit | None]
-        try:
-            errors = self._store.clear([one.release for _, one in batch], within=within)
-        except SURVIVED as exc:
-            errors = [exc] * len(batch)
-            if not isinstance(exc, StoreError):
-                self._loop.survive("releasing leases", exc)
-        self._loop.beat()
+        releases = [one.release for _, one in batch]
+        answer = self._loop.ask(
+            "releasing leases", within, lambda: self._store.clear(releases, within=within)
+        )
+        errors: Sequence[StoreError | None]
+        errors = [answer] * len(batch) if isinstance(answer, StoreError) else answer
         now = self._loop.clock()
         for (owner, one), error in zip(batch, errors, strict=True):
             unanswered = error is not None and not isinstance(error, DamagedLockError)

@@ -134,7 +134,7 @@ class Lease:
         self.reservation: Reservation | None = None
         self.capped = self.finished = self.reported = False  # reported: to the observer
         self.end: End | None = None  # None: it has not ended
-        self.on_end: Callable[[Lease, str], None] | None = None  # takes the action, too
+        self.on_end: Callable[[Lease, str], None] = lambda _lease, _action: None
         # Monotonic time of the next renewal; None: no renewals.
         self.due = None if driver.interval is None else since + ttl / RENEWALS_PER_TIMEOUT
         self.trusted_until = since + trust_in(ttl)

@@ -105,17 +105,7 @@ class Lock:
             StoreError: The server did not answer.  The lock may have been taken.  If so, it ends
                 after its timeout, or at once with :meth:`abandon`.
         """
-        try:
-            asked_at = self.clock()
-            answer = self._ask(attempt, asked_at)
-            if isinstance(answer, Granted):
-                return self.keep(attempt, answer.tokens, asked_at, self.timeout)
-            return self.conflict(answer)
-        except (Replaced, StoreError):
-            raise
-        except BaseException:
-            self.interrupted(attempt)
-            raise
+        return self._take(attempt, 0.0, place=0.0)
 
     def acquire(
         self, attempt: Attempt, *, timeout: float | None, gives_way: bool = False
@@ -145,44 +135,50 @@ class Lock:
             StoreError: As for :meth:`try_acquire`.  The place in line is given up, or expires.
             ForbiddenError: The server's access rules forbid this user to wait in line.
         """
-        give_up_at = math.inf if timeout is None else self.clock() + timeout
-        asked = False
+        until = math.inf if timeout is None else self.clock() + timeout
+        return self._take(attempt, until, place=PLACE_TIMEOUT, gives_way=gives_way)
+
+    def _take(
+        self, attempt: Attempt, until: float, *, place: float, gives_way: bool = False
+    ) -> Lease | Conflict:
+        """Ask for the lock until it is taken or *until* is over; with no *place*, ask once."""
+        # Errors after which there is nothing to give up, or the caller does so.
+        passed_on: tuple[type[BaseException], ...]
+        passed_on = (UnreachableError,) if place else (Replaced, StoreError)
         unheard = 0
         try:
             while True:
                 asked_at = self.clock()
-                answer = self._ask(attempt, asked_at, PLACE_TIMEOUT)
-                asked = True
+                answer = self._ask(attempt, asked_at, place)
                 if isinstance(answer, Granted):
                     return self.keep(attempt, answer.tokens, asked_at, self.timeout)
+                if not place:
+                    return self.conflict(answer)
+                passed_on = ()
                 attempt.how = WAITED
                 if gives_way and is_turn(answer.holder):
                     return self.conflict(answer)
-                left = give_up_at - self.clock()
+                left = until - self.clock()
                 if left <= 0:
                     self.abandon(attempt)
                     return self.conflict(answer)
                 try:
                     handed = self._wait(attempt, answer, left)
                     unheard = 0
-                except ForbiddenError:
-                    raise
                 except StoreError as exc:
                     unheard += 1
-                    self._rest(exc, unheard, left)
+                    self.pause(self._rest(exc, unheard, left))
                     continue
-                # The place was set after asked_at, for PLACE_TIMEOUT, and the server measured what
-                # remained of it at the grant.  So this time is never later than the real grant.
-                place_left = 0.0 if handed is None else handed.place_left
-                granted_at = min(self.clock(), asked_at + PLACE_TIMEOUT - place_left)
-                if handed is not None and self.clock() < granted_at + trust_in(handed.ttl):
-                    return self.keep(attempt, (handed.token,), granted_at, handed.ttl)
-        except BaseException as exc:  # also a signal handler's exception, at any instruction
-            if asked or not isinstance(exc, UnreachableError):
-                self.interrupted(attempt)
+                granted = self._granted(handed, asked_at)
+                if granted is not None:
+                    return self.keep(attempt, *granted)
+        except passed_on:
+            raise
+        except BaseException:  # also a signal handler's exception, at any instruction
+            self.interrupted(attempt)
             raise
 
-    def _ask(self, attempt: Attempt, now: float, place: float = 0.0) -> Granted | Refused:
+    def _ask(self, attempt: Attempt, now: float, place: float) -> Granted | Refused:
         if attempt.asked_at is None:
             attempt.asked_at = now
         answer = self.store.acquire(
@@ -207,11 +203,25 @@ class Lock:
             if pause <= 0:
                 return None
             handed = self.store.wait(self.names[refused.nth], attempt.owner, pause)
-        # Ask again for the other locks of several, and for the full length of a fixed expiry.
-        return handed if len(self.names) == 1 and self.options.lock_expire is None else None
+        return handed
 
-    def _rest(self, error: StoreError, times: int, left: float) -> None:
-        """Pause after a failed wait: the server refused the blocking command or did not answer."""
+    def _granted(
+        self, handed: Handed | None, asked_at: float
+    ) -> tuple[tuple[int], float, float] | None:
+        """Return token, time and expiry of a hand-off that can be used; None: ask again."""
+        # Ask again for the other locks of several, and for the full length of a fixed expiry.
+        if handed is None or len(self.names) > 1 or self.options.lock_expire is not None:
+            return None
+        # The place was set after asked_at, for PLACE_TIMEOUT, and the server measured what
+        # remained of it at the grant.  So this time is never later than the real grant.
+        since = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
+        is_trusted = self.clock() < since + trust_in(handed.ttl)
+        return ((handed.token,), since, handed.ttl) if is_trusted else None
+
+    def _rest(self, error: StoreError, times: int, left: float) -> float:
+        """Return the pause after a failed wait: the server refused to block, or did not answer."""
+        if isinstance(error, ForbiddenError):  # it stays so
+            raise error
         first, most = UNHEARD
         if times == UNSAID + 1:
             logger.warning(
@@ -220,7 +230,7 @@ class Lock:
             )
         # If some of several locks are taken already, ask again in time to keep them.
         most = min(most, self.timeout / RENEWALS_PER_TIMEOUT)
-        self.pause(min(first * 2.0 ** min(times - 1, 10), most, left))
+        return min(first * 2.0 ** min(times - 1, 10), most, left)
 
     def conflict(self, refused: Refused) -> Conflict:
         """Make the conflict of a refusal, with the key that was refused."""

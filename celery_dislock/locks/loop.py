@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
 from celery_dislock.locks.observer import FOREVER
 
@@ -29,6 +30,8 @@ WAITS = 4  # for a server that is away: to connect, for two replies, and for the
 STALL_LEAST = 0.25  # seconds by which a beat is late if the process was stalled
 SURVIVED = (Exception, SystemExit)  # a signal receiver may raise either
 PAUSE = 0.1  # seconds after an unexpected exception
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger("celery_dislock")
 
@@ -151,6 +154,29 @@ class Loop:
             self.on_stall(since, now)
         self._beats_at, self._may_be_late = max(now, again_at), WAITS * within
         return now
+
+    def ask(self, doing: str, within: float, request: Callable[[], Answer]) -> Answer | StoreError:
+        """
+        Make a round trip between two beats; an unexpected error is survived.
+
+        Args:
+            doing: What the request does, for the log.
+            within: Maximum seconds for each reply.
+            request: Makes the round trip.
+
+        Returns:
+            What it returns, or its error.
+        """
+        self.beat(within=within)
+        try:
+            return request()
+        except StoreError as exc:
+            return exc
+        except SURVIVED as exc:
+            self.survive(doing, exc)
+            return StoreError("?", repr(exc))
+        finally:
+            self.beat()
 
     def report(self, call: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Call this in a thread in which code of the application may run."""

@@ -18,12 +18,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock.config.options import seconds
-from celery_dislock.exceptions import (
-    EventLoopError,
-    LockLostError,
-    NotOwnerError,
-    SettingsError,
-)
+from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerError, SettingsError
 from celery_dislock.locks.attempt import Attempt, Conflict, to_json
 from celery_dislock.locks.callers import CallerLease, check_terms, current_caller, has_ended
 from celery_dislock.locks.interruption import refusal

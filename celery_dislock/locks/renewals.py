@@ -19,12 +19,12 @@ expired, and then nobody else was let in.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED, End
-from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST
+from celery_dislock.locks.loop import WITHIN_MOST
 from celery_dislock.locks.native import reentrant_lock
 from celery_dislock.locks.observer import FOREVER
 
@@ -148,19 +148,12 @@ class Renewals:
     def _renew(self, batch: list[Lease]) -> None:
         sent_at = self._loop.clock()
         within = max(WITHIN_LEAST, min((batch[0].kept_until - sent_at) / 2, WITHIN_MOST))
-        self._loop.beat(within=within)
+        leases = [(one.driver.names, one.owner, one.driver.timeout) for one in batch]
+        answer = self._loop.ask(
+            "renewing leases", within, lambda: self._store.renew(leases, within=within)
+        )
         answers: Sequence[bool | StoreError]
-        try:
-            answers = self._store.renew(
-                [(one.driver.names, one.owner, one.driver.timeout) for one in batch],
-                within=within,
-            )
-        except StoreError as exc:
-            answers = [exc] * len(batch)
-        except SURVIVED as exc:
-            answers = [StoreError("?", repr(exc))] * len(batch)
-            self._loop.survive("renewing leases", exc)
-        self._loop.beat()
+        answers = [answer] * len(batch) if isinstance(answer, StoreError) else answer
         self._report_outage([answer for answer in answers if isinstance(answer, StoreError)])
         # All answers are applied before the first report, which may take long.
         reports = [self._answered(*one, sent_at) for one in zip(batch, answers, strict=True)]
@@ -174,10 +167,8 @@ class Renewals:
         """Keep the reservations of tasks that run; one that is missed costs no more than itself."""
         running = [one for one in reservations if one.until == "end"]
         if running:
-            self._loop.beat(within=within)
-            with suppress(StoreError):
-                self._store.reservations.keep(running, runs=True, within=within)
-            self._loop.beat()
+            keep = partial(self._store.reservations.keep, running, runs=True, within=within)
+            self._loop.ask("keeping reservations", within, keep)
 
     def _answered(
         self,

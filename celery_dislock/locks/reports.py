@@ -48,8 +48,7 @@ class Reports:
             *(lease.key, in_words(lease.holder), reason, action),
         )
         try:
-            if lease.on_end is not None:
-                lease.on_end(lease, action)
+            lease.on_end(lease, action)
         finally:
             self.observer.lost(lease, action, gone=reason in GONE)
             self._ended(lease)
@@ -63,8 +62,7 @@ class Reports:
             *(lease.key, in_words(lease.holder), lease.renewals, lease.remaining, action),
         )
         try:
-            if lease.on_end is not None:
-                lease.on_end(lease, action)
+            lease.on_end(lease, action)
         finally:
             self.observer.capped(lease, action)
             signals.lock_capped.send(sender=lease.sender, lease=lease)

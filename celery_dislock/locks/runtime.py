@@ -22,7 +22,7 @@ from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
-from celery_dislock.servers.connections import is_answer
+from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
@@ -163,8 +163,7 @@ class Process:
         self.settings = settings
         self.loop_store = Store(url, options) if self._patched else self.store
         self._warned = False
-        self._away = False
-        self._refuses = False  # while it is away: it answers, with an error
+        self._outage = Outage()
         self._damaged: set[str] = set()
         self._counter = count(1)
         self.observer = self.observer_type(self)
@@ -218,10 +217,7 @@ class Process:
         """Log once per outage that the lock server fails, or once per lock that it is damaged."""
         if isinstance(error, DamagedLockError):
             self._report_damage(error)
-            return
-        self._refuses = is_answer(error)
-        if not self._away:
-            self._away = True
+        elif self._outage.begins(error):
             logger.warning("While this lasts no task can take a lock: %s", error)
 
     def _report_damage(self, error: DamagedLockError) -> None:
@@ -233,15 +229,8 @@ class Process:
         logger.error("Tasks of one lock cannot run, other locks are not affected: %s.", error)
 
     def lock_server_answered(self, *, took: bool = True) -> None:
-        """
-        Log the end of an outage, if there was one.
-
-        Args:
-            took: Whether a free lock was taken.  If not, a server that refused locks may still do
-                so: one without memory answers what it reads, and goes on with leases that it has.
-        """
-        if self._away and (took or not self._refuses):
-            self._away = False
+        """Log the end of an outage, if there was one; *took*: whether a free lock was taken."""
+        if self._outage.ends(took=took):
             logger.info("The lock server %s answers again.", self.store.server)
 
     def owner_name(self, start: str) -> str:

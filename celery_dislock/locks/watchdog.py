@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from celery_dislock.locks.clearing import Clearing
-from celery_dislock.locks.loop import SURVIVED, WITHIN_MOST, Loop
+from celery_dislock.locks.loop import WITHIN_MOST, Loop
 from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.renewals import Renewals
 from celery_dislock.locks.reports import Reports
@@ -85,9 +85,4 @@ class Observing:
 
     def run(self, now: float) -> None:  # noqa: ARG002 -- a job
         """Let the observer do what it has to do."""
-        self._loop.beat(within=WITHIN_MOST / 2)
-        try:
-            self._observer.run()
-        except SURVIVED as exc:
-            self._loop.survive("running the observer", exc)
-        self._loop.beat()
+        self._loop.ask("running the observer", WITHIN_MOST / 2, self._observer.run)

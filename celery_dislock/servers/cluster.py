@@ -98,29 +98,46 @@ class Cluster(Server):
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
         """Run a script on the node that has its locks; see :meth:`Server.exchange`."""
-        slot = key_slot(keys[0].encode())
+
+        def exchange(node: Node, *, asking: bool) -> Any:
+            return node.exchange(script, keys, *arguments, asking=asking)[0]
+
+        return self._routed(keys[0], exchange)
+
+    def _routed(
+        self,
+        key: str,
+        send: Callable[..., Any],
+        *,
+        resends: int = RESENDS,
+        most_looks: int = WHOLE_LOOKS,
+    ) -> tuple[Any, bool]:
+        """Call *send* with the node that has a key; return its reply, and whether it was resent."""
+        slot = key_slot(key.encode())
         address, asking = self._owner(slot), False
         redirects = failures = looks = 0
         while True:
             try:
-                reply = self._node(address).exchange(script, keys, *arguments, asking=asking)[0]
+                # After TRYAGAIN, the script may have begun.
+                return send(self._node(address), asking=asking), failures + looks > 0
             except StoreError as exc:
                 error, cause = exc, exc.raw
-            else:
-                return reply, failures + looks > 0  # after TRYAGAIN, the script may have begun
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
                 address, asking = self._redirect(cause)
                 continue
-            if isinstance(cause, TryAgainError) and looks < WHOLE_LOOKS:
+            if isinstance(cause, TryAgainError) and looks < most_looks:
                 self._pause(WHOLE_PAUSE)
                 looks += 1
                 redirects = 0
-            elif isinstance(cause, UNSETTLED) and failures < RESENDS:
+            elif isinstance(cause, UNSETTLED) and failures < resends:
                 self._pause(failures * RESEND_PAUSE)
                 failures += 1
                 self._find_slots(last=address)
             else:
+                if isinstance(cause, UNSETTLED) and not resends:
+                    with contextlib.suppress(StoreError):
+                        self._find_slots(last=address)
                 raise error
             address, asking = self._owner(slot), False
 
@@ -158,19 +175,12 @@ class Cluster(Server):
 
         The command is sent again only after a redirection.
         """
-        address, asking = self._owner(key_slot(key.encode())), False
-        for _ in range(REDIRECTS):
-            try:
-                return self._node(address).pop(key, seconds, asking=asking)
-            except StoreError as exc:
-                error, cause = exc, exc.raw
-            if not isinstance(cause, AskError):
-                break
-            address, asking = self._redirect(cause)
-        if isinstance(cause, UNSETTLED):
-            with contextlib.suppress(StoreError):
-                self._find_slots(last=address)
-        raise error
+
+        def pop(node: Node, *, asking: bool) -> bytes | None:
+            return node.pop(key, seconds, asking=asking)
+
+        told: bytes | None = self._routed(key, pop, resends=0, most_looks=0)[0]
+        return told
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """

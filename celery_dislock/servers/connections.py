@@ -33,12 +33,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
-from celery_dislock.exceptions import (
-    DamagedLockError,
-    ForbiddenError,
-    SettingsError,
-    StoreError,
-)
+from celery_dislock.exceptions import DamagedLockError, ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours, reason_of
 
 if TYPE_CHECKING:

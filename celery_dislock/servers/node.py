@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import redis
 from redis.exceptions import NoScriptError, RedisError
 
+from celery_dislock import scripts
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
-from celery_dislock.scripts import (
-    ACQUIRE,
-    ACQUIRE_UNIQUE,
-    GRANTED,
-    PARK,
-    PARK_UNIQUE,
-    PARKED,
-    RELEASE,
-)
 from celery_dislock.scripts.names import KINDS
 from celery_dislock.servers.connections import (
     AWAY,
@@ -49,12 +41,8 @@ if TYPE_CHECKING:
     from celery_dislock.servers.connections import Command, Connect
     from celery_dislock.servers.pipeline import Call
 
-GRANT = {
-    ACQUIRE,
-    ACQUIRE_UNIQUE,
-    PARK,
-    PARK_UNIQUE,
-}  # scripts whose work replicas may have to confirm
+# Scripts whose work replicas may have to confirm.
+GRANT = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE, scripts.PARK, scripts.PARK_UNIQUE}
 RESENDS = 2  # times a command is sent again if its reply is lost
 RESEND_PAUSE = 0.1  # seconds before the second resend; the first one follows at once
 REPLICAS_WITHIN = 1.0  # most seconds to wait until the replicas have an acquisition
@@ -136,7 +124,7 @@ class Node(Server):
             exc.args = (exc.server, exc.reason, exc.lock)
             raise
         except _TooFewReplicas as exc:
-            self.exchange(RELEASE, keys, arguments[0], 0, asking=asking)
+            self.exchange(scripts.RELEASE, keys, arguments[0], 0, asking=asking)
             raise self._error(exc) from None
 
     def send(self, *command: str | bytes | int) -> Any:
@@ -197,7 +185,7 @@ class Node(Server):
 
         WAIT covers the writes of its own connection, so it is sent on that connection.
         """
-        if reply[0] not in {GRANTED, PARKED}:
+        if reply[0] not in {scripts.GRANTED, scripts.PARKED}:
             return
         patience = min(REPLICAS_WITHIN, (connection.socket_timeout or REPLICAS_WITHIN * 2) / 2)
         wait = connection.pack_command(b"WAIT", self.min_replicas, int(patience * 1000))

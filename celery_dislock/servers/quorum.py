@@ -18,20 +18,9 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock import scripts
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.scripts import (
-    ACQUIRE,
-    COUNTS,
-    FREE,
-    GRANTED,
-    LIMIT,
-    LOOK,
-    RELEASE,
-    RELEASE_DEAD,
-    RENEW,
-    RENEW_STALLED,
-)
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
@@ -110,7 +99,7 @@ class Quorum(Server):
             StoreError: Too few servers answered.  The script may have run on some of them.  An
                 acquisition is released again on every server that can be reached.
         """
-        if script is ACQUIRE:
+        if script is scripts.ACQUIRE:
             return self._acquire(keys, *arguments), False
         arguments = self._as_sent(script, arguments)
         replies = self._peers.ask(script, keys, *arguments, within=self._patience)
@@ -178,22 +167,22 @@ class Quorum(Server):
         ttl = ttl_ms / 1000
         asked_at = self._clock()
         replies = self._peers.ask(
-            ACQUIRE,
+            scripts.ACQUIRE,
             keys,
             *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
-            undo=RELEASE.by_text(keys, name, 0),
+            undo=scripts.RELEASE.by_text(keys, name, 0),
         )
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
-        granted = [tokens for state, *tokens in answered if state == GRANTED]
-        refused = [reply for reply in answered if reply[0] != GRANTED]
+        granted = [tokens for state, *tokens in answered if state == scripts.GRANTED]
+        refused = [reply for reply in answered if reply[0] != scripts.GRANTED]
         if len(granted) >= majority and self._clock() - asked_at < ttl:
             newest = (max(map(int, tokens)) for tokens in zip(*granted, strict=True))
-            return [GRANTED, *newest], True
+            return [scripts.GRANTED, *newest], True
 
         released = []
         if granted or any(isinstance(reply, NoReplyError) for reply in replies):
-            released = self._peers.ask(RELEASE, keys, name, 0, within=self._patience)
+            released = self._peers.ask(scripts.RELEASE, keys, name, 0, within=self._patience)
         if any(isinstance(reply, NoReplyError) for reply in replies + released):
             self._names.change(owner)
         if len(granted) >= majority:
@@ -205,30 +194,34 @@ class Quorum(Server):
         if not arguments:
             return ()
         owner, *rest = arguments
-        if script in {RENEW, RENEW_STALLED}:
+        if script in {scripts.RENEW, scripts.RENEW_STALLED}:
             rest[0] += drift(rest[0])
-        if script is FREE:  # each server has a token of its own, and the newest was shown
+        if script is scripts.FREE:  # each server has a token of its own, and the newest was shown
             rest.append(1)
         return (self._names.of(owner), *rest)
 
     def _decide(self, script: Script, replies: Sequence[Any]) -> Any:
         answered, majority = self._require_majority(replies), self._peers.majority
-        if script is LIMIT:  # what was set before on any server has been replaced there
+        if script is scripts.LIMIT:  # what was set before on any server has been replaced there
             return next((reply for reply in answered if reply[0]), answered[0])
-        if script in {LOOK, COUNTS}:
-            return merge_looks(answered, majority) if script is LOOK else merge_counts(answered)
+        if script in {scripts.LOOK, scripts.COUNTS}:
+            return (
+                merge_looks(answered, majority)
+                if script is scripts.LOOK
+                else merge_counts(answered)
+            )
         if not all(isinstance(reply, int) for reply in answered):
             found = Counter(reply for reply in answered if reply is not None)
             return found.most_common(1)[0][0] if found else None
         best = sorted(answered, reverse=True)
-        if script is RELEASE_DEAD:
+        if script is scripts.RELEASE_DEAD:
             return best[0]
         missing = len(replies) - len(answered)
         at_most = best[majority - 1 - missing]  # if all missing replies were the highest
         at_least = best[majority - 1]
-        if script is RENEW and at_least != at_most:
+        if script is scripts.RENEW and at_least != at_most:
             raise self._too_few(replies)
-        return at_most if script is RELEASE else at_least
+        return at_most if script is scripts.RELEASE else at_least
 
     def _require_majority(self, replies: Sequence[Any]) -> list[Any]:
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]

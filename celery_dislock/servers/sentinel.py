@@ -35,6 +35,7 @@ from celery_dislock.servers.connections import (
     unknown_option,
 )
 from celery_dislock.servers.node import Node
+from celery_dislock.servers.outage import Outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,7 +151,7 @@ class Sentinels:
         self._mutex = threading.RLock()
         self._named: Address | None = None
         self._holds_until = 0.0
-        self._silent = False
+        self._outage = Outage()
 
     def find(self, within: float | None = None) -> Address:
         """
@@ -194,29 +195,22 @@ class Sentinels:
         """
         each = self._timeout / len(self._sentinels)
         with self._mutex:
-            return [(_at(one.address), self._ask_one(one, each)[1]) for one in self._sentinels]
+            return [(_at(one.address), _why(self._hear(one, each))) for one in self._sentinels]
 
-    def _ask_one(self, sentinel: Sentinel, within: float) -> tuple[Said | None, str, bool]:
-        """
-        Ask a Sentinel for the master.
-
-        Returns:
-            The answer if it counts; why it names no master, for messages; and whether the Sentinel
-            timed out.
-        """
+    def _hear(self, sentinel: Sentinel, within: float) -> Said | NoMaster:
+        """Ask a Sentinel for the master; return its answer, or why that does not count."""
         began = self._clock()
         try:
             answer = sentinel.ask(self._master, within, self._others)
         except ResponseError as exc:
             forbidden = isinstance(exc, NoPermissionError)
-            return None, reason_of(exc) if forbidden else "knows no such master", False
+            return NoMaster(reason_of(exc) if forbidden else "knows no such master")
         except (RedisError, OSError) as exc:
             took = self._clock() - began
             sentinel.left_alone_until = began + took * LEFT_ALONE
-            return None, reason_of(exc), isinstance(exc, redis.TimeoutError)
-        if answer is None:
-            return None, "sees too few other Sentinels", False
-        return answer, "" if answer.address else "says that the master is down", False
+            kind = NoSentinel if isinstance(exc, redis.TimeoutError) else NoMaster
+            return kind(reason_of(exc))
+        return answer or NoMaster("sees too few other Sentinels")
 
     def _confirmed(self) -> Address | None:
         """Return the master that was named last, if that answer still counts."""
@@ -244,54 +238,53 @@ class Sentinels:
 
     def _ask(self, within: float | None, *, or_last: bool = False) -> Address:
         began = self._clock()
-        answers, errors, slow = self._ask_all(within)
+        heard = self._ask_all(within)
+        answers = [one for one in heard.values() if isinstance(one, Said)]
+        errors = "; ".join(f"{_at(at)}: {why}" for at, one in heard.items() if (why := _why(one)))
         if not answers and or_last and self._named is not None:
             took = self._clock() - began
             self._holds_until = began + max(CONFIRMED_FOR, took * LEFT_ALONE)
-            if not self._silent:
-                self._silent = True
+            if self._outage.begins():
                 logger.warning(
                     "No Sentinel answers; %s counts as the master until one does: %s",
-                    _at(self._named),
-                    "; ".join(errors),
+                    *(_at(self._named), errors),
                 )
             return self._named
-        if answers and self._silent:
-            self._silent = False
+        if answers and self._outage.ends():
             logger.info("The Sentinels answer again.")
         named = choose(answers)
         if answers:
             self._named = named
         if named is None:
-            kind = NoSentinel if slow and not answers else NoMaster
-            raise kind(f"no Sentinel names a master {self._master!r} ({'; '.join(errors)})")
+            slow = not answers and any(isinstance(one, NoSentinel) for one in heard.values())
+            kind = NoSentinel if slow else NoMaster
+            raise kind(f"no Sentinel names a master {self._master!r} ({errors})")
         self._holds_until = began + CONFIRMED_FOR
         return named
 
-    def _ask_all(self, within: float | None) -> tuple[list[Said], list[str], bool]:
-        """
-        Ask the Sentinels that did not fail recently; ask the others only if none of those answers.
-
-        Returns:
-            The answers; for messages, why each other Sentinel names no master; and whether a
-            Sentinel timed out.
-        """
+    def _ask_all(self, within: float | None) -> dict[Address, Said | NoMaster]:
+        """Ask the Sentinels that did not fail recently; the others only if none of them answers."""
         now = self._clock()
         until = now + min(self._timeout, self._timeout if within is None else within)
         each = (until - now) / len(self._sentinels)
-        answers: list[Said] = []
-        errors: list[str] = []
-        slow = False
+        heard: dict[Address, Said | NoMaster] = {}
+        answered = failed = False
         for sentinel in sorted(self._sentinels, key=lambda one: one.left_alone_until > now):
-            if (answers and sentinel.left_alone_until > now) or (errors and self._clock() >= until):
+            if (answered and sentinel.left_alone_until > now) or (
+                failed and self._clock() >= until
+            ):
                 continue
-            answer, why, timed_out = self._ask_one(sentinel, each)
-            slow = slow or timed_out
-            if why:
-                errors.append(f"{_at(sentinel.address)}: {why}")
-            if answer:
-                answers.append(answer)
-        return answers, errors, slow
+            heard[sentinel.address] = one = self._hear(sentinel, each)
+            answered = answered or isinstance(one, Said)
+            failed = failed or bool(_why(one))
+        return heard
+
+
+def _why(heard: Said | NoMaster) -> str:
+    """Say why a Sentinel names no master; empty: it names one."""
+    if isinstance(heard, NoMaster):
+        return str(heard)
+    return "" if heard.address else "says that the master is down"
 
 
 def choose(answers: Sequence[Said]) -> Address | None:

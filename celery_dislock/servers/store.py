@@ -7,18 +7,8 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import (
-    ACQUIRE,
-    ACQUIRE_UNIQUE,
-    FREE,
-    LOOK,
-    MARK,
-    RELEASE_DEAD,
-    RENEW,
-    RENEW_STALLED,
-    TAKE_OVER,
-)
 from celery_dislock.scripts.names import mark_of, wake_list
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import text
@@ -130,7 +120,9 @@ class Store:
                 with their expiry, or at once when the owner asks again.
         """
         script, more = (
-            (ACQUIRE, ()) if reservation is None else (ACQUIRE_UNIQUE, reservation.begins)
+            (scripts.ACQUIRE, ())
+            if reservation is None
+            else (scripts.ACQUIRE_UNIQUE, reservation.begins)
         )
         tokens: list[int] = []
         try:
@@ -189,7 +181,7 @@ class Store:
             DamagedLockError: A record of the lock cannot be read.
             StoreError: The server did not answer.
         """
-        reply = self.lock_server.run(LOOK, [lock], 0, LEASES_ALONE)
+        reply = self.lock_server.run(scripts.LOOK, [lock], 0, LEASES_ALONE)
         return list(state_of(self.server, lock, reply).holders)
 
     def extend(self, locks: Sequence[str], owner: str, ttl: float) -> bool:
@@ -202,7 +194,9 @@ class Store:
         Raises:
             StoreError: The server did not answer; the leases may have been renewed or not.
         """
-        return all(self.lock_server.run(RENEW, [lock], owner, milliseconds(ttl)) for lock in locks)
+        return all(
+            self.lock_server.run(scripts.RENEW, [lock], owner, milliseconds(ttl)) for lock in locks
+        )
 
     def release(self, locks: Sequence[str], owner: str, ending: Ending = RELEASED) -> bool:
         """
@@ -243,7 +237,7 @@ class Store:
             StoreError: The server did not answer; the leases end with their expiry at the latest.
         """
         at_least_ms = -1 if at_least is None else milliseconds(at_least)
-        return self._end(RELEASE_DEAD, locks, owner_start, at_least_ms, self.home)
+        return self._end(scripts.RELEASE_DEAD, locks, owner_start, at_least_ms, self.home)
 
     def _end(self, script: Script, locks: Sequence[str], owner: str, *terms: str | int) -> int:
         ended, error = 0, None
@@ -257,7 +251,7 @@ class Store:
             if isinstance(reply, list):
                 reply, told = reply
                 given += turns(told)
-            ended += len(together) if resent and script is not RELEASE_DEAD else reply
+            ended += len(together) if resent and script is not scripts.RELEASE_DEAD else reply
         if given and self._hand_over is not None:
             self._hand_over(given)
         if error is not None:
@@ -283,7 +277,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.  The lease may have ended.
         """
-        return bool(self._end(FREE, [lock], owner, token, self.home))
+        return bool(self._end(scripts.FREE, [lock], owner, token, self.home))
 
     def renew(
         self, leases: Sequence[tuple[Sequence[str], str, float]], *, within: float
@@ -307,7 +301,7 @@ class Store:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
         calls = [(lock, owner, milliseconds(ttl)) for locks, owner, ttl in leases for lock in locks]
-        replies = iter(self.lock_server.run_many(RENEW, calls, within=within))
+        replies = iter(self.lock_server.run_many(scripts.RENEW, calls, within=within))
         return [renewed(list(islice(replies, len(locks)))) for locks, _, _ in leases]
 
     def renew_stalled(
@@ -330,7 +324,7 @@ class Store:
             StoreError: The server did not answer; each lease may have been renewed or not.
         """
         calls = [call for one in executions for call in one.calls]
-        replies = iter(self.lock_server.run_many(RENEW_STALLED, calls, within=within))
+        replies = iter(self.lock_server.run_many(scripts.RENEW_STALLED, calls, within=within))
         return [looked(list(islice(replies, len(one.locks)))) for one in executions]
 
     def clear(self, releases: Sequence[LateRelease], *, within: float) -> list[StoreError | None]:
@@ -396,7 +390,7 @@ class Store:
             StoreError: The server did not answer; the leases may have been taken over.
         """
         return sum(
-            self.lock_server.run(TAKE_OVER, together, left_by, owner, holder)
+            self.lock_server.run(scripts.TAKE_OVER, together, left_by, owner, holder)
             for together in self.lock_server.together(locks)
         )
 
@@ -407,7 +401,7 @@ class Store:
         Raises:
             StoreError: The server did not answer; the mark may be there or not.
         """
-        self.lock_server.run(MARK, [mark_of(lock, task_id)], mark, milliseconds(seconds))
+        self.lock_server.run(scripts.MARK, [mark_of(lock, task_id)], mark, milliseconds(seconds))
 
     def recall(self, lock: str, task_id: str) -> str | None:
         """
@@ -416,7 +410,7 @@ class Store:
         Raises:
             StoreError: The server did not answer.
         """
-        mark: bytes | None = self.lock_server.run(MARK, [mark_of(lock, task_id)])
+        mark: bytes | None = self.lock_server.run(scripts.MARK, [mark_of(lock, task_id)])
         return None if mark is None else text(mark)
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_r
 from celery_dislock.messages.delivery import Delivery, delay_of, seconds_until
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.servers.connections import is_answer
+from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.duplicates import First, duplicate_of
 
@@ -157,8 +157,7 @@ class Sender:
         self._clock = clock
         self._pause = pause
         self._away_until = 0.0
-        self._is_away = False
-        self._refuses = False  # while it is away: it answers, with an error
+        self._outage = Outage()
         self._sent: dict[str, tuple[Reservation, Any]] = {}  # with the result of an eager task
 
     def send(self, sending: Sending, options: dict[str, Any]) -> Any:
@@ -191,7 +190,8 @@ class Sender:
             found = self._reserve(
                 guard, wanted, again=again, has_result=sending.has_result(options)
             )
-            self._answered(took=isinstance(found, Reserved))
+            if self._outage.ends(took=isinstance(found, Reserved)):
+                logger.info("Messages of unique tasks are reserved again.")
         except (SettingsError, StoreError) as exc:  # the former: this process has no lock server
             self._unavailable(guard, exc)
             found = None
@@ -313,16 +313,8 @@ class Sender:
             logger.warning("A message is sent without a reservation: %s", error)
             return
         self._away_until = self._clock() + LEAVE_ALONE
-        self._refuses = isinstance(error, StoreError) and is_answer(error)
-        if not self._is_away:
-            self._is_away = True
+        if self._outage.begins(error):
             logger.warning("Messages of unique tasks are sent without reservations: %s", error)
-
-    def _answered(self, *, took: bool) -> None:
-        # A server without memory tells whom a key is reserved for, and reserves none.
-        if self._is_away and (took or not self._refuses):
-            self._is_away = False
-            logger.info("Messages of unique tasks are reserved again.")
 
 
 def sender_of(app: Celery) -> Sender:

@@ -27,6 +27,7 @@ from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.renewals import EARLY
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.requests import Execution
 from celery_dislock.tasks.request import is_alive, is_child
 from celery_dislock.tasks.task import guards_of
@@ -113,7 +114,7 @@ class StalledKeeper:
         self._store = store
         self._clock = clock
         self._watched: WeakKeyDictionary[Any, Watched] = WeakKeyDictionary()
-        self._fails = False
+        self._outage = Outage()
 
     def look(self, requests: Iterable[Any]) -> None:
         """
@@ -164,8 +165,7 @@ class StalledKeeper:
         away = [error for error in errors if not isinstance(error, DamagedLockError)]
         if away:  # one node of several
             self._failed(away[0])
-        elif self._fails:
-            self._fails = False
+        elif self._outage.ends():
             logger.info("Pool processes that may be stalled are looked after again.")
         for (request, watched), found in zip(due, answers, strict=True):
             if isinstance(found, DamagedLockError):  # it stays so, and the child has said it
@@ -193,12 +193,10 @@ class StalledKeeper:
             )
 
     def _failed(self, error: StoreError) -> None:
-        if not self._fails:
-            # The processes themselves warn of an outage.
+        if self._outage.begins():  # the processes themselves warn of it
             logger.info(
                 "Cannot look after pool processes that may be stalled, trying again: %s", error
             )
-        self._fails = True
 
 
 def _execution(request: Any) -> Execution | None:
