@@ -14,14 +14,7 @@ from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE, OURS
-from celery_dislock.servers.replies import (
-    Granted,
-    Handed,
-    Parked,
-    Refused,
-    Replaced,
-    Swept,
-)
+from celery_dislock.servers.replies import Granted, Handed, Parked, Refused, Replaced, Swept
 from celery_dislock.servers.requests import RELEASED, Ending, LateRelease
 from celery_dislock.servers.reservations import Reservations, Reserved, Taken
 from celery_dislock.servers.view import Holder, ReservationState, state_of

@@ -32,9 +32,3 @@ def test_an_error_says_what_the_conflict_knows():
         "ago, for 28.4 s more unless renewed"
     )
     assert (error.held_for, error.renewed) == (720.0, 3.1)
-
-
-def test_a_conflict_is_false_and_a_lease_is_true(world):
-    """``if lock.try_acquire():`` enters only where the lock was got."""
-    assert world.lock().try_acquire(Attempt("a", HOLDER))
-    assert not world.lock().try_acquire(Attempt("b", HOLDER))

@@ -161,15 +161,3 @@ def test_each_greenlet_is_a_caller_of_its_own(monkeypatch):
         assert current_caller() is here.caller
         assert here.caller.is_greenlet
     assert first.caller is not second.caller
-
-
-def test_the_last_of_several_entries_releases(world, caller, take):
-    """The lease outlives the inner block, and is gone after the outer one."""
-    held = take()
-    held.entries["second"] = None
-    held.leave("second")
-    assert held.lease.held
-    assert caller.find(world.lock()) is held
-    held.leave("first")
-    assert world.store.leases == {}
-    assert caller.find(world.lock()) is None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.exceptions import (
-    StoreError,
-)
+from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.servers.replies import Refused
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.exceptions import (
-    ForbiddenError,
-    StoreError,
-    UnreachableError,
-)
+from celery_dislock.exceptions import ForbiddenError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import ASK_AGAIN, LATE, PLACE_TIMEOUT
@@ -233,22 +229,6 @@ class TestWaitingThatFails:
         assert len(warnings) == 1
         assert "'k'" in warnings[0]
         assert "no lists today" in warnings[0]
-
-    def test_it_is_given_the_lock_all_the_same(self, world):
-        """A waiter that nobody wakes finds the lock free within two seconds."""
-        lease = world.lease(owner="first", lock_watchdog_timeout=6000)
-        world.store.wait_error = StoreError("redis://fake", "no lists today")
-        free_at = world.clock() + 60
-
-        def pause(seconds):
-            world.clock.advance(seconds)
-            if world.clock() >= free_at:
-                lease.release()
-
-        lock = world.lock()
-        lock.pause = pause
-        assert isinstance(lock.acquire(Attempt("second", HOLDER), timeout=600), Lease)
-        assert world.clock() < free_at + 2
 
     def test_it_rests_for_less_than_the_leases_that_it_keeps(self, world):
         """Locks that were taken before this one are asked for again before they expire."""

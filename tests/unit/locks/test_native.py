@@ -38,20 +38,6 @@ def test_a_thread_runs_its_function_under_its_name():
     assert here.daemon
 
 
-def test_a_thread_knows_itself():
-    """Whoever stops the thread from inside does not wait for itself."""
-    threads, answers, started = [], [], Bell()
-
-    def run():
-        started.wait(LIMIT)
-        answers.append(threads[0].is_current())
-
-    threads.append(Thread(run, "t"))
-    started.ring()
-    threads[0].join(LIMIT)
-    assert answers == [True]
-
-
 def test_a_function_that_raises_ends_its_thread(monkeypatch):
     """Nobody waits for a thread that died."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)

@@ -90,17 +90,6 @@ def test_a_server_that_refuses_locks_is_not_back_when_it_tells_who_has_one(app, 
     assert "answers again" in caplog.messages[-1]
 
 
-def test_a_process_has_its_own_store_and_watchdog(monkeypatch):
-    """After a fork, which is to say under another process id, both are made anew."""
-    runtime = Runtime(lambda: {"broker_url": "redis://b"})
-    first = runtime.process
-    assert runtime.process is first
-    monkeypatch.setattr("celery_dislock.locks.runtime.os.getpid", lambda: -5)
-    second = runtime.process
-    assert second.store is not first.store
-    assert second.watchdog is not first.watchdog
-
-
 def test_the_prefix_is_part_of_every_name():
     """Two installations on one server keep apart by their prefix."""
     runtime = Runtime(lambda: {"dislock_prefix": "staging"})

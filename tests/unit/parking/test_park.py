@@ -19,7 +19,7 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.parking.store import ANYBODY, Bounds, Ticket
+from celery_dislock.parking.store import ANYBODY, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import STORE, FakeLines
@@ -195,16 +195,6 @@ def test_a_result_backend_that_is_away_does_not_keep_a_task_from_being_parked(
     assert isinstance(ended(come(declare(app))), TaskParked)
     assert len(lines.parked) == 1
     assert "[2] is parked, and its result does not say so: backend is away" in caplog.text
-
-
-def test_the_options_bound_the_line(app, world, lines):
-    """Limit, bytes and overflow are told to the script; None is any number."""
-    world.lease("k", "other")
-    come(declare(app, lock_queue_limit=1, lock_queue_bytes=99, lock_queue_overflow="replace"))
-    assert asked(world)[1].bounds == Bounds(1, 99, "replace")
-    app.tasks.pop("shop.export")
-    come(declare(app), "3")
-    assert asked(world)[3].bounds == Bounds(0, 2**26, "skip")
 
 
 def test_the_worker_hears_who_had_to_make_room(app, world, lines, monkeypatch):
@@ -518,13 +508,6 @@ def test_without_locks_nothing_is_parked_and_no_message_kept(app, world, lines):
     assert "dislock_message" not in info
     revoke(task, **marked())
     assert asked(world) == world.store.asked("leave") == []
-
-
-def test_a_turn_is_trusted_as_any_lease(app, world, lines):
-    """What the script granted is kept alive from then on, for its full length."""
-    lines.answers = [Granted((7,))]
-    task = declare(app, lambda self: (self.lease.token, self.lease.remaining, self.lease.held))
-    assert come(task, **marked()).retval == (7, pytest.approx(29.5), True)
 
 
 # Parked when the task was declared in another way

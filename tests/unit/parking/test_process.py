@@ -56,24 +56,6 @@ def test_without_a_publisher_or_with_several_servers_nothing_is_parked(publisher
     assert publisher.given == []
 
 
-def test_what_a_release_hands_on_is_published_from_the_same_lines(publisher):
-    """The publisher is given the lines of this process; its sweep is named after its broker."""
-    made = process(publisher)
-    assert made.can_park
-    assert made.store.home == "broker"
-    assert made.sweep_name == "dislock:sweep:{broker}"
-    made._hand_over(["turn"])
-    made.tell_replaced("lock", {})
-    made.end_unclaimed("lock", [])
-    assert made.tell_replaced("lock", {"t:0": b"m"}) == {"t": "why"}
-    made.end_unclaimed("lock", ["t:0"])
-    assert publisher.given == [
-        (made.lines, ["turn"]),
-        (made.lines, "lock", {"t:0": b"m"}, made.end_reservation),
-        (made.lines, "lock", ["t:0"]),
-    ]
-
-
 @pytest.mark.parametrize("away", [False, True])
 def test_a_message_that_ends_frees_its_key(publisher, caplog, away):
     """Within a second, as whoever ends it does something else; a key that stays taken is logged."""

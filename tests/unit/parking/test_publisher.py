@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from celery.exceptions import TaskRevokedError
-from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
 from celery_dislock.messages.headers import REPLACED_HEADER, TICKET_HEADER, UNIQUE_HEADER
@@ -96,29 +95,6 @@ def test_a_broker_that_is_away_does_not_disturb_who_releases(
     assert record.levelno == logging.WARNING
     named = "t[2] for lock 'k', t[3] for lock 'k'"
     assert f"will be sent again by the next sweep: {named}: refused" in record.message
-
-
-@pytest.mark.parametrize(
-    ("kind", "exchange", "declared"),
-    [
-        ("amqp", "e", []),
-        ("redis", "e", ["q1", "q2"]),
-        ("redis", "unknown", []),
-        ("redis", "", []),
-    ],
-)
-def test_a_broker_that_forgets_exchanges_is_told_of_them(
-    app, postman, lines, monkeypatch, kind, exchange, declared
-):
-    """Of the queues of the message's own exchange; AMQP brokers know them, as all the default."""
-    producer = Producer(kind)
-    monkeypatch.setattr(app, "producer_or_acquire", producer.acquired)
-    queues = [("q1", "e"), ("q2", "e"), ("q3", "other")]
-    app.conf.task_queues = [Queue(name, Exchange(its)) for name, its in queues] + [Queue("q4")]
-    message = replace(Message.from_bytes(parked("1")), exchange=exchange).to_bytes()
-    postman.hand_over(lines, [turn("1", message)])
-    [(_, options)] = producer.sent
-    assert [queue.name for queue in options["declare"]] == declared
 
 
 def test_a_message_that_the_broker_refuses_holds_up_nobody(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.parking.store import Bounds, Dropped, Lines, Ticket
-from celery_dislock.scripts import DROP, LEAVE, PARK, SWEEP, WITHDRAW
+from celery_dislock.parking.store import Dropped, Lines, Ticket
+from celery_dislock.scripts import DROP, SWEEP
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
@@ -78,37 +78,6 @@ def test_turns_that_an_answer_brings_are_published(lines, server, published, rep
     """Whatever it says: whoever asks first after a crash, hands on."""
     server.reply = reply
     lines.park(LOCK, "owner", 30.0, "{}", TICKET)
-    assert published == [TURNS]
-
-
-def test_the_script_is_told_all_it_needs(lines, server):
-    """Milliseconds rounded up, the mode's letter, the home, the ticket and the line's bounds."""
-    server.reply = [3, []]
-    terms = {"mode": "shared", "limit": 2, "bounds": Bounds(10, 2000, "replace")}
-    lines.park(LOCK, "owner", 30.0004, "{}", TICKET._replace(**terms))
-    first = ("owner", 30001, "{}", "s", 2, "home")
-    ticket = ("1:0:0", "1@", 1, b"m")
-    assert server.asked == [(PARK, [LOCK], (*first, *ticket, 10, 2000, "replace", "", NAMED))]
-
-
-@pytest.mark.parametrize(
-    ("call", "state", "answer", "sent"),
-    [
-        ("leave", 1, True, (LEAVE, b"", 1, "", NAMED)),
-        ("leave", 0, False, (LEAVE, b"", 1, "", NAMED)),
-        ("move_out", 2, True, (LEAVE, b"", 0, "a delivery", NAMED)),
-        ("move_out", 1, False, (LEAVE, b"", 0, "a delivery", NAMED)),
-        ("withdraw", 1, True, (WITHDRAW, "a delivery", NAMED)),
-        ("withdraw", 0, False, (WITHDRAW, "a delivery", NAMED)),
-    ],
-)
-def test_who_leaves_gives_its_turn_on(lines, server, published, call, state, answer, sent):
-    """What comes next is published, and the caller is told what became of the task."""
-    server.reply = [state, GIVEN]
-    delivery = [] if call == "leave" else ["a delivery"]
-    assert getattr(lines, call)(LOCK, "1:0:0", *delivery, "a.b") is answer
-    script, *told = sent
-    assert server.asked == [(script, [LOCK], ("home", "1:0:0", *told))]
     assert published == [TURNS]
 
 

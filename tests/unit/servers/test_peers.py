@@ -8,13 +8,7 @@ import pytest
 import redis
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.servers.peers import (
-    DOUBLED,
-    GRACE,
-    RETRY_AFTER,
-    Peer,
-    Peers,
-)
+from celery_dislock.servers.peers import DOUBLED, GRACE, RETRY_AFTER, Peer, Peers
 
 URLS = [f"redis://u:s3cret@host-{number}/0" for number in range(5)]
 

@@ -5,21 +5,9 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.scripts import (
-    ACQUIRE,
-    LOOK,
-    MARK,
-    RELEASE,
-    RELEASE_DEAD,
-    RENEW,
-    TAKE_OVER,
-)
-from celery_dislock.scripts import (
-    FREE as FREE_SCRIPT,
-)
-from celery_dislock.servers.peers import (
-    NoReplyError,
-)
+from celery_dislock.scripts import ACQUIRE, LOOK, MARK, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
+from celery_dislock.scripts import FREE as FREE_SCRIPT
+from celery_dislock.servers.peers import NoReplyError
 from celery_dislock.servers.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Terms

@@ -40,19 +40,6 @@ def test_a_refusal_says_for_how_long_the_lock_has_been_held(owner, holder, held_
     assert refused == replies.refused(29_000, owner, holder)  # but for what is for people
 
 
-@pytest.mark.parametrize(
-    ("read", "reply"),
-    [
-        (replies.turns, [b"lock", b"t:0", b"m", b"lock"]),
-        (replies.messages, [b"t:0", b"m", b"u:0"]),
-    ],
-)
-def test_a_reply_that_is_cut_off_is_an_error(read, reply):
-    """Half a record is not read as a whole one."""
-    with pytest.raises(ValueError, match="shorter"):
-        read(reply)
-
-
 def test_a_turn_may_come_without_its_message():
     """Nothing is there to be published, or it is damaged; the name is read whatever it holds."""
     reply = [b"l", b"t:0", b"m", b"l", b"\xff", b"", b"l", b"u:0", None]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.scripts import BEGIN, CONFIRM, RESERVE
-from celery_dislock.servers.replies import Replaced
+from celery_dislock.scripts import CONFIRM, RESERVE
 from celery_dislock.servers.reservations import Reservation, Reservations, Reserved, Taken
 from celery_dislock.servers.view import ReservationState, parse_reservation
 
@@ -59,20 +58,6 @@ def test_keeping(runs):
         ("dislock:{l}:unique", "b", "-", 0, 3000, int(runs)),
     ]
     assert server.asked == [(CONFIRM, calls, 0.5)]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_beginning(elsewhere):
-    """The script is told what becomes of the reservation while the task runs."""
-    server = Server()
-    Reservations(server).begin(MINE, elsewhere=elsewhere)
-    assert server.asked == [(BEGIN, [KEY], "a%20b", "ab", 7, "end", 2000, int(elsewhere))]
-
-
-def test_a_task_that_was_replaced_does_not_begin():
-    """The answer is the id of the task by which it was replaced."""
-    with pytest.raises(Replaced, match="newer"):
-        Reservations(Server(b"newer")).begin(MINE)
 
 
 # What is kept of a key

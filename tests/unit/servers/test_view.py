@@ -59,6 +59,7 @@ def test_a_lease():
     [
         (lease(), 3.0, False, True, True),
         (lease(remaining=9_000), 21.0, False, False, True),
+        (lease(remaining=11_000), 19.0, False, True, True),
         (lease(timeout=None), None, False, True, True),
         (lease(owner=b"~me"), None, True, False, False),
         (lease(owner=b"t:0:0#", parked=True), 3.0, False, False, False),
@@ -71,6 +72,7 @@ def test_whether_a_holder_lives(given, renewed, expiring, may_live, can):
     assert (found.renewed, found.expiring) == (renewed, expiring)
     assert (found.may_live, found.can_be_terminated) == (may_live, can)
     assert found.owner in {"me", "t:0:0#"}
+    assert lock(holders=[holder(), found]).is_overdue is (renewed == 21.0)
 
 
 def test_places_are_counted_from_the_head_of_the_line():
@@ -187,22 +189,6 @@ def test_a_lock_that_cannot_be_read_is_damaged(changed):
     with pytest.raises(DamagedLockError, match="cannot be read") as damaged:
         state_of(SERVER, NAME, reply(**changed))
     assert (damaged.value.server, damaged.value.lock) == (SERVER, NAME)
-
-
-@pytest.mark.parametrize(
-    ("about", "overdue"),
-    [
-        ({"renewed": 21.0, "remaining": 9.0}, True),
-        ({"renewed": 19.0, "remaining": 11.0}, False),
-        ({"renewed": None, "remaining": 1.0}, False),  # a fixed expiry
-        ({"renewed": 29.0, "remaining": 1.0, "expiring": True}, False),
-        ({"renewed": 29.0, "remaining": 1.0, "turn": True}, False),
-    ],
-)
-def test_a_lease_is_overdue_after_two_missed_renewals(about, overdue):
-    """One that nobody means to renew never is."""
-    assert holder(**about).is_overdue is overdue
-    assert lock(holders=[holder(), holder(**about)]).is_overdue is overdue
 
 
 @pytest.mark.parametrize(

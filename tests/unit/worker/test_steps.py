@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
-from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SingletonTask, StoreError
 from celery_dislock.parking.process import runtime_of
@@ -136,14 +135,6 @@ def sweeps(monkeypatch):
 
     monkeypatch.setattr("celery_dislock.worker.steps.Sweep", Sweep)
     return made
-
-
-def test_every_worker_has_the_steps(app):
-    """Dislock(app) adds both; an app that only has a SingletonTask has them all the same."""
-    assert set(map(symbol_by_name, app.steps["worker"])) >= {LockStep, SweepStep}
-    other = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    other.finalize()
-    assert set(map(symbol_by_name, other.steps["worker"])) >= {LockStep, SweepStep}
 
 
 def test_a_worker_without_a_task_that_locks_does_not_sweep(app, worker):
