@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from itertools import groupby, repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from redis.cluster import parse_cluster_slots
@@ -44,6 +44,8 @@ WHOLE_LOOKS = 40  # attempts, two seconds in all; after that TRYAGAIN counts as 
 ASKED = 4  # nodes that can be asked for the slot map in the given time if none answers
 
 UNSETTLED = (*AWAY, ClusterDownError, TryAgainError)
+
+Reply = TypeVar("Reply")
 
 
 class Cluster(Server):
@@ -98,46 +100,52 @@ class Cluster(Server):
         self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
     ) -> tuple[Any, bool]:
         """Run a script on the node that has its locks; see :meth:`Server.exchange`."""
-
-        def exchange(node: Node, *, asking: bool) -> Any:
-            return node.exchange(script, keys, *arguments, asking=asking)[0]
-
-        return self._routed(keys[0], exchange)
+        return self._routed(
+            keys[0],
+            lambda node, asking: node.exchange(script, keys, *arguments, asking=asking)[0],
+        )
 
     def _routed(
-        self,
-        key: str,
-        send: Callable[..., Any],
-        *,
-        resends: int = RESENDS,
-        most_looks: int = WHOLE_LOOKS,
-    ) -> tuple[Any, bool]:
-        """Call *send* with the node that has a key; return its reply, and whether it was resent."""
+        self, key: str, send: Callable[[Node, bool], Reply], *, resends: bool = True
+    ) -> tuple[Reply, bool]:
+        """
+        Call *send* with the node that has a key, and whether to send ASKING first.
+
+        Args:
+            key: The key.
+            send: Sends the command.
+            resends: Whether the command is sent again if that failed, and not only redirected.
+
+        Returns:
+            What *send* has returned, and whether the command was sent again.
+        """
         slot = key_slot(key.encode())
         address, asking = self._owner(slot), False
         redirects = failures = looks = 0
         while True:
             try:
                 # After TRYAGAIN, the script may have begun.
-                return send(self._node(address), asking=asking), failures + looks > 0
+                return send(self._node(address), asking), failures + looks > 0
             except StoreError as exc:
                 error, cause = exc, exc.raw
             if isinstance(cause, AskError) and redirects < REDIRECTS:
                 redirects += 1
                 address, asking = self._redirect(cause)
                 continue
-            if isinstance(cause, TryAgainError) and looks < most_looks:
+            if not resends:
+                if isinstance(cause, UNSETTLED):
+                    with contextlib.suppress(StoreError):
+                        self._find_slots(last=address)
+                raise error
+            if isinstance(cause, TryAgainError) and looks < WHOLE_LOOKS:
                 self._pause(WHOLE_PAUSE)
                 looks += 1
                 redirects = 0
-            elif isinstance(cause, UNSETTLED) and failures < resends:
+            elif isinstance(cause, UNSETTLED) and failures < RESENDS:
                 self._pause(failures * RESEND_PAUSE)
                 failures += 1
                 self._find_slots(last=address)
             else:
-                if isinstance(cause, UNSETTLED) and not resends:
-                    with contextlib.suppress(StoreError):
-                        self._find_slots(last=address)
                 raise error
             address, asking = self._owner(slot), False
 
@@ -175,12 +183,9 @@ class Cluster(Server):
 
         The command is sent again only after a redirection.
         """
-
-        def pop(node: Node, *, asking: bool) -> bytes | None:
-            return node.pop(key, seconds, asking=asking)
-
-        told: bytes | None = self._routed(key, pop, resends=0, most_looks=0)[0]
-        return told
+        return self._routed(
+            key, lambda node, asking: node.pop(key, seconds, asking=asking), resends=False
+        )[0]
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """
