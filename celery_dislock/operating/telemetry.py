@@ -4,7 +4,7 @@ This package never imports OpenTelemetry.  If the application has, the span that
 task's guard is entered, such as the one of Celery's instrumentor, gets attributes and events.
 
 A defect here must not disturb a lock: it is logged, and the lock goes on.  Where nobody asked for
-metrics and no span records, each call ends after a check of that.
+metrics and no span records, a lock costs a check of that for each call, and no more.
 """
 
 from __future__ import annotations
@@ -50,6 +50,18 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception:
             logger.exception("Unexpected error in telemetry; locks are not affected.")
+
+    return call
+
+
+def _of_a_lock(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a harmless method if anything is counted or traced."""
+    careful = _harmless(method)
+
+    @wraps(method)
+    def call(self: Telemetry, about: Attempt | Lease, *args: Any, **kwargs: Any) -> None:
+        if self.counters is not None or about.trace is not None:
+            careful(self, about, *args, **kwargs)
 
     return call
 
@@ -111,7 +123,7 @@ class Telemetry(Observer):
         """Return the current span."""
         return current_span()
 
-    @_harmless
+    @_of_a_lock
     def acquired(self, lease: Lease, how: str, waited: float) -> None:
         """Count a lease."""
         self._count("acquisitions", lease.holder, how)
@@ -120,21 +132,21 @@ class Telemetry(Observer):
         _note(lease.trace, outcome=how, owner=lease.owner, **about)
         _event(lease.trace, "acquired", **about)
 
-    @_harmless
+    @_of_a_lock
     def conflict(self, attempt: Attempt, key: str, outcome: str, holder: str) -> None:
         """Count a conflict."""
         self._count("conflicts", attempt.holder, outcome)
         _note(attempt.trace, key=key, outcome=outcome)
         _event(attempt.trace, "conflict", key=key, outcome=outcome, holder=holder)
 
-    @_harmless
+    @_of_a_lock
     def unavailable(self, attempt: Attempt, key: str, outcome: str, reason: str) -> None:
         """Count an attempt that the lock server did not answer."""
         self._count("unavailable", attempt.holder, outcome)
         _note(attempt.trace, key=key, outcome="unavailable")
         _event(attempt.trace, "unavailable", key=key, reason=reason)
 
-    @_harmless
+    @_of_a_lock
     def renewed(self, lease: Lease) -> None:
         """Count a renewal."""
         self._count("renewals", lease.holder)
@@ -153,7 +165,7 @@ class Telemetry(Observer):
         self._count("lost", lease.holder, "gone" if gone else "expired")
         self._send_event(lease, "task-lock-lost", {"reason": lease.why_ended, "action": action})
 
-    @_harmless
+    @_of_a_lock
     def ended(self, lease: Lease, end: str, held: float) -> None:
         """Count for how long a lease was held."""
         self._count("held", lease.holder, value=held)
