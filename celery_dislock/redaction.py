@@ -37,12 +37,10 @@ def reason_of(exc: BaseException) -> str:
     shown = next((one for one in chain if isinstance(one, (Ours, RedisError))), None)
     if shown is None:
         text = (_of_system(exc) if isinstance(exc, OSError) else "") or str(exc)
-    elif isinstance(shown, Ours):
+    elif isinstance(shown, Ours) or str(shown) in PLAIN:
         text = str(shown)
     elif isinstance(shown, ANSWERED):
-        text = _answer(str(shown))
-    elif str(shown) in PLAIN:
-        text = str(shown)
+        text = str(shown).partition(", with args")[0]  # which it quotes of an unknown command
     else:
         system = next((one for one in chain if isinstance(one, OSError)), None)
         text = (_of_system(system) if system else "") or _of_kind(shown)
@@ -56,11 +54,6 @@ def _chain(exc: BaseException | None) -> Iterator[BaseException]:
             return
         yield exc
         exc = exc.__cause__ or (None if exc.__suppress_context__ else exc.__context__)
-
-
-def _answer(text: str) -> str:
-    """Return the server's message, without the arguments that it quotes of an unknown command."""
-    return text.partition(", with args")[0]
 
 
 def _of_system(exc: OSError) -> str:

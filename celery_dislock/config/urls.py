@@ -101,7 +101,7 @@ def group(url: str) -> Group:
         SettingsError: The URL cannot be parsed.
     """
     scheme = url.partition("://")[0]
-    port = _default_port(scheme)
+    port = SENTINEL_PORT if scheme == "sentinel" else REDIS_PORT
     hosts, login, path, query = [], "", "", ""
     for given in re.split("[;,]", url):
         part = given if "://" in given else f"{scheme}://{given}"
@@ -185,10 +185,6 @@ def without_password(url: str) -> str:
 
 def _refused(url: str, remedy: str) -> SettingsError:
     return SettingsError("app.conf", "dislock_url", without_password(url), remedy)
-
-
-def _default_port(scheme: str) -> int:
-    return SENTINEL_PORT if scheme == "sentinel" else REDIS_PORT
 
 
 def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
@@ -36,6 +37,7 @@ WAIT = 30.0  # seconds for a terminated task to end
 FREED, TERMINATED, ENDED, RUNS = "freed", "terminated", "ended meanwhile", "still runs"
 
 
+@dataclass(eq=False, repr=False)
 class BrokerError(DislockError):
     """The broker did not take a command for the workers.
 
@@ -43,9 +45,7 @@ class BrokerError(DislockError):
         reason: What went wrong.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
 
     def __str__(self) -> str:
         return f"the broker did not take the command for the workers: {self.reason}"

@@ -29,22 +29,14 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_errors_survive_pickling(error):
-    """A pool process hands its exception to the main process whole."""
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert vars(copy) == vars(error)
-    assert str(copy) == str(error)
-
-
-@pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
-def test_errors_survive_a_json_result_backend(error):
-    """A caller's get() raises our error with its data, not a generic one."""
+def test_errors_survive_pickling_and_a_json_result_backend(error):
+    """A pool process hands its error to the main process whole, and so does get() to a caller."""
     backend = Backend(app=Celery(set_as_current=False), serializer="json")
     stored = backend.decode(backend.encode(backend.prepare_exception(error)))
-    copy = backend.exception_to_python(stored)
-    assert type(copy) is type(error)
-    assert vars(copy) == vars(error)
+    for copy in (pickle.loads(pickle.dumps(error)), backend.exception_to_python(stored)):
+        assert type(copy) is type(error)
+        assert vars(copy) == vars(error)
+        assert str(copy) == str(error)
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,6 @@ def test_a_script_is_sent_whole_and_called_by_its_digest(name):
     assert script.sha == hashlib.sha1(script.text.encode(), usedforsecurity=False).hexdigest()
 
 
-def test_a_script_is_sent_by_its_digest_or_by_its_text():
-    """Both forms run the same script with the same keys and arguments."""
-    script = Script("return 1", "e0e1f9fabfc9d4800c877a703b823ac0578ff8db")
-    assert script.by_digest(["a", "b"], 3) == (b"EVALSHA", script.sha, 2, "a", "b", 3)
-    assert script.by_text([], "x", b"y") == (b"EVAL", "return 1", 0, "x", b"y")
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_header_names_what_the_script_is_given(name):
     """The header has each key and argument that the script reads, what it returns and touches."""

@@ -45,18 +45,6 @@ class TestUnavailable:
         world.run(2)
         assert world.store.leases == {}
 
-    def test_an_outage_is_logged_once(self, app, export, world, caplog):
-        """However many tasks meet it; and once more when it is over."""
-        app.conf.dislock_on_unavailable = "run"
-        with caplog.at_level("INFO", "celery_dislock"):
-            for _ in range(3):
-                export.apply()
-            world.store.away = False
-            for _ in range(2):
-                export.apply()
-        assert caplog.text.count("no task can take a lock") == 1
-        assert caplog.text.count("answers again") == 1
-
 
 @pytest.mark.parametrize(
     ("strategy", "keys", "noted", "becomes"),

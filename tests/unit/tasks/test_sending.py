@@ -438,15 +438,6 @@ def test_an_eager_task_that_raises_frees_its_key():
 # Revoked by the process that has sent it
 
 
-def test_a_message_that_is_revoked_frees_its_key(sending):
-    """At once: a worker may discard it only at its ETA."""
-    sending.send(task_id="a", countdown=100)
-    sending.sender.revoked(["a", "unknown"])
-    assert sending.reservations.of(LOCK) is None
-    assert sending.send(task_id="b").duplicate is False
-    assert len(sending.asked("end_waiting")) == 1
-
-
 def test_a_task_that_runs_keeps_its_key_when_it_is_revoked():
     """A revoke does not stop it, unless it terminates it: its worker sees that."""
     sending = Sending(lock_unique_until="end")
@@ -518,15 +509,3 @@ def test_the_lock_server_is_told_of_a_message(app, there, call, asked):
     for headers in (None, "forged", {}, {"dislock_unique": "forged"}):
         tell(app, call, Request(headers=headers))
     assert there.asked == [asked]
-
-
-@pytest.mark.parametrize("call", ["begin_unlocked", "end", "end_waiting"])
-def test_a_lock_server_that_is_away_is_not_told(app, there, caplog, call):
-    """The log says so once; the next messages do not wait for it."""
-    there.away = True
-    for _ in range(3):
-        tell(app, call, Request(headers=HEADERS))
-    assert len(there.asked) == 1
-    assert [message.split(":")[0] for message in caplog.messages] == [
-        "A key may stay reserved until its reservation expires"
-    ]
