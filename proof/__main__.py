@@ -2,6 +2,8 @@
 Prove it: run the workloads under faults, and judge what their history shows.
 
     python -m proof [--minutes 2] [--seed 7] [--server cluster] [--keep FOLDER]
+    python -m proof --simulate [--minutes 2] [--seed 7] [--keep FOLDER]
+    python -m proof --replay FILE
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import click
 from proof.controls import CONTROLS
 from proof.run import run
 from proof.servers import KINDS
+from proof.simulation import Script, simulate
 
 if TYPE_CHECKING:
     from proof.checker import Verdict
@@ -29,12 +32,37 @@ SHOWN = 5  # violations of each promise
 @click.option("--server", type=click.Choice(list(KINDS)), default="redis", show_default=True)
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
-def main(minutes: float, seed: int, server: str, keep: Path | None, *, controls: bool) -> None:
+@click.option("--simulate", "simulates", is_flag=True, help="Run scripts and clients in here.")
+@click.option(
+    "--replay", type=click.Path(exists=True, path_type=Path), help="Replay a simulated history."
+)
+def main(
+    minutes: float,
+    seed: int,
+    server: str,
+    keep: Path | None,
+    replay: Path | None,
+    *,
+    controls: bool,
+    simulates: bool,
+) -> None:
     """
     Run the workloads under faults; the exit code is 1 if a promise was broken.
 
-    With --controls it is 1 if a lock that was broken on purpose was not caught.
+    With --controls it is 1 if a lock that was broken on purpose was not caught.  With --simulate
+    a history that breaks a promise is made small and printed; --keep keeps it in a file.
     """
+    if replay is not None:
+        broken = Script.read(replay).replay(click.echo)
+        click.echo(broken or "No promise was broken.")
+        raise SystemExit(bool(broken))
+    if simulates:
+        found = simulate(seed, seconds=60 * minutes, say=click.echo)
+        if found and keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            (keep / f"{found.seed}.json").write_text(str(found), "utf-8")
+        click.echo(found or "No promise was broken.")
+        raise SystemExit(bool(found))
     with tempfile.TemporaryDirectory(prefix="dislock-proof-") as folder:
         if controls:
             caught = [

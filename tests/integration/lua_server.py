@@ -299,6 +299,19 @@ return {
   pass = function(us) now = now + us end,
   now = function() return now end,
   lose = function() keys = {} end,
+  copy = function()
+    local copied = {}
+    for name, key in pairs(keys) do
+      local value = key.value
+      if type(value) == 'table' then
+        value = {}
+        for field, one in pairs(key.value) do value[field] = one end
+      end
+      copied[name] = {kind = key.kind, value = value, ends = key.ends}
+    end
+    return copied
+  end,
+  become = function(copied) keys = copied end,
   called = function() return called end,
   contents = function()
     local found = {}
@@ -369,6 +382,7 @@ class LuaServer:
         self._changed = changed
         self._scripts: dict[str, Any] = {}
         self.advance(START)
+        self.replicate()
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
@@ -401,6 +415,15 @@ class LuaServer:
     def lose(self) -> None:
         """Lose all keys, as a failover to an empty server does."""
         self._lua[b"lose"]()
+
+    def replicate(self) -> None:
+        """Let the replica have what this server has."""
+        self._replica = self._lua[b"copy"]()
+
+    def fail_over(self) -> None:
+        """Lose what has changed since :meth:`replicate`."""
+        self._lua[b"become"](self._replica)
+        self.replicate()
 
     def called(self) -> list[str]:
         """Return what the last script has called: each command with its first argument."""

@@ -1,0 +1,240 @@
+"""What a simulation is made of: a lock server and processes, driven step by step.
+
+The clients are the package's own, down to the store and the watchdog.  Each thread of a process is
+a greenlet, which stops where a thread would wait: for a reply, to be woken, or for time to pass.
+The scripts run in this process, on Lua; see :mod:`tests.integration.lua_server`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+
+from celery_dislock.exceptions import StoreError
+from celery_dislock.locks.lock import Lock
+from celery_dislock.locks.observer import Observer
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.parking.store import Lines
+from celery_dislock.servers.reservations import Reservations
+from celery_dislock.servers.store import Store
+from tests.integration import unique_history
+from tests.integration.lua_server import LuaServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from celery_dislock.config.options import TaskOptions
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.scripts import Script
+    from celery_dislock.servers.replies import Turn
+
+HOME = "here"  # the broker
+IDLE = 5.0  # seconds that a watchdog sleeps at most
+FOREVER = float("inf")
+
+
+@dataclass(eq=False)
+class Wait:
+    """A thread waits until *until*, for an element of the list *pops*, or for a reply to *run*."""
+
+    until: float = 0.0
+    pops: str = ""
+    run: Callable[[], Any] | None = None
+    what: tuple[Any, ...] = ()  # is run, for people
+    resends: bool = False
+    resent: bool = False
+
+
+class Net(LuaServer):
+    """A lock server whose clients wait for replies until the simulation gives them."""
+
+    name = "simulated"
+    min_replicas = 0
+
+    def __init__(self, changed: Callable[[str], str] = str) -> None:
+        self.time = 0.0  # seconds of everybody's monotonic clock
+        super().__init__(changed)
+
+    def record(self) -> Any:
+        """Return the record of the key of :mod:`tests.integration.unique_history`."""
+        return self.send("GET", unique_history.RECORD)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self.time += seconds
+        super().advance(seconds)
+
+    def clock(self) -> float:
+        """Return the monotonic time of all clients."""
+        return self.time
+
+    def exchange(
+        self, script: Script, keys: Sequence[str], *arguments: str | bytes | int
+    ) -> tuple[Any, bool]:
+        """Run a script; its reply may be lost, and then it is sent again."""
+        wait = Wait(
+            run=lambda: LuaServer.run(self, script, keys, *arguments),
+            what=(script, *keys, *arguments),
+            resends=True,
+        )
+        return self._reply(wait), wait.resent
+
+    def run(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        """Run a script, as :meth:`exchange` does."""
+        return self.exchange(script, keys, *arguments)[0]
+
+    def run_many(
+        self,
+        script: Script,
+        calls: Sequence[tuple[str | bytes | int, ...]],
+        *,
+        within: float,  # noqa: ARG002 -- as every server has it
+    ) -> list[Any]:
+        """Run a script many times; nothing is sent again."""
+        return self._reply(  # type: ignore[no-any-return]
+            Wait(
+                run=lambda: [LuaServer.run(self, script, [str(k)], *rest) for k, *rest in calls],
+                what=(script, *calls),
+            )
+        )
+
+    def pop(self, key: str, seconds: float) -> bytes | None:
+        """Wait for an element of a list."""
+        popped: bytes | None = self._reply(Wait(self.time + seconds, pops=key))
+        return popped
+
+    def _reply(self, wait: Wait) -> Any:
+        return stop(wait) if greenlet.getcurrent().parent else wait.run and wait.run()
+
+
+def stop(wait: Wait) -> Any:
+    """Let the others go on, and return what this thread waits for."""
+    here = greenlet.getcurrent()
+    if getattr(here, "killed", False):
+        raise greenlet.GreenletExit
+    return here.parent.switch(wait)
+
+
+@dataclass(eq=False)
+class Actor:
+    """A thread of a process, and the message that it works on."""
+
+    name: str
+    process: Process
+    thread: Any
+    copy: Any = None
+    waits: Wait = field(default_factory=Wait)
+
+
+class Watched(Observer):
+    """Keeps the leases that a process has, for the model."""
+
+    def __init__(self, told: Callable[[Lease, float], None]) -> None:
+        super().__init__()
+        self.told = told
+        self.leases: set[Lease] = set()
+
+    def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- an observer
+        """Check what this lease is held beside, and its token."""
+        self.leases.add(lease)
+        self.told(lease, waited)
+
+    def renewed(self, lease: Lease) -> None:
+        """Check it again: it is trusted for longer."""
+        if lease.end is None:
+            self.told(lease, FOREVER)
+
+    def ended(self, lease: Lease, end: str, held: float) -> None:  # noqa: ARG002
+        """Forget it."""
+        self.leases.discard(lease)
+
+
+class SimulatedWatchdog(Watchdog):
+    """A watchdog whose thread the simulation drives."""
+
+    actor: Actor | None = None
+
+    def wake(self, when: float) -> None:
+        """Let it look at *when* at the latest."""
+        super().wake(when)
+        if self.actor is not None and self.actor.waits.run is None:
+            self.actor.waits.until = min(self.actor.waits.until, when)
+
+
+class Process(Runtime[Any]):
+    """A process with a watchdog; of a worker or not."""
+
+    host, pid = "host", 1
+
+    def __init__(
+        self, net: Net, name: str, told: Callable[[Lease, float], None], broker: Callable[..., None]
+    ) -> None:
+        super().__init__(dict)
+        self.name, self.net, self.broker = name, net, broker
+        self.frozen = self.dead = False
+        self.observer = Watched(told)
+        self.store = Store("redis://nowhere", home=HOME, hand_over=self.publish)
+        server: Any = net
+        self.store.lock_server = server
+        self.store.reservations = Reservations(server)
+        self.lines = Lines(server, "dislock", HOME, self.publish)
+        self.watchdog = SimulatedWatchdog(
+            self.store, clock=net.clock, threaded=False, observer=self.observer
+        )
+        self._owners = count(1)
+
+    @property
+    def process(self) -> Any:
+        """This one."""
+        return self
+
+    def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
+        """Make a lock under the driven clock."""
+        return Lock(
+            keys,
+            self.lock_names(keys),
+            options,
+            self.store,
+            self.watchdog,
+            self.net.clock,
+            sleep_in(self.net),
+        )
+
+    def owner_name(self, start: str) -> str:
+        """Make a unique name for a new owner."""
+        return f"{start}{self.name}.{next(self._owners)}"
+
+    def check_patching(self) -> None:
+        """Greenlets stand for threads here."""
+
+    def publish(self, turns: Sequence[Turn]) -> None:
+        """Publish parked tasks; the process may die before it does."""
+        stop_if_actor(Wait())
+        self.broker(turns)
+
+    def watch(self) -> None:
+        """Run the watchdog's loop."""
+        while True:
+            idle = self.watchdog.tick()
+            now = self.net.time
+            stop(Wait(now + min(IDLE if idle is None else idle, IDLE)))
+
+
+def stop_if_actor(wait: Wait) -> None:
+    """Let the others go on, unless the simulation itself calls."""
+    if greenlet.getcurrent().parent:
+        stop(wait)
+
+
+def sleep_in(net: Net) -> Callable[[float], None]:
+    """Return what sleeps for some seconds of the driven clock."""
+    return lambda seconds: stop(Wait(net.time + seconds))
+
+
+def failed() -> StoreError:
+    """Make the error of a lock server that did not answer."""
+    return StoreError("simulated", "no reply arrived")

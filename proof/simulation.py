@@ -1,0 +1,637 @@
+"""
+Simulate: the real client and the real scripts, in one process, under a clock that is driven.
+
+A history is a list of steps.  A step starts a thread, lets one go on up to where it waits, lets
+time pass, or lets something go wrong; the seed chooses the steps, and what each thread is up to.
+Steps that do not apply are skipped, so any part of the list is a history, too.  What must be so is
+what
+``docs/guarantees.md`` says, in terms of what clients were told:
+
+* no two clients trust leases at the same time that the lock does not admit together;
+* a fencing token is larger than all before it, and a lease keeps its own;
+* while an operator has paused a lock, nobody is let in;
+* once nothing goes wrong any more all come to their end, each task has run, and no key is left;
+* a task runs to its end twice only if a process died or stood still, or the server has lost data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import re
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.exceptions import DislockError, StoreError
+from celery_dislock.locks.attempt import Attempt
+from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.making import make_lock
+from celery_dislock.parking.store import FIRST, Bounds, Ticket
+from celery_dislock.scripts import GRANTED, PARK
+from celery_dislock.servers.replies import Full, Granted, Refused, Swept
+from celery_dislock.servers.requests import Ending
+from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
+from tests.integration import unique_history
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from celery_dislock.servers.replies import Turn
+
+    Step = list[Any]
+
+PUT_OFF = 5.0  # seconds
+STEPS = 300  # of a history
+TIMEOUT = 30.0  # seconds of a lease
+DAY = 86400.0  # seconds
+PROCESSES = 3
+ACTORS_MOST = 9  # at work at a time
+UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
+ROUNDS_MOST = 1_500  # steps in which all must have come to its end
+KEYS = ("a", "b")
+FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free")
+HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
+# Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
+MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line")
+GROUPS: dict[str, list[dict[str, Any]]] = {  # of options that may be used for one lock
+    "exclusive": [{}],
+    "shared": [{"lock_mode": "shared"}, {"lock_mode": "shared"}, {}],
+    "counted": [{"lock_limit": 2}],
+    "mixed": [{"lock_limit": 2}, {}, {"lock_mode": "shared"}],
+}
+
+
+class BrokenPromiseError(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """A message in the broker."""
+
+    task: str
+    marked: bool = False
+    given_up: tuple[str, ...] = ()
+    due: float = 0.0  # it was put off until then
+
+
+class History:
+    """
+    One history.
+
+    Args:
+        net: The lock server.
+        seed: Decides the kind of history, and what each thread is up to.
+    """
+
+    def __init__(self, net: Net, seed: str, tells: Callable[[str], None] | None = None) -> None:
+        self.net, self.seed, self.tells = net, seed, tells
+        rng = random.Random(f"{seed} plan")
+        self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
+        self.group = rng.choice(sorted(GROUPS))
+        self.parks = rng.random() < 0.5
+        self.bounds = rng.choice([Bounds(), Bounds(), Bounds(2), Bounds(1, overflow="replace")])
+        self.late_acks = rng.random() < 0.7
+        self.actors: dict[str, Actor] = {}
+        self.processes: list[Process] = []
+        self.queue: list[Copy] = []
+        self.late: list[Wait] = []
+        self.sent: list[str] = []
+        self.ended: Counter[str] = Counter()  # how often a task's body ran to its end
+        self.ran: set[str] = set()  # tasks whose body has ended, with or without its lease
+        self.excused: set[str] = set()  # tasks that need not have run
+        self.tokens: dict[str, list[tuple[float, int, str]]] = {}  # when clients learned of them
+        self.limits: dict[str, list[int]] = {}
+        self.paused: dict[str, float] = {}
+        self.lost_at = -1.0  # the last time at which the server lost data
+        self.freed: set[str] = set()
+        self.violation = ""
+        self.kind = (
+            f"{self.group} locks{', and tasks that park' if self.parks else ''}; "
+            f"faults: {', '.join(sorted(self.faults)) or 'none'}"
+        )
+        self.steps = self.generation = self.failed = 0
+        net.lose()
+        net.replicate()
+        for _ in range(PROCESSES):
+            self.new_process()
+
+    # The steps.
+
+    def choose(self, rng: random.Random) -> Step:
+        """Choose a step."""
+        chance = rng.random()
+        if chance < 0.08:
+            return ["start", self.steps]
+        if chance < 0.22:
+            return ["pass", rng.choice((0.0, 0.0, 0.0, 0.001, 0.1, 1.0, 5.0, 12.0, 31.0))]
+        if chance < 0.24 and self.late:
+            return ["late", rng.randrange(len(self.late))]
+        if chance < 0.26:
+            return ["replicate"]
+        if chance < 0.29:
+            what = rng.choice(("kill", "freeze", "thaw", "thaw", "limit", "free", "failover"))
+            if what in self.faults or (what == "thaw" and "freeze" in self.faults):
+                lock = rng.choice(KEYS)
+                args: dict[str, list[Any]] = {
+                    "limit": [lock, rng.choice((None, None, 0, 2, 3))],
+                    "free": [lock],
+                    "failover": [],
+                }
+                return [what, *args.get(what, [rng.randrange(PROCESSES)])]
+        ready = [name for name, actor in self.actors.items() if self.is_ready(actor)]
+        if not ready:
+            return ["pass", 0.0]
+        how = "answer"
+        if self.faults & {"replies", "late"} and rng.random() < 0.2:
+            how = rng.choice([how for fault in sorted(self.faults) for how in HOW.get(fault, ())])
+        return ["go", rng.choice(ready), how]
+
+    def take(self, step: Step) -> None:
+        """Take a step, if it applies."""
+        what, *args = step
+        self.steps += 1
+        getattr(self, f"step_{what}")(*args)
+        if self.paused:
+            self.check_paused()
+        if self.violation:
+            raise BrokenPromiseError(self.violation)
+
+    def step_start(self, number: int) -> None:
+        """A thread begins to work."""
+        if len(self.actors) - PROCESSES >= ACTORS_MOST:
+            return
+        rng = random.Random(f"{self.seed} {number}")
+        process = self.processes[rng.randrange(PROCESSES)]
+        if not self.parks or rng.random() < 0.2:
+            self.begin(f"{number}", process, lambda: self.locking(process, rng))
+            return
+        if rng.random() < 0.5:
+            self.sent.append(f"t{number}")
+            self.queue.append(Copy(f"t{number}"))
+        elif self.queue:
+            self.deliver(number, process, rng)
+
+    def deliver(self, number: int, process: Process, rng: random.Random) -> None:
+        """A worker gets a message."""
+        due = [copy for copy in self.queue if copy.due <= self.net.time]
+        if not due:
+            return
+        copy = rng.choice(due)
+        self.queue.remove(copy)
+        self.begin(f"{number}", process, lambda: self.delivery(process, copy, rng), copy)
+
+    def step_pass(self, seconds: float) -> None:
+        """Time passes; 0: until somebody wakes up."""
+        if not seconds:
+            wakes = [a.waits.until for a in self.actors.values() if a.waits.run is None]
+            wakes = [at for at in (*wakes, *(c.due for c in self.queue)) if at > self.net.time]
+            seconds = min(wakes, default=0.0) - self.net.time
+        if 0 < seconds < FOREVER:
+            self.net.advance(seconds)
+
+    def step_go(self, name: str, how: str) -> None:
+        """A thread goes on."""
+        actor = self.actors.get(name)
+        if actor is None or not self.is_ready(actor):
+            return
+        waits, reply, error = actor.waits, None, False
+        if waits.pops:
+            reply = self.net.send("LPOP", waits.pops)
+            error = how in {"lost", "fails"}
+        elif waits.run is not None:
+            if how == "late":
+                self.late.append(waits)
+            elif how != "unsent":
+                reply = waits.run()
+            if how in {"lost", "late", "unsent"} and waits.resends:
+                waits.resent = True
+                return
+            error = how != "answer"
+        self.resume(actor, failed() if error else None, reply)
+
+    def step_late(self, number: int) -> None:
+        """A request arrives after it was sent again."""
+        if number < len(self.late):
+            waits = self.late.pop(number)
+            assert waits.run is not None
+            reply = waits.run()
+            self.tell(f"{self.net.time:10.3f}         late", waits, reply)
+            if waits.what[0] is PARK and reply[0] == GRANTED:
+                # It claims the turn for a delivery that was told to go: no message is left.
+                self.excused.add(waits.what[8].partition(":")[0])
+
+    def step_replicate(self) -> None:
+        """The replica catches up."""
+        self.net.replicate()
+
+    def step_failover(self) -> None:
+        """The replica becomes the master."""
+        self.net.advance(1.0)
+        self.net.fail_over()
+        self.lost_at = self.net.time
+        self.paused.clear()
+
+    def step_kill(self, nth: int) -> None:
+        """A process dies; its messages come again if they were not acknowledged."""
+        process = self.processes[nth]
+        process.dead = True
+        for actor in [one for one in self.actors.values() if one.process is process]:
+            del self.actors[actor.name]
+            actor.thread.killed = True
+            actor.thread.throw(greenlet.GreenletExit)
+            if actor.copy and self.late_acks:
+                self.queue.append(actor.copy)
+            elif actor.copy:
+                self.excused.add(actor.copy.task)
+        self.processes.pop(nth)
+        self.new_process(nth)
+
+    def step_freeze(self, nth: int) -> None:
+        """A process stands still."""
+        self.processes[nth].frozen = True
+
+    def step_thaw(self, nth: int) -> None:
+        """It goes on."""
+        self.processes[nth].frozen = False
+
+    def step_limit(self, key: str, limit: int | None) -> None:
+        """An operator sets a limit, or takes it back."""
+        name = lock_name(key)
+        self.processes[0].lines.limit(name, limit)
+        self.limits.setdefault(name, []).append(limit or 0)
+        if limit == 0:
+            self.paused.setdefault(name, self.net.now_ms / 1000)
+        else:
+            self.paused.pop(name, None)
+
+    def step_free(self, key: str) -> None:
+        """An operator frees a lock."""
+        store = self.processes[0].store
+        for holder in store.holders(lock_name(key)):
+            store.free(lock_name(key), holder.owner, holder.token)
+            self.freed.add(holder.owner)
+
+    # Threads.
+
+    def new_process(self, nth: int = PROCESSES) -> None:
+        self.generation += 1
+        process = Process(self.net, f"p{self.generation}", self.check, self.published)
+        self.processes.insert(nth, process)
+        process.watchdog.actor = self.begin(f"{process.name} watchdog", process, process.watch)
+        if self.parks:
+            self.begin(f"{process.name} sweep", process, lambda: self.sweeping(process))
+
+    def begin(
+        self, name: str, process: Process, run: Callable[[], None], copy: Copy | None = None
+    ) -> Actor:
+        actor = Actor(name, process, greenlet.greenlet(run), copy)
+        self.actors[name] = actor
+        return actor
+
+    def is_ready(self, actor: Actor) -> bool:
+        waits = actor.waits
+        if actor.process.frozen:
+            return False
+        if waits.pops and self.net.send("LLEN", waits.pops):
+            return True
+        return waits.run is not None or waits.until <= self.net.time
+
+    def resume(self, actor: Actor, error: StoreError | None, reply: object) -> None:
+        self.tell(f"{self.net.time:10.3f} {actor.name:>12}", actor.waits, error or reply)
+        if error is not None:
+            waits = actor.thread.throw(error)
+        elif actor.thread:
+            waits = actor.thread.switch(reply)
+        else:
+            waits = actor.thread.switch()
+        if actor.thread.dead:
+            self.actors.pop(actor.name, None)
+        else:
+            actor.waits = waits
+
+    def tell(self, who: str, waits: Wait, reply: object) -> None:
+        """Print what a thread has waited for, if the history is replayed."""
+        if self.tells is not None:
+            script, *arguments = waits.what or ("",)
+            name = getattr(script, "text", "-- goes on").split()[1]
+            self.tells(f"{who} {name} {arguments} -> {reply!r}")
+
+    def published(self, turns: Sequence[Turn]) -> None:
+        self.queue += [Copy(turn.ticket.partition(":")[0], marked=True) for turn in turns]
+
+    def put_off(self, copy: Copy) -> None:
+        copy.due = self.net.time + PUT_OFF
+        self.queue.append(copy)
+
+    def work(self, rng: random.Random) -> None:
+        for _ in range(rng.choice((0, 1, 3))):
+            stop(Wait(self.net.time + rng.choice((0.0, 0.5, 5.0, 15.0, 50.0))))
+
+    def locking(self, process: Process, rng: random.Random) -> None:
+        """Take a lock in plain Python, perhaps several times, and release it."""
+        keys = rng.choice((["a"], ["a"], ["a"], ["b"], ["a", "b"]))
+        options = {
+            **rng.choice(GROUPS[self.group]),
+            "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
+        }
+        lock = make_lock(process, keys, options, fair=rng.random() < 0.9)
+        waits = rng.choice((0.0, 3.0, 40.0, 300.0))
+        depth = 0
+        try:
+            if not (lock.acquire(timeout=waits) if waits else lock.acquire(blocking=False)):
+                return
+            depth = 1
+            self.work(rng)
+            if rng.random() < 0.3 and lock.acquire():
+                depth = 2
+                self.work(rng)
+        except DislockError:  # lost, or the server did not answer
+            self.failed += 1
+        for _ in range(depth):
+            with contextlib.suppress(DislockError):
+                lock.release()
+
+    def delivery(self, process: Process, copy: Copy, rng: random.Random) -> None:
+        """Run a task that may be parked, as the guard does."""
+        task, lines, now = copy.task, process.lines, self.net.clock
+        # What a task asks for does not depend on the delivery.
+        fate = random.Random(f"{self.seed} {task}")
+        options = TaskOptions(**fate.choice(GROUPS[self.group]))
+        lock = process.lock([fate.choice(KEYS)], options)
+        owner = process.owner_name(f"{task}@{process.name}:1/")
+        attempt = Attempt(owner, {"id": task, "timeout": TIMEOUT})
+        settles = TIMEOUT if self.late_acks else 0.0
+
+        def ask(message: bytes) -> Any:
+            ticket = Ticket(
+                f"{task}:0:0", f"{task}@", copy.marked, message, mode=lock.terms.mode,
+                limit=options.lock_limit or 1, bounds=self.bounds,
+            )  # fmt: skip
+            asked_at = now()
+            answer = lines.park(lock.names[0], owner, TIMEOUT, attempt.holder_json, ticket)
+            if isinstance(answer, Granted):
+                return lock.keep(attempt, answer.tokens, asked_at, TIMEOUT)
+            return answer
+
+        try:
+            for other in copy.given_up:
+                process.store.release(lock.names, other)
+            answer = ask(b"")
+            if isinstance(answer, Refused) and answer.holder.get("id") != task:
+                lines.enlist(lock.names[0])
+                answer = ask(task.encode())
+        except StoreError:
+            lock.give_up(attempt)
+            self.put_off(Copy(task, copy.marked, (*copy.given_up, owner)[-4:]))
+            return
+        if isinstance(answer, Full):
+            self.excused.add(task)
+        if isinstance(answer, Refused):
+            self.put_off(Copy(task, copy.marked))
+        elif isinstance(answer, Lease):
+            self.work(rng)
+            self.ran.add(task)
+            if answer.held:
+                self.ended[task] += 1
+            answer.release(Ending(ticket=f"{task}:0:0", settles=settles))
+            stop(Wait())
+            if settles:
+                try:
+                    process.store.release(lock.names, owner, Ending(ticket=f"{task}:0:0"))
+                except StoreError:
+                    self.excused.add(f"{task} again")
+        stop(Wait())  # before it is acknowledged
+
+    def sweeping(self, process: Process) -> None:
+        """Sweep the lines, as the worker does."""
+        owner = process.owner_name("sweep:")
+        while True:
+            stop(Wait(self.net.time + TIMEOUT / 3))
+            try:
+                process.store.acquire(["dislock:sweep:{here}"], owner, TIMEOUT, "{}")
+                _, _, page = process.lines.page(FIRST, 100)
+                for lock, swept in process.lines.sweep(list(page)).items():
+                    assert isinstance(swept, Swept)
+                    for ticket in swept.replaced:
+                        self.excused.add(ticket.partition(":")[0])
+                        process.lines.leave(lock, ticket)
+                    if not (swept.parked or swept.replaced):
+                        process.lines.delist(lock, page[lock])
+            except StoreError:
+                continue
+
+    # What must be so.
+
+    def check(self, lease: Lease, waited: float) -> None:
+        """Check a lease that was granted, *waited* seconds after it was asked for, or renewed."""
+        for name, token in zip(lease.driver.names, lease.tokens.values(), strict=True):
+            known = self.tokens.setdefault(name, [])
+            for learned, other, owner in known:
+                if owner != lease.owner and learned < self.net.time - waited and other >= token:
+                    self.fail(f"a token of {name} did not grow: {lease!r}, after {owner}: {other}")
+            if not any(owner == lease.owner for _, _, owner in known):
+                known.append((self.net.time, token, lease.owner))
+            beside = [
+                other
+                for process in self.processes
+                for other in process.observer.leases
+                if name in other.driver.names
+                and other.end is None
+                and other.trusted_until > self.net.time
+                and other.since > self.lost_at
+                and other.owner not in self.freed
+            ]
+            modes = {one.driver.options.lock_mode for one in beside}
+            most = max(
+                [one.driver.options.lock_limit or 1 for one in beside] + self.limits.get(name, []),
+                default=1,
+            )
+            if len(modes) > 1 or ("exclusive" in modes and len(beside) > most):
+                self.fail(f"they trust leases of {name} at a time: {beside}")
+
+    def check_paused(self) -> None:
+        """Check that a lock that is paused has let nobody in."""
+        for name, since in self.paused.items():
+            for holder in self.processes[0].store.holders(name):
+                if self.net.now_ms / 1000 - (holder.held) > since + 0.01:
+                    self.fail(f"{holder} was let in while {name} was paused")
+
+    def fail(self, text: str) -> None:
+        self.violation = self.violation or text
+
+    def end(self) -> None:
+        """Let all go well from now on, and look at what has become of it."""
+        for _ in range(len(self.late)):
+            self.take(["late", 0])
+        for nth in range(PROCESSES):
+            self.take(["thaw", nth])
+        for key in KEYS:
+            self.take(["limit", key, None])
+        for number in range(ROUNDS_MOST):
+            workers = [n for n in self.actors if "p" not in n]
+            ready = [n for n, actor in self.actors.items() if self.is_ready(actor)]
+            if len(workers) < ACTORS_MOST and any(c.due <= self.net.time for c in self.queue):
+                self.deliver(-number - 1, self.processes[0], random.Random(number))
+            elif ready:
+                for name in ready:
+                    self.take(["go", name, "answer"])
+            elif workers or self.queue or (self.parks and self.parked()):
+                self.take(["pass", 0.0])
+            else:
+                break
+        else:
+            raise BrokenPromiseError(
+                f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
+            )
+        for task in self.sent:
+            if task not in self.ran and task not in self.excused and self.is_kept:
+                raise BrokenPromiseError(f"task {task} is lost")
+            most = FOREVER if self.faults & {"kill", "freeze", "failover", "free"} else 1
+            if self.ended[task] > most and f"{task} again" not in self.excused:
+                raise BrokenPromiseError(f"task {task} ran {self.ended[task]} times")
+        self.net.advance(100.0)  # places of those that died
+        left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
+        if left:
+            raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
+        self.net.advance(31 * DAY)
+        if self.keys():
+            raise BrokenPromiseError(f"these keys do not end: {self.keys()}")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the server has kept its data."""
+        return self.lost_at < 0
+
+    def parked(self) -> bool:
+        return any(name.endswith((":tickets", ":replaced")) for name in self.keys())
+
+    def keys(self) -> set[str]:
+        return set(self.net.ttls())
+
+
+def lock_name(key: str) -> str:
+    """Name a lock in Redis."""
+    return f"dislock:{{{key}}}"
+
+
+@dataclass
+class Outcome:
+    """What came of a history."""
+
+    steps: list[Step]
+    taken: int  # steps, with those to its end
+    kind: str
+    broken: str  # empty: nothing
+
+
+def run(
+    net: Net,
+    seed: str,
+    steps: Sequence[Step] | None = None,
+    tells: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Take these steps of a history, or such as its seed chooses, and bring it to its end."""
+    history, rng, taken = History(net, seed, tells), random.Random(seed), []
+    broken = ""
+    try:
+        for nth in range(STEPS if steps is None else len(steps)):
+            taken.append(history.choose(rng) if steps is None else steps[nth])
+            history.take(taken[-1])
+        if tells is not None:
+            tells("and now nothing goes wrong any more")
+        history.end()
+    except BrokenPromiseError as exc:
+        broken = str(exc)
+    except Exception as exc:  # noqa: BLE001 -- whatever the client or a script raises
+        broken = repr(exc)
+    for actor in history.actors.values():
+        actor.thread.killed = True
+    return Outcome(taken, history.steps, history.kind, broken)
+
+
+def shrink(net: Net, seed: str, steps: Sequence[Step], broken: str) -> list[Step]:
+    """Drop steps, in ever smaller pieces, as long as what is broken stays alike."""
+    kept, size = list(steps), len(steps) // 2
+    while size:
+        start, before = 0, len(kept)
+        while start < len(kept):
+            fewer = kept[:start] + kept[start + size :]
+            if kind_of(run(net, seed, fewer).broken) == kind_of(broken):
+                kept = fewer
+            else:
+                start += size
+        if size > 1 or len(kept) == before:
+            size //= 2
+    return kept
+
+
+def kind_of(broken: str) -> str:
+    """Return what violations that are alike have in common: no names and no numbers."""
+    return re.sub(r"[^ ]*[^a-z ][^ ]*", "", broken)[:40]
+
+
+def simulate(
+    seed: int, *, seconds: float, say: Callable[[str], None], changed: Callable[[str], str] = str
+) -> Script | None:
+    """
+    Simulate histories for some time.
+
+    Args:
+        seed: Of the first history.
+        seconds: How long.
+        say: Called with what is found.
+        changed: Changes the text of each script, to break one on purpose.
+
+    Returns:
+        The shortest history that was found to break the first promise that was broken; None: none
+        was broken.
+    """
+    logging.getLogger("celery_dislock").setLevel(logging.CRITICAL + 1)  # they are full of outages
+    net, began, steps = Net(changed), time.monotonic(), 0
+    for nth in count():
+        took = time.monotonic() - began
+        if took > seconds:
+            say(f"{steps:,} steps in {nth:,} histories, {steps / took:,.0f} a second")
+            return None
+        name = f"{seed}.{nth}"
+        if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
+            unique = unique_history.History(net, name, loses=nth % 2 == 0)
+            unique.go(STEPS)
+            steps += STEPS + unique.commands
+        outcome = run(net, name)
+        steps += outcome.taken
+        if outcome.broken:
+            say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
+            return Script(name, shrink(net, name, outcome.steps, outcome.broken))
+    return None
+
+
+@dataclass
+class Script:
+    """A history to be replayed."""
+
+    seed: str
+    steps: list[Step]
+
+    @classmethod
+    def read(cls, file: Path) -> Script:
+        """Read what :meth:`write` has written."""
+        return cls(**json.loads(file.read_text("utf-8")))
+
+    def __str__(self) -> str:
+        steps = ",\n  ".join(map(json.dumps, self.steps))
+        return f'{{"seed": {json.dumps(self.seed)}, "steps": [\n  {steps}\n]}}\n'
+
+    def replay(self, tells: Callable[[str], None] | None = None) -> str:
+        """Go through it again; returns what is broken, or nothing."""
+        return run(Net(), self.seed, self.steps, tells).broken

@@ -1,0 +1,55 @@
+"""The simulation of scripts and clients: it finds nothing, but for what is broken on purpose."""
+
+from __future__ import annotations
+
+import pytest
+
+from proof.simulated import Net
+from proof.simulation import Script, run, simulate
+
+HISTORIES = 60
+SECONDS = 300.0  # until a script that is broken must have been found; each takes a few
+
+BROKEN = {
+    "one more is let in": ("lock.s == 0 and lock.x < limit", "lock.s == 0 and lock.x <= limit"),
+    "shared leases pass an exclusive one": ("lock.x == 0 and limit > 0", "limit > 0"),
+    "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
+    "a pause is not heeded": ("limit = limit_set(lock) or limit", "limit = limit"),
+    "a task may run again when it is done": ("mark_done(lock, ticket, DONE_WITH_LOCK)", ""),
+}
+
+
+def test_histories():
+    """Whatever goes wrong, the clients' locks do what the guarantees say."""
+    net = Net()
+    for seed in range(HISTORIES):
+        outcome = run(net, f"test {seed}")
+        assert not outcome.broken, (outcome.kind, Script(f"test {seed}", outcome.steps))
+
+
+def test_a_history_can_be_replayed():
+    """The same steps of the same seed do the same, word by word."""
+    told = [], []
+    steps = run(Net(), "again", tells=told[0].append).steps
+    run(Net(), "again", steps, tells=told[1].append)
+    assert told[0] == told[1]
+    assert len(told[0]) > 100
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("text", "broken"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_caught(text, broken, tmp_path):
+    """A script that breaks a promise is found, and the history that shows it is short."""
+
+    def change(script):
+        return script.replace(text, broken)
+
+    found = simulate(1, seconds=SECONDS, say=print, changed=change)
+    assert found is not None
+    assert len(found.steps) < 100
+    file = tmp_path / "history.json"
+    file.write_text(str(found))
+    again = Script.read(file)
+    assert again == found
+    assert run(Net(change), again.seed, again.steps).broken
+    assert not again.replay()
