@@ -111,15 +111,14 @@ local function write_claim(lock, ticket, joined, claimed, settles)
   live_at_least(lock.running, CLAIMED_MS)
 end
 
--- Take a ticket out, wherever it is, and end its turn.  Returns whether it was anywhere, and whether it had
--- its turn.
+-- Take a ticket out, wherever it is, and end its turn.  Returns whether it was anywhere.
 local function forget(lock, ticket)
   local turn = lease_of(lock, member_of(ticket))
   if turn then drop(lock, turn) end
   redis.call('ZREM', lock.line, member_of(ticket))
   redis.call('ZREM', lock.handed, ticket)
   local was_running = redis.call('HDEL', lock.running, ticket) == 1
-  return drop_ticket(lock, ticket) or was_running, turn and true
+  return drop_ticket(lock, ticket) or was_running
 end
 
 -- What marks the task of a ticket as done, if anything.

@@ -107,9 +107,8 @@ for _, found in ipairs(more) do
     local joined, claimed = parse_claim(claim)
     write_claim(lock, ticket, joined, claimed, now + settles_ms)
   elseif claim or found.parked then
-    local _, had_turn = forget(lock, ticket)
+    forget(lock, ticket)
     mark_done(lock, ticket, DONE_WITH_LOCK)
-    hands_off = hands_off or had_turn  -- parked again, while it still ran
   end
   if hands_off then recall_and_hand_off(lock) end
 end

@@ -168,6 +168,17 @@ class TestTurns:
         assert broker.ask("a", copy=2, marked=True) == Done()
         assert not left(client)
 
+    def test_a_task_that_ends_late_takes_its_copys_turn_away(self, broker, driven):
+        """It ran without a ticket, and lost its lease: what was parked meanwhile is done, too."""
+        broker.ask("a", ttl=1)
+        driven(1)
+        broker.ask("first")
+        broker.park("a", copy=2)
+        broker.end("first")
+        assert broker.given() == ["a"]
+        broker.end("a")
+        assert broker.ask("a", copy=3, marked=True) == Done()
+
     def test_a_turn_that_is_given_back_is_the_next_sweeps_to_give(
         self, broker, held, driven, client
     ):
@@ -244,6 +255,13 @@ class TestWaitersAndParked:
         broker.end("a", copy=2)
         assert [h.owner for h in broker.store.holders(LOCK)] == ["w2"]
 
+    def test_the_death_of_a_process_takes_its_own_places_alone(self, broker, held, client):
+        """Others that wait stay in line."""
+        for owner in ("w1@w:1/1", "w2@w:1/1"):
+            self.wait(broker, owner)
+        broker.store.release_dead([LOCK], "w1@w:1/")
+        assert line(client) == ["w2@w:1/1"]
+
     def test_a_dead_waiter_is_passed_over(self, broker, held, driven):
         """Its place is over: the turn is the parked task's behind it."""
         self.wait(broker, "w1", place=1)
@@ -307,6 +325,19 @@ class TestManyAtATime:
         assert broker.given() == tasks[200:]
         assert line(client) == []
 
+    def test_turns_that_have_run_out_come_again_in_their_order(self, broker, driven, client):
+        """Each of several that have their turn at once goes back to its own place."""
+        for task in "xy":
+            broker.ask(task, limit=2)
+        for task in "bac":
+            broker.park(task, limit=2)
+        for task in "xy":
+            broker.end(task)
+        driven(TURN)
+        broker.sweep()
+        assert broker.given() == ["b", "a"] * 2
+        assert line(client) == ["c"]
+
     def test_a_turn_is_not_claimed_in_another_mode(self, broker, client):
         """A task that was parked as shared, and is exclusive now, does not run beside others."""
         broker.ask("first")
@@ -340,6 +371,14 @@ class TestManyAtATime:
         )
         driven(6)
         assert [h.owner for h in broker.store.holders(LOCK)] == ["w1"]
+
+    def test_a_lease_that_has_ended_is_not_revived_by_its_release(self, broker, driven):
+        """Nor left to run out after its minimum: others may have had the lock since."""
+        for owner, ttl in (("ended", 1), ("other", 10)):
+            broker.store.acquire([LOCK], owner, ttl, "{}", terms=Terms(limit=2))
+        driven(1)
+        assert broker.store.release([LOCK], "ended", Ending(at_least=LONG)) is False
+        assert [h.owner for h in broker.store.holders(LOCK)] == ["other"]
 
 
 class TestSweep:
@@ -390,7 +429,7 @@ class TestAnotherTaskOfTheSameId:
     def ask(self, broker, shown):
         mine = broker.lines.park(LOCK, "a@w2/1", LONG, "{}", shown)
         assert isinstance(mine, Refused)
-        assert mine.holder == {"id": "a", "parked": True}
+        assert (mine.holder, mine.place) == ({"id": "a", "parked": True}, 0)
 
     def take_out(self, broker, shown):
         assert not broker.lines.leave(LOCK, "a:0:0", shown.task)
@@ -523,6 +562,49 @@ class TestLeaving:
         assert snapshot(server) == before
 
 
+class TestFreeing:
+    """A person ends a lease that was shown."""
+
+    def token(self, broker):
+        return broker.store.holders(LOCK)[0].token
+
+    @pytest.mark.parametrize("left", [True, False])
+    def test_the_lease_that_was_shown_and_no_other_is_ended(self, broker, held, left):
+        """Also one that only runs out; another one of its owner has another token."""
+        owner, shown = owner_of("first"), self.token(broker)
+        if left:
+            broker.store.release([LOCK], owner, Ending(at_least=LONG))
+        for token in (shown - 1, shown + 1):
+            assert broker.store.free(LOCK, owner, token) is False
+        assert broker.store.free(LOCK, owner, shown) is True
+        assert broker.store.holders(LOCK) == []
+
+    def test_on_several_servers_an_older_token_is_meant_as_well(self, broker, held, server):
+        """Each has one of its own, and the newest of them was shown."""
+        shown = self.token(broker)
+        for token, ended in ((shown - 1, 0), (shown + 1, 1)):
+            asked = owner_of("first"), token, "here", "1"
+            assert server.run(scripts.FREE, [LOCK], *asked) == ended
+
+    def test_a_turn_goes_to_the_end_of_the_line(self, broker, held, client):
+        """Its record says so, too, so that it comes there again."""
+        broker.park("a")
+        broker.park("b")
+        broker.end("first")
+        assert broker.store.free(LOCK, "a:0:0#", self.token(broker))
+        assert broker.given() == ["a", "b"]
+        assert line(client) == ["a"]
+        record = client.hget(f"{LOCK}:tickets", "a:0:0")
+        assert int(record.split()[1]) == client.zscore(f"{LOCK}:line", "a:0:0#")
+
+    def test_a_waiter_that_was_handed_the_lock_finds_no_news_of_it(self, broker, held):
+        """It waits again, and does not run without a lease."""
+        broker.store.acquire([LOCK], "w", LONG, "{}", place=LONG)
+        broker.end("first")
+        assert broker.store.free(LOCK, "w", self.token(broker))
+        assert broker.store.wait(LOCK, "w", 1.0) is None
+
+
 class TestSettling:
     """Claims of tasks that have ended, and whose last release may never come."""
 
@@ -543,7 +625,7 @@ class TestSettling:
         driven(TURN - 1)
         for ask in broker.ask, broker.park:
             refused = ask("a", copy=3, marked=marked)
-            assert (type(refused), refused.holder["id"]) == (Refused, "a")
+            assert (type(refused), refused.holder["id"], refused.place) == (Refused, "a", 0)
 
     @pytest.mark.parametrize("is_swept", [True, False])
     def test_a_claim_whose_last_release_was_lost_ends_by_itself(

@@ -224,7 +224,7 @@ class Model:
         self.leases[owner] = self.now + TTL
         return "granted"
 
-    def release(self, owner, task, home, settles, *, had_turn):
+    def release(self, owner, task, home, settles):
         """Return who is to be published."""
         hand_on = bool(self.line)
         self.leases.pop(owner, None)
@@ -232,7 +232,6 @@ class Model:
             self.settling[task] = self.now + settles
         elif task and self.forget(task):
             self.complete(task)
-            hand_on |= had_turn
         return self.pass_on(home) if hand_on else []
 
     def complete(self, task):
@@ -488,7 +487,6 @@ class ParkedMachine(RuleBasedStateMachine):
         home = self.home_of(execution.task)
         for _ in range(1 + twice):
             live = execution.owner in self.model.leases
-            had_turn = self.client.hexists(LOCK, f"{execution.task}:0:0#")
             ticket = f"{task}:0:0" if task else ""
             assert (
                 self.stores[home].release(
@@ -496,9 +494,8 @@ class ParkedMachine(RuleBasedStateMachine):
                 )
                 is live
             )
-            execution.turns = self.check_given(
-                self.model.release(execution.owner, task, home, settles, had_turn=had_turn)
-            )
+            given = self.model.release(execution.owner, task, home, settles)
+            execution.turns = self.check_given(given)
 
     def step_publish(self, execution, twice):
         self.publish(execution.turns)

@@ -167,6 +167,15 @@ class TestServers:
         advance(HOUR + UNIQUE_FOR + 1)
         self.send(reservations, "b")
 
+    def test_a_reservation_is_kept_by_who_knows_whether_its_task_runs(self, reservations, client):
+        """Who takes a waiting message for a running task keeps nothing; nor vice versa."""
+        sent = self.send(reservations, "a")._replace(until="end", ttl=HOUR)
+        before = client.ttls()
+        reservations.keep([sent], runs=True, within=1.0)
+        assert client.ttls() == before
+        reservations.begin(sent)
+        assert not reservations.confirm(sent)
+
     @pytest.mark.parametrize("until", ["start", "end"])
     @of_a_wrong_clock
     def test_a_task_ends_its_reservation_whatever_the_clock_says(
