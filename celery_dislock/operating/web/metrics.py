@@ -23,8 +23,9 @@ that worker are less than half of it: then they have begun anew.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from contextlib import closing, suppress
+from contextlib import suppress
 from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.runtime import Runtime
     from celery_dislock.operating.metrics import Labels, Metric
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.store import Store
     from celery_dislock.servers.view import LockState
 
     # By a metric's name and the values of its labels: a number, or one for each of PARTS.
@@ -106,6 +108,7 @@ class Collector:
 
     def __init__(self, locks: Dislock | Celery) -> None:
         self._runtime = AppLocks(locks).runtime
+        self._stores: dict[int, Store] = {}  # by process; it keeps what it knows of an outage
         self._marks: dict[str, Mapping[str, int]] = {}  # highest counts seen, by worker
         self._cache = Cache(0.0)  # keeps only what took long to read; one thread reads at a time
 
@@ -130,8 +133,8 @@ class Collector:
         """
         values: Values = defaultdict(dict)
         values[UP][()] = 0.0
-        with suppress(StoreError), closing(self._runtime.process.store_within(TIMEOUT)) as store:
-            server = store.lock_server
+        with suppress(StoreError):
+            server = self._server
             self._marks = {
                 worker: _not_less(fields, self._marks.get(worker, {}))
                 for worker, fields in self._counts(server)
@@ -141,6 +144,14 @@ class Collector:
             self._add_gauges(values, server)
             values[UP][()] = 1.0
         return values
+
+    @property
+    def _server(self) -> Server:
+        """A lock server of this reader's own: its batches are for one thread."""
+        pid = os.getpid()
+        if pid not in self._stores:
+            self._stores = {pid: self._runtime.process.store_within(TIMEOUT)}
+        return self._stores[pid].lock_server
 
     def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:
         """Read what each worker has counted, by field."""

@@ -230,7 +230,7 @@ def server():
 def read(server, monkeypatch):
     """Read the metrics of that server."""
     monkeypatch.setattr(metrics, "Overview", lambda _server, _prefix: server)
-    store = SimpleNamespace(lock_server=server, close=lambda: None)
+    store = SimpleNamespace(lock_server=server)
     process = SimpleNamespace(store_within=lambda _most: store)
     runtime = SimpleNamespace(process=process, settings=AppSettings())
     return Collector(SimpleNamespace(runtime=runtime)).read
