@@ -59,7 +59,7 @@ screenshots: $(SITE)  ## take the pictures of the page of locks for the document
 bench: $(PAGES)  ## measure beside the peers
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7"
+proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7", ARGS=--simulate
 	@$(BIN)/python -m proof $(ARGS)
 
 faults: $(PAGES)  ## run every fault test, and all slow tests

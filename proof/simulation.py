@@ -227,7 +227,8 @@ class History:
             reply = waits.run()
             self.tell(f"{self.net.time:10.3f}         late", waits, reply)
             if waits.what[0] is PARK and reply[0] == GRANTED:
-                # It claims the turn for a delivery that was told to go: no message is left.
+                # It claims the turn for a delivery that is over, and no message is left; see
+                # test_a_request_that_comes_late_claims_no_turn.
                 self.excused.add(waits.what[8].partition(":")[0])
 
     def step_replicate(self) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.servers.replies import Granted
 from proof.simulated import Net
 from proof.simulation import Script, run, simulate
+from tests.integration.lua_server import LuaServer
+from tests.integration.parked import TURN, Broker
 
 HISTORIES = 60
 SECONDS = 300.0  # until a script that is broken must have been found; each takes a few
@@ -53,3 +56,18 @@ def test_what_is_broken_is_caught(text, broken, tmp_path):
     assert again == found
     assert run(Net(change), again.seed, again.steps).broken
     assert not again.replay()
+
+
+@pytest.mark.xfail(strict=True, reason="found by the simulation, and not mended yet")
+def test_a_request_that_comes_late_claims_no_turn():
+    """A task is not lost if its first request arrives after its second, when it is parked."""
+    server = LuaServer()
+    broker = Broker(server)
+    broker.ask("before", ttl=TURN)
+    broker.park("task")
+    server.advance(TURN + 1)  # that lease is over, and nobody has swept yet
+    assert not isinstance(broker.park("task"), Granted), "granted to a delivery that is over"
+    given = broker.given()
+    server.advance(TURN + 1)
+    broker.sweep()
+    assert "task" in given + broker.given()
