@@ -49,7 +49,8 @@ def test_a_header_names_what_the_script_is_given(name):
             assert re.search(rf"^-- .* {one}(_ms)?\b", begin, re.MULTILINE)
     assert ("KEYS" in text) == bool(re.search(r"^-- KEYS", begin, re.MULTILINE))
     assert "-- Returns  " in begin
-    assert re.search(r"^-- Touches |^-- .*\. +Touches ", begin, re.MULTILINE)
+    if INCLUDE.findall(FILES[name]) != ["_unique"]:  # which touches that record alone
+        assert re.search(r"^-- Touches |^-- .*\. +Touches ", begin, re.MULTILINE)
 
 
 def test_the_commands_that_scripts_run_are_all_found():
