@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING
 
-import pytest
-from celery import chain
 from celery.exceptions import Ignore, Reject
 from celery.worker import state
 
@@ -17,9 +14,7 @@ from tests.docs.migrating.libraries import (
     LIBRARIES_WARN,
     LIMIT,
     QUEUE,
-    export,
     locks_of,
-    messages,
     of,
     of_all,
     of_each,
@@ -28,44 +23,11 @@ from tests.docs.migrating.libraries import (
 )
 from tests.holding import wait_for
 
-if TYPE_CHECKING:
-    from celery import Task
-
 pytestmark = LIBRARIES_WARN
 
 
 class TestWhenRunning:
     """The second table of behaviour: what becomes of the key when the task comes to a worker."""
-
-    @of_all
-    def test_two_never_run_at_the_same_time(self, app, theirs, ours, redis_client, library):
-        """After the expiry a second is sent; there both run, here the second is skipped."""
-        meeting = threading.Barrier(2, timeout=LIMIT)
-        started, may_end = threading.Event(), threading.Event()
-
-        def meet(corp_id):
-            started.set()
-            meeting.wait()
-
-        def run(corp_id):
-            started.set()
-            may_end.wait(LIMIT)
-
-        with_two_threads = {"pool": "threads", "concurrency": 2}
-        for task in (theirs(library, library.drops, meet), ours(run)):
-            started.clear()
-            first = task.delay(7)
-            with worker(app, **with_two_threads):
-                assert started.wait(LIMIT)
-                redis_client.delete(*locks_of(redis_client, library), *reservations(redis_client))
-                second = task.delay(7)
-                if task.name == "ours":
-                    wait_for(lambda result=second: result.state == "REVOKED")
-                    may_end.set()
-                else:
-                    second.get(timeout=LIMIT)
-                first.get(timeout=LIMIT)
-        assert not meeting.broken
 
     @of_all
     def test_a_task_that_ends_frees_its_key(self, app, theirs, ours, redis_client, library):
@@ -118,21 +80,6 @@ class TestWhenRunning:
         assert [held for name, held in ran if name == "ours"] == [1, 1]
         assert len(locks_of(redis_client, library)) == (0 if runs == 2 else 1)
 
-    @of_all
-    def test_the_last_step_of_a_chain_is_not_lost(self, app, theirs, ours, redis_client, library):
-        """A step that is a duplicate is dropped there, and the chain's result never comes."""
-        first = app.task(export, name="first", shared=False)
-        both = [theirs(library, library.drops), ours()]
-        for task in both:
-            task.delay(7)
-        app.control.purge()  # and the keys stay taken
-        results = [chain(first.si(7), task.si(7)).delay() for task in both]
-        with worker(app):
-            assert results[1].get(timeout=LIMIT) == 7
-            assert results[0].parent.get(timeout=LIMIT) == 7
-        assert messages(redis_client) == 0
-        assert results[0].state == "PENDING"
-
     @of_each("locked", [[1, 0], [1, 0], [1]])
     def test_a_task_ends_no_other_reservation(
         self, app, theirs, ours, redis_client, library, locked
@@ -158,45 +105,6 @@ class TestWhenRunning:
             for result in results:
                 result.get(timeout=LIMIT)
         assert seen == {"theirs": locked, "ours": [1, 1]}
-
-    @of_all
-    def test_arguments_may_change_in_the_body(self, app, theirs, ours, redis_client, library):
-        """The key travels with the message; there it is built again from the arguments."""
-
-        def body(rows):
-            rows.append("total")
-
-        both = [theirs(library, library.drops, body).delay([7]), ours(body).delay([7])]
-        with worker(app):
-            for result in both:
-                result.get(timeout=LIMIT)
-            wait_for(lambda: not reservations(redis_client))
-        assert len(locks_of(redis_client, library)) == 1
-
-    @of(CELERY_ONCE)
-    @pytest.mark.parametrize("more", [{"lock_limit": None}, {"lock_on_conflict": "queue"}], ids=str)
-    def test_the_next_is_sent_when_this_one_starts(
-        self, app, theirs, ours, redis_client, library, more
-    ):
-        """Until it starts a duplicate is dropped, and from then on the next one is sent."""
-        ran: list[str] = []
-        declared: dict[str, Task] = {}
-
-        def body(self, corp_id):
-            ran.append(self.name)
-            if ran.count(self.name) == 1:
-                declared[self.name].delay(corp_id)
-
-        once = {"once": {"graceful": True, "unlock_before_run": True}}
-        declared["theirs"] = theirs(library, once, body, bind=True)
-        declared["ours"] = ours(body, bind=True, lock_unique_until="start", **more)
-        for task in declared.values():
-            task.delay(7)
-            task.delay(7)
-        with worker(app):
-            wait_for(lambda: len(ran) == 4)
-            wait_for(lambda: not reservations(redis_client))
-        assert (ran.count("theirs"), ran.count("ours")) == (2, 2)
 
 
 @of(CELERY_SINGLETON, CELERY_ONCE)
