@@ -90,20 +90,6 @@ def test_a_body_that_holds_the_gil_elsewhere_loses_its_lock(fleet, scene):
     wait_for("the log tells", lambda: fleet.says("is lost", scene.key, result.id))
 
 
-@fleets("prefork", "gevent")
-def test_at_the_cap_the_lease_runs_out_under_the_body(fleet, scene):
-    """After max_renew_times renewals the lock frees itself for the next, and the body runs on."""
-    first = scene.begin(fleet, scenarios.outlive_cap)
-    scene.wait_until_free()
-    second = fleet.send(scenarios.outlive_cap, scene.key)
-    scene.wait_for_report("begin", times=2)
-    assert not scene.reported("end")
-    scene.open_gate()
-    assert first.get(timeout=LIMIT)["held"] is False
-    assert first.get()["renewals"] == scenarios.outlive_cap.max_renew_times
-    second.get(timeout=LIMIT)
-
-
 @pytest.mark.parametrize("task", [scenarios.stop_at_cap, scenarios.resist_errors])
 def test_at_the_cap_an_error_stops_the_body(fleet, scene, task):
     """With "raise" LockLostError does, and with "terminate" also one that goes on after errors."""

@@ -215,27 +215,22 @@ def test_a_copy_of_a_task_that_has_succeeded_is_acknowledged_unrun(fleet, scene)
 
 
 @fleets("prefork", "gevent")
-def test_a_retry_at_once_does_not_meet_its_own_lock(fleet, scene):
-    """The retry is published when the body has ended and its lock is free, not before."""
-    result = fleet.send(scenarios.retry_and_linger, scene.key)
-    assert result.get(timeout=LIMIT) == 1
-    assert [event["what"] for event in scene.history] == ["begin", "end"] * 2
-    assert not fleet.says("put off", result.id)
-    scene.assert_exclusive()
-
-
-@fleets("prefork", "gevent")
-def test_what_replaces_a_task_does_not_meet_its_lock(fleet, scene):
-    """A replacement of the same key, alone or as the first of a chain, finds the lock free."""
-    raising = scenarios.hold_or_raise
+@pytest.mark.parametrize("how", ["retry", "replacement", "chain"])
+def test_what_goes_on_does_not_meet_its_own_lock(fleet, scene, how):
+    """The next message of a task is published when its body has ended and the lock is free."""
     scene.open_gate()
-    for other in (
-        fleet.signature(raising, scene.key),
-        fleet.signature(raising, scene.key) | fleet.signature(raising, scene.key),
-    ):
+    if how == "retry":
+        result = fleet.send(scenarios.retry_and_linger, scene.key)
+        assert result.get(timeout=LIMIT) == 1
+    else:
+        other = fleet.signature(scenarios.hold_or_raise, scene.key)
+        if how == "chain":
+            other |= fleet.signature(scenarios.hold_or_raise, scene.key)
         result = fleet.send(scenarios.replace_and_linger, scene.key, other)
         assert result.get(timeout=LIMIT)["held"] is True
-        assert not fleet.says("put off", result.id)
+    whats = [event["what"] for event in scene.history]
+    assert whats == ["begin", "end"] * (3 if how == "chain" else 2)
+    assert not fleet.says("put off", result.id)
     scene.assert_exclusive()
 
 
