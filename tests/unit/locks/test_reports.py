@@ -34,7 +34,8 @@ def test_reports_can_be_made_elsewhere(world, heard):
 def test_an_end_is_reported_with_its_action(world, heard, caplog, report, what):
     """The log names key, task and why; whoever runs the body is given the action of its task."""
     lease = world.lease(lock_on_lost="raise", lock_on_cap="raise")
-    actions = []
+    actions, gone = [], []
+    world.watchdog.reports.observer.lost = lambda *_, **told: gone.append(told["gone"])
     lease.on_end = lambda _lease, action: actions.append(action)
     if report == "lost":
         lease.lose("stolen")
@@ -43,6 +44,7 @@ def test_an_end_is_reported_with_its_action(world, heard, caplog, report, what):
     assert (name, told["lease"]) == (f"lock_{report}", lease)
     assert told.get("reason", "stolen") == "stolen"
     assert actions == ["raise"]
+    assert gone == [False] * (report == "lost")
     assert f"'k' of t[1] on w (pid 7) {what}" in caplog.text
 
 

@@ -90,5 +90,6 @@ def test_an_error_of_the_observer_ends_no_loop(world, observer, caplog):
         observer.when = FOREVER
         world.run(100)
     assert lease.held
+    assert set(observer.renewals) == {lease}
     assert world.watchdog.errors == 3
     assert "running the observer" in caplog.text

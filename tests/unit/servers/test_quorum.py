@@ -219,19 +219,10 @@ def test_names_that_nobody_has_used_for_long_are_forgotten():
     assert [names.of(owner) for owner in ("a/1", "b/1", "c/1")] == ["a/1", "b/1#2", "c/1#1"]
 
 
-def quorum_of(*replies):
-    made = Quorum([f"redis://host-{n}" for n in range(3)], {}, pause=lambda _: None)
-    made._peers = type("Peers", (), {"majority": 2, "ask": lambda *_, **__: list(replies)})()
-    return made
-
-
-ACQUIRING = (ACQUIRE, [LOCK], "a/1", 5000, "{}", "x", 1, 0, 1)
-
-
 def test_a_majority_that_is_damaged_is_no_outage():
     """Several servers: the error names the lock where it is damaged on most that answer."""
     with pytest.raises(DamagedLockError, match="is a string"):
-        quorum_of(DAMAGED, DAMAGED, [1, b"7"]).run(*ACQUIRING)
+        acquire(quorum([DAMAGED, DAMAGED, DAMAGED, FREE, AWAY])[0])
     with pytest.raises(StoreError) as caught:
-        quorum_of(DAMAGED, AWAY, AWAY).run(*ACQUIRING)
+        acquire(quorum([DAMAGED, DAMAGED, AWAY, AWAY, AWAY])[0])
     assert type(caught.value) is StoreError

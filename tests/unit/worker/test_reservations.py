@@ -37,14 +37,6 @@ class Store:
         self.kept.append("closed")
 
 
-class Timer:
-    """Calls nothing by itself."""
-
-    def call_after(self, seconds, call, args):
-        self.due = (seconds, call, args)
-        return SimpleNamespace(cancel=lambda: None)
-
-
 class Request:
     """A message that a worker has."""
 
@@ -87,19 +79,18 @@ def app(plain_app):
 
 
 @pytest.fixture
-def world(app, monkeypatch):
+def world(app, timer, monkeypatch):
     """A step that has started, its store, and the worker's requests."""
     state = SimpleNamespace(reserved_requests=set(), active_requests=set(), revoked=set())
     monkeypatch.setattr(reservations, "state", state)
-    worker = SimpleNamespace(app=app, timer=Timer())
+    worker = SimpleNamespace(app=app, timer=timer)
     step = ReservationStep(worker)
     assert step.include_if(worker)
     step.start(worker)
     step._store = store = Store()
 
     def tick():
-        _, call, args = worker.timer.due
-        call(*args)
+        timer.due.pop().run()
 
     return SimpleNamespace(state=state, store=store, tick=tick, worker=worker, step=step)
 
@@ -110,7 +101,7 @@ def test_what_waits_is_renewed(app, world):
     world.state.reserved_requests = {Request(edit, [LOCK, "start"])}
     world.tick()
     assert world.store.kept == [[(LOCK, "a", "start", 100.0)]]
-    assert world.worker.timer.due[0] == 60 / RENEWALS  # two timeouts of a lease are less
+    assert world.worker.timer.due[0].after == 60 / RENEWALS  # two timeouts of a lease are less
 
 
 @pytest.mark.parametrize(

@@ -28,17 +28,7 @@ def declare(app, name, **options):
 
 
 @pytest.fixture
-def worker(app):
-    """A worker whose timer the test looks at: what is due, and after how many seconds."""
-    due = []
-
-    def call_after(seconds, call, args):
-        entry = SimpleNamespace(after=seconds, run=lambda: call(*args))
-        entry.cancel = lambda: due.remove(entry)
-        due.append(entry)
-        return entry
-
-    timer = SimpleNamespace(call_after=call_after, due=due)
+def worker(app, timer):
     return SimpleNamespace(app=app, hostname="w1@here", timer=timer)
 
 
