@@ -99,6 +99,7 @@ OTHER_RELEASES = {
     "paused, and one waits": state(places=ONE, keys=PAUSED),
     "paused, and two wait": state(places=TWO, keys=PAUSED),
     "paused": state(keys=PAUSED),
+    "paused, and nobody's lock": state(lock={}, keys=PAUSED),
     "for two now": state(places=TWO, keys=FOR_TWO),
     "a limit of another format": state(places=TWO, keys={LIMIT: "2 0"}),
     "a limit of another type": state(places=TWO, keys={LIMIT: ["a"]}),
