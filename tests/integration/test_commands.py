@@ -24,7 +24,6 @@ from celery_dislock.servers.store import Store
 from tests.holding import name_of
 from tests.integration.strange import FAR, STRANGE, UNREADABLE, damage
 from tests.integration.test_redis_server import wait_until_gone
-from tests.leaks import SECRET
 
 ROOT = Path(__file__).parents[2]
 LONG = 600.0  # seconds: no such lease runs out by itself
@@ -217,17 +216,3 @@ class TestRun:
         assert code == LOST
         assert "lock 'k' is lost" in err
         wait_until_gone(int(pid.read_text()))
-
-
-class TestStrangers:
-    @pytest.mark.parametrize("args", [("ls",), ("drop", "t", "--yes")])
-    def test_a_server_that_is_away(self, dislock, app, args):
-        """Exit code 3, one line, and no password."""
-        app.conf.update(
-            dislock_url=f"redis://:{SECRET}@127.0.0.1:1/0",
-            dislock_transport_options={"socket_connect_timeout": 0.2},
-        )
-        answer = dislock(*args)
-        assert answer.exit_code == AWAY
-        assert answer.stderr.startswith("Error: lock server redis://")
-        assert SECRET not in answer.output

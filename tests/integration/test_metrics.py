@@ -163,10 +163,11 @@ def test_no_record_stops_the_page(server, app, redis_client):
 
 
 def test_tasks_and_plain_locks_are_counted(app):
-    """What is refused, got and held, by task, and without a task in plain Python."""
+    """What is refused, got and held, by task of any name, and without a task in plain Python."""
     dislock = Dislock(app)
+    name = 'a:of:b "c"\n\x1b[31m <script> ü {x}'
 
-    @app.task(base=SingletonTask, lock_key="<n>", name="shop.export", shared=False)
+    @app.task(base=SingletonTask, lock_key="<n>", name=name, shared=False)
     def export(n): ...
 
     page = make_wsgi_app(dislock)
@@ -180,21 +181,13 @@ def test_tasks_and_plain_locks_are_counted(app):
         assert scrape(page)["leases", "", worker] == 1
     runtime_of(app).close()
     found = scrape(page)
-    assert found["acquisitions_total", "at_once", "shop.export", worker] == 1
+    assert found[("acquisitions_total", *sorted(["at_once", name, worker]))] == 1
     assert found["acquisitions_total", "", "at_once", worker] == 1
-    assert found["conflicts_total", "shop.export", "skip", worker] == 1
+    assert found[("conflicts_total", *sorted([name, "skip", worker]))] == 1
     assert found["conflicts_total", "", "refused", worker] == 1
     assert found["held_seconds_count", "", worker] == 1
-    assert found["wait_seconds_count", "shop.export", worker] == 1
+    assert found[("wait_seconds_count", *sorted([name, worker]))] == 1
     assert ("leases", "", worker) not in found
-
-
-def test_hostile_names_come_back(app):
-    """A task's and a worker's name go through the server's keys and fields as they are."""
-    name = 'a:of:b "c"\n\x1b[31m <script> ü {x}'
-    count(app, 2, worker=name, task=name)
-    expected = ("acquisitions_total", *sorted(["at_once", name, name]))
-    assert scrape(make_wsgi_app(app))[expected] == 2
 
 
 def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, kept):
@@ -219,24 +212,6 @@ def test_a_scrape_of_many_locks_does_not_hold_up_the_server(app, redis_client, k
     redis_client.config_resetstat()
     assert scrape(page)["leases", "t", "w"] == 10_000  # a reading that took that long is kept
     assert "cmdstat_scan" not in redis_client.info("commandstats")
-
-
-def test_an_outage_is_told_and_ends(own_redis_server):
-    """Server killed, paused, and back: the page answers each time within some seconds."""
-    app = app_of(own_redis_server.url)
-    page = make_wsgi_app(app)
-    count(app, 3)
-    assert scrape(page)["server_up",] == 1
-    own_redis_server.pause()
-    began = time.monotonic()
-    assert scrape(page) == {("server_up",): 0}
-    assert time.monotonic() - began < WITHIN
-    own_redis_server.resume()
-    found = scrape(page)
-    assert found["server_up",] == 1
-    assert found["acquisitions_total", "at_once", "celery@w1", "shop.export"] == 3
-    own_redis_server.kill()
-    assert scrape(page) == {("server_up",): 0}
 
 
 def test_a_reply_that_was_lost_counts_twice_at_most(own_redis_server):

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from lupa.lua51 import LuaError
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
+from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.messages.headers import REPLACED_HEADER
 from celery_dislock.messages.message import Message
 from celery_dislock.operating.cli import dislock
@@ -291,14 +291,6 @@ class TestLockFor:
 
 
 class TestPause:
-    def test_nobody_is_admitted_beside_a_shared_lease(self, worker):
-        """A pause concerns shared leases, too."""
-        worker.take("a", **SHARED)
-        worker.lines.limit(LOCK, 0)
-        assert isinstance(worker.take("b", **SHARED), Refused)
-        worker.lines.limit(LOCK, None)
-        assert isinstance(worker.take("b", **SHARED), Granted)
-
     def test_who_has_the_lock_keeps_it(self, worker):
         """It renews, asks again and releases as ever."""
         worker.take("a")
@@ -448,12 +440,6 @@ class TestLimit:
         assert isinstance(take([tenant], "c", LONG, "{}", terms=Terms(limit=3)), Granted)
         assert isinstance(take([tenant], "d", LONG, "{}", terms=Terms(limit=3)), Refused)
 
-    def test_shared_leases_are_not_counted(self, worker):
-        """They are any number, or none while the lock is paused."""
-        worker.lines.limit(LOCK, 1)
-        for owner in "abc":
-            assert isinstance(worker.take(owner, **SHARED), Granted)
-
     def test_a_note_of_any_text_is_a_note(self, worker):
         """Newlines and quotes neither end the record nor break the refusal."""
         note = '1 9\n{"x":"\\"} ¡%s\0'
@@ -477,12 +463,6 @@ def quorum(redis_program, tmp_path):
 
 
 class TestActions:
-    def test_several_servers_admit_one_at_most(self, quorum):
-        """They keep exclusive locks only."""
-        _, actions, _ = quorum
-        with pytest.raises(SettingsError, match="exclusive locks only"):
-            actions.limit(LOCK, 2)
-
     def test_locks_are_listed_while_one_of_several_servers_is_away(self, quorum):
         """The others have the same locks; without a majority nobody knows."""
         store, actions, servers = quorum

@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease
-from celery_dislock.exceptions import LockHeldError, LockLostError
+from celery_dislock.exceptions import LockLostError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.store import Store
@@ -134,20 +134,6 @@ class TestKinds:
             )
         waiting.result(PATIENCE)
 
-    def test_tasks_take_the_very_same_lock(self, app, lock):
-        """A task conflicts with a lock taken in Python, and Python with one that a task holds."""
-
-        @app.task(base=SingletonTask, lock_key="export:<n>", lock_on_conflict="raise", shared=False)
-        def export(n):
-            return app.dislock.lock(f"export:{n}").holders()[0].task
-
-        with lock:
-            with pytest.raises(LockHeldError) as refused:
-                export.apply(args=[7], throw=True)
-            assert threading.current_thread().name in refused.value.holder
-            assert export.apply(args=[8], throw=True).get() == export.name
-        assert export.apply(args=[7], throw=True).get() == export.name
-
 
 class TestWaiting:
     def test_a_late_hand_off_is_passed_on(
@@ -174,15 +160,6 @@ class TestWaiting:
         assert handed == [True]
         assert store.wait(NAME, "next", PATIENCE)
         assert [h.owner for h in store.holders(NAME)] == ["next"]
-
-    def test_an_exception_leaves_no_ghost(self, lock, store, redis_client):
-        """A waiter into which an exception is thrown leaves the line."""
-        store.acquire([NAME], "other", LONG, HOLDER)
-        with signalled(lambda: wait_in_line(redis_client, 1), raises=KeyboardInterrupt):
-            lock.acquire()
-        assert redis_client.keys("*") == [NAME]
-        assert redis_client.hkeys(NAME) == ["other"]
-        assert lock.lease is None
 
     def test_an_exception_beside_the_hand_off_passes_it_on(self, lock, store, redis_client):
         """A waiter into which an exception is thrown as it is handed the lock passes it on."""

@@ -16,7 +16,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from celery_dislock.exceptions import SettingsError, StoreError, UnreachableError
+from celery_dislock.exceptions import StoreError, UnreachableError
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
@@ -137,18 +137,6 @@ class TestTls:
         store = connect(tls_server.tls_url, {"ssl_cert_reqs": ssl.CERT_REQUIRED, **options})
         round_trip(store)
 
-    @pytest.mark.parametrize("scheme", ["redis", "rediss"])
-    def test_broker_use_ssl_is_taken_over(self, tls_server, options, scheme):
-        """What Celery is told about TLS to its broker holds for the locks on that server."""
-        runtime = Runtime(
-            lambda: {
-                "broker_url": tls_server.tls_url.replace("rediss", scheme),
-                "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED, **options},
-            }
-        )
-        round_trip(runtime.process.store)
-        runtime.process.store.close()
-
     @pytest.mark.parametrize(
         ("without", "told"), [("ssl_ca_certs", "(?i)certificate"), ("ssl_certfile", None)]
     )
@@ -204,7 +192,6 @@ class Provider(redis.CredentialProvider):
         return "locker", "se:cr@et"
 
 
-NOT_A_PROVIDER = "tests.integration.test_servers.TestTls"
 PROVIDER = "tests.integration.test_servers.Provider"
 
 
@@ -245,12 +232,6 @@ class TestUserAndPassword:
             round_trip(runtime.process.store)
             runtime.process.store.close()
 
-    @pytest.mark.parametrize("provider", [5, "no.such.Provider", NOT_A_PROVIDER])
-    def test_what_is_no_provider_is_refused(self, url, provider):
-        """The error names the option and what to give."""
-        with pytest.raises(SettingsError, match="credential_provider"):
-            Store(url, {"credential_provider": provider})
-
     @pytest.mark.parametrize("tls", [False, True])
     def test_what_the_sentinels_are_given_is_in_no_text(self, redis_server, tls):
         """No error tells the Sentinels' password, whatever is wrong there."""
@@ -287,25 +268,6 @@ def own_watched(redis_program, tmp_path):
 
 
 class TestSentinel:
-    def test_the_sentinels_of_the_broker_are_taken_over(self, watched):
-        """They are asked for the master; kombu's URL and transport options are all they need."""
-        runtime = Runtime(
-            lambda: {
-                "broker_url": watched.url,
-                "broker_transport_options": {
-                    "master_name": MASTER_NAME,
-                    "sentinel_kwargs": {"socket_timeout": 1.0},
-                    "visibility_timeout": 60,
-                },
-            }
-        )
-        store = runtime.process.store
-        round_trip(store)
-        take(store, "a/1")
-        assert exists(watched.master, LOCK)
-        assert store.release([LOCK], "a/1") is True
-        store.close()
-
     def test_the_sentinels_user_of_the_page_is_enough(self, connect_to, watched):
         """Sentinels that allow these two alone name the master; without them they say so."""
         with contextlib.ExitStack() as stack:

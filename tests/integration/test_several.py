@@ -170,8 +170,10 @@ class TestPlainPython:
         lease.release()
 
     def test_a_timeout_gives_all_of_it_up(self, dislock, store):
-        """One that waited in vain holds nothing, and stands in no line."""
+        """One that waited in vain holds nothing and is in no line; it is told what was held."""
         store.acquire([B], "other", LONG, HOLDER)
+        conflict = dislock.lock(["a", "b", "c"]).try_acquire()
+        assert (conflict.key, conflict.holder["id"]) == ("b", "o-1")
         assert dislock.lock(["a", "b", "c"]).acquire(timeout=0.05) is False
         assert owners(store) == [[], ["other"], []]
         assert not in_line(store, B)

@@ -1,4 +1,4 @@
-"""OpenTelemetry's own instrumentor and SDK, in a worker that runs tasks with locks."""
+"""OpenTelemetry's own instrumentor and SDK, in a worker that runs a task with a lock."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 LIMIT = 30.0  # seconds
-POOLS = ("threads",)  # else the worker runs in the thread of the test
 
 
 @pytest.fixture
-def exported():
+def exporter():
     """What the instrumentor has traced."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -39,70 +38,41 @@ def exported():
 
 @pytest.fixture
 def app(redis_url):
+    root = logging.getLogger()
+    level = root.level
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(dislock_url=redis_url, dislock_metrics=True, worker_hijack_root_logger=False)
     yield app
     runtime_of(app).close()
     app.close()
-
-
-@pytest.fixture(params=POOLS)
-def run(app, request):
-    """Send tasks to a worker of this process, and wait for their results."""
-    root = logging.getLogger()
-    level = root.level
-
-    def run(task, *args):
-        with start_worker(app, pool=request.param, concurrency=2, perform_ping_check=False):
-            result = task.delay(*args)
-            result.get(timeout=LIMIT, propagate=False)
-        return result
-
-    yield run
     root.setLevel(level)  # the worker has changed it
 
 
-def span_of(exported, task_id):
-    """Return the span in which a task ran."""
-
-    def found():
-        spans = exported.get_finished_spans()
-        return [
-            span
-            for span in spans
-            if span.attributes.get("celery.action") == "run"
-            and span.attributes.get("messaging.message.id", task_id) == task_id
-        ]
-
-    return wait_for(found, "the span of the task")[-1]
-
-
-def ours(span):
-    return {
-        name.removeprefix("celery_dislock."): value
-        for name, value in span.attributes.items()
-        if name.startswith("celery_dislock.")
-    }
-
-
-def names_of(span):
-    return [event.name for event in span.events if event.name.startswith("celery_dislock.")]
-
-
-def test_the_instrumentors_span_tells_of_the_lock(app, run, exported):
+def test_the_instrumentors_span_tells_of_the_lock(app, exporter):
     """Key, way, wait and token as attributes, and when it was got and released as events."""
 
     @app.task(base=SingletonTask, lock_key="export:<n>", name="shop.export", shared=False)
     def export(n):
         return current_lease().token
 
-    result = run(export, 7)
-    span = span_of(exported, result.id)
-    about = ours(span)
-    assert about["key"] == "export:7"
-    assert about["outcome"] == "at_once"
-    assert about["token"] == result.result
-    assert 0 <= about["wait"] < LIMIT
-    assert about["owner"].startswith(result.id)
-    assert names_of(span) == ["celery_dislock.acquired", "celery_dislock.released"]
-    assert span.events[-1].attributes["celery_dislock.held"] >= 0
+    with start_worker(app, pool="threads", concurrency=2, perform_ping_check=False):
+        result = export.delay(7)
+        token = result.get(timeout=LIMIT)
+
+    def spans():
+        found = exporter.get_finished_spans()
+        return [one for one in found if one.attributes.get("celery.action") == "run"]
+
+    (span,) = wait_for(spans, "the span of the task")
+    prefix = "celery_dislock."
+    ours = {
+        name.removeprefix(prefix): value
+        for name, value in span.attributes.items()
+        if name.startswith(prefix)
+    }
+    assert (ours["key"], ours["outcome"], ours["token"]) == ("export:7", "at_once", token)
+    assert 0 <= ours["wait"] < LIMIT
+    assert ours["owner"].startswith(result.id)
+    events = [event for event in span.events if event.name.startswith(prefix)]
+    assert [event.name for event in events] == [f"{prefix}acquired", f"{prefix}released"]
+    assert events[-1].attributes[f"{prefix}held"] >= 0

@@ -206,3 +206,17 @@ def test_the_usual_refusal_takes_three_commands():
     for owner in ("me", "new"):
         server.run(ACQUIRE, [LOCK], owner, 30_000, "{}", "x", 1, 0, 1)
     assert [one.split()[0] for one in server.called()] == ["TIME", "EXISTS", "HGETALL"]
+
+
+def test_a_hand_off_costs_the_same_however_many_wait():
+    """A release runs as many commands with twenty waiters as with two."""
+
+    def cost(waiters):
+        server = LuaServer()
+        store = server.store()
+        for number in range(waiters + 1):
+            store.acquire([LOCK], f"w{number}", 30.0, "{}", place=90.0)
+        assert store.release([LOCK], "w0")
+        return len(server.called())
+
+    assert cost(2) == cost(20)
