@@ -120,6 +120,14 @@ def test_a_lock_is_taken_once_more_on_no_stronger_terms(caller, take, has, asked
     assert differs in str(caught.value)
 
 
+def test_the_lease_of_a_task_lasts_as_long_as_it_says_unless_a_block_states_it(caller, take):
+    """The body need not repeat the task's own timeout."""
+    held = take(execution=True, lock_watchdog_timeout=9.0)
+    check_terms(held, TaskOptions(), caller)
+    with pytest.raises(LockTermsError):
+        check_terms(held, TaskOptions(), caller, ["lock_watchdog_timeout"])
+
+
 def test_a_thread_is_one_caller_until_its_process_is_forked(monkeypatch):
     """A child does not believe that it holds what its parent holds."""
     mine = current_caller()
