@@ -444,6 +444,17 @@ def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):
     server.close()
 
 
+def test_a_renewal_that_comes_too_late_revives_nothing(machine):
+    """A lease that ran out beside a live one stays ended, whatever its owner renews."""
+    owners = machine()
+    owners.choose("counted", all_fair=True)
+    for slot, ttl in (0, 1), (1, 4):
+        owners.ask(slot, ttl=ttl, mode=0, limit=1, place=0, fair=True, twice=False)
+    owners.pass_time(1)
+    owners.renew(0, ttl=3, twice=True)
+    owners.teardown()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_scripts_do_what_the_model_does_for_long(machine):

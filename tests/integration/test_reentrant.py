@@ -266,6 +266,26 @@ class TestEnds:
         wait_for(lambda: threading.active_count() <= threads, "the end of their threads")
         wait_for(lambda: len(redis_client.client_list()) <= connections, "their disconnection")
 
+    def test_a_lock_whose_thread_has_ended_is_renewed_no_more(self, redis_url, redis_client):
+        """Nobody is left to release it: it ends with its expiry."""
+        with Dislock.from_url(redis_url, watchdog_timeout=SHORT) as dislock:
+            thread = threading.Thread(target=dislock.lock(KEY).acquire)
+            thread.start()
+            thread.join()
+            wait_for(lambda: not redis_client.exists(NAME), "the expiry")
+
+    def test_what_is_closed_can_be_used_again(self, redis_url):
+        """It is made anew, its watchdog included."""
+        dislock = Dislock.from_url(redis_url, watchdog_timeout=SHORT)
+        lock = dislock.lock(KEY)
+        stores = []
+        for _ in range(2):
+            with lock as lease:
+                wait_for(lambda lease=lease: lease.renewals, "a renewal")
+                stores.append(lease.driver.store)
+            dislock.close()
+        assert stores[0] is not stores[1]
+
     def test_a_lock_released_and_taken_anew_in_its_block_ends_with_it(self, dislock, redis_client):
         """As threading's locks do: the block's end undoes the acquisition that there is."""
         lock = dislock.lock(KEY)
