@@ -8,6 +8,8 @@ Prove it: run the workloads under faults, and judge what their history shows.
 
 from __future__ import annotations
 
+import signal
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -63,6 +65,8 @@ def main(
             (keep / f"{found.seed}.json").write_text(str(found), "utf-8")
         click.echo(found or "No promise was broken.")
         raise SystemExit(bool(found))
+    # What ends a run from outside ends its servers, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="dislock-proof-") as folder:
         if controls:
             caught = [

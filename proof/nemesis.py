@@ -1,10 +1,15 @@
-"""What goes wrong during a run, on a schedule that a seed decides."""
+"""What goes wrong during a run, on a schedule that a seed decides.
+
+Not tried: a deploy back to the previous release, since none was released; a clock that jumps, which
+all processes of a machine share with their judge.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -83,6 +88,7 @@ def make_faults(
         until: Monotonic time; blocks until then, and until the last fault is over.
     """
     start = time.monotonic()
+    over = threading.Event()  # a fault could not be made, or the run is ended from outside
 
     def make_those_of(number: int) -> None:
         chance, faults = groups[number]
@@ -92,8 +98,7 @@ def make_faults(
             ends = (now + pause - start) % ROUND
             if ends > ROUND - CALM:
                 pause += ROUND - ends
-            time.sleep(max(0.0, min(pause, until - now)))
-            if time.monotonic() >= until:
+            if over.wait(max(0.0, min(pause, until - now))) or time.monotonic() >= until:
                 return
             about = f"{name} ({number}, {now - start:.1f} s)"
             history.add("fault", about, "begin", **more)
@@ -101,4 +106,8 @@ def make_faults(
             history.add("fault", about, "end", **more)
 
     with ThreadPoolExecutor() as pool:
-        list(pool.map(make_those_of, range(len(groups))))
+        try:
+            for done in as_completed([pool.submit(make_those_of, n) for n in range(len(groups))]):
+                done.result()
+        finally:
+            over.set()
