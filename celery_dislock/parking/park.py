@@ -175,7 +175,7 @@ class Parking:
         if isinstance(answer, Granted):
             attempt.has_begun = True
             self.has_claimed = answer.claimed
-            if answer.claimed:
+            if answer.claimed and ticket.marked:
                 attempt.how = PARKED_BEFORE
             return lock.keep(attempt, answer.tokens, asked_at, lock.timeout)
         return lock.conflict(answer) if isinstance(answer, Refused) else answer

@@ -34,8 +34,8 @@ local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, mess
   overflow, goes_on, task = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
-if marked == '0' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED, name .. RUNNING,
-    name .. LIMIT, name .. DONE .. ticket) == 0 then
+if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED,
+    name .. RUNNING, name .. LIMIT, name .. DONE .. ticket) == 0 then
   return {GRANTED, {}, grant_free(name, owner, ttl, mode, holder), 0}
 end
 
@@ -114,13 +114,13 @@ local function make_room(size)
   return is_oldest and OLDEST or ROOM
 end
 
--- Its ticket is in line, or has its turn, which it claims.
+-- Its ticket is in line, or has its turn, which it claims.  A message that does not say that it was parked is
+-- acknowledged: it is a copy, or this request comes after the one that was sent in its place.
 local function parked_before(record)
-  recall_and_hand_off(lock, member_of(ticket))
-  if not lease_of(lock, member_of(ticket)) then  -- its message comes again with its turn
-    return in_line()
-  end
   local parked = parse_ticket(record)
+  local may_claim = marked ~= '0' or not parked
+  recall_and_hand_off(lock, may_claim and member_of(ticket))
+  if not (may_claim and lease_of(lock, member_of(ticket))) then return in_line() end  -- its turn brings its message
   forget(lock, ticket)
   if parked and not admits(lock, mode, limit) then  -- it was parked in another mode
     return put_in_line(parked.joined, parked.home, parked.message)
@@ -150,7 +150,8 @@ end
 local function new()
   recall_and_hand_off(lock)
   if admits(lock, mode, limit) and not line_exists(lock) then
-    if marked ~= '0' then return {GRANTED, turns, claim(now_us), 1} end
+    -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
+    if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us), 1} end
     return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end

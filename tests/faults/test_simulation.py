@@ -58,7 +58,6 @@ def test_what_is_broken_is_caught(text, broken, tmp_path):
     assert not again.replay()
 
 
-@pytest.mark.xfail(strict=True, reason="found by the simulation, and not mended yet")
 def test_a_request_that_comes_late_claims_no_turn():
     """A task is not lost if its first request arrives after its second, when it is parked."""
     server = LuaServer()

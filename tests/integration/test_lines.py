@@ -151,12 +151,21 @@ class TestTurns:
             assert broker.ask("a", copy=3, marked=marked) == running
             assert broker.park("a", copy=3, marked=marked) == running
 
-    def test_an_unmarked_copy_can_claim_the_turn(self, broker, held):
-        """Whichever copy comes first has the turn; the other is a copy of what runs."""
+    def test_an_unmarked_copy_claims_no_turn(self, broker, held):
+        """It is acknowledged; the message that comes with the turn claims it."""
         broker.park("a")
         broker.end("first")
-        assert isinstance(broker.ask("a", copy=2), Granted)
-        assert broker.ask("a", copy=3, marked=True).owner == owner_of("a", 2)
+        assert isinstance(broker.ask("a", copy=2), Parked)
+        assert isinstance(broker.ask("a", copy=3, marked=True), Granted)
+
+    def test_a_request_that_comes_late_parks_no_task_that_has_run(self, broker, held):
+        """The one that was sent in its place was granted the lock, which became free meanwhile."""
+        broker.ask("a")
+        broker.end("first")
+        assert isinstance(broker.park("a"), Granted)
+        broker.end("a")
+        broker.ask("other")
+        assert broker.park("a") == Done()
 
     def test_a_parked_task_of_which_nothing_is_known_runs_once(self, broker, client):
         """Its record was lost, in a failover say: it is not done, and from then on it is known."""

@@ -175,7 +175,7 @@ class Model:
         elif any(other.startswith(f"{task}@") for other in self.leases):
             answer = "refused"
         elif parked:
-            return self.claim_turn(owner, task, home)
+            return self.claim_turn(owner, task, home, marked=marked)
         elif not ran:
             given = self.pass_on_if_any(home)
             return self.come_in(owner, task, home, bounds, marked=marked, ask=ask), given
@@ -194,7 +194,7 @@ class Model:
     def come_in(self, owner, task, home, bounds, *, marked, ask):
         """Answer a task that nobody knows, or not any more."""
         if self.admits(task) and not self.line:
-            if marked:
+            if marked or not ask:  # a late copy of the message finds that it is known
                 self.parked_so_far += 1
                 self.running[task] = self.parked_so_far
             return self.grant(owner)
@@ -210,9 +210,9 @@ class Model:
         self.parked_so_far += 1
         return self.join(Place(self.parked_so_far, task, home))
 
-    def claim_turn(self, owner, task, home):
-        given = self.pass_on(home, task)
-        if f"{task}#" not in self.leases:
+    def claim_turn(self, owner, task, home, *, marked):
+        given = self.pass_on(home, task if marked else None)
+        if not marked or f"{task}#" not in self.leases:
             return "parked", given
         _, place = self.handed[task]
         self.forget(task)
