@@ -77,7 +77,7 @@ def run(
                 groups = (
                     (chances[0], of_processes(victims, chances[0], TIMEOUT)),
                     (chances[1], servers.faults(chances[1], TIMEOUT)),
-                    (chances[2], [restart(broker), Fault("nothing", lambda: time.sleep(ROUND))]),
+                    (chances[2], [restart(broker), Fault("nothing", lambda: time.sleep(0.0))]),
                 )
                 wait_for_work(path)
                 until = time.monotonic() + seconds
