@@ -196,9 +196,10 @@ class Telemetry(Observer):
             return
         from celery.worker import state  # noqa: PLC0415 -- other processes have none
 
-        request = state.requests.get(task_id)
-        if request is not None:  # else the task is eager
-            request.send_event(type_, **about)
+        for request in list(state.active_requests):  # has none if the task is eager
+            if request.id == task_id:  # a copy of its message may be another request
+                request.send_event(type_, **about)
+                return
 
     def due_at(self) -> float:
         """Return when counts are to be sent; at once if there are events."""
