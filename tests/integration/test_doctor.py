@@ -27,9 +27,11 @@ class Report:
         app = Celery("shop", broker="memory://", set_as_current=False)
         app.conf.update(dislock_url=url, **conf)
         args = ["doctor", "--json", "--timeout", "0.1"]
-        result = CliRunner().invoke(dislock, args, obj=SimpleNamespace(app=app))
+        obj = SimpleNamespace(app=app)
+        result = CliRunner().invoke(dislock, args, obj=obj, catch_exceptions=False)
         runtime_of(app).close()
         assert SECRET not in result.output
+        assert result.stdout, result.output
         self.told = json.loads(result.stdout)
         self.away = self.told["away"]
         assert result.exit_code == (3 if self.away else 1 if self.told["serious"] else 0)

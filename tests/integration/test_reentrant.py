@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease
-from celery_dislock.exceptions import LockLostError
+from celery_dislock.exceptions import LockHeldError, LockLostError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.servers.store import Store
@@ -133,6 +133,20 @@ class TestKinds:
                 None,
             )
         waiting.result(PATIENCE)
+
+    def test_tasks_take_the_very_same_lock(self, app, lock):
+        """A task conflicts with a lock taken in Python, and Python with one that a task holds."""
+
+        @app.task(base=SingletonTask, lock_key="export:<n>", lock_on_conflict="raise", shared=False)
+        def export(n):
+            return app.dislock.lock(f"export:{n}").holders()[0].task
+
+        with lock:
+            with pytest.raises(LockHeldError) as refused:
+                export.apply(args=[7], throw=True)
+            assert threading.current_thread().name in refused.value.holder
+            assert export.apply(args=[8], throw=True).get() == export.name
+        assert export.apply(args=[7], throw=True).get() == export.name
 
 
 class TestWaiting:
