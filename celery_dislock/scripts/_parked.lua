@@ -7,6 +7,7 @@
 --                      "bytes" -> length of all these records together
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
+--   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line
 --   <lock>:replaced    until the end of a task is reported whose place another has taken
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn

@@ -49,7 +49,9 @@ local lock = open_whole(name)
 -- How many wait for their turn.
 local function waiting() return count_tickets(lock) - redis.call('ZCARD', lock.handed) end
 
+-- This delivery is over.  If it could claim a turn, a late copy of its request must not: for nobody.
 local function in_line()
+  if marked ~= '0' then mark_done(lock, owner, DONE_WITH_LOCK) end
   local rank = redis.call('ZRANK', lock.line, member_of(ticket))
   local replaced = message ~= '' and unreported(lock) or {}
   return {PARKED, turns, rank and rank + 1 or waiting(), replaced, in_the_way(lock)}
@@ -115,10 +117,11 @@ local function make_room(size)
 end
 
 -- Its ticket is in line, or has its turn, which it claims.  A message that does not say that it was parked is
--- acknowledged: it is a copy, or this request comes after the one that was sent in its place.
+-- acknowledged: it is a copy, or this request comes after the one that was sent in its place.  So is one whose
+-- delivery is over.
 local function parked_before(record)
   local parked = parse_ticket(record)
-  local may_claim = marked ~= '0' or not parked
+  local may_claim = not parked or marked ~= '0' and not mark_of(lock, owner)
   recall_and_hand_off(lock, may_claim and member_of(ticket))
   if not (may_claim and lease_of(lock, member_of(ticket))) then return in_line() end  -- its turn brings its message
   forget(lock, ticket)

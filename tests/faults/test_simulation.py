@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from celery_dislock.servers.replies import Granted
+from celery_dislock.servers.replies import Granted, Parked
 from proof.simulated import Net
 from proof.simulation import Script, run, simulate
 from tests.integration.lua_server import LuaServer
-from tests.integration.parked import TURN, Broker
+from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
 SECONDS = 300.0  # until a script that is broken must have been found; each takes a few
@@ -68,5 +68,24 @@ def test_a_request_that_comes_late_claims_no_turn():
     assert not isinstance(broker.park("task"), Granted), "granted to a delivery that is over"
     given = broker.given()
     server.advance(TURN + 1)
+    broker.sweep()
+    assert "task" in given + broker.given()
+
+
+def test_a_delivery_that_is_over_claims_no_turn_late():
+    """A task is not lost if a request of a turn's message arrives after that was acknowledged."""
+    server = LuaServer()
+    broker = Broker(server)
+    broker.ask("before")
+    broker.park("task")
+    broker.end("before")
+    assert broker.given() == ["task"]
+    broker.lines.limit(LOCK, 0, ttl=2 * TURN)
+    server.advance(TURN + 1)  # its turn is over, and the lock is paused
+    assert isinstance(broker.park("task", copy=2, marked=True), Parked)
+    server.advance(2 * TURN)  # it is paused no more, and nobody has swept yet
+    assert not isinstance(broker.park("task", copy=2, marked=True), Granted)
+    given = broker.given()
+    server.advance(2 * TURN)
     broker.sweep()
     assert "task" in given + broker.given()

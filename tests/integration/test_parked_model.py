@@ -102,6 +102,7 @@ class Model:
     running: dict[str, int] = field(default_factory=dict)  # when they had joined
     settling: dict[str, int] = field(default_factory=dict)  # running ones that ended: until when
     done: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)  # owners that were told to acknowledge a turn
     replaced: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
     completed: list[str] = field(default_factory=list)  # of those that were parked
@@ -164,6 +165,12 @@ class Model:
 
     def park(self, owner, task, home, bounds, *, marked, ask):
         """Return what the asker is told, and who is to be published."""
+        told = self.answer(owner, task, home, bounds, marked=marked, ask=ask)
+        if marked and told[0] == "parked":
+            self.over.add(owner)
+        return told
+
+    def answer(self, owner, task, home, bounds, *, marked, ask):
         parked = self.waits(task) or task in self.handed
         ran = task in self.running
         if owner in self.leases:
@@ -211,8 +218,9 @@ class Model:
         return self.join(Place(self.parked_so_far, task, home))
 
     def claim_turn(self, owner, task, home, *, marked):
-        given = self.pass_on(home, task if marked else None)
-        if not marked or f"{task}#" not in self.leases:
+        may_claim = marked and owner not in self.over
+        given = self.pass_on(home, task if may_claim else None)
+        if not may_claim or f"{task}#" not in self.leases:
             return "parked", given
         _, place = self.handed[task]
         self.forget(task)
@@ -715,9 +723,10 @@ class ParkedMachine(RuleBasedStateMachine):
         assert set(shorts(aside)) == model.aside
         begin = f"{LOCK}:done:".encode()
         names = self.raw.keys("*")
-        marks = [name for name in names if name.startswith(begin)]
-        done = set(shorts(name.removeprefix(begin) for name in marks))
+        marks = [name.removeprefix(begin) for name in names if name.startswith(begin)]
+        done = set(shorts(name for name in marks if b"@" not in name))
         assert done == model.done
+        assert {name.decode() for name in marks if b"@" in name} == model.over
         states = Counter([*shorts(line), *until, *shorts(running), *(done | model.replaced)])
         assert not states or max(states.values()) == 1, f"in two states: {states}"
 
