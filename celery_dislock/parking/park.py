@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
-LISTED_FOR = 30.0  # seconds for which a line is listed that is still empty: half of delist.lua's
+LISTED_FOR = 30.0  # seconds for which a line is listed that is still empty: half of enlist.lua's
 PARKED = "PARKED"  # state of the result while a task is in line
 
 logger = logging.getLogger("celery_dislock")

@@ -5,7 +5,7 @@
 --     token        fencing token, grows with each new lease of the lock
 --     acquired_ms  Redis TIME of the acquisition
 --     mode         x exclusive, s shared
---     holder       JSON object for messages and tools: task, id, worker, pid, host
+--     holder       JSON object for messages and tools: see About in servers/records.py
 --   owner -> "1 deadline_ms ttl_ms mode limit holder"
 --     deadline_ms  Redis TIME until which the place is kept; after it the waiter has died
 --     ttl_ms, limit, and so on   of the lease that it asks for; see acquire.lua
@@ -13,7 +13,8 @@
 -- include: _names
 
 local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
--- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver again.
+-- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver again.  For
+-- done-marks, claims whose result was on its way, and what a reservation with "replace" remembers.
 local COPY_MS = 7200000
 
 -- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.

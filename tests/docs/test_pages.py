@@ -92,6 +92,14 @@ def test_every_promise_of_a_table_has_its_test():
         assert [name for name in named if f"def {name}(" not in tests] == [], row
 
 
+def test_the_events_that_are_sent_are_described():
+    """All of them, and no other: monitors rely on them."""
+    page = (DOCS / "reference/events.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(task-[a-z-]+)` \|", page, re.MULTILINE)
+    code = "".join(file.read_text("utf-8") for file in (ROOT / "celery_dislock").rglob("*.py"))
+    assert set(rows) == set(re.findall(r'send\w*\(.*"(task-[a-z-]+)"', code))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page):
     """Relative links name files that exist, and anchors name headings of theirs."""
