@@ -39,7 +39,7 @@ class Violation(NamedTuple):
 
     Attributes:
         promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "once",
-            "nothing lost", "clean", "written".
+            "nothing lost", "newest", "clean", "written".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.
     """
@@ -201,12 +201,14 @@ def limited(events: Iterable[Event], key: str) -> list[tuple[int, float, float]]
     return found
 
 
-def faults(events: Iterable[Event], which: str = "") -> list[tuple[float, float]]:
-    """Return from when to when each fault lasted, or each of those that are said to do this."""
+def faults(
+    events: Iterable[Event], which: str = "", *, spares: str = ""
+) -> list[tuple[float, float]]:
+    """Return from when to when each fault lasted that does this, and does not spare that."""
     begun: dict[str, float] = {}
     found = []
     for event in events:
-        if which and not event.more.get(which):
+        if (which and not event.more.get(which)) or event.more.get(spares):
             continue
         if event.what == "fault" and event.kind == "begin":
             begun[event.about] = event.at
@@ -225,8 +227,9 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if hold.lost is None or not hold.timeout:
             continue
         since = hold.lost - CALM * hold.timeout
-        if since < hold.begin or any(begin < hold.lost and since < end for begin, end in wrong):
+        if any(begin < hold.lost and since < end for begin, end in wrong):
             continue
+        since = max(since, hold.begin)
         seen = [since, *(at for at in ran[hold.process] if since < at < hold.lost), hold.lost]
         if max(later - at for at, later in pairwise(seen)) > STALL * hold.timeout:
             counts["losses of a process that did not run"] += 1
@@ -298,7 +301,7 @@ def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 
 def order(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Who was known to stand in line before another asked is granted the lock before it."""
-    forgets = [event.at for event in events if event.more.get("ends_places")]
+    wrong = faults(events, spares="spares_places")
     by_key: dict[str, list[Operation]] = defaultdict(list)
     for one in operations(events).values():
         if one.more.get("fair"):
@@ -312,7 +315,7 @@ def order(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
                     continue
                 counts["pairs in line"] += 1
                 passed = early.end is not None and early.outcome == "ok" and early.end > late.end
-                excused = any(early.begin <= at <= late.end for at in forgets)
+                excused = any(early.begin < end and begin < late.end for begin, end in wrong)
                 if passed and not excused:
                     text = f"{key}: {late.process} before {early.process}, which stood in line"
                     yield Violation("order", text, late.end)
@@ -399,6 +402,32 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
                 yield Violation("once", f"{text} began again after its end", again)
 
 
+def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """After a task has begun that replaces others of its key, none begins that was sent before."""
+    wrong, forgot = faults(events, spares="redelivers"), faults(events, "loses_data")
+    by_key: dict[str, list[tuple[str, Task]]] = defaultdict(list)
+    for name, one in all_tasks(events).items():
+        # What is sent in an outage runs, as if there were no others.
+        if one.more.get("replaces") and not any(
+            begin < one.sent and one.more["asked"] < end for begin, end in wrong
+        ):
+            by_key[one.more["key"]].append((name, one))
+    for of_key in by_key.values():
+        counts["tasks that replace others"] += len(of_key)
+        of_key.sort(key=lambda sent: sent[1].more["asked"])
+        asked = [one.more["asked"] for _, one in of_key]
+        begun = [min(one.begins, default=math.inf) for _, one in of_key]
+        first = [*accumulate(reversed(begun), min, initial=math.inf)][::-1]  # from there on
+        for name, one in of_key:
+            later = first[bisect_left(asked, one.sent)]
+            for begin in one.begins:
+                if later < begin and not any(
+                    one.more["asked"] < end and since < begin for since, end in forgot
+                ):
+                    text = f"task {name} of {one.more} began after one that was sent later"
+                    yield Violation("newest", text, begin)
+
+
 def written(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every element that was written under the lock, and acknowledged, is in the file."""
     files = {event.about: set(event.more["elements"]) for event in events if event.what == "file"}
@@ -430,6 +459,7 @@ JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ..
     order,
     ends,
     tasks,
+    newest,
     written,
     clean,
 )

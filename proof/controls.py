@@ -43,7 +43,7 @@ def release_without_looking_at_the_owner() -> None:
     _rewrite(
         [RELEASE],
         "local name, lease = KEYS[1]",
-        "redis.call('DEL', KEYS[1])\nif KEYS then return 1 end\nlocal name, lease = KEYS[1]",
+        "redis.call('DEL', KEYS[1])\nlocal name, lease = KEYS[1]",
     )
 
 

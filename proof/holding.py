@@ -23,25 +23,26 @@ def name() -> str:
 
 class Holding:
     """
-    A lease, from its grant to the end of the body.
+    A lease of one lock or of several, from its grant to the end of the body.
 
     Args:
         history: Where it is noted.
         lease: The lease.
         asked: When the lock was asked for.
-        terms: Key, limit, mode and timeout, as the checker wants to know them.
+        terms: Limit, mode and timeout, as the checker wants to know them.
     """
 
     def __init__(self, history: History, lease: Lease, asked: float, **terms: object) -> None:
-        self.name = name()
+        self._names = {key: name() for key in lease.tokens}
         self._history = history
         self._lease = lease
         at = time.monotonic()
         # The process may have been stopped since the grant: then the lease was never trusted.
         self._begun = self._trusted = lease.held
         if self._begun:
-            token = lease.token
-            history.add("hold", self.name, "begin", at=at, asked=asked, token=token, **terms)
+            for key, token in lease.tokens.items():
+                more = {"key": key, "asked": asked, "token": token, **terms}
+                history.add("hold", self._names[key], "begin", at=at, **more)
 
     def trust(self, seconds: float) -> bool:
         """Look at the lease until the time is over; returns False if it was lost."""
@@ -57,13 +58,17 @@ class Holding:
         at = time.monotonic()
         if self._begun:
             trusted = self._look()
-            self._history.add("hold", self.name, "end", at=at if trusted else None)
+            self._note("end", at=at if trusted else None)
 
     def _look(self) -> bool:
         at = time.monotonic()
         if self._trusted and not self._lease.held:
             self._trusted = False
-            self._history.add("hold", self.name, "lost", why=self._lease.why_ended)
+            self._note("lost", why=self._lease.why_ended)
         elif self._trusted:
-            self._history.add("hold", self.name, "trust", at=at)
+            self._note("trust", at=at)
         return self._trusted
+
+    def _note(self, kind: str, *, at: float | None = None, **more: object) -> None:
+        for hold in self._names.values():
+            self._history.add("hold", hold, kind, at=at, **more)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_dislock import Dislock
 from celery_dislock.exceptions import DislockError, LockLostError
+from celery_dislock.servers.store import Store
 from proof.files import Outdated, SharedFile
 from proof.history import History
 from proof.holding import Holding, name
@@ -44,15 +45,23 @@ class Worker:
         dislock: Makes the locks.
         history: What it does is written there.
         stop: Set when it is to end.
+        asking: Has the operation of each thread.
     """
 
     def __init__(
-        self, number: int, site: Site, dislock: Dislock, history: History, stop: threading.Event
+        self,
+        number: int,
+        site: Site,
+        dislock: Dislock,
+        history: History,
+        stop: threading.Event,
+        asking: threading.local,
     ) -> None:
         self._site = site
         self._dislock = dislock
         self._history = history
         self._stop = stop
+        self._asking = asking
         self._random = random.Random(f"{site.seed}:{number}")
         self._kinds = KINDS if site.has_lines else ("mutex",)
         self._private = f"private:{name()}"  # nobody else takes it
@@ -81,8 +90,7 @@ class Worker:
         if not (operation := self._acquire(lock, key)):
             return
         assert lock.lease is not None
-        terms = {"key": key, "timeout": self._site.timeout, **terms}
-        holding = Holding(self._history, lock.lease, asked, **terms)
+        holding = Holding(self._history, lock.lease, asked, timeout=self._site.timeout, **terms)
         if self._random.random() < 1 / 4:
             with lock:
                 holding.trust(lasts / 2)
@@ -108,7 +116,7 @@ class Worker:
             return
         assert lock.lease is not None
         lease = lock.lease
-        holding = Holding(self._history, lease, asked, key=key, timeout=self._site.timeout)
+        holding = Holding(self._history, lease, asked, timeout=self._site.timeout)
         with suppress(Outdated, LockLostError):
             elements = file.read(lease.token)
             holding.trust(pause)
@@ -121,7 +129,9 @@ class Worker:
 
     def _acquire(self, lock: Any, key: str) -> str:
         operation, timeout = name(), self._random.choice(WAITS)
-        self._history.add("operation", operation, "invoke", key=key, timeout=timeout)
+        fair = self._site.has_lines and not key.startswith(("semaphore", "shared"))
+        self._history.add("operation", operation, "invoke", key=key, timeout=timeout, fair=fair)
+        self._asking.operation = operation
         try:
             taken: bool = lock.acquire(timeout=timeout)
         except DislockError as exc:
@@ -136,12 +146,27 @@ class Worker:
         self._history.add("operation", operation, "freed")
 
 
+def note_places(history: History) -> threading.local:
+    """Note it when an operation waits in line; returns what each thread keeps its operation in."""
+    asking, wait = threading.local(), Store.wait
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if operation := asking.operation:
+            history.add("operation", operation, "in line")
+            asking.operation = ""
+        return wait(*args, **kwargs)
+
+    setattr(Store, "wait", noted)
+    return asking
+
+
 def main() -> None:
     """Work until the standard input ends."""
     site, stop = Site.of_this_process(), threading.Event()
     history = History(Path(site.folder, "history"))
+    asking = note_places(history)
     with Dislock.from_url(site.url, transport_options=site.options) as dislock:
-        workers = [Worker(n, site, dislock, history, stop) for n in range(THREADS)]
+        workers = [Worker(n, site, dislock, history, stop, asking) for n in range(THREADS)]
         threads = [threading.Thread(target=worker.run) for worker in workers]
         for thread in threads:
             thread.start()

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
     from proof.history import History
 
-PAUSE = (0.2, 1.5)  # seconds between two faults
+PAUSE = (0.2, 1.5)  # seconds between two faults of a group
+LONG_PAUSE = (10.0, 30.0)  # the same, of faults after which much has to start again
 ROUND = 12.0  # seconds; at the end of each nothing goes wrong for a while
 CALM = 4.0  # seconds of each round without a fault, in which nothing may be lost
+
+
+SPARES_PLACES = {"spares_places": True}
 
 
 class Fault(NamedTuple):
@@ -30,12 +34,28 @@ class Fault(NamedTuple):
     Attributes:
         name: For the history.
         make: Makes it, and blocks until it is over.
-        more: What it excuses, as the checker knows it: "loses_data", "redelivers".
+        more: What it excuses, as the checker knows it: "loses_data", "redelivers"; or that it lets
+            those who wait have their places in line: "spares_places".
     """
 
     name: str
     make: Callable[[], None]
     more: Mapping[str, bool] = {}
+
+
+class Group(NamedTuple):
+    """
+    Faults of which one is made at a time, beside those of other groups.
+
+    Attributes:
+        chance: Decides which, and when.
+        faults: The faults.
+        pause: Seconds between two of them, from and to.
+    """
+
+    chance: random.Random
+    faults: Sequence[Fault]
+    pause: tuple[float, float] = PAUSE
 
 
 class Victims(Protocol):
@@ -70,20 +90,18 @@ def of_processes(victims: Sequence[Victims], chance: random.Random, timeout: flo
         return stop
 
     return [
-        Fault("kill a process", killed),
+        Fault("kill a process", killed, SPARES_PLACES),
         Fault("stop a process for less than its lease", stopped(0.5 * timeout)),
         Fault("stop a process for longer than its lease", stopped(2.0 * timeout)),
     ]
 
 
-def make_faults(
-    groups: Sequence[tuple[random.Random, Sequence[Fault]]], history: History, until: float
-) -> None:
+def make_faults(groups: Sequence[Group], history: History, until: float) -> None:
     """
     Make faults of each group, one after the other, and those of several groups at a time.
 
     Args:
-        groups: Of each, one is made at a time; its random numbers decide which, and when.
+        groups: The faults.
         history: Where each is noted.
         until: Monotonic time; blocks until then, and until the last fault is over.
     """
@@ -91,10 +109,10 @@ def make_faults(
     over = threading.Event()  # a fault could not be made, or the run is ended from outside
 
     def make_those_of(number: int) -> None:
-        chance, faults = groups[number]
+        chance, faults, between = groups[number]
         while True:
             name, make, more = chance.choice(faults)
-            now, pause = time.monotonic(), chance.uniform(*PAUSE)
+            now, pause = time.monotonic(), chance.uniform(*between)
             ends = (now + pause - start) % ROUND
             if ends > ROUND - CALM:
                 pause += ROUND - ends

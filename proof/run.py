@@ -13,7 +13,7 @@ from celery.states import READY_STATES
 from proof.checker import Verdict, check
 from proof.files import SharedFile
 from proof.history import History, read
-from proof.nemesis import Fault, make_faults, of_processes
+from proof.nemesis import LONG_PAUSE, SPARES_PLACES, Fault, Group, make_faults, of_processes
 from proof.processes import LOCKING, SENDING, WORKER, Processes
 from proof.servers import KINDS, ttls
 from proof.site import Site
@@ -64,8 +64,16 @@ def run(
         results = stack.enter_context(RedisServer(folder / "results"))
         servers = stack.enter_context(KINDS[kind](folder / "locks"))
         site = Site(
-            *(servers.url, servers.options, servers.has_lines, broker.url, results.url),
-            *(str(folder), seed, TIMEOUT, control),
+            url=servers.url,
+            options=servers.options,
+            has_lines=servers.has_lines,
+            has_pairs=servers.has_pairs,
+            broker=broker.url,
+            results=results.url,
+            folder=str(folder),
+            seed=seed,
+            timeout=TIMEOUT,
+            control=control,
         )
         with Processes(WORKER, 2, site, history) as workers:
             with (
@@ -75,9 +83,9 @@ def run(
                 chances = [random.Random(f"{seed}:{number}") for number in range(3)]
                 victims = (workers, locking, sending)
                 groups = (
-                    (chances[0], of_processes(victims, chances[0], TIMEOUT)),
-                    (chances[1], servers.faults(chances[1], TIMEOUT)),
-                    (chances[2], [restart(broker), Fault("nothing", lambda: time.sleep(0.0))]),
+                    Group(chances[0], of_processes(victims, chances[0], TIMEOUT)),
+                    Group(chances[1], servers.faults(chances[1], TIMEOUT)),
+                    Group(chances[2], [restart(broker)], LONG_PAUSE),
                 )
                 wait_for_work(path)
                 until = time.monotonic() + seconds
@@ -86,6 +94,8 @@ def run(
                     if enough and enough(check(read(path))):
                         return check(read(path))
             note_outcomes(history, path, results, workers)
+        if control:
+            return check(read(path))
         for file in sorted(folder.glob("elements-*")):
             if not file.suffix:
                 elements = SharedFile(file, fenced=False).read()
@@ -106,12 +116,8 @@ def wait_for_work(path: Path) -> None:
 
 
 def restart(broker: RabbitServer) -> Fault:
-    """Return the restart of the broker, after which it delivers again what was not acknowledged."""
-
-    def stop_and_start() -> None:
-        broker.control("eval", "rabbit:stop(), rabbit:start().")
-
-    return Fault("restart the broker", stop_and_start, {"redelivers": True})
+    """Return the end of the broker, which then delivers again what was not acknowledged."""
+    return Fault("restart the broker", broker.restart, {"redelivers": True, **SPARES_PLACES})
 
 
 def note_outcomes(history: History, path: Path, results: RedisServer, workers: Processes) -> None:

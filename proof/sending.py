@@ -39,6 +39,7 @@ def main() -> None:
             "asked": time.monotonic(),
             "parks": name in PARKS,
             "may_fail": name in MAY_FAIL,
+            "replaces": TASKS[name].get("lock_on_duplicate") == "replace",
         }
         try:
             result = app.tasks[name].apply_async(

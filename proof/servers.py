@@ -40,6 +40,7 @@ class LockServers(ExitStack):
         options: Transport options.
         nodes: The processes that may have data.
         has_lines: Whether it can have lines, and locks of several holders.
+        has_pairs: Whether a task can have locks that are anywhere on it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +49,8 @@ class LockServers(ExitStack):
         self.url: str | list[str] = ""
         self.options: dict[str, Any] = {}
         self.nodes: Sequence[RedisServer] = ()
-        self.has_lines = True
+        self.has_lines = self.has_pairs = True
+        self._proxies: list[Proxy] = []
 
     def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
         """Return what can go wrong with it; *timeout* is that of the leases."""
@@ -64,6 +66,51 @@ class LockServers(ExitStack):
             Fault("cut all connections", command("CLIENT", "KILL", "TYPE", "normal")),
             Fault("forget the scripts", command("SCRIPT", "FLUSH")),
             Fault("pause all clients", command("CLIENT", "PAUSE", "300")),
+        ]
+
+    def _behind_proxy(self, server: RedisServer) -> str:
+        """Return the address of a proxy before a server."""
+        assert server.port is not None
+        proxy = self.enter_context(Proxy(server.port))
+        self._proxies.append(proxy)
+        return proxy.url
+
+    def _network(self, chance: random.Random, timeout: float) -> list[Fault]:
+        """Return what can go wrong between the clients and a server behind a proxy."""
+
+        def black_hole() -> None:
+            proxy = chance.choice(self._proxies)
+            proxy.black_hole()
+            try:
+                time.sleep(chance.choice((0.3, 2.0)) * timeout)
+            finally:
+                proxy.heal()
+
+        def replies(happens: str) -> Callable[[], None]:
+            def some() -> None:
+                proxy = chance.choice(self._proxies)
+                proxy.fault(_is_script, happens, nth=chance.randint(1, 20))
+                time.sleep(0.3)
+                proxy.forget_faults()
+
+            return some
+
+        def slow() -> None:
+            proxy = chance.choice(self._proxies)
+            proxy.delay = chance.choice((0.01, 0.1)) * timeout
+            try:
+                time.sleep(timeout)
+            finally:
+                proxy.delay = 0.0
+
+        return [
+            Fault("lose the reply of a script", replies(lose_reply)),
+            Fault("lose a script", replies(cut)),
+            Fault("never send the reply of a script", replies(swallow_reply)),
+            Fault("reset all connections", lambda: chance.choice(self._proxies).cut_all()),
+            Fault("half-close all connections", lambda: chance.choice(self._proxies).half_close()),
+            Fault("delay every byte", slow),
+            Fault("let no byte through", black_hole),
         ]
 
     def _paused(self, chance: random.Random, timeouts: float, number: int = 1) -> None:
@@ -88,15 +135,12 @@ class One(LockServers):
 
     def __enter__(self) -> Self:
         server = self.enter_context(RedisServer(self.folder, args=KEPT))
-        self.nodes = [server]
-        assert server.port is not None
-        self._proxy = self.enter_context(Proxy(server.port))
-        self.url = self._proxy.url
+        self.nodes, self.url = [server], self._behind_proxy(server)
         return self
 
     def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
         """Return what can go wrong with it."""
-        server, proxy = self.nodes[0], self._proxy
+        (server,) = self.nodes
 
         def full(policy: str) -> None:
             with server.client() as client, suppress(redis.RedisError):
@@ -106,27 +150,9 @@ class One(LockServers):
                 for name, value in ROOMY.items():
                     client.config_set(name, value)
 
-        def black_hole() -> None:
-            proxy.black_hole()
-            try:
-                time.sleep(chance.choice((0.3, 2.0)) * timeout)
-            finally:
-                proxy.heal()
-
-        def replies(happens: str) -> Callable[[], None]:
-            def some() -> None:
-                proxy.fault(_is_script, happens, nth=chance.randint(1, 20))
-                time.sleep(0.3)
-
-            return some
-
         return [
             *self._commands(chance),
-            Fault("lose the reply of a script", replies(lose_reply)),
-            Fault("lose a script", replies(cut)),
-            Fault("never send the reply of a script", replies(swallow_reply)),
-            Fault("reset all connections", proxy.cut_all),
-            Fault("let no byte through", black_hole),
+            *self._network(chance, timeout),
             Fault(
                 "stop the server",
                 lambda: self._paused(chance, timeout * chance.choice((0.3, 2.0))),
@@ -182,6 +208,7 @@ class Cluster(LockServers):
 
     def __enter__(self) -> Self:
         self._cluster = self.enter_context(RedisCluster(self.folder, node_timeout=NODE_TIMEOUT))
+        self.has_pairs = False  # they must be in one slot
         self.nodes, self.url = self._cluster.servers, self._cluster.url
         return self
 
@@ -229,7 +256,7 @@ class Five(LockServers):
             self.enter_context(RedisServer(self.folder / f"server-{n}", args=KEPT))
             for n in range(5)
         ]
-        self.url, self.has_lines = [node.url for node in self.nodes], False
+        self.url, self.has_lines = [self._behind_proxy(node) for node in self.nodes], False
         return self
 
     def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
@@ -240,6 +267,7 @@ class Five(LockServers):
 
         return [
             *self._commands(chance),
+            *self._network(chance, timeout),
             Fault("one of five away", away(1)),
             Fault("two of five away", away(2)),
             Fault("three of five away", away(3)),

@@ -21,6 +21,7 @@ class Site:
         url: The lock server.
         options: Its transport options.
         has_lines: Whether it can have lines, and locks of several holders.
+        has_pairs: Whether a task can have locks that are anywhere on it.
         broker: The broker.
         results: Keeps the results.
         folder: The history and the files.
@@ -32,6 +33,7 @@ class Site:
     url: str | list[str]
     options: dict[str, Any]
     has_lines: bool
+    has_pairs: bool
     broker: str
     results: str
     folder: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,9 @@ ONE_NEWER = {
     "lock_queue_limit": 1,
     "lock_queue_overflow": "replace",
 }
+PAIR = {
+    "lock_key": ["pair:<number>", lambda number, how: f"pair:{(number + 1) % KEYS}"]  # noqa: ARG005
+}
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 
 # By name, the options of each task.
@@ -35,6 +37,11 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "newest": ONE_NEWER,
     "unique": UNIQUE,
     "debounce": {**UNIQUE, "lock_on_duplicate": "replace"},
+    "reads": {"lock_key": "book:<number>", "lock_on_conflict": "queue", "lock_mode": "shared"},
+    "writes": {"lock_key": "book:<number>", "lock_on_conflict": "queue"},
+    "two or skip": {**PAIR, "lock_on_conflict": "skip"},
+    "two or retry": {**PAIR, "lock_on_conflict": "retry"},
+    "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
 }
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
 MAY_FAIL = {"raise", "reject"}
@@ -66,18 +73,18 @@ def history() -> History:
     return _histories[pid]
 
 
-def body(task: Any, number: int, how: str) -> None:
+def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the key
     """Hold the lock for a while."""
     mine = history()
     mine.add("task", task.request.id, "begin")
-    # When this attempt asked for its lock is not known to the body; the lease knows.
-    asked = task.lease.acquired_at + time.monotonic() - time.time()
+    options = TASKS[task.name]
     terms = {
-        "key": f"{task.name}:{number}",
-        "limit": TASKS[task.name].get("lock_limit", 1),
+        "limit": options.get("lock_limit", 1),
+        "mode": options.get("lock_mode", "exclusive"),
         "timeout": site.timeout,
     }
-    holding = Holding(mine, task.lease, asked, **terms)
+    # When this attempt asked for its lock is not known to the body; the lease knows.
+    holding = Holding(mine, task.lease, task.lease.since, **terms)
     if how == "keeps the GIL":
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
     holding.trust(2 * site.timeout if how == "long" else 0.01)
@@ -86,9 +93,10 @@ def body(task: Any, number: int, how: str) -> None:
 
 
 TASKS = {
-    name: options for name, options in ALL_TASKS.items() if site.has_lines or name not in PARKS
+    name: {"lock_key": f"{name}:<number>", **options}
+    for name, options in ALL_TASKS.items()
+    if (site.has_lines or name not in PARKS)
+    and (site.has_pairs or not PAIR.items() <= options.items())
 }
 for _name, _options in TASKS.items():
-    app.task(
-        body, name=_name, base=SingletonTask, bind=True, lock_key=f"{_name}:<number>", **_options
-    )
+    app.task(body, name=_name, base=SingletonTask, bind=True, **_options)

@@ -94,6 +94,20 @@ class RabbitServer:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
+    def restart(self) -> None:
+        """Kill the server, and start it again with its data, on its port."""
+        deadline = time.monotonic() + START_TIMEOUT
+        while True:
+            server = self._processes.pop()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            self._popen(*self._server)
+            # Until it listens, a client's own end of a connection may have its port.
+            if self._answers():
+                return
+            assert time.monotonic() < deadline, "the server did not start again"
+
     def add_virtual_host(self, name: str) -> str:
         """Make a virtual host, which has queues and connections of its own; return its URL."""
         self.control("add_vhost", name)
@@ -115,6 +129,10 @@ class RabbitServer:
         assert not done.returncode, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    @property
+    def _server(self) -> tuple[str, ...]:
+        return (str(self.programs / "rabbitmq-server"),)
+
     def _url(self, virtual_host: str) -> str:
         return f"amqp://guest:guest@{LOOPBACK}:{self.port}/{virtual_host}"
 
@@ -126,7 +144,7 @@ class RabbitServer:
         deadline = time.monotonic() + START_TIMEOUT
         while not _listens(mapper) and time.monotonic() < deadline:
             time.sleep(POLL_INTERVAL)
-        self._popen(str(self.programs / "rabbitmq-server"))
+        self._popen(*self._server)
 
     def _prepare(self, distribution: int, mapper: int) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -15,6 +15,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ class Proxy:
 
     Attributes:
         commands: Every command that came from a client, in their order, with what happened to it.
+        delay: Seconds by which everything arrives later, either way.
     """
 
     def __init__(self, port: int) -> None:
         self.commands: list[tuple[Command, str]] = []
+        self.delay = 0.0
         self._server = ("127.0.0.1", port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._mutex = threading.Lock()
@@ -92,6 +95,11 @@ class Proxy:
         with self._mutex:
             self._faults.append((matches, [pass_on] * (nth - 1) + [happens] * times))
 
+    def forget_faults(self) -> None:
+        """Let nothing happen to a command any more."""
+        with self._mutex:
+            self._faults.clear()
+
     def count(self, matches: Callable[[Command], bool], happened: str | None = None) -> int:
         """Count the commands that came and match; those only to which that happened, if given."""
         with self._mutex:
@@ -105,6 +113,13 @@ class Proxy:
             sockets, self._sockets = self._sockets, set()
         for end in sockets:
             _close(end)
+
+    def half_close(self) -> None:
+        """Tell both ends of every connection that no more will come; they may still send."""
+        with self._mutex:
+            for end in self._sockets:
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_WR)
 
     def black_hole(self) -> None:
         """Let no byte through, either way, until :meth:`heal`."""
@@ -179,6 +194,7 @@ class Proxy:
             while received := source.recv(RECEIVE):
                 buffer += received
                 self._open.wait()
+                time.sleep(self.delay)
                 start = 0
                 while (end := end_of_value(buffer, start)) is not None:
                     if not handle(buffer[start:end]):

@@ -42,6 +42,17 @@ def task(name, *kinds, process="w", state="SUCCESS", **more):
     return [Event(at, process, "task", name, kind, more) for at, kind in enumerate(kinds, 1)]
 
 
+def replaced(asked, newer, older):
+    """Make the events of a task that begins at *older*, and of one that was asked for later."""
+    more = {"key": "k", "parks": True, "may_fail": False, "replaces": True, "asked": 0.5}
+    return [
+        Event(1, "s", "task", "old", "sent", more),
+        Event(asked + 0.1, "s", "task", "new", "sent", {**more, "asked": asked}),
+        *(Event(older + n, "w", "task", "old", kind, {}) for n, kind in enumerate(BODY)),
+        *(Event(newer + n, "w", "task", "new", kind, {}) for n, kind in enumerate(BODY)),
+    ]
+
+
 def fault(begin, end, **more):
     """Make the events of a fault."""
     kinds = (("begin", begin), ("end", end))
@@ -63,12 +74,12 @@ def file(*names):
     return [Event(9, "run", "file", "f", "end", {"elements": list(names)})]
 
 
+BODY = ("begin", "end")
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
 PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
 SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
 FAIR = {"fair": True, "timeout": 5}
-FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +99,14 @@ FORGOT = [Event(3, "nemesis", "fault", "flush", "begin", {"ends_places": True})]
         ("kept", calm_loss(1, 5)),
         ("kept", calm_loss(1, 5, begin=2, end=3)),
         ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
+        (
+            "order",
+            operation("a", 1, 6, in_line=2, **FAIR)
+            + operation("b", 3, 5, **FAIR)
+            + fault(3, 4, spares_places=True),
+        ),
+        ("newest", replaced(3, 4, 5)),
+        ("newest", replaced(3, 4, 5) + fault(3, 4, redelivers=True)),
         ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
         ("end", operation("a", 1, 7 + SLACK, **FAIR)),
         ("end", [Event(9, "run", "process", "7", "stuck", {})]),
@@ -129,7 +148,7 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 9, lost=5, timeout=1.0),
         operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
-        operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + FORGOT,
+        operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR) + fault(3, 4),
         operation("a", 1, 4, in_line=2, outcome="refused", **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK) + killed("a", 2),
         operation("a", 1, 4) + operation("b", 2, 3, outcome="refused"),
@@ -145,6 +164,10 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "outcome"),
         task("t", "sent", "begin", "begin", "end"),
         task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
+        replaced(5, 6, 3),
+        replaced(3, 5, 4),
+        replaced(3, 4, 5) + fault(4.2, 4.5, **FORGETS),
+        replaced(3, 4, 5) + fault(2.5, 3.5),
         element("e") + file("e"),
         element("e", "unguarded") + file(),
     ],
