@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from proof.nemesis import Fault
-from tests.faults.proxy import Proxy, cut, lose_reply, swallow_reply
+from proof.proxy import Proxy, cut, lose_reply, swallow_reply
 from tests.integration.servers import MASTER_NAME, RedisCluster, Watched, is_master
 from tests.redis_server import RedisServer
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from tests.faults.proxy import Command
+    from proof.proxy import Command
 
 KEPT = ("--appendonly", "yes")  # what was answered survives a kill of the server
 NODE_TIMEOUT = 1000  # milliseconds of silence until a replica of the cluster takes over

@@ -21,7 +21,7 @@ from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.parking.store import Lines
 from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
-from tests.integration import unique_history
+from proof import simulated_sending
 from tests.integration.lua_server import LuaServer
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class Net(LuaServer):
         super().__init__(changed)
 
     def record(self) -> Any:
-        """Return the record of the key of :mod:`tests.integration.unique_history`."""
-        return self.send("GET", unique_history.RECORD)
+        """Return the record of the key of :mod:`proof.simulated_sending`."""
+        return self.send("GET", simulated_sending.RECORD)
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""

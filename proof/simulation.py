@@ -36,8 +36,8 @@ from celery_dislock.locks.making import make_lock
 from celery_dislock.parking.store import FIRST, Bounds, Ticket
 from celery_dislock.servers.replies import Full, Granted, Refused, Swept
 from celery_dislock.servers.requests import Ending
+from proof import simulated_sending
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
-from tests.integration import unique_history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -576,7 +576,12 @@ def kind_of(broken: str) -> str:
 
 
 def simulate(
-    seed: int, *, seconds: float, say: Callable[[str], None], changed: Callable[[str], str] = str
+    seed: int,
+    *,
+    seconds: float,
+    say: Callable[[str], None],
+    changed: Callable[[str], str] = str,
+    counts: Counter[str] | None = None,
 ) -> Script | None:
     """
     Simulate histories for some time.
@@ -586,24 +591,26 @@ def simulate(
         seconds: How long.
         say: Called with what is found.
         changed: Changes the text of each script, to break one on purpose.
+        counts: Counts the steps and the histories.
 
     Returns:
         The shortest history that was found to break the first promise that was broken; None: none
         was broken.
     """
-    net, began, steps = Net(changed), time.monotonic(), 0
+    net, began, counts = Net(changed), time.monotonic(), Counter() if counts is None else counts
     for nth in count():
-        took = time.monotonic() - began
+        took, steps = time.monotonic() - began, counts["steps"]
         if took > seconds:
             say(f"{steps:,} steps in {nth:,} histories, {steps / took:,.0f} a second")
             return None
+        counts["histories"] += 1
         name = f"{seed}.{nth}"
         if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
-            unique = unique_history.History(net, name, loses=nth % 2 == 0)
-            unique.go(STEPS)
-            steps += STEPS + unique.commands
+            history = simulated_sending.History(net, name, loses=nth % 2 == 0)
+            history.go(STEPS)
+            counts["steps"] += STEPS + history.commands
         outcome = run(net, name)
-        steps += outcome.taken
+        counts["steps"] += outcome.taken
         if outcome.broken:
             say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
             return Script(name, shrink(net, name, outcome.steps, outcome.broken))

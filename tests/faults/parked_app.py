@@ -1,12 +1,12 @@
 """Tasks that are parked in line, in workers that kill themselves where a test says so.
 
-Everything goes by the task's id, which the test has chosen.  What happens is written into files in
-PARKED_FOLDER that a SIGKILL cannot tear: ``events``, a line of JSON each, and ``journal``, in which
-a body says at each step that it trusts its lease.  Whoever comes to a place for which there is a
-file ``die-<place>-<task id>`` takes that away and dies: by itself, or with its whole worker.
+Everything goes by the task's id, which the test has chosen.  What happens is written into a file in
+PARKED_FOLDER, ``events``, a line of JSON each, which a SIGKILL cannot tear.  Whoever comes to a
+place for which there is a file ``die-<place>-<task id>`` takes that away and dies: by itself, or
+with its whole worker.
 
-PARKED_LOCKS is the lock server, PARKED_BROKER the broker, PARKED_RESULTS the result backend.
-PARKED_CONF, in JSON, adds to the configuration.
+PARKED_LOCKS is the lock server, which has the results, too, and PARKED_BROKER the broker.
+PARKED_TIMEOUT is that of the leases.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ from pathlib import Path
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask, current_lease
-from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.message import TaskParked
 from celery_dislock.parking.park import Parking
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.parking.store import Lines
-from celery_dislock.servers.store import Store
 from celery_dislock.signals import lock_acquired, lock_released
-from tests.faults.history import Journal
 
 STEP = 0.005  # seconds between two steps of a body
 ACKNOWLEDGED = 0.5  # seconds in which a main process has acknowledged what a child has begun
@@ -37,14 +34,13 @@ FOLDER = Path(os.environ.get("PARKED_FOLDER", "."))
 
 app = Celery("parked", broker=os.environ.get("PARKED_BROKER"))
 app.conf.update(
-    result_backend=os.environ.get("PARKED_RESULTS"),
+    result_backend=os.environ.get("PARKED_LOCKS"),
     dislock_url=os.environ.get("PARKED_LOCKS"),
     broker_connection_retry_on_startup=True,
     worker_prefetch_multiplier=1,
-    **json.loads(os.environ.get("PARKED_CONF", "{}")),
+    dislock_watchdog_timeout=float(os.environ.get("PARKED_TIMEOUT", "30")),
 )
 dislock = Dislock(app)
-journal = Journal(FOLDER / "journal")
 events = os.open(FOLDER / "events", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
 
@@ -134,21 +130,9 @@ def _is_about_to_release(lease, *_):
     place("ended", lease.holder["id"])
 
 
-@after(Store, "release", StoreError)
-def _release_was_lost(_store, _locks, owner, *_):
-    record("release lost", owner.split("@")[0])
-
-
 @lock_released.connect(weak=False)
 def _has_released(lease, **_):
     record("released", lease.holder["id"], key=lease.key, token=lease.token)
-
-
-@before(Parking, "result_stored")
-def _is_settled(parking, _state):
-    delivery = parking._delivery
-    if parking.has_claimed and delivery.ending.ticket:
-        record("settled", delivery.id)
 
 
 @before(Lines, "sweep")
@@ -163,13 +147,9 @@ def body(task, seconds, gated):
     about = {"key": lease.key, "token": lease.token}
     record("begin", task_id, **about)
     place("body", task_id)
-    who = f"{task_id} in {os.getpid()}"
     until = time.monotonic() + seconds
     while True:
-        now = time.monotonic()  # read before asking: trust now is trust at that instant
-        if lease.held:
-            journal.trusted(lease.key, lease.token, who, now)
-        if now >= until and (not gated or (FOLDER / f"gate-{task_id}").exists()):
+        if time.monotonic() >= until and (not gated or (FOLDER / f"gate-{task_id}").exists()):
             break
         time.sleep(STEP)
     record("end", task_id, **about)

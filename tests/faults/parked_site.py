@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
-import time
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from tests.acceptance.fleet import Worker
 from tests.holding import name_of, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from celery import Signature
@@ -32,12 +30,7 @@ TIMEOUT = 3.0  # seconds: lock_watchdog_timeout, so that all lines are looked at
 
 @dataclass
 class Run:
-    """
-    One run of a task's body, as far as it came.
-
-    Attributes:
-        settled: Its result is stored, and its ticket, where it has one, done.
-    """
+    """One run of a task's body, as far as it came."""
 
     id: str
     key: str
@@ -46,7 +39,6 @@ class Run:
     at: float
     ended: bool = False
     released: bool = False
-    settled: bool = False
 
 
 class Site:
@@ -57,9 +49,6 @@ class Site:
         folder: Of what they write, and of what they are told.
         server: Of the locks; and of all else that has no server of its own here.
         rabbitmq: The broker.
-        results: The result backend.
-        locks_url: Where the workers find the lock server; None: at its own address.
-        conf: More configuration.
     """
 
     def __init__(
@@ -68,13 +57,9 @@ class Site:
         server: RedisServer,
         *,
         rabbitmq: RabbitServer | None = None,
-        results: RedisServer | None = None,
-        locks_url: str | None = None,
-        conf: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.redis = server.client(decode_responses=True)
-        self._results = (results or server).client(decode_responses=True)
         self._rabbitmq = rabbitmq
         broker = rabbitmq.url if rabbitmq else server.url
         self.queue = f"parked-{uuid.uuid4().hex[:8]}"
@@ -83,9 +68,8 @@ class Site:
         self._env = {
             "PARKED_FOLDER": str(folder),
             "PARKED_BROKER": broker,
-            "PARKED_LOCKS": locks_url or server.url,
-            "PARKED_RESULTS": (results or server).url,
-            "PARKED_CONF": json.dumps({"dislock_watchdog_timeout": TIMEOUT, **(conf or {})}),
+            "PARKED_LOCKS": server.url,
+            "PARKED_TIMEOUT": str(TIMEOUT),
         }
         self._started = 0
 
@@ -97,17 +81,16 @@ class Site:
             worker.process.wait()
         self._client.close()
         self.redis.close()
-        self._results.close()
 
     # Workers
 
-    def start(self, name: str | None = None, *, ready: bool = True, children: int = 2) -> Worker:
-        """Start a worker; of a new name where none is given."""
+    def start(self, *, ready: bool = True) -> Worker:
+        """Start a worker."""
         self._started += 1
-        name = name or f"{self.queue}-{self._started}"
+        name = f"{self.queue}-{self._started}"
         folder = self.folder / f"boot{self._started}"
         folder.mkdir()
-        options = ["--pool", "prefork", "--concurrency", str(children), "--dislock"]
+        options = ["--pool", "prefork", "--concurrency", "2", "--dislock"]
         app = "tests.faults.parked_app"
         worker = Worker(folder, name, *options, "--queues", self.queue, app=app, env=self._env)
         self.workers.append(worker)
@@ -115,17 +98,13 @@ class Site:
             worker.wait_until_ready()
         return worker
 
-    def start_pair(self, children: int = 2) -> list[Worker]:
+    def start_pair(self) -> list[Worker]:
         """Have two workers that run."""
-        self.supervise(children)
+        while len(self.running) < 2:
+            self.start(ready=False)
         for worker in self.running:
             worker.wait_until_ready()
         return self.running
-
-    def supervise(self, children: int = 2) -> None:
-        """Start what two workers lack; does not wait for it."""
-        while len(self.running) < 2:
-            self.start(ready=False, children=children)
 
     @property
     def running(self) -> list[Worker]:
@@ -179,7 +158,7 @@ class Site:
 
     def state(self, task_id: str) -> str | None:
         """The state in the result backend."""
-        meta = self._results.get(f"celery-task-meta-{task_id}")
+        meta = self.redis.get(f"celery-task-meta-{task_id}")
         return json.loads(meta)["status"] if meta else None
 
     def raw(self, task: str, key: str, task_id: str, **kwargs: Any) -> str:
@@ -237,8 +216,8 @@ class Site:
                 open_runs[at] = run
             elif event["what"] == "end":
                 open_runs[at].ended = True
-            elif event["what"] in {"released", "settled"} and at in open_runs:
-                setattr(open_runs[at], event["what"], True)
+            elif event["what"] == "released" and at in open_runs:
+                open_runs[at].released = True
         return found
 
     def wait_for_event(self, what: str, task_id: str, times: int = 1) -> dict[str, Any]:
@@ -272,76 +251,3 @@ class Site:
         name = name_of(key)
         names = [name, *(f"{name}:{part}" for part in ("line", "tickets", "handed"))]
         wait_for(lambda: not self.redis.exists(*names), f"nobody has to do with {key}", LIMIT)
-
-
-class Storm:
-    """
-    What befalls the workers of a site at random.
-
-    Attributes:
-        killed: Process ids of children that were killed.
-        done: How often what was done.
-    """
-
-    BLOWS = (  # dealt as cards are: none stays away for long
-        *["kill child"] * 5,
-        *["freeze child"] * 2,
-        *["kill worker"] * 2,
-        "freeze worker",
-    )
-    SECONDS = 1.0  # for which a process is frozen, at most; it keeps its leases
-    PAUSE = 0.5  # seconds between two blows, at most
-
-    def __init__(self, site: Site) -> None:
-        self.killed: set[int] = set()
-        self.done = dict.fromkeys(self.BLOWS, 0)
-        self._site = site
-        self._cards: list[str] = []
-
-    def blow(self) -> None:
-        """Do one thing to one process."""
-        time.sleep(random.uniform(0, self.PAUSE))
-        ready = [worker for worker in self._site.running if " ready." in worker.log]
-        if not ready:
-            return
-        worker = random.choice(ready)
-        children = self._site.children(worker)
-        self._cards = self._cards or random.sample(self.BLOWS, len(self.BLOWS))
-        what = self._cards.pop()
-        if what == "kill worker":
-            self._kill(worker)
-            name = worker.name if random.random() < 0.5 else None
-            self._site.start(name, ready=False)
-        elif what == "freeze worker":
-            self._freeze(worker.process.pid)
-        elif not children:
-            return
-        elif what == "kill child":
-            child = self._busy(children)
-            self.killed.add(child)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        else:
-            self._freeze(self._busy(children))
-        self.done[what] += 1
-
-    def kill_all(self) -> None:
-        """Kill all workers, with their children."""
-        for worker in self._site.running:
-            self._kill(worker)
-
-    def _kill(self, worker: Worker) -> None:
-        os.kill(worker.process.pid, signal.SIGSTOP)  # it starts no more children
-        self.killed.update(self._site.children(worker))
-        worker.kill()
-
-    def _busy(self, children: list[int]) -> int:
-        """Choose a process; more often than not one that is in a body."""
-        inside = [run.pid for run in self._site.runs() if not run.ended and run.pid in children]
-        return random.choice(inside if inside and random.random() < 0.8 else children)
-
-    def _freeze(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(random.uniform(0, self.SECONDS))
-            os.kill(pid, signal.SIGCONT)

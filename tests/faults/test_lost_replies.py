@@ -12,7 +12,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.attempt import Conflict
 from celery_dislock.scripts import ACQUIRE, RELEASE, RELEASE_DEAD, RENEW
 from celery_dislock.servers.node import RESENDS
-from tests.faults.proxy import cut, lose_reply, pass_on, runs, swallow_reply
+from proof.proxy import cut, lose_reply, runs, swallow_reply
 from tests.holding import Holding, name_of, wait_for
 
 pytestmark = pytest.mark.faults
@@ -38,33 +38,6 @@ def holding(proxy):
     """Locks through the proxy, of a client that soon takes a reply for lost."""
     with Holding(proxy.url, {"socket_timeout": 0.3}) as holding:
         yield holding
-
-
-@any_way
-def test_an_acquisition_whose_reply_is_lost_is_confirmed(proxy, holding, others, redis_server, way):
-    """Sent again, the acquire takes the lock exactly once, and has the token that is in Redis."""
-    proxy.fault(runs(ACQUIRE), way)
-    lease = holding.take(KEY, LONG)
-    assert proxy.count(runs(ACQUIRE), way) == 1
-    assert proxy.count(runs(ACQUIRE), pass_on) == 1
-    with redis_server.client(decode_responses=True) as client:
-        (field,) = client.hgetall(name_of(KEY)).items()
-    assert field[0] == lease.owner
-    assert int(field[1].split(" ")[2]) == lease.token
-    assert len(holding.named("lock_acquired")) == 1
-    assert isinstance(others.try_take(KEY), Conflict)
-    lease.release()
-    others.take(KEY)
-
-
-@any_way
-def test_a_refusal_whose_reply_is_lost_stays_a_refusal(proxy, holding, others, way):
-    """Sent again, the acquire of a held lock is refused again, and the holder is told right."""
-    lease = others.take(KEY, LONG)
-    proxy.fault(runs(ACQUIRE), way)
-    conflict = holding.try_take(KEY, LONG)
-    assert isinstance(conflict, Conflict)
-    assert conflict.holder == lease.holder
 
 
 @any_way

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import random
 import signal
 import time
 import uuid
@@ -16,12 +14,8 @@ import pytest
 from celery import chain
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
-from celery_dislock.scripts import ENLIST, LEAVE, PARK, RELEASE, RELEASE_DEAD, SWEEP
-from tests.acceptance.fleet import REDELIVERY_IS_SLOW
 from tests.acceptance.rabbitmq import own_rabbitmq
-from tests.faults.history import read, violations
-from tests.faults.parked_site import LIMIT, TIMEOUT, Site, Storm
-from tests.faults.proxy import cut, lose_reply, runs, swallow_reply
+from tests.faults.parked_site import LIMIT, TIMEOUT, Site
 from tests.holding import name_of, wait_for
 from tests.redis_server import RedisServer
 
@@ -181,7 +175,6 @@ class TestCrashes:
         shared.start_pair()
         shared.wait_until_no_message_is_left()
         assert shared.runs() == before
-        assert violations(read(shared.folder / "journal")) == []
 
     def test_what_stands_behind_a_task_is_not_lost_with_its_process(self, shared, key):
         """A process that dies right after the release leaves the task's result to a copy of it."""
@@ -254,209 +247,6 @@ class TestTwice:
         assert site.state(task_id) == "SUCCESS"
 
 
-def burst(site, number, keys, task="late", **kwargs):
-    """Send so many tasks, to each of the keys in turn."""
-    return [
-        site.send(task, keys[n % len(keys)], f"{keys[n % len(keys)]}-{n}", **kwargs)
-        for n in range(number)
-    ]
-
-
-def wait_until_ended(site, ids, limit=LIMIT, times=1):
-    """Wait until the bodies of all these tasks have ended."""
-    left = set(ids)
-
-    def all_ended():
-        return not left - {run.id for run in site.runs() if run.ended}
-
-    wait_for(all_ended, f"the end of {len(left)} tasks", limit)
-
-
-class TestLostReplies:
-    @pytest.mark.slow
-    def test_nothing_is_lost_or_doubled(self, rabbitmq, redis_server, proxy, tmp_path):
-        """Commands and replies about the line are lost at random: each task runs once, in order."""
-        conf = {"dislock_transport_options": {"socket_timeout": 0.3}}
-        for script in (PARK, RELEASE, LEAVE, SWEEP):
-            proxy.fault(runs(script), lose_reply)
-        for way in (lose_reply, cut, swallow_reply):
-            proxy.fault(one_of(20, ABOUT_LINES), way, times=10_000)
-        site = Site(tmp_path, redis_server, rabbitmq=rabbitmq, locks_url=proxy.url, conf=conf)
-        with closing(site):
-            site.start_pair(children=4)  # more than there are holders: one is free to park
-            keys = [f"k{n}" for n in range(3)]
-            holders = [hold(site, key) for key in keys]
-            ids = burst(site, 30, keys, seconds=0.01)
-            wait_for(lambda: sum(site.is_in_line(id_[:2], id_) for id_ in ids) == len(ids), "line")
-            revoked = ids[5:30:8]
-            site.revoke(revoked)
-            for holder in holders:
-                site.open_gate(holder)
-            wait_until_ended(site, [*holders, *set(ids).difference(revoked)], limit=120)
-            for key in keys:
-                site.wait_until_free(key)
-            site.wait_until_no_message_is_left()
-            for task_id in [*holders, *ids]:
-                state = "REVOKED" if task_id in revoked else "SUCCESS"
-                assert len(site.runs(task_id)) == (state == "SUCCESS"), task_id
-                assert site.state(task_id) == state
-            for way in (lose_reply, cut, swallow_reply):
-                assert proxy.count(ABOUT_LINES, way) >= 3
-
-
-def one_of(number, matches):
-    """Match one command, at random, of each *number* that match."""
-    ahead = []
-
-    def chosen(command):
-        if not matches(command):
-            return False
-        if not ahead:
-            ahead.extend(random.sample([True] + [False] * (number - 1), number))
-        return ahead.pop()
-
-    return chosen
-
-
-ABOUT_LINES = runs(ENLIST, PARK, RELEASE, RELEASE_DEAD, LEAVE, SWEEP)
-
-
-class TestStorm:
-    """Two workers of two children are frozen and killed at random while tasks go through."""
-
-    @pytest.fixture
-    def site(self, rabbitmq, redis_server, redis_url, tmp_path):
-        with closing(Site(tmp_path, redis_server, rabbitmq=rabbitmq)) as site:
-            yield site
-
-    @pytest.mark.slow
-    @pytest.mark.timeout(600)
-    def test_it_is_survived(self, site):
-        """All of 500 tasks end, never two of a key at once, and again only where one was killed."""
-        site.start_pair()
-        keys = [f"k{n}" for n in range(5)]
-        ids = [f"{random.choice(keys)}-{n}" for n in range(500)]
-        for task_id in ids:
-            site.send("late", task_id.partition("-")[0], task_id, seconds=0.2)
-        storm = Storm(site)
-        for _ in range(120):
-            storm.blow()
-        # What Celery has mislaid in a worker that lives, comes back with its end.
-        storm.kill_all()
-        site.start_pair()
-        wait_until_ended(site, ids, limit=240)
-        site.wait_until_no_message_is_left()
-        for key in keys:
-            site.wait_until_free(key)
-        logger.info("%s; %s", storm.done, self.check(site, ids, storm.killed))
-
-    def check(self, site, ids, killed):
-        """Look at each run; return what there was, in words."""
-        assert violations(read(site.folder / "journal")) == []
-        parked_at: dict[str, float] = {}
-        for event in site.events():
-            if event["what"] in {"parked", "turn"}:
-                parked_at.setdefault(event["id"], event["at"])
-        ended_twice, never_parked = [], []
-        for task_id in ids:
-            done = site.runs(task_id)
-            assert any(run.ended for run in done), done
-            for before in done[:-1]:  # another came after it
-                assert before.pid in killed, done
-                assert not before.settled, done
-                # A task that found its lock free has no ticket, by which to know its copy.
-                if before.ended and parked_at.get(task_id, math.inf) > before.at:
-                    never_parked.append(task_id)
-            ended_twice += [task_id] * (sum(run.ended for run in done) > 1)
-        assert {site.state(task_id) for task_id in ids} == {"SUCCESS"}
-        assert len(parked_at) > len(ids) / 2, "hardly any line: this proved nothing"
-        return (
-            f"{len(parked_at)} parked, {len(site.runs())} runs, {len(ended_twice)} ended twice, "
-            f"{len(never_parked)} of them had not waited for their lock"
-        )
-
-
-class TestServerCrashes:
-    """A Redis that keeps its data, by ``appendfsync always``, is killed and started again."""
-
-    @pytest.fixture
-    def server(self, redis_program, tmp_path):
-        kept = ["--appendonly", "yes", "--appendfsync", "always"]
-        with RedisServer(tmp_path / "redis", args=kept) as server:
-            yield server
-
-    def test_the_lock_server(self, rabbitmq, server, redis_server, redis_url, tmp_path):
-        """Killed while tasks are parked, and again while they run, it costs no task a run."""
-        with closing(Site(tmp_path, server, rabbitmq=rabbitmq, results=redis_server)) as site:
-            site.start_pair(children=4)  # more than there are holders: one is free to park
-            keys = [f"k{n}" for n in range(3)]
-            holders = [hold(site, key) for key in keys]
-            ids = burst(site, 60, keys)
-            wait_for(lambda: len(site.events("parked")) >= 5, "some are parked")
-            self.crash(server)
-            wait_for(lambda: len(site.events("parked")) >= 25, "others are parked")
-            self.crash(server)
-            for holder in holders:
-                site.open_gate(holder)
-            for number in (10, 30):
-                wait_for(lambda n=number: len(site.events("end")) >= n, f"{number} ran", LIMIT)
-                self.crash(server)
-            self.check(site, keys, [*holders, *ids])
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
-    def test_broker_and_lock_server(self, server, redis_server, redis_url, tmp_path):
-        """Killed while tasks have their turns it costs none; twice runs what could not be told."""
-        redelivery = {
-            "visibility_timeout": 5,
-            "unacked_restore_interval": 1,
-            "unacked_restore_throttle": 1,
-        }
-        conf = {"broker_transport_options": redelivery}
-        with closing(Site(tmp_path, server, results=redis_server, conf=conf)) as site:
-            site.start_pair(children=4)
-            keys = [f"k{n}" for n in range(3)]
-            holders = [hold(site, key) for key in keys]
-            ids = burst(site, 60, keys)
-            # A message that kombu has fetched, and not yet noted, is lost with the connection; from
-            # here on each is about a task in line, which has its turn again.
-            wait_for(lambda: all(site.is_in_line(id_[:2], id_) for id_ in ids), "all are in line")
-            for holder in holders:
-                site.open_gate(holder)
-            for number in (10, 30):
-                self.wait_for_ends(site, number)
-                self.crash(server)
-            self.wait_for_ends(site, len(ids))
-            # The release of these was not heard, and perhaps the acknowledgement neither.
-            unheard = {event["id"] for event in site.events("release lost")}
-            self.check(site, keys, [*holders, *ids], unheard)
-
-    def wait_for_ends(self, site, number):
-        """Wait, while workers end that lose their broker with a message in hand: kombu 5.7."""
-
-        def so_many():
-            site.supervise(children=4)
-            return len({event["id"] for event in site.events("end")}) >= number
-
-        wait_for(so_many, f"{number} ran", 120)
-
-    def crash(self, server):
-        server.kill()
-        server.start()
-
-    def check(self, site, keys, ids, unheard=()):
-        wait_until_ended(site, ids, limit=120)
-        for key in keys:
-            site.wait_until_free(key)
-        site.wait_until_no_message_is_left()
-        for task_id in ids:
-            done = site.runs(task_id)
-            assert done[-1].ended, done
-            assert all(task_id in unheard or not run.settled for run in done[:-1]), done
-            wait_for(lambda id_=task_id: site.state(id_) == "SUCCESS", f"result of {task_id}")
-        assert violations(read(site.folder / "journal")) == []
-
-
 class TestSweep:
     @pytest.fixture
     def site(self, redis_server, redis_url, tmp_path):
@@ -516,26 +306,6 @@ class TestSweep:
         killed_at = time.monotonic()
         began_at = site.wait_for_event("begin", f"{key}-next")["at"]
         assert began_at - killed_at < TIMEOUT + TIMEOUT / RENEWALS_PER_TIMEOUT + SLACK
-
-    def test_a_line_whose_holder_froze_goes_on(self, site, key):
-        """The next has the lock once it is lost, and the frozen task still ends once.
-
-        The whole worker is frozen: its main process would renew for the child.
-        """
-        frozen = hold(site, key)
-        line_up(site, key, "late", "next")
-        pid = site.wait_for_event("begin", frozen)["pid"]
-        (worker,) = (w for w in site.workers if pid in site.children(w))
-        os.killpg(worker.process.pid, signal.SIGSTOP)
-        site.wait_for_event("released", f"{key}-next")
-        os.killpg(worker.process.pid, signal.SIGCONT)
-        site.open_gate(frozen)
-        site.wait_for_event("end", frozen)
-        site.wait_until_free(key)
-        wait_for(lambda: site.says(f"late[{key}-next] succeeded"), "its result")
-        site.wait_until_no_message_is_left()
-        assert [run.ended for run in site.runs()] == [True, True]
-        assert violations(read(site.folder / "journal")) == []
 
     def test_a_line_without_workers_waits_for_one(self, site, key):
         """All workers are killed: the line goes on with the first that starts."""

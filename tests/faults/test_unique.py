@@ -1,11 +1,10 @@
-"""Senders and workers of unique tasks die, and the lock server is away: no message is lost."""
+"""Workers of unique tasks die, and the lock server is away: no message is lost."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import json
-import os
 import time
 import uuid
 
@@ -13,15 +12,11 @@ import pytest
 from celery import Celery
 
 from celery_dislock import Dislock, SingletonTask
-from celery_dislock.scripts import ACQUIRE_UNIQUE, PARK_UNIQUE
 from celery_dislock.tasks import sending
-from celery_dislock.tasks.sending import PUBLISH_FOR
+from proof.proxy import Proxy
 from tests.acceptance.fleet import Worker, reservation_in
 from tests.acceptance.rabbitmq import own_rabbitmq
-from tests.faults.conftest import ROOT
-from tests.faults.proxy import Proxy, runs
 from tests.faults.unique_app import UNIQUE_FOR
-from tests.forked import run_python
 from tests.holding import wait_for
 from tests.integration.servers import MASTER_NAME, Watched, wait_for_replicas
 from tests.redis_server import RedisServer
@@ -32,8 +27,6 @@ pytestmark = pytest.mark.faults
 LIMIT = 60.0  # seconds until a condition must hold
 AT_ONCE = 5.0  # seconds: far beyond the second that the first sender waits
 PREFETCHED = 100
-EDITED = 8
-KILLED = 9
 
 
 @pytest.fixture(scope="module")
@@ -80,51 +73,6 @@ def reserved(client, lock):
     """The state and the task id of a reservation, and how long it lasts; None: the key is free."""
     record = reservation_in(client, lock)
     return record and (record.state, record.id, record.remaining)
-
-
-class TestSenders:
-    """A sender is killed between two of its steps."""
-
-    @pytest.fixture
-    def send(self, lock_server):
-        """Send a message in a process that dies at the given place."""
-
-        def send(place, name, doc, edition=0):
-            env = {"UNIQUE_LOCKS": lock_server.url, "UNIQUE_BROKER": lock_server.url}
-            env = {**os.environ, **env, "PYTHONPATH": str(ROOT)}
-            words = (place, name, doc, str(edition))
-            sender = run_python("tests.faults.unique_app", *words, folder=ROOT, env=env)
-            assert sender.returncode == KILLED
-
-        return send
-
-    @pytest.mark.parametrize(
-        ("place", "sent", "state", "most"),
-        [
-            ("before reserve", 0, None, 0),
-            ("after reserve", 0, "being sent", PUBLISH_FOR),
-            ("after publish", 1, "being sent", PUBLISH_FOR),
-            ("after confirm", 1, "waiting", UNIQUE_FOR),
-        ],
-    )
-    def test_its_key_is_blocked_for_seconds(self, client, send, place, sent, state, most):
-        """For PUBLISH_FOR at most, unless its message was confirmed: that one will come."""
-        send(place, "edit", "a")
-        assert client.llen("celery") == sent
-        found = reserved(client, "dislock:{edit:a}")
-        assert (found and found[0]) == state
-        assert (found[2] if found else 0) <= most
-
-    def test_what_was_published_runs(self, client, send, lock_server, start_worker):
-        """Whatever became of its sender; and its key is free then, also for one that died late."""
-        places = ["after reserve", "after publish", "before confirm", "after confirm"]
-        for number, place in enumerate(places):
-            send(place, "edit", str(number))
-        client.set("gate", 1)
-        start_worker(lock_server.url, lock_server.url)
-        wait_for(lambda: client.llen("ran") == 3, "three runs", LIMIT)
-        assert set(client.lrange("ran", 0, -1)) == {"edit:1:0", "edit:2:0", "edit:3:0"}
-        wait_for(lambda: not client.keys("*:unique"), "all keys are free", PUBLISH_FOR + AT_ONCE)
 
 
 class Senders:
@@ -336,87 +284,31 @@ class TestFailovers:
 
 
 @contextlib.contextmanager
-def declared(broker, lock_server, name, **options):
-    """A task as tests.faults.unique_app has it, in an app of a sender's own."""
+def declared(broker, lock_server):
+    """The task of tests.faults.unique_app, in an app of a sender's own."""
     app = Celery("sender", broker=broker, set_as_current=False)
     app.conf.dislock_url = lock_server.url
     with contextlib.closing(app):
 
         @app.task(
-            name=name,
+            name="edit",
             base=SingletonTask,
-            lock_key=f"{name}:<doc>",
+            lock_key="edit:<doc>",
+            lock_unique_until="end",
             lock_unique_for=UNIQUE_FOR,
             ignore_result=True,
             shared=False,
-            **options,
         )
-        def task(doc, edition=0): ...
+        def edit(doc): ...
 
-        yield task
-
-
-REPLACING = {"lock_unique_until": "start", "lock_on_duplicate": "replace"}
-
-
-def ended(worker, sent):
-    """Whether a worker has run a task, or has let it end unrun."""
-    lines = [line for line in worker.log.splitlines() if sent.id in line]
-    return any("replaces it" in line or "succeeded" in line for line in lines)
-
-
-class TestReplacing:
-    """An older edition does not run after the newest, whatever it has missed."""
-
-    def test_a_worker_that_dies_when_it_was_told(self, client, lock_server, rabbitmq, start_worker):
-        """Before it has acknowledged the message: what is redelivered learns the same."""
-        broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
-        client.set("gate", 1)
-        with declared(broker, lock_server, "index", **REPLACING) as index:
-            older, newest = index.delay("a", 1), index.delay("a", 2)
-        doomed = start_worker(lock_server.url, broker, concurrency=2, UNIQUE_DIES="1")
-        doomed.wait_until_it_ends()
-        assert client.lrange("ran", 0, -1) == ["index:a:2"]
-        assert not ended(doomed, older)
-        heir = start_worker(lock_server.url, broker)
-        wait_for(lambda: ended(heir, older), "the older one ends", LIMIT)
-        assert set(client.lrange("ran", 0, -1)) == {"index:a:2"}
-        assert newest.id != older.id
-
-    def test_replies_that_are_lost_or_late(self, client, lock_server, start_worker):
-        """The reply that has told it: the command is sent again, and the newest runs meanwhile."""
-        with Proxy(lock_server.port) as proxy:
-            with declared(lock_server.url, lock_server, "index", **REPLACING) as index:
-                older = [index.delay(number, 1) for number in range(EDITED)]
-                for number in range(EDITED):
-                    index.delay(number, 2)
-            asks = [about(sent.id, runs(ACQUIRE_UNIQUE, PARK_UNIQUE)) for sent in older]
-            for number, asked in enumerate(asks):
-                proxy.fault(asked, "lose reply" if number % 2 else "swallow reply")
-            client.set("gate", 1)
-            notes = {"UNIQUE_NOTES": lock_server.url}
-            worker = start_worker(
-                proxy.url, lock_server.url, pool="threads", concurrency=2 * EDITED, **notes
-            )
-            wait_for(lambda: all(ended(worker, sent) for sent in older), "all end", LIMIT)
-            assert all(proxy.count(asked) >= 2 for asked in asks)
-            wait_for(lambda: client.llen("ran") >= EDITED, "the newest run", LIMIT)
-            assert sorted(client.lrange("ran", 0, -1)) == [
-                f"index:{number}:2" for number in range(EDITED)
-            ]
-            worker.kill()
-
-
-def about(task_id, commands):
-    """Of these commands, those that are about a task."""
-    return lambda command: commands(command) and any(task_id.encode() in word for word in command)
+        yield edit
 
 
 class TestWorkers:
     def test_no_lock_server_where_locks_are_off(self, client, lock_server, start_worker):
         """What was reserved runs, though nobody can be told that it does."""
         with Proxy(lock_server.port) as proxy:
-            with declared(lock_server.url, lock_server, "edit", lock_unique_until="end") as edit:
+            with declared(lock_server.url, lock_server) as edit:
                 for number in range(3):
                     edit.delay(number)
             client.set("gate", 1)
@@ -433,7 +325,7 @@ class TestWorkers:
     ):
         """The broker delivers them to another, where all run; their keys are free after that."""
         broker = rabbitmq.add_virtual_host(f"unique-{uuid.uuid4().hex[:8]}")
-        with declared(broker, lock_server, "edit", lock_unique_until="end") as edit:
+        with declared(broker, lock_server) as edit:
             doomed = start_worker(lock_server.url, broker)
             sent = [edit.delay(number) for number in range(PREFETCHED)]
             wait_for(lambda: client.llen("ran") == 1, "one that runs", LIMIT)
@@ -443,7 +335,7 @@ class TestWorkers:
             assert [result.id for result in again] == [result.id for result in sent[1:]]
         client.set("gate", 1)
         start_worker(lock_server.url, broker)
-        expected = {f"edit:{number}:0" for number in range(PREFETCHED)}
+        expected = {f"edit:{number}" for number in range(PREFETCHED)}
         wait_for(lambda: set(client.lrange("ran", 0, -1)) == expected, "all runs", LIMIT)
         wait_for(lambda: not client.keys("*:unique"), "all keys are free", UNIQUE_FOR)
         assert client.llen("ran") == PREFETCHED + 1

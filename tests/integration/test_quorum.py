@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import random
 import threading
-import time
 
 import pytest
 
@@ -17,8 +14,7 @@ from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
-from tests.faults.history import Journal, read, violations
-from tests.faults.proxy import Proxy, lose_reply, runs, swallow_reply
+from proof.proxy import Proxy, lose_reply, runs, swallow_reply
 from tests.holding import Holding, wait_for
 from tests.redis_server import RedisServer
 
@@ -329,85 +325,3 @@ class TestLostReplies:
         wait_for(lambda: nothing_on(servers[:1]), "the undoing on the first server")
         assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
         assert store.release([LOCK], "a/1") is True
-
-
-KEYS = ("export:1", "export:2")
-TIMEOUT = 1.0  # seconds
-THREADS = 3  # in each of the processes
-PROCESSES = 2
-
-
-def contend(urls, journal, stop):
-    """Take and release the locks again and again until told to stop; write down what is trusted."""
-    record = Journal(journal)
-
-    def run(number):
-        while not stop.is_set():
-            try:
-                lease = holding.try_take(random.choice(KEYS), TIMEOUT)
-            except StoreError:
-                continue
-            if isinstance(lease, Conflict):
-                stop.wait(random.uniform(0, 0.01))
-                continue
-            until = time.monotonic() + random.choice((0.0, 0.02, 2 * TIMEOUT))
-            while True:
-                now = time.monotonic()  # read before asking: trust now is trust at that instant
-                if not lease.held:
-                    break
-                record.trusted(lease.key, lease.token, f"{os.getpid()}/{number}", now)
-                if now >= until or stop.is_set():
-                    break
-                time.sleep(0.002)  # each look is a line of the journal
-            lease.release()
-
-    with Holding(urls, TRANSPORT) as holding:
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    record.close()
-
-
-@pytest.mark.faults
-@pytest.mark.slow
-def test_one_holder_at_a_time_while_servers_come_and_go(servers, urls, tmp_path):
-    """Six threads of two processes contend while servers freeze and die: never two at once."""
-    spawn = multiprocessing.get_context("spawn")
-    stop = spawn.Event()
-    journal = tmp_path / "journal"
-    processes = [
-        spawn.Process(target=contend, args=(urls, journal, stop)) for _ in range(PROCESSES)
-    ]
-    for process in processes:
-        process.start()
-
-    def leases():
-        with contextlib.suppress(FileNotFoundError, ValueError):  # read while a line is written
-            return len(read(journal))
-        return 0
-
-    def wait_for_more(number=8):
-        wanted = leases() + number
-        wait_for(lambda: leases() >= wanted, "more leases")
-
-    try:
-        wait_for_more()
-        for _ in range(3):
-            frozen = random.sample(servers, 2)
-            down(frozen, "frozen")
-            wait_for_more()
-            up(frozen, "frozen")
-        for server in random.sample(servers, 2):
-            server.kill()
-            wait_for_more()
-    finally:
-        stop.set()
-        for process in processes:
-            process.join(WITHIN)
-    assert [process.exitcode for process in processes] == [0] * PROCESSES
-    intervals = read(journal)
-    assert violations(intervals) == []
-    assert {interval.key for interval in intervals} == set(KEYS)
-    assert len({interval.holder for interval in intervals}) >= PROCESSES * THREADS - 1

@@ -1,4 +1,4 @@
-"""Uniqueness when sending, in random histories; unique_history.py says what must be so.
+"""Uniqueness when sending, in random histories; proof/simulated_sending.py says what must be so.
 
 Most of them are on the scripts in this process, and some on a real server.
 """
@@ -13,10 +13,10 @@ import pytest
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved
+from proof.simulated_sending import LOCK, PUBLISH_FOR, RECORD, RECORD_MOST, History
 from tests.integration import driven_clock
 from tests.integration.driven_clock import DrivenServer
 from tests.integration.lua_server import LuaServer
-from tests.integration.unique_history import LOCK, PUBLISH_FOR, RECORD, RECORD_MOST, History
 
 STEPS = 150  # of a history
 EDITIONS = 2000

@@ -73,6 +73,11 @@ class Message:
     ends: list[str] = field(default_factory=list)  # how its deliveries have ended
 
     @property
+    def reserved(self) -> Reservation:
+        assert self.reservation is not None
+        return self.reservation
+
+    @property
     def identity(self) -> tuple[str, str, int]:
         return self.reservation.identity if self.reservation else (self.id, "", -1)
 
@@ -304,14 +309,14 @@ class History:
 
     def end(self, message: Message, *, waits: bool = False) -> Command:
         end = self.reservations.end_waiting if waits else self.reservations.end
-        return self.command("end", message, partial(end, message.reservation))
+        return self.command("end", message, partial(end, message.reserved))
 
     def give_back(self, message: Message) -> Command:
-        given = message.reservation._replace(until="end")
+        given = message.reserved._replace(until="end")
         return self.command("end", message, partial(self.reservations.end_waiting, given))
 
     def confirm(self, message: Message, ttl: float, *, runs: bool = False) -> Command:
-        kept = message.reservation._replace(ttl=ttl)
+        kept = message.reserved._replace(ttl=ttl)
         if runs:
             keep = partial(self.reservations.keep, [kept], runs=True, within=1.0)
             return self.command("keep", message, keep)
@@ -474,8 +479,8 @@ class History:
 
     def left_of(self, record: dict[str, Any]) -> float:
         """Milliseconds until the reservation ends; the record may stay for its numbers."""
-        left: float = self.world.ttls()[RECORD]
-        return left - max(0, record["kept"] - record["ends"])
+        beyond: float = max(0, record["kept"] - record["ends"])
+        return float(self.world.ttls()[RECORD]) - beyond
 
     def arrive(self, command: Command) -> Any:
         """Let a command arrive; return the reply, or Replaced."""
@@ -552,8 +557,8 @@ class History:
             if one.id == by
             and one.reservation
             and one.reserved_at > message.reserved_at
-            and one.reservation.mark == message.reservation.mark
-            and one.reservation.number > message.reservation.number
+            and one.reservation.mark == message.reserved.mark
+            and one.reservation.number > message.reserved.number
         ]
         is_newer = any(one.is_published for one in newer) and any(one.replaces for one in newer)
         assert is_newer, f"{message} is replaced by {by}, none of which was newer and published"
