@@ -86,17 +86,19 @@ class Processes:
         self.revive()
 
     def signal_one(self, chance: random.Random, number: signal.Signals) -> Callable[[], None]:
-        """Send a signal to one process or child; returns what sends SIGCONT to the same."""
+        """Signal a process, a child, or it and its children; returns what lets those go on."""
         one = psutil.Process(chance.choice(self._running).pid)
+        those = [one]
         with contextlib.suppress(psutil.NoSuchProcess):
-            one = chance.choice([one, *one.children()])
-        _send(one, number)
-        return partial(_send, one, signal.SIGCONT)
+            family = [one, *one.children()]
+            those = chance.choice([family, [chance.choice(family)]])
+        _send(those, number)
+        return partial(_send, those, signal.SIGCONT)
 
     def _kill(self, process: psutil.Process) -> None:
         at, children = time.monotonic(), process.children()
         for one in (process, *children):
-            _send(one, signal.SIGKILL)
+            _send([one], signal.SIGKILL)
             self._history.add("process", str(one.pid), "killed", at=at)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -116,6 +118,7 @@ class Processes:
             )
 
 
-def _send(process: psutil.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(number)
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
