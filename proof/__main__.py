@@ -4,6 +4,9 @@ Prove it: run the workloads under faults, and judge what their history shows.
     python -m proof [--minutes 2] [--seed 7] [--server cluster] [--keep FOLDER]
     python -m proof --simulate [--minutes 2] [--seed 7] [--keep FOLDER]
     python -m proof --replay FILE
+    python -m proof --page docs/proof.md
+
+With --record what comes of it is added to the results that the page is made of.
 """
 
 from __future__ import annotations
@@ -12,21 +15,41 @@ import logging
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from proof import results
 from proof.controls import CONTROLS
+from proof.page import render
 from proof.run import run
 from proof.servers import KINDS
 from proof.simulation import Script, simulate
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proof.checker import Verdict
 
+    Noted = Callable[..., None]  # keeps a result, or does not
+
 SHOWN = 5  # violations of each promise
+
+
+def _write_page(_context: click.Context, _option: click.Parameter, page: Path | None) -> None:
+    if page is not None:
+        page.write_text(render(results.read()), "utf-8")
+        raise SystemExit(0)
+
+
+def _replay(_context: click.Context, _option: click.Parameter, file: Path | None) -> None:
+    if file is not None:
+        broken = Script.read(file).replay(click.echo)
+        click.echo(broken or "No promise was broken.")
+        raise SystemExit(bool(broken))
 
 
 @click.command()
@@ -36,17 +59,29 @@ SHOWN = 5  # violations of each promise
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
 @click.option("--simulate", "simulates", is_flag=True, help="Run scripts and clients in here.")
+@click.option("--record", is_flag=True, help="Add the result to those of the page.")
 @click.option(
-    "--replay", type=click.Path(exists=True, path_type=Path), help="Replay a simulated history."
+    "--page",
+    type=click.Path(path_type=Path),
+    expose_value=False,
+    callback=_write_page,
+    help="Write the page of all results.",
+)
+@click.option(
+    "--replay",
+    type=click.Path(exists=True, path_type=Path),
+    expose_value=False,
+    callback=_replay,
+    help="Replay a simulated history.",
 )
 def main(
     minutes: float,
     seed: int,
     server: str,
     keep: Path | None,
-    replay: Path | None,
     *,
     controls: bool,
+    record: bool,
     simulates: bool,
 ) -> None:
     """
@@ -55,29 +90,25 @@ def main(
     With --controls it is 1 if a lock that was broken on purpose was not caught.  With --simulate
     a history that breaks a promise is made small and printed; --keep keeps it in a file.
     """
-    if replay is not None:
-        broken = Script.read(replay).replay(click.echo)
-        click.echo(broken or "No promise was broken.")
-        raise SystemExit(bool(broken))
+    noted = results.add if record else results.forget
     if simulates:
-        logging.disable()  # simulated outages fill the log
-        found = simulate(seed, seconds=60 * minutes, say=click.echo)
-        if found and keep:
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{found.seed}.json").write_text(str(found), "utf-8")
-        click.echo(found or "No promise was broken.")
-        raise SystemExit(bool(found))
+        raise SystemExit(not _is_simulated(minutes, seed, keep, noted))
     # What ends a run from outside ends its servers, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="dislock-proof-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dislock-proof-") as name:
+        folder = Path(name)
         if controls:
             caught = [
-                _is_caught(name, Path(folder), seconds=60 * minutes, seed=seed) for name in CONTROLS
+                _is_caught(name, folder, seconds=60 * minutes, seed=seed, noted=noted)
+                for name in CONTROLS
             ]
             raise SystemExit(0 if all(caught) else 1)
         verdict = run(
-            (keep or Path(folder)) / f"seed-{seed}", seconds=60 * minutes, seed=seed, kind=server
+            (keep or folder) / f"seed-{seed}", seconds=60 * minutes, seed=seed, kind=server
         )
+    broken = Counter(violation.promise for violation in verdict.violations)
+    outcome = {"counts": verdict.counts, "broken": broken}
+    noted("run", seed=seed, server=server, minutes=minutes, **outcome)
     for name, count in sorted(verdict.counts.items()):
         click.echo(f"{count:>10,}  {name}")
     shown: Counter[str] = Counter()
@@ -85,14 +116,28 @@ def main(
         shown[violation.promise] += 1
         if shown[violation.promise] <= SHOWN:
             click.echo(f"BROKEN {violation.promise} at {violation.at:.3f}: {violation.text}")
-    for promise, times in shown.items():
+    for promise, times in broken.items():
         click.echo(f"{times:>10,}  broken: {promise}")
-    if verdict.violations:
-        raise SystemExit(1)
-    click.echo(f"No promise was broken. Seed {seed}, {minutes:g} minutes.")
+    said = "Promises were broken" if broken else "No promise was broken"
+    click.echo(f"{said}. Server {server}, seed {seed}, {minutes:g} minutes.")
+    raise SystemExit(bool(broken))
 
 
-def _is_caught(name: str, folder: Path, *, seconds: float, seed: int) -> bool:
+def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) -> bool:
+    """Simulate; returns whether all promises were kept."""
+    logging.disable()  # simulated outages fill the log
+    counts: Counter[str] = Counter()
+    found = simulate(seed, seconds=60 * minutes, say=click.echo, counts=counts)
+    broken = found.seed if found else "nothing"
+    noted("simulation", seed=seed, seconds=60 * minutes, **counts, broken=broken)
+    if found and keep:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{found.seed}.json").write_text(str(found), "utf-8")
+    click.echo(found or "No promise was broken.")
+    return found is None
+
+
+def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Noted) -> bool:
     """Run with a lock that is broken in this way; returns whether the checker says so."""
     _, promise = CONTROLS[name]
 
@@ -102,11 +147,15 @@ def _is_caught(name: str, folder: Path, *, seconds: float, seed: int) -> bool:
             one.promise == promise for one in verdict.violations
         )
 
+    began = time.monotonic()
     verdict = run(folder / name, seconds=seconds, seed=seed, control=name, enough=is_caught)
+    took = time.monotonic() - began
     broken = Counter(violation.promise for violation in verdict.violations)
     what = ", ".join(f"{times} x {one}" for one, times in broken.items()) or "nothing"
     caught = "caught" if broken[promise] else f"NOT CAUGHT: no {promise}"
-    click.echo(f"{name.replace('_', ' ')}: {caught} ({what})")
+    click.echo(f"{name.replace('_', ' ')}: {caught} ({what}), {took:.0f} s")
+    outcome = {"caught": promise in broken, "seconds": took, "broken": broken}
+    noted("control", control=name, seed=seed, **outcome)
     return bool(broken[promise])
 
 

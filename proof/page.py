@@ -1,0 +1,175 @@
+"""Write the page of the proof, ``docs/proof.md``, from the results that were kept."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from proof.controls import CONTROLS
+from proof.servers import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from proof.results import Result
+
+TEMPLATE = Path(__file__).with_suffix(".md")
+GUARANTEES = Path(__file__).parents[1] / "docs" / "guarantees.md"
+SERVERS = {
+    "redis": "one Redis",
+    "sentinel": "Sentinel",
+    "cluster": "Cluster",
+    "quorum": "five by majority",
+}
+FAULTS = "faults: "  # the counts that begin so
+FORGOT = "overlaps after the server forgot"
+
+# The promises of docs/guarantees.md, by their first words, and what the checker calls their parts.
+PROMISES: dict[str, tuple[str, ...]] = {
+    "**At most one live lease": ("exclusion", "token", "written"),
+    "**No expiry to guess": ("kept",),
+    "**No lock left behind": ("free", "clean", "end"),
+    "**No task lost": ("nothing lost", "once"),
+    "What holds with `lock_unique_until`": ("free", "nothing lost"),
+    "| more tasks of a key": ("order", "once"),
+}
+
+
+def render(results: Sequence[Result]) -> str:
+    """Return the text of the page."""
+    of = defaultdict(list)
+    for result in results:
+        of[result["what"]].append(result)
+    runs = of["run"]
+    return Template(TEMPLATE.read_text("utf-8")).substitute(
+        runs=_runs(runs),
+        where=_where(results),
+        promises=_promises(runs),
+        fencing=_by_server(runs, lambda name: "overlap" in name or "losses" in name),
+        files=_by_server(runs, lambda name: name.startswith("element")),
+        counts=_by_server(runs, lambda name: not re.match(r"fault|element|overlap|losses", name)),
+        faults=_by_server(runs, lambda name: name.startswith(FAULTS)),
+        controls=_controls(of["control"]),
+        simulations=_simulations(of["simulation"]),
+        peers=_peers(of["peers"]),
+    )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table of Markdown; numbers have their thousands apart."""
+    lines = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
+    if not lines:
+        return "No run has been kept yet."
+    return (
+        "\n".join(f"| {' | '.join(line)} |" for line in ([*heads], ["---"] * len(heads), *lines))
+        .replace("| --- ", "|---")
+        .replace("--- |", "---|")
+    )
+
+
+def _runs(runs: Sequence[Result]) -> str:
+    def row(server: str, those: Sequence[Result]) -> list[object]:
+        broken = _sum(those, "broken")
+        return [
+            SERVERS[server],
+            ", ".join(str(run["seed"]) for run in those),
+            f"{sum(run['minutes'] for run in those):g}",
+            _sum(those, "counts")["holds"],
+            _sum(those, "counts")["tasks"],
+            sum(many for name, many in _sum(those, "counts").items() if name.startswith(FAULTS)),
+            ", ".join(f"{many:,} x {name}" for name, many in broken.items()) or "nothing",
+        ]
+
+    heads = ("lock server", "seeds", "minutes", "holds", "tasks", "faults", "broken")
+    return table(heads, (row(server, those) for server, those in _servers(runs).items()))
+
+
+def _where(results: Sequence[Result]) -> str:
+    dates: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for result in results:
+        dates[result["machine"], result["with"]].add(result["date"])
+    return "\n".join(
+        f"- {' to '.join(sorted({min(those), max(those)}))}, on {machine}: {versions}."
+        for (machine, versions), those in dates.items()
+    )
+
+
+def _promises(runs: Sequence[Result]) -> str:
+    return "\n\n".join(
+        f"> {quoted(start)}\n\n{_verdict(runs, parts)}" for start, parts in PROMISES.items()
+    )
+
+
+def _verdict(runs: Sequence[Result], parts: Sequence[str]) -> str:
+    """Say for each lock server whether the parts of a promise hold."""
+    said = defaultdict(list)
+    for server, those in _servers(runs).items():
+        broken, counts = _sum(those, "broken"), _sum(those, "counts")
+        if any(broken[part] for part in parts):
+            said["does not hold"].append(SERVERS[server])
+        elif "exclusion" in parts and counts[FORGOT]:
+            said["holds only with fencing, once the server has lost data"].append(SERVERS[server])
+        else:
+            said["holds"].append(SERVERS[server])
+    verdicts = "; ".join(f"**{how}**: {', '.join(where)}" for how, where in said.items())
+    return f"{verdicts or 'No run has been kept yet'}. Judged by: {', '.join(parts)}."
+
+
+def quoted(start: str) -> str:
+    """Return the paragraph, or the row of a table, of the guarantees that begins so."""
+    text = GUARANTEES.read_text("utf-8")
+    assert start in text, start
+    paragraph = start + text.partition(start)[2].partition("\n\n")[0]
+    if start.startswith("|"):
+        _, what, becomes, *_ = re.split(r" *\| *", paragraph)
+        return f"{what.capitalize()}: {becomes}."
+    return " ".join(paragraph.split())
+
+
+def _by_server(runs: Sequence[Result], matches: Callable[[str], bool]) -> str:
+    counts = {server: _sum(those, "counts") for server, those in _servers(runs).items()}
+    names = sorted({name for those in counts.values() for name in those if matches(name)})
+    rows = (
+        [name.removeprefix(FAULTS), *(those.get(name, "") for those in counts.values())]
+        for name in names
+    )
+    return table(["", *(SERVERS[server] for server in counts)], rows)
+
+
+def _controls(controls: Sequence[Result]) -> str:
+    newest = {one["control"]: one for one in controls}
+    rows = []
+    for name, (_, promise) in CONTROLS.items():
+        one = newest.get(name, {})
+        caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
+        took = f"{one['seconds']:.0f} s" if one else ""
+        rows.append([name.replace("_", " "), promise, caught, took])
+    return table(("what is broken", "promise that breaks", "caught", "after"), rows)
+
+
+def _simulations(simulations: Sequence[Result]) -> str:
+    heads = ("seed", "steps", "histories", "seconds", "broken")
+    return table(heads, ([one[name] for name in heads] for one in simulations))
+
+
+def _peers(peers: Sequence[Result]) -> str:
+    """The newest table that was kept, as it is."""
+    return table(peers[-1]["heads"], peers[-1]["rows"]) if peers else "Not measured yet."
+
+
+def _servers(runs: Sequence[Result]) -> dict[str, list[Result]]:
+    return {
+        server: those
+        for server in KINDS
+        if (those := [run for run in runs if run["server"] == server])
+    }
+
+
+def _sum(runs: Iterable[Result], what: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run[what])
+    return counts
