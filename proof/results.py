@@ -56,9 +56,10 @@ def machine() -> str:
 def versions() -> str:
     """Name what has run: this project by its commit, and all others by their versions."""
     redis_version = _says(str(find_server()), "--version").partition("v=")[2].split(" ")[0]
+    changed = " with changes" * bool(_says("git", "diff", "HEAD", "--", "../celery_dislock"))
     return ", ".join(
         [
-            f"celery-dislock {_says('git', 'describe', '--always', '--dirty', '--tags')}",
+            f"celery-dislock {_says('git', 'describe', '--always', '--tags')}{changed}",
             f"Python {platform.python_version()}",
             *(f"{name} {version(name)}" for name in PACKAGES),
             f"Redis {redis_version}",
