@@ -33,8 +33,22 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "**No expiry to guess": ("kept",),
     "**No lock left behind": ("free", "clean", "end"),
     "**No task lost": ("nothing lost", "once"),
-    "What holds with `lock_unique_until`": ("free", "nothing lost"),
     "| more tasks of a key": ("order", "once"),
+    "What holds with `lock_unique_until`": ("nothing lost", "free"),
+    "| the reply that a message is replaced is late": ("newest",),
+}
+PARTS = {
+    "exclusion": "two trust leases at a time that the lock does not admit together",
+    "token": "a fencing token is not larger than those before it",
+    "written": "an acknowledged element is missing in a file that looks at the tokens",
+    "kept": "a lease is lost although nothing was wrong",
+    "free": "a lock or a key refuses somebody although nobody has it",
+    "clean": "a key stays on the lock server",
+    "end": "a process or a wait with a limit does not end",
+    "nothing lost": "a task does not end, fails, or makes room for one that does not run",
+    "once": "a task begins again after its end, and its message has not come again",
+    "order": "somebody who came later to a line has the lock first",
+    "newest": "an older message runs after a newer one that replaces it",
 }
 
 
@@ -115,7 +129,8 @@ def _verdict(runs: Sequence[Result], parts: Sequence[str]) -> str:
         else:
             said["holds"].append(SERVERS[server])
     verdicts = "; ".join(f"**{how}**: {', '.join(where)}" for how, where in said.items())
-    return f"{verdicts or 'No run has been kept yet'}. Judged by: {', '.join(parts)}."
+    broken_if = "; or ".join(PARTS[part] for part in parts)
+    return f"{verdicts or 'No run has been kept yet'}. It would be broken if {broken_if}."
 
 
 def quoted(start: str) -> str:
@@ -146,8 +161,8 @@ def _controls(controls: Sequence[Result]) -> str:
         one = newest.get(name, {})
         caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
         took = f"{one['seconds']:.0f} s" if one else ""
-        rows.append([name.replace("_", " "), promise, caught, took])
-    return table(("what is broken", "promise that breaks", "caught", "after"), rows)
+        rows.append([name.replace("_", " "), PARTS[promise], caught, took])
+    return table(("what is broken", "so that", "caught", "after"), rows)
 
 
 def _simulations(simulations: Sequence[Result]) -> str:
