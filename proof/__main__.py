@@ -4,6 +4,7 @@ Prove it: run the workloads under faults, and judge what their history shows.
     python -m proof [--minutes 2] [--seed 7] [--server cluster] [--keep FOLDER]
     python -m proof --simulate [--minutes 2] [--seed 7] [--keep FOLDER]
     python -m proof --replay FILE
+    python -m proof --peers [--minutes 2] [--seed 7] [--keep FOLDER]
     python -m proof --page docs/proof.md
 
 With --record what comes of it is added to the results that the page is made of.
@@ -25,6 +26,7 @@ import click
 from proof import results
 from proof.controls import CONTROLS
 from proof.page import render
+from proof.peers import compare
 from proof.run import run
 from proof.servers import KINDS
 from proof.simulation import Script, simulate
@@ -57,6 +59,7 @@ def _replay(_context: click.Context, _option: click.Parameter, file: Path | None
 @click.option("--seed", type=int, default=1, show_default=True, help="Decides the faults.")
 @click.option("--server", type=click.Choice(list(KINDS)), default="redis", show_default=True)
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
+@click.option("--peers", is_flag=True, help="Compare with other libraries.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
 @click.option("--simulate", "simulates", is_flag=True, help="Run scripts and clients in here.")
 @click.option("--record", is_flag=True, help="Add the result to those of the page.")
@@ -81,6 +84,7 @@ def main(
     keep: Path | None,
     *,
     controls: bool,
+    peers: bool,
     record: bool,
     simulates: bool,
 ) -> None:
@@ -103,6 +107,10 @@ def main(
                 for name in CONTROLS
             ]
             raise SystemExit(0 if all(caught) else 1)
+        if peers:
+            for table in compare(keep or folder, seconds=60 * minutes, seed=seed, say=click.echo):
+                noted("peers", seed=seed, minutes=minutes, **table._asdict())
+            return
         verdict = run(
             (keep or folder) / f"seed-{seed}", seconds=60 * minutes, seed=seed, kind=server
         )

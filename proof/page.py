@@ -171,8 +171,16 @@ def _simulations(simulations: Sequence[Result]) -> str:
 
 
 def _peers(peers: Sequence[Result]) -> str:
-    """The newest table that was kept, as it is."""
-    return table(peers[-1]["heads"], peers[-1]["rows"]) if peers else "Not measured yet."
+    """The newest tables that were kept, as they are, and how each library was used."""
+    newest = {one["of"]: one for one in peers}
+    return (
+        "\n\n".join(
+            f"{table(one['heads'], one['rows'])}\n\n"
+            + "\n".join(f"- {library}: {how}" for library, how in one["used"].items())
+            for one in newest.values()
+        )
+        or "Not measured yet."
+    )
 
 
 def _servers(runs: Sequence[Result]) -> dict[str, list[Result]]:

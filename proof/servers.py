@@ -89,7 +89,7 @@ class LockServers(ExitStack):
         def replies(happens: str) -> Callable[[], None]:
             def some() -> None:
                 proxy = chance.choice(self._proxies)
-                proxy.fault(_is_script, happens, nth=chance.randint(1, 20))
+                proxy.fault(_is_of_a_lock, happens, nth=chance.randint(1, 20))
                 time.sleep(0.3)
                 proxy.forget_faults()
 
@@ -299,5 +299,5 @@ def ttls(servers: LockServers) -> Iterator[tuple[str, int]]:
                 yield key, client.pttl(key)
 
 
-def _is_script(command: Command) -> bool:
-    return command[0] in {b"EVALSHA", b"EVAL"}
+def _is_of_a_lock(command: Command) -> bool:
+    return command[0] in {b"EVALSHA", b"EVAL", b"SET"}  # other libraries take locks with SET
