@@ -115,7 +115,7 @@ def redis_py(site: Site) -> Callable[[str, int], AbstractContextManager[Grip]]:
 
 def python_redis_lock(site: Site) -> Callable[[str, int], AbstractContextManager[Grip]]:
     """Return what takes python-redis-lock's, which a thread renews."""
-    import redis_lock  # type: ignore[import-untyped]  # noqa: PLC0415
+    import redis_lock  # noqa: PLC0415
 
     client = client_of(site)
 
@@ -132,7 +132,7 @@ def python_redis_lock(site: Site) -> Callable[[str, int], AbstractContextManager
 
 def redbeat(site: Site) -> Callable[[str, int], AbstractContextManager[Grip]]:
     """Return what takes a lock as RedBeat's scheduler does, and extends it at each tick."""
-    from redbeat.schedulers import (  # type: ignore[import-untyped]  # noqa: PLC0415
+    from redbeat.schedulers import (  # noqa: PLC0415
         LUA_EXTEND_TO_SCRIPT,
         get_redis,
     )
@@ -304,18 +304,18 @@ NAMES = {
 def options_of(library: str, app: Celery, site: Site) -> dict[str, Any]:
     """Return the options of a library's task, whose key is an argument; sets up the app."""
     if library == "celery-once":
-        from celery_once import QueueOnce  # type: ignore[import-untyped]  # noqa: PLC0415
+        from celery_once import QueueOnce  # noqa: PLC0415
 
         settings = {"url": site.url, "default_timeout": 60 * 60}
         app.conf.ONCE = {"backend": "celery_once.backends.Redis", "settings": settings}
         return {"base": QueueOnce, "once": {"graceful": True, "keys": ["key"]}}
     if library == "celery-singleton":
-        from celery_singleton import Singleton  # type: ignore[import-untyped]  # noqa: PLC0415
+        from celery_singleton import Singleton  # noqa: PLC0415
 
         app.conf.singleton_backend_url = site.url
         return {"base": Singleton, "unique_on": ["key"]}
     if library == "celery-heimdall":
-        from celery_heimdall import HeimdallTask  # type: ignore[import-untyped]  # noqa: PLC0415
+        from celery_heimdall import HeimdallTask  # noqa: PLC0415
 
         client = redis.Redis.from_url(str(site.url))
         base = type("Unique", (HeimdallTask,), {"setup_redis": lambda _: client})
