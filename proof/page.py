@@ -65,11 +65,15 @@ def render(results: Sequence[Result]) -> str:
         fencing=_by_server(runs, lambda name: "overlap" in name or "losses" in name),
         files=_by_server(runs, lambda name: name.startswith("element")),
         counts=_by_server(runs, lambda name: not re.match(r"fault|element|overlap|losses", name)),
-        faults=_by_server(runs, lambda name: name.startswith(FAULTS)),
+        faults=_by_server(runs, _is_fault),
         controls=_controls(of["control"]),
         simulations=_simulations(of["simulation"]),
         peers=_peers(of["peers"]),
     )
+
+
+def _is_fault(name: str) -> bool:
+    return name.startswith(FAULTS) and name != f"{FAULTS}nothing"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -93,7 +97,7 @@ def _runs(runs: Sequence[Result]) -> str:
             f"{sum(run['minutes'] for run in those):g}",
             _sum(those, "counts")["holds"],
             _sum(those, "counts")["tasks"],
-            sum(many for name, many in _sum(those, "counts").items() if name.startswith(FAULTS)),
+            sum(many for name, many in _sum(those, "counts").items() if _is_fault(name)),
             ", ".join(f"{many:,} x {name}" for name, many in broken.items()) or "nothing",
         ]
 
