@@ -13,8 +13,8 @@
 -- include: _names
 
 local TAKE_UP_MS = 5000  -- for a waiter to take up a lease that it was handed
--- Two hours in which a copy of a message may come: twice the time after which Redis brokers deliver again.  For
--- done-marks, claims whose result was on its way, and what a reservation with "replace" remembers.
+-- Two hours in which a copy of a message may come, twice the time after which Redis brokers deliver again:
+-- for done-marks, claims whose result was on its way, and reservations with "replace".
 local COPY_MS = 7200000
 
 -- Digits of the numbers in a record: times in ms, and tokens, which are microseconds or a little more.

@@ -4,17 +4,14 @@
 -- ARGV      owner, ttl_ms, holder, mode, limit   as for acquire.lua
 --           home, ticket
 --           same_task  owners of the same task begin with this
---           marked     1: the message says that it was parked   0: it does not; a parked task of which
---                      nothing is known, as after a failover, runs or is parked again, and has a mark
---                      when it is done   2: it was parked on a server that was drained since; one of
---                      which nothing is known is done
+--           marked     0: the message does not say that it was parked   1: it does; if nothing is known of
+--                      the task, as after a failover, it runs or is parked again   2: it does, and that
+--                      server was drained since; if nothing is known of the task, it is done
 --           message    empty: only ask
---           most       tasks that may wait in line; 0: any number
---           most_bytes of their records together
+--           most, most_bytes   tasks that may wait in line, 0: any number; and of their records together
 --           overflow   skip: refuse the task that comes to a full line   replace: the oldest makes room;
 --                      that is the one that comes, if it was sent before the first in line
---           goes_on    the delivery that has taken the task out of this line before, and that this one
---                      goes on with; *: whichever it was   empty: none
+--           goes_on    the delivery that has taken the task out of this line; *: any   empty: none
 --           task       its name: "task":"...", as its message writes it; empty: not known
 --
 -- Returns   {state, turns, ...}
@@ -116,9 +113,8 @@ local function make_room(size)
   return is_oldest and OLDEST or ROOM
 end
 
--- Its ticket is in line, or has its turn, which it claims.  A message that does not say that it was parked is
--- acknowledged: it is a copy, or this request comes after the one that was sent in its place.  So is one whose
--- delivery is over.
+-- Its ticket is in line, or has its turn, which it claims.  An unmarked message is acknowledged: it is a copy,
+-- or this request is late.  So is one whose delivery is over.
 local function parked_before(record)
   local parked = parse_ticket(record)
   local may_claim = not parked or marked ~= '0' and not mark_of(lock, owner)
