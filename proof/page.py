@@ -76,9 +76,11 @@ def _is_fault(name: str) -> bool:
     return name.startswith(FAULTS) and name != f"{FAULTS}nothing"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str | float]]) -> str:
     """Return a table of Markdown; numbers have their thousands apart."""
-    lines = [[f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row] for row in rows]
+    lines = [
+        [c if isinstance(c, str) else f"{c:,}".removesuffix(".0") for c in row] for row in rows
+    ]
     if not lines:
         return "No run has been kept yet."
     return (
@@ -89,7 +91,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _runs(runs: Sequence[Result]) -> str:
-    def row(server: str, those: Sequence[Result]) -> list[object]:
+    def row(server: str, those: Sequence[Result]) -> list[str | float]:
         broken = _sum(those, "broken")
         return [
             SERVERS[server],
