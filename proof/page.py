@@ -26,6 +26,7 @@ SERVERS = {
 }
 FAULTS = "faults: "  # the counts that begin so
 FORGOT = "overlaps after the server forgot"
+FENCED = "holds while the server keeps its data, and only with fencing once it has lost some"
 
 # The promises of docs/guarantees.md, by their first words, and what the checker calls their parts.
 PROMISES: dict[str, tuple[str, ...]] = {
@@ -108,12 +109,15 @@ def _runs(runs: Sequence[Result]) -> str:
 
 
 def _where(results: Sequence[Result]) -> str:
-    dates: dict[tuple[str, str], set[str]] = defaultdict(set)
+    """Say when, on what machine and with which versions; one line for all commits of ours."""
+    of: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # the date of each commit
     for result in results:
-        dates[result["machine"], result["with"]].add(result["date"])
+        ours, _, others = result["with"].partition(", ")
+        of[result["machine"], others][ours.removeprefix("celery-dislock ")] = result["date"]
     return "\n".join(
-        f"- {' to '.join(sorted({min(those), max(those)}))}, on {machine}: {versions}."
-        for (machine, versions), those in dates.items()
+        f"- {' to '.join(sorted({min(dates.values()), max(dates.values())}))}, on {machine}: "
+        f"{others}, and celery-dislock at {', '.join(dates)}."
+        for (machine, others), dates in of.items()
     )
 
 
@@ -131,7 +135,7 @@ def _verdict(runs: Sequence[Result], parts: Sequence[str]) -> str:
         if any(broken[part] for part in parts):
             said["does not hold"].append(SERVERS[server])
         elif "exclusion" in parts and counts[FORGOT]:
-            said["holds only with fencing, once the server has lost data"].append(SERVERS[server])
+            said[FENCED].append(SERVERS[server])
         else:
             said["holds"].append(SERVERS[server])
     verdicts = "; ".join(f"**{how}**: {', '.join(where)}" for how, where in said.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from proof.controls import CONTROLS
-from proof.page import PARTS, PROMISES, quoted, render
+from proof.page import FENCED, PARTS, PROMISES, quoted, render
 
 COUNTS = {"holds": 1000, "tasks": 7, "faults: kill a process": 2}
 RUN = {"what": "run", "date": "2026-11-01", "machine": "m", "with": "v", "server": "redis"}
@@ -29,7 +29,7 @@ def test_runs_are_summed():
         (run(1, {"token": 3}), "**does not hold**: one Redis"),
         (
             run(1, **{"overlaps after the server forgot": 1}),
-            "**holds only with fencing, once the server has lost data**: one Redis",
+            f"**{FENCED}**: one Redis",
         ),
     ],
 )
