@@ -218,11 +218,13 @@ def faults(
 
 
 def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
-    """A lease is not lost while its process runs and nothing is wrong with its server."""
-    wrong = faults(events)
+    """A lease is not lost while its process runs and its server answers."""
+    wrong = faults(events, spares="redelivers")
     ran: dict[str, list[float]] = defaultdict(list)
     for event in events:
         ran[event.process].append(event.at)
+        if event.what == "server":
+            ran["server"].append(event.at)
     for hold in holds(events):
         if hold.lost is None or not hold.timeout:
             continue
@@ -230,9 +232,19 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if any(begin < hold.lost and since < end for begin, end in wrong):
             continue
         since = max(since, hold.begin)
-        seen = [since, *(at for at in ran[hold.process] if since < at < hold.lost), hold.lost]
-        if max(later - at for at, later in pairwise(seen)) > STALL * hold.timeout:
-            counts["losses of a process that did not run"] += 1
+        stalled = [
+            who
+            for who in {hold.process, *({"server"} & ran.keys())}
+            if max(
+                later - at
+                for at, later in pairwise(
+                    [since, *(at for at in ran[who] if since < at < hold.lost), hold.lost]
+                )
+            )
+            > STALL * hold.timeout
+        ]
+        if stalled:
+            counts["losses while the process or the server did not run"] += 1
             continue
         yield Violation("kept", f"{hold.key}: {hold} is lost, and nothing was wrong", hold.lost)
 

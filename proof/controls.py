@@ -6,7 +6,7 @@ Each is applied in the processes that work, before they take a lock.
 from __future__ import annotations
 
 from hashlib import sha1
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.loop import Loop
@@ -62,11 +62,12 @@ def an_acquisition_that_is_not_safe_to_send_twice() -> None:
 
 
 def a_done_mark_without_a_run() -> None:
-    """Mark a parked task as done when it is given its turn."""
+    """Take a parked task out, and mark it as done, when it is given its turn."""
     _rewrite(
         [RELEASE, RELEASE_UNIQUE],
         "local function publish(lock, ticket, message)",
-        "local function publish(lock, ticket, message)\n  mark_done(lock, ticket, DONE_WITH_LOCK)",
+        "local function publish(lock, ticket, message)\n"
+        "  forget(lock, ticket)\n  mark_done(lock, ticket, DONE_WITH_LOCK)",
     )
 
 
@@ -126,18 +127,34 @@ def a_limit_that_is_one_higher() -> None:
     setattr(Store, "acquire", generous)
 
 
-# By name: what breaks the lock, and the promise that is then broken.
-CONTROLS: dict[str, tuple[Callable[[], None], str]] = {
-    broken.__name__: (broken, promise)
-    for broken, promise in (
-        (release_without_looking_at_the_owner, "exclusion"),
-        (a_renewal_that_revives, "exclusion"),
-        (an_acquisition_that_is_not_safe_to_send_twice, "free"),
-        (trust_without_an_end, "exclusion"),
-        (a_watchdog_that_dies_at_its_first_error, "kept"),
-        (a_hand_off_that_forgets_the_token, "token"),
-        (a_done_mark_without_a_run, "nothing lost"),
-        (a_reservation_that_never_ends, "free"),
-        (a_limit_that_is_one_higher, "exclusion"),
+class Control(NamedTuple):
+    """
+    A way to break the lock.
+
+    Attributes:
+        breaks: Breaks it in this process.
+        promise: The promise that is broken then.
+        shown_by: The one fault of the lock server that is made; empty: each of them.
+    """
+
+    breaks: Callable[[], None]
+    promise: str
+    shown_by: str = ""
+
+
+CONTROLS: dict[str, Control] = {
+    control.breaks.__name__: control
+    for control in (
+        Control(release_without_looking_at_the_owner, "exclusion"),
+        Control(a_renewal_that_revives, "exclusion", "delete everything"),
+        Control(
+            an_acquisition_that_is_not_safe_to_send_twice, "free", "lose the reply of a script"
+        ),
+        Control(trust_without_an_end, "exclusion"),
+        Control(a_watchdog_that_dies_at_its_first_error, "kept"),
+        Control(a_hand_off_that_forgets_the_token, "token"),
+        Control(a_done_mark_without_a_run, "nothing lost"),
+        Control(a_reservation_that_never_ends, "free"),
+        Control(a_limit_that_is_one_higher, "exclusion"),
     )
 }

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from proof.history import History
 
 STEP = 0.005  # seconds between two looks at a lease
+NOTED = 0.05  # seconds between two of those looks that are noted
 
 _numbers = count()
 
@@ -36,7 +37,7 @@ class Holding:
         self._names = {key: name() for key in lease.tokens}
         self._history = history
         self._lease = lease
-        at = time.monotonic()
+        at = self._seen = self._noted = time.monotonic()
         # The process may have been stopped since the grant: then the lease was never trusted.
         self._begun = self._trusted = lease.held
         if self._begun:
@@ -64,9 +65,13 @@ class Holding:
         at = time.monotonic()
         if self._trusted and not self._lease.held:
             self._trusted = False
+            self._note("trust", at=self._seen)
             self._note("lost", why=self._lease.why_ended)
         elif self._trusted:
-            self._note("trust", at=at)
+            self._seen = at
+            if at >= self._noted + NOTED:
+                self._noted = at
+                self._note("trust", at=at)
         return self._trusted
 
     def _note(self, kind: str, *, at: float | None = None, **more: object) -> None:

@@ -69,7 +69,7 @@ class Worker:
     def run(self) -> None:
         """Take one lock after the other."""
         while not self._stop.is_set():
-            kind = self._random.choice([*self._kinds, *["file"] * 3, "private"])
+            kind = self._random.choice([*self._kinds, *["file", "private"] * 3])
             try:
                 if kind == "file":
                     self._write_element(self._random.choice(GUARDS))

@@ -16,6 +16,7 @@ import queue
 import socket
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ lose_reply = "lose reply"  # the server does it; the connection ends instead of 
 swallow_reply = "swallow reply"  # the server does it; the connection stays, and is silent
 
 RECEIVE = 65536  # bytes
+KEPT = 100_000  # commands
 
 
 def runs(*scripts: Script) -> Callable[[Command], bool]:
@@ -51,12 +53,13 @@ class Proxy:
         port: The server's loopback port.
 
     Attributes:
-        commands: Every command that came from a client, in their order, with what happened to it.
+        commands: The last commands that came from clients, in their order, with what happened to
+            each.
         delay: Seconds by which everything arrives later, either way.
     """
 
     def __init__(self, port: int) -> None:
-        self.commands: list[tuple[Command, str]] = []
+        self.commands: deque[tuple[Command, str]] = deque(maxlen=KEPT)
         self.delay = 0.0
         self._server = ("127.0.0.1", port)
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
+import redis
 from celery.states import READY_STATES
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from proof.checker import Verdict, check
+from proof.controls import CONTROLS
 from proof.files import SharedFile
 from proof.history import History, read
 from proof.nemesis import LONG_PAUSE, SPARES_PLACES, Fault, Group, make_faults, of_processes
@@ -21,7 +26,7 @@ from tests.acceptance.rabbitmq import find_rabbitmq, running
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from proof.servers import LockServers
@@ -29,8 +34,10 @@ if TYPE_CHECKING:
 
 TIMEOUT = 1.0  # seconds of a lease
 ROUND = 20.0  # seconds after which a control is looked at, whether it was caught
-QUIET = 45.0  # seconds in which no task ends, after which those that are left are lost
+QUIET = 30.0  # seconds in which no task ends, after which those that are left are lost
 START_WITHIN = 90.0  # seconds until the processes work
+ASKED = 0.05  # seconds between two questions to the lock server, whether it answers
+ANSWERS_WITHIN = 0.1  # seconds
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
 
 
@@ -56,6 +63,8 @@ def run(
     """
     programs = find_rabbitmq()
     assert programs is not None, "the proof needs RabbitMQ: a Redis broker itself loses messages"
+    if control and CONTROLS[control].promise == "nothing lost":
+        seconds = min(seconds, ROUND)  # whether a task is lost is seen when all others have ended
     folder.mkdir(parents=True)
     path = folder / "history"
     history = History(path, "run")
@@ -82,11 +91,14 @@ def run(
             ):
                 chances = [random.Random(f"{seed}:{number}") for number in range(3)]
                 victims = (workers, locking, sending)
+                of_servers = servers.faults(chances[1], TIMEOUT)
+                shown_by = CONTROLS[control].shown_by if control else ""
                 groups = (
                     Group(chances[0], of_processes(victims, chances[0], TIMEOUT)),
-                    Group(chances[1], servers.faults(chances[1], TIMEOUT)),
+                    Group(chances[1], [one for one in of_servers if shown_by in {"", one.name}]),
                     Group(chances[2], [restart(broker)], LONG_PAUSE),
                 )
+                stack.enter_context(noting_answers(servers, history))
                 wait_for_work(path)
                 until = time.monotonic() + seconds
                 while (now := time.monotonic()) < until:
@@ -104,6 +116,32 @@ def run(
             history.add("key", key, "left")
     history.close()
     return check(read(path))
+
+
+@contextmanager
+def noting_answers(servers: LockServers, history: History) -> Iterator[None]:
+    """Note now and then that the lock server answers, by which its own stalls are known."""
+    over = threading.Event()
+    urls = servers.proxied or [node.url for node in servers.nodes]
+    once = {"socket_timeout": ANSWERS_WITHIN, "retry": Retry(NoBackoff(), 0)}
+    clients = [redis.Redis.from_url(url, **once) for url in urls]
+
+    def ask() -> None:
+        while not over.wait(ASKED):
+            with suppress(redis.RedisError):
+                for client in clients:
+                    client.ping()
+                history.add("server", "all of it", "answers")
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        for client in clients:
+            client.close()
 
 
 def wait_for_work(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ class LockServers(ExitStack):
         url: As it is given to Dislock.
         options: Transport options.
         nodes: The processes that may have data.
+        proxied: The addresses of the proxies before them, if there are any.
         has_lines: Whether it can have lines, and locks of several holders.
         has_pairs: Whether a task can have locks that are anywhere on it.
     """
@@ -50,6 +52,7 @@ class LockServers(ExitStack):
         self.options: dict[str, Any] = {}
         self.nodes: Sequence[RedisServer] = ()
         self.has_lines = self.has_pairs = True
+        self.proxied: list[str] = []
         self._proxies: list[Proxy] = []
 
     def faults(self, chance: random.Random, timeout: float) -> list[Fault]:
@@ -73,6 +76,7 @@ class LockServers(ExitStack):
         assert server.port is not None
         proxy = self.enter_context(Proxy(server.port))
         self._proxies.append(proxy)
+        self.proxied.append(proxy.url)
         return proxy.url
 
     def _network(self, chance: random.Random, timeout: float) -> list[Fault]:
@@ -142,6 +146,11 @@ class One(LockServers):
         """Return what can go wrong with it."""
         (server,) = self.nodes
 
+        def lost() -> None:
+            server.kill()
+            shutil.rmtree(server.folder / "appendonlydir")  # as if it had kept none
+            server.start()
+
         def full(policy: str) -> None:
             with server.client() as client, suppress(redis.RedisError):
                 for name, value in {"maxmemory-policy": policy, **FULL}.items():
@@ -158,6 +167,7 @@ class One(LockServers):
                 lambda: self._paused(chance, timeout * chance.choice((0.3, 2.0))),
             ),
             Fault("kill the server", lambda: self._killed(server, timeout)),
+            Fault("kill the server, which loses its data", lost, {"loses_data": True}),
             Fault("no memory left", lambda: full("noeviction")),
             Fault("no memory left, evict", lambda: full("allkeys-random"), {"loses_data": True}),
             Fault("delete everything", lambda: tell(server, "FLUSHALL"), {"loses_data": True}),

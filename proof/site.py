@@ -50,6 +50,5 @@ class Site:
         """Return the site that this process works on, and break what it wants broken."""
         site = cls(**json.loads(os.environ[VARIABLE]))
         if site.control:
-            breaks, _ = CONTROLS[site.control]
-            breaks()
+            CONTROLS[site.control].breaks()
         return site

@@ -26,6 +26,13 @@ def calm_loss(since, lost, **fault):
     return hold("a", since, lost + 1, lost=lost, timeout=1.0) + ran + wrong
 
 
+def answers(since, until):
+    """Make the events of a lock server that answers."""
+    return [
+        Event(at / 10, "run", "server", "s", "answers", {}) for at in range(since * 10, until * 10)
+    ]
+
+
 def operation(name, begin, end=None, *, in_line=None, outcome="ok", **more):
     """Make the events of an operation; *more* are its terms."""
     events = [Event(begin, name, "operation", name, "invoke", {"key": "k", **more})]
@@ -97,6 +104,7 @@ FAIR = {"fair": True, "timeout": 5}
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=8)),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=9) + hold("c", 5, 6, token=7)),
         ("kept", calm_loss(1, 5)),
+        ("kept", calm_loss(1, 5) + answers(1, 5)),
         ("kept", calm_loss(1, 5, begin=2, end=3)),
         ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
         (
@@ -145,6 +153,7 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 6, 7, asked=2.5) + PAUSE,
         calm_loss(1, 5, begin=2, end=4),
         calm_loss(1, 5, begin=4),
+        calm_loss(1, 5) + answers(1, 4),
         hold("a", 1, 9, lost=5, timeout=1.0),
         operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
