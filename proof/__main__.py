@@ -147,7 +147,7 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
 
 def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Noted) -> bool:
     """Run with a lock that is broken in this way; returns whether the checker says so."""
-    _, promise = CONTROLS[name]
+    promise = CONTROLS[name].promise
 
     def is_caught(verdict: Verdict) -> bool:
         # Before the end, a task that has not ended is not lost.

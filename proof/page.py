@@ -167,7 +167,7 @@ def _by_server(runs: Sequence[Result], matches: Callable[[str], bool]) -> str:
 def _controls(controls: Sequence[Result]) -> str:
     newest = {one["control"]: one for one in controls}
     rows = []
-    for name, (_, promise) in CONTROLS.items():
+    for name, (_, promise, _) in CONTROLS.items():
         one = newest.get(name, {})
         caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
         took = f"{one['seconds']:.0f} s" if one else ""

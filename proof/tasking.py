@@ -14,7 +14,7 @@ from proof.history import History
 from proof.holding import Holding
 from proof.site import Site
 
-KEYS = 3  # of each task
+KEYS = 2  # of each task
 ONE_NEWER = {
     "lock_on_conflict": "queue",
     "lock_queue_limit": 1,
@@ -87,7 +87,7 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
     holding = Holding(mine, task.lease, task.lease.since, **terms)
     if how == "keeps the GIL":
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
-    holding.trust(2 * site.timeout if how == "long" else 0.01)
+    holding.trust(2 * site.timeout if how == "long" else 0.05)
     holding.end()
     mine.add("task", task.request.id, "end")
 
