@@ -44,7 +44,7 @@ from tests.acceptance.rabbitmq import find_rabbitmq, running
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from proof.history import Event
@@ -99,7 +99,9 @@ class Table(NamedTuple):
     used: dict[str, str]
 
 
-def compare(folder: Path, *, seconds: float, seed: int, say: Callable[[str], None]) -> list[Table]:
+def compare(
+    folder: Path, *, seconds: float, seed: int, say: Callable[[str], None]
+) -> Iterator[Table]:
     """
     Run each library under faults, and print what came of it.
 
@@ -108,8 +110,10 @@ def compare(folder: Path, *, seconds: float, seed: int, say: Callable[[str], Non
         seconds: How long there are faults for each library, in all its turns.
         seed: Decides the faults; later turns take the numbers after it.
         say: Called with each line.
+
+    Yields:
+        The table of locks, then that of tasks.
     """
-    tables = []
     for of, libraries, measure, columns, longest in (
         ("locks", list(LOCKS), measure_locks, OF_LOCKS, "a plain one went on for"),
         ("tasks", list(NAMES), measure_tasks, OF_TASKS, "keys are left for"),
@@ -132,9 +136,9 @@ def compare(folder: Path, *, seconds: float, seed: int, say: Callable[[str], Non
             for library in libraries
         ]
         used = {library: SETTINGS[library] for library in libraries}
-        tables.append(Table(of, ["per 1,000", *columns, longest], rows, used))
-        show(tables[-1], say)
-    return tables
+        table = Table(of, ["per 1,000", *columns, longest], rows, used)
+        show(table, say)
+        yield table
 
 
 def show(table: Table, say: Callable[[str], None]) -> None:

@@ -108,7 +108,7 @@ class Processes:
         command = list(self._command)
         if self._command is WORKER:
             command += ["-n", f"{name}@proof"]
-        with open(f"{self._site.folder}/{name}.log", "wb") as log:  # noqa: PTH123
+        with open(f"{self._site.folder}/{name}.log", "ab") as log:  # noqa: PTH123
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
