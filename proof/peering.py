@@ -326,16 +326,19 @@ def options_of(library: str, app: Celery, site: Site) -> dict[str, Any]:
     return {"base": SingletonTask, **unique, "lock_on_lost": "raise"}
 
 
-def declare(library: str, site: Site) -> Task:
-    """Make the app of a library, and return its task."""
+def declare(library: str, site: Site) -> dict[str, Task]:
+    """
+    Make the app of a library, and return its tasks.
+
+    A message is acknowledged *early*, as Celery does by default, and is gone when its process is
+    killed; or *late*, and then it comes again.
+    """
     app = Celery("peers", broker=site.broker, backend=site.results, set_as_current=False)
     app.conf.update(
         broker_connection_max_retries=None,
         broker_connection_retry_on_startup=True,
         broker_connection_timeout=2.0,
         broker_transport_options={"confirm_publish": True},
-        task_acks_late=True,
-        task_reject_on_worker_lost=True,
         worker_prefetch_multiplier=1,
     )
 
@@ -354,8 +357,12 @@ def declare(library: str, site: Site) -> Task:
         history.add("hold", about, "end", at=at)
         history.add("task", task_id, "end")
 
-    options = options_of(library, app, site)
-    return app.task(name="peers.run", bind=True, **options)(run)
+    options = {"bind": True, **options_of(library, app, site)}
+    again = {"acks_late": True, "reject_on_worker_lost": True}
+    return {
+        "early": app.task(name="peers.early", **options)(run),
+        "late": app.task(name="peers.late", **again, **options)(run),
+    }
 
 
 _histories: dict[int, History] = {}  # by process id: children of a pool are forked
@@ -373,33 +380,36 @@ def work(library: str, site: Site) -> None:
     """Be a worker with two pool processes."""
     words = ["worker", "-c", "2", "-l", "INFO", "-n", f"{os.getpid()}@proof"]
     words += ["--dislock"] if library == "celery-dislock" else []
-    declare(library, site).app.worker_main(words)
+    declare(library, site)["late"].app.worker_main(words)
 
 
 def send(library: str, site: Site, stop: threading.Event) -> None:
     """Send one task after the other."""
-    task, chance, history = declare(library, site), random.Random(site.seed), history_of(site)
+    tasks, chance, history = declare(library, site), random.Random(site.seed), history_of(site)
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
-        key = f"{int(time.monotonic() / PERIOD)}:{chance.randrange(TASK_KEYS)}"
+        kind = chance.choice(list(tasks))
+        key = f"{kind}:{int(time.monotonic() / PERIOD)}:{chance.randrange(TASK_KEYS)}"
         task_id, asked = uuid.uuid4().hex, time.monotonic()
-        lasts = chance.choice((*[0.01, 0.05] * 10, 2 * site.timeout))
+        lasts = chance.choice((*[0.01, 0.05] * 5, 2 * site.timeout))
         try:
-            sent = task.apply_async((key, lasts), task_id=task_id, retry_policy=AGAIN)
+            sent = tasks[kind].apply_async((key, lasts), task_id=task_id, retry_policy=AGAIN)
         except Exception as exc:  # noqa: BLE001 -- whatever the library raises
             history.add("task", task_id, "unknown", key=key, asked=asked, error=repr(exc))
             continue
-        kind = "sent" if sent.id == task_id else "refused"
-        history.add("task", task_id, kind, key=key, asked=asked)
+        became = "sent" if sent.id == task_id else "refused"
+        history.add("task", task_id, became, key=key, asked=asked)
 
 
 def probe(library: str, site: Site) -> None:
     """Read keys that no task has any more, and print which are refused, and for how long."""
-    task, (first, last) = declare(library, site), NAMES[library]
+    tasks, (first, last) = declare(library, site), NAMES[library]
     with redis.Redis.from_url(str(site.url), decode_responses=True) as client:
         ttls = [client.pttl(one) / 1000 for one in client.scan_iter(f"{first}*{last}")]
-    keys = json.load(sys.stdin)
-    ids = {key: uuid.uuid4().hex for key in keys}
-    left = [key for key in keys if task.apply_async((key, 0.0), task_id=ids[key]).id != ids[key]]
+    left = []
+    for key in json.load(sys.stdin):
+        task, task_id = tasks[key.partition(":")[0]], uuid.uuid4().hex
+        if task.apply_async((key, 0.0), task_id=task_id).id != task_id:
+            left.append(key)
     json.dump({"left": left, "seconds": ttls}, sys.stdout)
 
 

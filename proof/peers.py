@@ -11,9 +11,9 @@ itself, and the others ask the server.  Each writes a file, which shows writes t
 without any history.
 
 Of a library of tasks: two bodies of a key at a time; tasks that were accepted and never ran, though
-no outcome says so; and keys that refuse a task when there is none any more.  Brokers and workers
-are set up alike: tasks are acknowledged late, and sent again when their process was killed.  The
-lock server keeps its data here, for one that forgets leaves no key.
+no outcome says so; and keys that refuse a task when there is none any more.  Half of the tasks are
+acknowledged early, as Celery does by default, and die with their process; the others late, and are
+then sent again.  The lock server keeps its data here, for one that forgets leaves no key.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OF_LOCKS = (
     "writes lost, fenced",
     "refused by nobody",
 )
-OF_TASKS = ("two at a time", "accepted, never ran", "keys left")
+OF_TASKS = ("two at a time", "never ran, late", "keys left, late", "keys left, early")
 
 # How each library is used, and what its documentation says.
 SETTINGS = {
@@ -275,7 +275,7 @@ def measure_tasks(
         time.sleep(EXPIRED)
         left, left_for = left_keys(library, site, read(path))
     history.close()
-    return judge_tasks(read(path)) + Counter({"keys left": left}), left_for
+    return judge_tasks(read(path)) + left, left_for
 
 
 def keeping(faults: Sequence[Fault]) -> list[Fault]:
@@ -283,8 +283,8 @@ def keeping(faults: Sequence[Fault]) -> list[Fault]:
     return [fault for fault in faults if not fault.more.get("loses_data")]
 
 
-def left_keys(library: str, site: Site, events: Sequence[Event]) -> tuple[int, float]:
-    """Send a task of each key, once all are over; returns how many are refused, for how long."""
+def left_keys(library: str, site: Site, events: Sequence[Event]) -> tuple[Counter[str], float]:
+    """Send a task of each key, once all are over; counts those refused, and says for how long."""
     keys = sorted({event.more["key"] for event in events if "asked" in event.more})
     command = [*PEERING, "probe", library]
     done = subprocess.run(
@@ -295,21 +295,25 @@ def left_keys(library: str, site: Site, events: Sequence[Event]) -> tuple[int, f
         check=True,
     )
     found = json.loads(done.stdout)
-    if not found["left"]:
-        return 0, 0.0
-    return len(found["left"]), math.inf if min(found["seconds"]) < 0 else max(found["seconds"])
+    left = Counter(f"keys left, {key.partition(':')[0]}" for key in found["left"])
+    for_ever = any(seconds < 0 for seconds in found["seconds"])
+    lasts = math.inf if for_ever else max(found["seconds"], default=0.0)
+    return left, lasts if left else 0.0
 
 
 def judge_tasks(events: Sequence[Event]) -> Counter[str]:
     """Count what the history of tasks shows, by column."""
-    accepted = {name: one for name, one in all_tasks(events).items() if one.sent < math.inf}
-    counted = Counter({f"of {column}": len(accepted) for column in OF_TASKS})
+    accepted = [one for one in all_tasks(events).values() if one.sent < math.inf]
+    late = [one for one in accepted if one.more["key"].startswith("late:")]
+    counted = Counter({f"of {column}": len(late) for column in OF_TASKS})
+    counted["of two at a time"] = len(accepted)
+    counted["of keys left, early"] = len(accepted) - len(late)
     counted["two at a time"] = sum(
         one.promise == "exclusion" for one in exclusion(events, Counter())
     )
-    for one in accepted.values():
+    for one in late:
         said = one.outcome.more["state"] if one.outcome else ""
-        counted["accepted, never ran"] += one.ended is None and said not in {FAILURE, REVOKED}
+        counted["never ran, late"] += one.ended is None and said not in {FAILURE, REVOKED}
     return counted
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from proof.peering import LOCKS, Lost, Refused
-from proof.peers import OF_LOCKS, cells_of, judge_locks, judge_tasks, shown, went_on
+from proof.peers import OF_LOCKS, OF_TASKS, cells_of, judge_locks, judge_tasks, shown, went_on
 from proof.site import Site
 from tests.faults.test_checker import element, file, hold, operation, task
 
@@ -85,17 +85,18 @@ def test_how_long_a_plain_body_goes_on_is_measured():
 
 def test_violations_of_tasks_are_counted():
     """A task that never ran is lost, unless its outcome says that it did not run."""
+    late = {"key": "late:k"}
     events = [
-        *task("ran", "sent", "begin", "end", "outcome"),
-        *task("lost", "sent"),
-        *task("skipped without a word", "sent", "outcome"),
-        *task("failed", "sent", "begin", "outcome", state="FAILURE"),
+        *task("ran", "sent", "begin", "end", "outcome", **late),
+        *task("lost", "sent", **late),
+        *task("skipped without a word", "sent", "outcome", **late),
+        *task("failed", "sent", "begin", "outcome", state="FAILURE", **late),
+        *task("died", "sent", key="early:k"),
         *hold("a", 1, 4, token=1),
         *hold("b", 3, 5, token=2),
     ]
-    counted = judge_tasks(sorted(events))
-    assert counted["of two at a time"] == 4
-    assert (counted["two at a time"], counted["accepted, never ran"]) == (1, 2)
+    cells = cells_of(judge_tasks(sorted(events)), OF_TASKS)
+    assert cells == ["200.0 (1 of 5)", "500.0 (2 of 4)", "0.0 (0 of 4)", "0.0 (0 of 1)"]
 
 
 def test_a_key_that_does_not_expire_is_left_for_ever():
