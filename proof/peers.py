@@ -59,7 +59,7 @@ OF_LOCKS = (
     *(f"two at a time, {use}" for use in USES),
     *(f"writes lost, {use}" for use in USES),
     "writes lost, fenced",
-    "refused by nobody",
+    "refused though free",
 )
 OF_TASKS = ("two at a time", "never ran, late", "keys left, late", "keys left, early")
 
@@ -225,8 +225,8 @@ def judge_locks(events: Sequence[Event]) -> Counter[str]:
     for guard in (*USES, "fenced"):
         counted[f"of writes lost, {guard}"] = verdict.counts[f"elements, {guard}"]
         counted[f"writes lost, {guard}"] = verdict.counts[f"elements lost, {guard}"]
-    counted["of refused by nobody"] = verdict.counts["operations"]
-    counted["refused by nobody"] = verdict.counts["refused by nobody"]
+    counted["of refused though free"] = verdict.counts["operations"]
+    counted["refused though free"] = verdict.counts["refused by nobody"]
     return counted
 
 
