@@ -185,6 +185,7 @@ def _peers(peers: Sequence[Result]) -> str:
     newest = {one["of"]: one for one in peers}
     return (
         "\n\n".join(
+            f"Faults for {60 * one['minutes']:g} s with each, from seed {one['seed']} on.\n\n"
             f"{table(one['heads'], one['rows'])}\n\n"
             + "\n".join(f"- {library}: {how}" for library, how in one["used"].items())
             for one in newest.values()
