@@ -56,7 +56,7 @@ site: docs  ## look at the built documentation with a browser: phone, dark mode,
 screenshots: $(SITE)  ## take the pictures of the page of locks for the documentation again
 	@$(BIN)/python -m tests.site.screenshots
 
-bench: $(PAGES)  ## measure beside the peers
+bench: $(PAGES)  ## measure beside the peers, and write docs/benchmarks.md; ARGS="--url redis://..."
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 proof: $(PAGES)  ## run workloads under faults, and judge their history; ARGS="--minutes 60 --seed 7", ARGS=--simulate

@@ -31,17 +31,18 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 
+from benchmarks.environments import REQUIREMENTS, ROOT, NotInstalled, environment
 from benchmarks.report import Row
 from example_project.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     from celery import Celery, Task
 
@@ -54,10 +55,8 @@ RESEND_EVERY = 0.02  # seconds
 BEFORE_KILL = (0.3, 1.3)  # seconds: the worker looks after its pool at intervals
 STARTING = 30.0  # seconds that a worker is given to start, and a task to run
 STOPPING = 15.0  # seconds that a worker is given to stop
-INSTALLING = 300.0  # seconds
 HELD_BY_BODY = 300.0  # seconds: longer than a round
 STARTS = "starts"  # a list: the round, the monotonic time and the process of each start
-ROOT = Path(__file__).parents[1]
 
 
 class Way(NamedTuple):
@@ -66,12 +65,10 @@ class Way(NamedTuple):
 
     Attributes:
         name: What the table calls it.
-        requirement: What pip installs beside Celery; None: runs in this environment.
         rounds: How many kills.
     """
 
     name: str
-    requirement: str | None
     rounds: int
 
 
@@ -83,12 +80,12 @@ class Measured(NamedTuple):
 
 
 WAYS = {
-    "waiting": Way("ours", None, ROUNDS),
-    "skipping": Way("ours", None, ROUNDS),
-    "celery_once": Way("celery-once", "celery-once", PEER_ROUNDS),
-    "celery_singleton": Way("celery-singleton", "celery-singleton", PEER_ROUNDS),
+    "waiting": Way("ours", ROUNDS),
+    "skipping": Way("ours", ROUNDS),
+    "celery_once": Way("celery-once", PEER_ROUNDS),
+    "celery_singleton": Way("celery-singleton", PEER_ROUNDS),
 }
-PEERS = [way for way, kind in WAYS.items() if kind.requirement]
+PEERS = [way for way, kind in WAYS.items() if kind.name in REQUIREMENTS]
 
 
 def run(folder: Path) -> list[Row]:
@@ -103,7 +100,8 @@ def run(folder: Path) -> list[Row]:
         running = {}
         for peer in PEERS:
             try:
-                running[peer] = stack.enter_context(rounds(peer, environment(peer), folder / peer))
+                python = environment(WAYS[peer].name)
+                running[peer] = stack.enter_context(rounds(peer, python, folder / peer))
             except NotInstalled as exc:
                 failures[peer] = str(exc)
         for peer, finish in running.items():
@@ -141,39 +139,8 @@ def shown(took: Sequence[float]) -> str:
     return f"{median(took):.2f}, max {longest}"
 
 
-class NotInstalled(RuntimeError):  # noqa: N818  # reads as what is the case
-    """The environment of a peer cannot be made; the message says why, in one line."""
-
-
 class RoundsFailed(RuntimeError):  # noqa: N818  # as NotInstalled
     """A process that was to measure has ended with an error; the last line says which."""
-
-
-def environment(peer: str) -> str:
-    """
-    Return the Python of a peer's own environment; made where it is not there yet.
-
-    Raises:
-        NotInstalled: There is no such package, or no network.
-    """
-    major, minor = sys.version_info[:2]
-    folder = ROOT / ".venvs" / f"bench-{WAYS[peer].name}-{major}.{minor}"
-    python, complete = folder / "bin" / "python", folder / ".installed"
-    if not complete.exists():
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [*pip, "celery[redis]", str(WAYS[peer].requirement)],
-        ):
-            try:
-                subprocess.run(command, check=True, capture_output=True, timeout=INSTALLING)
-            except subprocess.CalledProcessError as exc:
-                said = exc.stderr.decode(errors="replace").strip().splitlines()
-                raise NotInstalled(said[-1] if said else str(exc)) from exc
-            except (OSError, subprocess.TimeoutExpired) as exc:
-                raise NotInstalled(str(exc)) from exc
-        complete.touch()
-    return str(python)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+T = TypeVar("T")
 QUICK_SHARE = 10  # one round in ten
 WORSE = 1.5  # times the recorded ratio: it fell by a third
 _quick: list[bool] = []
@@ -63,7 +64,7 @@ def be_quick() -> None:
     _quick.append(True)
 
 
-def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def take_turns(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """
     Measure each variant once per round, so that what else the machine does hits all alike.
 
@@ -77,7 +78,7 @@ def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int) -> dict
     if _quick:
         rounds = min(rounds, max(3, rounds // QUICK_SHARE))
     names = list(variants)
-    figures: dict[str, list[float]] = {name: [] for name in names}
+    figures: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(rounds):
         start = turn % len(names)
         for name in names[start:] + names[:start]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,14 @@ def test_a_page_is_written_in_plain_english(page):
     """No page has the turns of phrase that a reader has to read twice."""
     text = " ".join(without_code(page).split())
     assert re.findall(AVOIDED, text, re.IGNORECASE) == []
+
+
+def test_the_page_of_benchmarks_shows_what_was_measured():
+    """`make bench` wrote it from its figures, and nobody has changed it since by hand."""
+    for module in ("psutil", "redis_lock"):
+        pytest.importorskip(module, reason="needs the extra `bench`")
+    page = importlib.import_module("benchmarks.page")
+    assert page.PAGE.read_text("utf-8") == page.text(page.kept())
 
 
 def test_the_log_lines_of_the_operators_page_are_those_of_the_code():
