@@ -153,7 +153,8 @@ CONTROLS: dict[str, Control] = {
         Control(trust_without_an_end, "exclusion"),
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),
         Control(a_hand_off_that_forgets_the_token, "token"),
-        Control(a_done_mark_without_a_run, "nothing lost"),
+        # A server that forgets would excuse the loss.
+        Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
     )
