@@ -211,7 +211,8 @@ class Sender:
         header = [reserved.lock, reserved.until, reserved.mark, reserved.number]
         options["headers"] = {**headers, UNIQUE_HEADER: header}
         self._remember(task_id, reserved)
-        options = postponed(options, guard.options.lock_replace_for, found.burst)
+        if not again:  # a retry, or a task that is put off, comes when it is to come
+            options = postponed(options, guard.options.lock_replace_for, found.burst)
         result = (self._run if sending.eager else self._publish)(
             reserved, partial(publish, **options)
         )

@@ -12,7 +12,7 @@ from redis import ResponseError
 from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
 from celery_dislock.servers.connections import store_error
-from celery_dislock.servers.reservations import Reservation, Taken
+from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import (
     LEAVE_ALONE,
     PUBLISH_FOR,
@@ -327,6 +327,16 @@ def test_what_is_sent_again_keeps_its_mark_and_number(again):
     assert (wanted.mark, wanted.number, is_again) == (mark, 1, True)
     assert sending.sent[1]["headers"] == headers
     assert sending.counted == ["sent"]
+
+
+@AGAIN
+def test_what_is_sent_again_comes_when_it_is_to_come(again):
+    """The end of its burst makes no retry, and no task that is put off, come at once."""
+    sending = Sending(lock_on_duplicate="replace", lock_replace_for=30)
+    sending.reservations.answers = [Reserved(100.0, "ab", 2)]
+    headers = {"dislock_unique": [LOCK, "start", "ab", 2]}
+    sending.send(task_id="a", headers=headers, countdown=60, **again)
+    assert sending.sent[0]["countdown"] == 60
 
 
 @AGAIN
