@@ -127,6 +127,7 @@ class Actor:
     process: Process
     thread: Any
     copy: Any = None
+    made: Any = None  # the worker's request of it
     waits: Wait = field(default_factory=Wait)
 
 
@@ -169,12 +170,11 @@ class Process(Runtime[Any]):
     """A process with a watchdog; of a worker or not."""
 
     host, pid = "host", 1
+    parking: Any = None  # if it is a worker's; see proof/working.py
 
-    def __init__(
-        self, net: Net, name: str, told: Callable[[Lease, float], None], broker: Callable[..., None]
-    ) -> None:
+    def __init__(self, net: Net, number: int, told: Callable[[Lease, float], None]) -> None:
         super().__init__(dict)
-        self.name, self.net, self.broker = name, net, broker
+        self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
         self.observer = Watched(told)
         self.store = Store("redis://nowhere", home=HOME, hand_over=self.publish)
@@ -212,9 +212,9 @@ class Process(Runtime[Any]):
         """Greenlets stand for threads here."""
 
     def publish(self, turns: Sequence[Turn]) -> None:
-        """Publish parked tasks; the process may die before it does."""
-        stop_if_actor(Wait())
-        self.broker(turns)
+        """Publish parked tasks."""
+        if self.parking is not None:
+            self.parking.hand_over(turns)
 
     def watch(self) -> None:
         """Run the watchdog's loop."""

@@ -4,13 +4,14 @@ Simulate: the real client and the real scripts, in one process, under a clock th
 A history is a list of steps.  A step starts a thread, lets one go on up to where it waits, lets
 time pass, or lets something go wrong; the seed chooses the steps, and what each thread is up to.
 Steps that do not apply are skipped, so any part of the list is a history, too.  What must be so is
-what
-``docs/guarantees.md`` says, in terms of what clients were told:
+what ``docs/guarantees.md`` says, in terms of what clients were told:
 
 * no two clients trust leases at the same time that the lock does not admit together;
 * a fencing token is larger than all before it, and a lease keeps its own;
 * while an operator has paused a lock, nobody is let in;
 * once nothing goes wrong any more all come to their end, each task has run, and no key is left;
+* a key is not reserved any more when its messages have ended;
+* a parked task begins before those that were parked after it, and one that was revoked never does;
 * a task runs to its end twice only if a process died or stood still, or the server has lost data.
 """
 
@@ -23,32 +24,33 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import greenlet
 
-from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import DislockError, StoreError
-from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.making import make_lock
-from celery_dislock.parking.store import FIRST, Bounds, Ticket
-from celery_dislock.servers.replies import Full, Granted, Refused, Swept
-from celery_dislock.servers.requests import Ending
+from celery_dislock.messages.message import TaskParked
+from celery_dislock.parking.sweep import Sweep
+from celery_dislock.tasks.request import release_after_death
 from proof import simulated_sending
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
+from proof.working import Copy, Worker, driven
+from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from celery_dislock.servers.replies import Turn
+    from celery_dislock.locks.lease import Lease
 
     Step = list[Any]
 
 PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
+SHRINK_FOR = 60.0  # seconds in which a history is made small
 TIMEOUT = 30.0  # seconds of a lease
 DAY = 86400.0  # seconds
 PROCESSES = 3
@@ -56,30 +58,39 @@ ACTORS_MOST = 9  # at work at a time
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 ROUNDS_MOST = 1_500  # steps in which all must have come to its end
 KEYS = ("a", "b")
-FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free")
+FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free", "slow")
 HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
 # Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
-MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line")
+MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line", ":unique")
 GROUPS: dict[str, list[dict[str, Any]]] = {  # of options that may be used for one lock
     "exclusive": [{}],
     "shared": [{"lock_mode": "shared"}, {"lock_mode": "shared"}, {}],
     "counted": [{"lock_limit": 2}],
     "mixed": [{"lock_limit": 2}, {}, {"lock_mode": "shared"}],
 }
+CONFLICTS: list[dict[str, Any]] = [  # of tasks
+    {"lock_on_conflict": "queue"},
+    {"lock_on_conflict": "queue"},
+    {"lock_on_conflict": "queue"},
+    {"lock_on_conflict": "queue", "lock_queue_limit": 2},
+    {"lock_on_conflict": "queue", "lock_queue_limit": 1, "lock_queue_overflow": "replace"},
+    {"lock_on_conflict": "retry", "lock_retry_for": 1e6},
+    {"lock_on_conflict": "wait", "lock_wait_timeout": 1e5},
+    {"lock_on_conflict": "skip"},
+]
+UNIQUE: list[dict[str, Any]] = [  # when they are sent
+    {},
+    {},
+    {},
+    {"lock_unique_until": "start"},
+    {"lock_unique_until": "end"},
+    {"lock_unique_until": "start", "lock_on_duplicate": "replace"},
+    {"lock_unique_until": "end", "lock_on_duplicate": "replace", "lock_replace_for": 20.0},
+]
 
 
 class BrokenPromiseError(AssertionError):
     """A promise was broken."""
-
-
-@dataclass(eq=False)
-class Copy:
-    """A message in the broker."""
-
-    task: str
-    marked: bool = False
-    given_up: tuple[str, ...] = ()
-    due: float = 0.0  # it was put off until then
 
 
 class History:
@@ -97,8 +108,12 @@ class History:
         self.faults = {fault for fault in FAULTS if rng.random() < 0.35}
         self.group = rng.choice(sorted(GROUPS))
         self.parks = rng.random() < 0.5
-        self.bounds = rng.choice([Bounds(), Bounds(), Bounds(2), Bounds(1, overflow="replace")])
         self.late_acks = rng.random() < 0.7
+        self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
+        self.slowness = random.Random(f"{seed} slow")
+        self.line: list[tuple[str, str]] = []  # keys and tasks, as they were parked
+        self.revoked: set[str] = set()
+        self.workers: dict[Process, Worker] = {}
         self.actors: dict[str, Actor] = {}
         self.processes: list[Process] = []
         self.queue: list[Copy] = []
@@ -120,8 +135,21 @@ class History:
         self.steps = self.generation = self.failed = 0
         net.lose()
         net.replicate()
-        for _ in range(PROCESSES):
-            self.new_process()
+        net.advance(START - net.time)  # its times keep the number of digits that they have today
+        for nth in range(PROCESSES):
+            worker = worker_of(nth) if self.parks else None
+            if worker is not None:
+                for kind in self.kinds:
+                    worker.task(kind)
+            self.new_process(nth, worker)
+
+    def kind_of_task(self, rng: random.Random) -> str:
+        """Choose the options of a task, which are its name."""
+        options = {
+            **rng.choice(GROUPS[self.group]), **rng.choice(CONFLICTS), **rng.choice(UNIQUE),
+            "acks_late": self.late_acks,
+        }  # fmt: skip
+        return json.dumps(options, sort_keys=True)
 
     # The steps.
 
@@ -172,11 +200,10 @@ class History:
         process = self.processes[rng.randrange(PROCESSES)]
         if not self.parks or rng.random() < 0.2:
             self.begin(f"{number}", process, lambda: self.locking(process, rng))
-            return
-        if rng.random() < 0.5:
-            self.sent.append(f"t{number}")
-            self.queue.append(Copy(f"t{number}"))
-        elif self.queue:
+        elif rng.random() < 0.5:
+            worker = self.workers[process]
+            self.begin(f"{number}", process, lambda: self.sending(worker, f"t{number}", rng))
+        else:
             self.deliver(number, process, rng)
 
     def deliver(self, number: int, process: Process, rng: random.Random) -> None:
@@ -186,7 +213,9 @@ class History:
             return
         copy = rng.choice(due)
         self.queue.remove(copy)
-        self.begin(f"{number}", process, lambda: self.delivery(process, copy, rng), copy)
+        worker = self.workers[process]
+        made = worker.received(copy)
+        self.begin(f"{number}", process, lambda: self.delivery(worker, made), made).copy = copy
 
     def step_pass(self, seconds: float) -> None:
         """Time passes; 0: until somebody wakes up."""
@@ -238,18 +267,26 @@ class History:
 
     def step_kill(self, nth: int) -> None:
         """A process dies; its messages come again if they were not acknowledged."""
-        process = self.processes[nth]
+        process, died = self.processes[nth], []
         process.dead = True
         for actor in [one for one in self.actors.values() if one.process is process]:
             del self.actors[actor.name]
             actor.thread.killed = True
             actor.thread.throw(greenlet.GreenletExit)
             if actor.copy and self.late_acks:
+                actor.copy.redelivered = True
                 self.queue.append(actor.copy)
             elif actor.copy:
                 self.excused.add(actor.copy.task)
+            if actor.made is not None:
+                died.append(actor.made)
         self.processes.pop(nth)
-        self.new_process(nth)
+        worker = self.workers.pop(process, None)
+        self.new_process(nth, worker)
+        if worker is not None and self.steps % 2:  # its main process has seen it
+            for made in died:
+                new = self.processes[nth]
+                self.begin(f"{self.steps} {made.id}", new, partial(release_after_death, made))
 
     def step_freeze(self, nth: int) -> None:
         """A process stands still."""
@@ -278,18 +315,21 @@ class History:
 
     # Threads.
 
-    def new_process(self, nth: int = PROCESSES) -> None:
+    def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
-        process = Process(self.net, f"p{self.generation}", self.check, self.published)
+        process = Process(self.net, self.generation, self.check)
         self.processes.insert(nth, process)
+        if worker is not None:
+            worker.begin(process, self.arrived, self.states, self.body)
+            self.workers[process] = worker
         process.watchdog.actor = self.begin(f"{process.name} watchdog", process, process.watch)
         if self.parks:
             self.begin(f"{process.name} sweep", process, lambda: self.sweeping(process))
 
     def begin(
-        self, name: str, process: Process, run: Callable[[], None], copy: Copy | None = None
+        self, name: str, process: Process, run: Callable[[], None], made: Any = None
     ) -> Actor:
-        actor = Actor(name, process, greenlet.greenlet(run), copy)
+        actor = Actor(name, process, greenlet.greenlet(run), made=made)
         self.actors[name] = actor
         return actor
 
@@ -321,13 +361,6 @@ class History:
             name = getattr(script, "text", "-- goes on").split()[1]
             self.tells(f"{who} {name} {arguments} -> {reply!r}")
 
-    def published(self, turns: Sequence[Turn]) -> None:
-        self.queue += [Copy(turn.ticket.partition(":")[0], marked=True) for turn in turns]
-
-    def put_off(self, copy: Copy) -> None:
-        copy.due = self.net.time + PUT_OFF
-        self.queue.append(copy)
-
     def work(self, rng: random.Random) -> None:
         for _ in range(rng.choice((0, 1, 3))):
             stop(Wait(self.net.time + rng.choice((0.0, 0.5, 5.0, 15.0, 50.0))))
@@ -356,74 +389,65 @@ class History:
             with contextlib.suppress(DislockError):
                 lock.release()
 
-    def delivery(self, process: Process, copy: Copy, rng: random.Random) -> None:
-        """Run a task that may be parked, as the guard does."""
-        task, lines, now = copy.task, process.lines, self.net.clock
-        # What a task asks for does not depend on the delivery.
-        fate = random.Random(f"{self.seed} {task}")
-        options = TaskOptions(**fate.choice(GROUPS[self.group]))
-        lock = process.lock([fate.choice(KEYS)], options)
-        owner = process.owner_name(f"{task}@{process.name}:1/")
-        attempt = Attempt(owner, {"id": task, "timeout": TIMEOUT})
-        settles = TIMEOUT if self.late_acks else 0.0
+    def sending(self, worker: Worker, task: str, rng: random.Random) -> None:
+        """Send a task's message; one that is unique perhaps not."""
+        kind, countdown = rng.choice(self.kinds), rng.choice((None, None, None, 8.0))
+        worker.task(kind).apply_async((rng.choice(KEYS),), task_id=task, countdown=countdown)
 
-        def ask(message: bytes) -> Any:
-            ticket = Ticket(
-                f"{task}:0:0", f"{task}@", copy.marked, message, mode=lock.terms.mode,
-                limit=options.lock_limit or 1, bounds=self.bounds,
-            )  # fmt: skip
-            asked_at = now()
-            answer = lines.park(lock.names[0], owner, TIMEOUT, attempt.holder_json, ticket)
-            if isinstance(answer, Granted):
-                return lock.keep(attempt, answer.tokens, asked_at, TIMEOUT)
-            return answer
-
-        try:
-            for other in copy.given_up:
-                process.store.release(lock.names, other)
-            answer = ask(b"")
-            if isinstance(answer, Refused) and answer.holder.get("id") != task:
-                lines.enlist(lock.names[0])
-                answer = ask(task.encode())
-        except StoreError:
-            lock.give_up(attempt)
-            self.put_off(Copy(task, copy.marked, (*copy.given_up, owner)[-4:]))
-            return
-        if isinstance(answer, Full):
-            self.excused.add(task)
-        if isinstance(answer, Refused):
-            self.put_off(Copy(task, copy.marked))
-        elif isinstance(answer, Lease):
-            self.work(rng)
-            self.ran.add(task)
-            if answer.held:
-                self.ended[task] += 1
-            answer.release(Ending(ticket=f"{task}:0:0", settles=settles))
-            stop(Wait())
-            if settles:
-                try:
-                    process.store.release(lock.names, owner, Ending(ticket=f"{task}:0:0"))
-                except StoreError:
-                    self.excused.add(f"{task} again")
+    def delivery(self, worker: Worker, made: Any) -> None:
+        """Run a task, as a worker does."""
+        ended = worker.run(made)
+        if isinstance(ended, TaskParked):
+            self.line.append((ended.key, made.id))
         stop(Wait())  # before it is acknowledged
+
+    def body(self, task: Any) -> None:
+        """Run the body of a task."""
+        request = task.request
+        name, key = request.id, task.lease.key
+        if not self.faults:
+            self.check_order(name, key)
+        if name in self.revoked and not self.faults:
+            self.fail(f"task {name} runs, and its caller was told that it was revoked")
+        self.work(random.Random(f"{self.seed} {name} {self.steps}"))
+        self.ran.add(name)
+        if task.lease.held:
+            self.ended[name] += 1
+
+    def check_order(self, name: str, key: str) -> None:
+        """Check that a task begins before all that were parked after it."""
+        if (key, name) not in self.line:
+            return
+        before = self.line[: self.line.index((key, name))]
+        passed = [one for one in before if one[0] == key and one[1] not in self.revoked]
+        self.line.remove((key, name))
+        if passed and self.group == "exclusive":
+            self.fail(f"task {name} has passed {passed} in the line of {key}")
+
+    def states(self, task: str, state: str) -> None:
+        """Hear of a task's state."""
+        if state in {"REVOKED", "FAILURE"}:
+            self.excused.add(task)
+        if state == "REVOKED":
+            self.revoked.add(task)
+
+    def arrived(self, copy: Copy) -> None:
+        """Have a message in the broker."""
+        self.queue.append(copy)
+        if not copy.marked and copy.task not in self.sent:
+            self.sent.append(copy.task)
+        if "slow" in self.faults:
+            copy.due = max(copy.due, self.net.time + self.slowness.choice((0.0, 20.0, 45.0, 70.0)))
 
     def sweeping(self, process: Process) -> None:
         """Sweep the lines, as the worker does."""
-        owner = process.owner_name("sweep:")
+        sweep = Sweep(
+            process.parking, process.parking.sweep_name, process.name, TIMEOUT / 3,
+            clock=self.net.clock,
+        )  # fmt: skip
         while True:
             stop(Wait(self.net.time + TIMEOUT / 3))
-            try:
-                process.store.acquire(["dislock:sweep:{here}"], owner, TIMEOUT, "{}")
-                _, _, page = process.lines.page(FIRST, 100)
-                for lock, swept in process.lines.sweep(list(page)).items():
-                    assert isinstance(swept, Swept)
-                    for ticket in swept.replaced:
-                        self.excused.add(ticket.partition(":")[0])
-                        process.lines.leave(lock, ticket)
-                    if not (swept.parked or swept.replaced):
-                        process.lines.delist(lock, page[lock])
-            except StoreError:
-                continue
+            sweep.step()
 
     # What must be so.
 
@@ -476,7 +500,7 @@ class History:
             workers = [n for n in self.actors if "p" not in n]
             ready = [n for n, actor in self.actors.items() if self.is_ready(actor)]
             if len(workers) < ACTORS_MOST and any(c.due <= self.net.time for c in self.queue):
-                self.deliver(-number - 1, self.processes[0], random.Random(number))
+                self.deliver(-number - 1, self.processes[number % PROCESSES], random.Random(number))
             elif ready:
                 for name in ready:
                     self.take(["go", name, "answer"])
@@ -485,9 +509,13 @@ class History:
             else:
                 break
         else:
-            raise BrokenPromiseError(
-                f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
-            )
+            # A task that was parked before the server has lost its name is put off by processes
+            # that did not know it: for `celery dislock drain --lost`.
+            waits = workers or (self.parks and self.parked())
+            if self.is_kept or waits:
+                raise BrokenPromiseError(
+                    f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
+                )
         for task in self.sent:
             if task not in self.ran and task not in self.excused and self.is_kept:
                 raise BrokenPromiseError(f"task {task} is lost")
@@ -498,6 +526,9 @@ class History:
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
+        taken = [name for name in self.reserved() if not self.faults]
+        if taken:
+            raise BrokenPromiseError(f"these keys stay reserved: {taken}, {self.net.contents()}")
         self.net.advance(31 * DAY)
         if self.keys():
             raise BrokenPromiseError(f"these keys do not end: {self.keys()}")
@@ -510,8 +541,19 @@ class History:
     def parked(self) -> bool:
         return any(name.endswith((":tickets", ":replaced")) for name in self.keys())
 
+    def reserved(self) -> list[str]:
+        """Return the records of keys that are reserved for a message."""
+        found = [name for name in self.keys() if name.endswith(":unique")]
+        return [name for name in found if self.net.send("GET", name).split()[1] != b"-"]
+
     def keys(self) -> set[str]:
         return set(self.net.ttls())
+
+
+@cache
+def worker_of(_nth: int) -> Worker:
+    """Return a worker's app, which one history uses after the other."""
+    return Worker()
 
 
 def lock_name(key: str) -> str:
@@ -539,12 +581,13 @@ def run(
     history, rng, taken = History(net, seed, tells), random.Random(seed), []
     broken = ""
     try:
-        for nth in range(STEPS if steps is None else len(steps)):
-            taken.append(history.choose(rng) if steps is None else steps[nth])
-            history.take(taken[-1])
-        if tells is not None:
-            tells("and now nothing goes wrong any more")
-        history.end()
+        with driven(net, seed):
+            for nth in range(STEPS if steps is None else len(steps)):
+                taken.append(history.choose(rng) if steps is None else steps[nth])
+                history.take(taken[-1])
+            if tells is not None:
+                tells("and now nothing goes wrong any more")
+            history.end()
     except BrokenPromiseError as exc:
         broken = str(exc)
     except Exception as exc:  # noqa: BLE001 -- whatever the client or a script raises
@@ -557,9 +600,10 @@ def run(
 def shrink(net: Net, seed: str, steps: Sequence[Step], broken: str) -> list[Step]:
     """Drop steps, in ever smaller pieces, as long as what is broken stays alike."""
     kept, size = list(steps), len(steps) // 2
-    while size:
+    until = time.monotonic() + SHRINK_FOR
+    while size and time.monotonic() < until:
         start, before = 0, len(kept)
-        while start < len(kept):
+        while start < len(kept) and time.monotonic() < until:
             fewer = kept[:start] + kept[start + size :]
             if kind_of(run(net, seed, fewer).broken) == kind_of(broken):
                 kept = fewer

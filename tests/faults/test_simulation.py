@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from celery_dislock.locks import lease
+from celery_dislock.messages import unrun
+from celery_dislock.parking.publisher import Publisher
 from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.tasks import conflicts
 from proof.simulated import Net
 from proof.simulation import Script, run, simulate
 from tests.integration.lua_server import LuaServer
@@ -19,6 +23,9 @@ BROKEN = {
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("limit = limit_set(lock) or limit", "limit = limit"),
     "a task may run again when it is done": ("mark_done(lock, ticket, DONE_WITH_LOCK)", ""),
+    "who comes last is first": ("math.max(now_us, tonumber(last or 0) + 1)", "9e15 - now_us"),
+    "a key stays reserved": ("if not stays then it.state = '-'", "if not stays then"),
+    "a turn that ran out is forgotten": ("join(lock, ticket, parked and parked.joined or 0)", ""),
 }
 
 
@@ -37,6 +44,22 @@ def test_a_history_can_be_replayed():
     run(Net(), "again", steps, tells=told[1].append)
     assert told[0] == told[1]
     assert len(told[0]) > 100
+
+
+CLIENTS = {  # what replaces which method of the client
+    "a task that is put off is not sent again": (unrun, "_send_again", lambda *_: None),
+    "a lease is trusted for ever": (lease, "trust_in", lambda _: 1e6),
+    "a turn is not published": (Publisher, "hand_over", lambda *_: None),
+    "a message that is replaced runs": (conflicts, "end_replaced", lambda *_: None),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("where", "name", "broken"), CLIENTS.values(), ids=CLIENTS)
+def test_a_client_that_is_broken_is_caught(where, name, broken, monkeypatch):
+    """The client is the package's own, so what breaks a promise in it is found, too."""
+    monkeypatch.setattr(where, name, broken)
+    assert simulate(1, seconds=SECONDS, say=print) is not None
 
 
 @pytest.mark.timeout(900)

@@ -1,0 +1,255 @@
+"""
+Workers of a simulation: Celery's own tracer and requests, and the real guard, without a broker.
+
+Each process has an app.  What it publishes goes into the queue of the history, and a result into a
+dictionary; its lock server is simulated, and so is the time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from itertools import count
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+from celery import Celery
+from celery.app.trace import build_tracer
+from celery.backends.base import KeyValueStoreBackend
+from kombu.message import Message
+from kombu.utils.imports import symbol_by_name
+
+from celery_dislock import SingletonTask
+from celery_dislock.config.settings import AppSettings
+from celery_dislock.locks.runtime import Runtime
+from celery_dislock.messages import unrun
+from celery_dislock.messages.headers import TICKET_HEADER
+from celery_dislock.parking import identity, park
+from celery_dislock.parking.process import ParkingProcess
+from celery_dislock.parking.publisher import Publisher
+from celery_dislock.tasks import acquisition, conflicts, guard, request, sending
+from celery_dislock.worker import stalled
+from proof.simulated import Net, Process, Wait, sleep_in, stop_if_actor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from celery_dislock.servers.replies import Turn
+
+EPOCH = datetime(2026, 1, 1, tzinfo=timezone.utc)  # at the simulation's time 0
+BY_WALL = (conflicts, acquisition, guard, sending, unrun)  # modules that use time
+
+
+@dataclass(eq=False)
+class Copy:
+    """A message in the broker, as it was published."""
+
+    headers: dict[str, Any]
+    body: bytes
+    due: float = 0.0
+    redelivered: bool = False
+
+    @property
+    def task(self) -> str:
+        """The task's id."""
+        return str(self.headers["id"])
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is the message of a turn."""
+        return TICKET_HEADER in self.headers
+
+
+class Results(KeyValueStoreBackend):  # type: ignore[misc]
+    """Keeps results, and tells of their states."""
+
+    told: Callable[[str, str], None]
+
+    def __init__(self, app: Celery) -> None:
+        super().__init__(app=app)
+        self.kept: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        """Return a result."""
+        return self.kept.get(key)
+
+    def set(self, key: Any, value: Any) -> None:
+        """Keep a result."""
+        self.kept[key] = value
+
+    def store_result(self, task_id: str, result: Any, state: str, **kwargs: Any) -> Any:
+        """Tell of the state, and keep the result."""
+        self.told(task_id, state)
+        return super().store_result(task_id, result, state, **kwargs)
+
+
+class WorkerProcess(ParkingProcess):
+    """The locks of a simulated process."""
+
+    def hand_over(self, turns: Sequence[Turn]) -> None:
+        """Publish parked tasks."""
+        self._hand_over(turns)
+
+
+class WorkerRuntime(Runtime[Any]):
+    """Gives an app the simulated process that it runs in."""
+
+    inside: Process
+
+    @property
+    def process(self) -> Any:
+        """What the guard takes for its process."""
+        return self.inside.parking
+
+    def lock(self, keys: Any, options: Any) -> Any:
+        """Make a lock under the driven clock."""
+        return self.inside.lock(keys, options)
+
+
+class Worker:
+    """The app of simulated processes, of one after the other: to make an app takes long."""
+
+    def __init__(self) -> None:
+        app: Any = Celery("simulated", broker="memory://", set_as_current=False)
+        self.app = app
+        app.conf.dislock_url = "redis://nowhere"
+        self.runtime = WorkerRuntime(lambda: app.conf)
+        app.__dict__["_dislock_runtime"] = self.runtime
+        self.results = Results(app)
+        app._get_backend = lambda: self.results  # noqa: SLF001 -- it is asked for by name elsewhere
+        app.amqp.send_task_message = self._send
+        app.producer_or_acquire = self._acquired
+        app.now = lambda: EPOCH + timedelta(seconds=self.net.time)
+        self.connection = SimpleNamespace(
+            transport=SimpleNamespace(driver_type="amqp"), _reraise_as_library_errors=nullcontext
+        )
+
+    def begin(
+        self,
+        process: Process,
+        broker: Callable[[Copy], None],
+        told: Callable[[str, str], None],
+        body: Callable[[Any], None],
+    ) -> None:
+        """
+        Be the app of a process that has just begun.
+
+        Args:
+            process: The process.
+            broker: Called with each message that is published.
+            told: Called with a task's id and each of its states.
+            body: The body of all tasks, called with the task.
+        """
+        self.net, self.broker, self.body = process.net, broker, body
+        self.results.told = told
+        self.runtime.inside = process
+        server: Any = process.net
+        process.parking = parking = WorkerProcess(self.app.conf, AppSettings(), Publisher(self.app))
+        parking.store = parking.loop_store = parking.__dict__["quick_store"] = process.store
+        parking.lines, parking.watchdog = process.lines, process.watchdog
+        parking.observer = process.observer
+        parking.identity = identity.StoreIdentity(server, "dislock")
+        vars(parking).update(pid=process.number, owner_name=process.owner_name)
+        self.app.__dict__["_dislock_sender"] = sending.Sender(
+            self.app,
+            lambda: process.store.reservations,
+            clock=process.net.clock,
+            pause=sleep_in(process.net),
+        )
+
+    def task(self, name: str) -> Any:
+        """Return a task; its name has its options."""
+        if name not in self.app.tasks:
+
+            def run(task: Any, key: str) -> None:  # noqa: ARG001 -- names the lock
+                self.body(task)
+
+            declared = {"lock_key": "<key>", **json.loads(name)}
+            self.app.task(name=name, base=SingletonTask, shared=False, bind=True, **declared)(run)
+
+        return self.app.tasks[name]
+
+    def received(self, copy: Copy) -> Any:
+        """Make the worker's request of a message."""
+        task = self.task(copy.headers["task"])
+        message = Message(
+            body=copy.body,
+            content_type="application/json",
+            content_encoding="utf-8",
+            headers=json.loads(json.dumps(copy.headers)),
+            properties={"correlation_id": copy.task, "delivery_tag": f"{id(copy)}"},
+            delivery_info={
+                "exchange": "", "routing_key": "celery", "redelivered": copy.redelivered,
+            },
+        )  # fmt: skip
+        made = symbol_by_name(task.Request)(
+            message, app=self.app, task=task, hostname=self.runtime.inside.name
+        )
+        made.worker_pid = self.runtime.inside.number
+        return made
+
+    def run(self, made: Any) -> Any:
+        """Run a task as a pool process does; returns its result, or the error that ended it."""
+        tracer = build_tracer(made.task.name, made.task, app=self.app)
+        ended = tracer(made.id, made.args, made.kwargs, made.request_dict).retval
+        ended = getattr(ended, "exception", ended)
+        return getattr(ended, "exc", ended)
+
+    @contextmanager
+    def _acquired(self, *_: Any) -> Iterator[Worker]:
+        """Stand for producer_or_acquire."""
+        yield self
+
+    def publish(self, body: bytes, *, headers: dict[str, Any], **_: Any) -> None:
+        """Publish a message again, as kombu's producer does; the process may die before."""
+        stop_if_actor(Wait())
+        self.broker(Copy(headers, body))
+
+    def _send(
+        self,
+        _producer: Any,
+        _name: str,
+        message: Any,
+        *,
+        headers: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Publish a message of a task."""
+        stop_if_actor(Wait())
+        eta = message.headers["eta"]
+        due = 0.0 if eta is None else (datetime.fromisoformat(eta) - EPOCH).total_seconds()
+        self.broker(
+            Copy({**message.headers, **(headers or {})}, json.dumps(message.body).encode(), due)
+        )
+
+
+@contextmanager
+def driven(net: Net, seed: str) -> Iterator[None]:
+    """Let the real client use the simulation's time, and chance that can be repeated."""
+    rng, numbers = random.Random(f"{seed} client"), count(1)
+    clock = SimpleNamespace(
+        time=lambda: EPOCH.timestamp() + net.time, monotonic=net.clock, sleep=sleep_in(net)
+    )
+    logging.disable(logging.CRITICAL)
+    with ExitStack() as stack:
+        for module in BY_WALL:
+            stack.enter_context(patch.object(module, "time", clock))
+        for module, name, value in (
+            (unrun, "random", rng),
+            (sending, "token_hex", lambda _: f"{next(numbers):016x}"),
+            (identity, "token_hex", lambda _: f"{next(numbers):016x}"),
+            (park, "uuid4", lambda: SimpleNamespace(hex=f"{next(numbers):032x}")),
+            (request, "is_child", lambda pid: pid is not None),
+            (request, "is_alive", lambda _: False),
+            (stalled, "is_child", lambda pid: pid is not None),
+        ):
+            stack.enter_context(patch.object(module, name, value))
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
