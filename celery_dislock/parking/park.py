@@ -144,6 +144,7 @@ class Parking:
         if came_from not in {"", lock.names[0]} and self._lines.move_out(
             came_from, self._ticket, goes_on, delivery.sent_to
         ):
+            delivery.end_reservation()
             acknowledge_done(delivery)
         ticket = Ticket(
             self._ticket,
@@ -171,6 +172,7 @@ class Parking:
             parked.replaced = self._process.tell_replaced(lock.names[0], answer.replaced)
             raise parked
         if isinstance(answer, Done):
+            delivery.end_reservation()  # which it took when it was put off
             acknowledge_done(delivery)
         if isinstance(answer, Granted):
             attempt.has_begun = True

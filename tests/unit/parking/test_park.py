@@ -21,6 +21,7 @@ from celery_dislock.messages.message import Message, TaskParked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.store import ANYBODY, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
+from celery_dislock.servers.reservations import Reservation
 from tests.unit.deliveries import arrived, deliver, run
 from tests.unit.fakes import STORE, FakeLines
 
@@ -283,6 +284,15 @@ def test_a_copy_of_work_that_is_done_is_acknowledged_unrun(app, world, lines, ba
     assert "shop.export[2] acknowledged unrun: it has run under lock 'k' before" in caplog.text
     assert world.store.asked("store_result") == []
     assert world.store.leases == {}
+
+
+def test_a_copy_of_work_that_is_done_keeps_no_key(app, world, lines):
+    """If it was put off, it has reserved its key again; that ends with it."""
+    lines.answers = [Done()]
+    come(declare(app), **marked(), dislock_unique=[LOCK, "start", "ab", 2])
+    assert world.store.reservations.asked == [
+        ("end", Reservation(LOCK, "2", "start", 60.0, "ab", 2))
+    ]
 
 
 @pytest.mark.parametrize("before", [[], [OTHERS]], ids=["at once", "after all"])
