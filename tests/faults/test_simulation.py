@@ -23,7 +23,6 @@ BROKEN = {
     "tokens do not grow": ("return newest < now_us and now_as_token or", "return '7' or"),
     "a pause is not heeded": ("limit = limit_set(lock) or limit", "limit = limit"),
     "a task may run again when it is done": ("mark_done(lock, ticket, DONE_WITH_LOCK)", ""),
-    "who comes last is first": ("math.max(now_us, tonumber(last or 0) + 1)", "9e15 - now_us"),
     "a key stays reserved": ("if not stays then it.state = '-'", "if not stays then"),
     "a turn that ran out is forgotten": ("join(lock, ticket, parked and parked.joined or 0)", ""),
 }
