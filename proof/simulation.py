@@ -543,8 +543,14 @@ class History:
 
     def reserved(self) -> list[str]:
         """Return the records of keys that are reserved for a message."""
-        found = [name for name in self.keys() if name.endswith(":unique")]
-        return [name for name in found if self.net.send("GET", name).split()[1] != b"-"]
+        records = {
+            name: self.net.send("GET", name).split() for name in self.keys() if ":uni" in name
+        }
+        return [
+            name
+            for name, (_, state, _, _, _, ends, *_) in records.items()
+            if state != b"-" and int(ends) > self.net.now_ms
+        ]
 
     def keys(self) -> set[str]:
         return set(self.net.ttls())
