@@ -79,7 +79,11 @@ class Parking:
             Ignore: The task is in line already, or this is a copy of work that is done.
             StoreError: The lock server did not answer.
         """
-        answer = self._answer()
+        try:
+            answer = self._answer()
+        except TaskParked:  # maybe by a request that came late, when the line was listed no more
+            self._lines.enlist(self._delivery.lock.names[0])
+            raise
         assert not isinstance(answer, Full)  # noqa: S101 -- only parking is answered Full
         return answer
 
