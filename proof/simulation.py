@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
-SHRINK_FOR = 60.0  # seconds in which a history is made small
+SHRINK_STEPS = 200_000  # to be taken while a history is made small
 TIMEOUT = 30.0  # seconds of a lease
 DAY = 86400.0  # seconds
 PROCESSES = 3
@@ -606,12 +606,14 @@ def run(
 def shrink(net: Net, seed: str, steps: Sequence[Step], broken: str) -> list[Step]:
     """Drop steps, in ever smaller pieces, as long as what is broken stays alike."""
     kept, size = list(steps), len(steps) // 2
-    until = time.monotonic() + SHRINK_FOR
-    while size and time.monotonic() < until:
+    taken = 0
+    while size and taken < SHRINK_STEPS:
         start, before = 0, len(kept)
-        while start < len(kept) and time.monotonic() < until:
+        while start < len(kept) and taken < SHRINK_STEPS:
             fewer = kept[:start] + kept[start + size :]
-            if kind_of(run(net, seed, fewer).broken) == kind_of(broken):
+            outcome = run(net, seed, fewer)
+            taken += outcome.taken
+            if kind_of(outcome.broken) == kind_of(broken):
                 kept = fewer
             else:
                 start += size

@@ -10,11 +10,12 @@ from celery_dislock.parking.publisher import Publisher
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.tasks import conflicts
 from proof.simulated import Net
-from proof.simulation import Script, run, simulate
+from proof.simulation import STEPS, Script, run, simulate
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, TURN, Broker
 
 HISTORIES = 60
+RARE = "a key stays reserved"
 SECONDS = 300.0  # until a script that is broken must have been found; each takes a few
 
 BROKEN = {
@@ -62,7 +63,14 @@ def test_a_client_that_is_broken_is_caught(where, name, broken, monkeypatch):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("text", "broken"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        # Of these histories there are few.
+        pytest.param(*one, id=name, marks=pytest.mark.slow if name == RARE else ())
+        for name, one in BROKEN.items()
+    ],
+)
 def test_what_is_broken_is_caught(text, broken, tmp_path):
     """A script that breaks a promise is found, and the history that shows it is short."""
 
@@ -71,7 +79,7 @@ def test_what_is_broken_is_caught(text, broken, tmp_path):
 
     found = simulate(1, seconds=SECONDS, say=print, changed=change)
     assert found is not None
-    assert len(found.steps) < 100
+    assert len(found.steps) < STEPS / 2
     file = tmp_path / "history.json"
     file.write_text(str(found))
     again = Script.read(file)
