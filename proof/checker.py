@@ -401,17 +401,32 @@ def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         replaced = one.outcome and one.outcome.more.get("state") == "REVOKED" and not one.begins
         if replaced and one.more["parks"] and began[one.more["key"]] < one.more["asked"]:
             yield Violation("nothing lost", f"{text} was replaced by none that ran", one.sent)
-        for again in one.begins if one.ended else ():
-            if one.ended is None or again <= one.ended.at:
-                continue
-            # Before the message was acknowledged: the broker delivers it again, and says so.
-            if killed.get(one.ended.process, math.inf) < again or any(
-                one.sent <= end and begin - UNACKNOWLEDGED <= one.ended.at < again
-                for begin, end in redelivers
-            ):
-                counts["runs again, as the message came again"] += 1
-            else:
-                yield Violation("once", f"{text} began again after its end", again)
+        yield from _beginning_again(one, text, killed, forgot, redelivers, counts)
+
+
+def _beginning_again(
+    one: Task,
+    text: str,
+    killed: Mapping[str, float],
+    forgot: Sequence[tuple[float, float]],
+    redelivers: Sequence[tuple[float, float]],
+    counts: Counter[str],
+) -> Iterator[Violation]:
+    for again in one.begins if one.ended else ():
+        if one.ended is None or again <= one.ended.at:
+            continue
+        # Before the message was acknowledged: the broker delivers it again, and says so.
+        if killed.get(one.ended.process, math.inf) < again or any(
+            one.sent <= end and begin - UNACKNOWLEDGED <= one.ended.at < again
+            for begin, end in redelivers
+        ):
+            counts["runs again, as the message came again"] += 1
+        elif one.more.get("parks") and any(
+            one.ended.at < end and begin < again for begin, end in forgot
+        ):  # its mark went, and a copy that had been put off was on its way
+            counts["parked tasks run again, and the server forgot"] += 1
+        else:
+            yield Violation("once", f"{text} began again after its end", again)
 
 
 def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
