@@ -22,23 +22,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery, states
 
+from benchmarks.processes import started
 from benchmarks.report import Row
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     import redis
 
@@ -49,10 +49,8 @@ WITHIN = 1.0  # seconds in which all edits of all documents are sent, if the mac
 COUNTDOWN = 1.0  # seconds
 STARTING = 30.0  # seconds that a worker is given to start
 ENDING = 180.0  # seconds until all tasks have ended; with one slot, 600 bodies take thirty
-STOPPING = 15.0  # seconds that a worker is given to stop
 LOOK_EVERY = 0.1  # seconds
 DEBOUNCE, COALESCE, UNTIMED = "debounce", "queue, limit 1", "without dislock_sent"
-ROOT = Path(__file__).parents[1]
 
 
 class Burst(NamedTuple):
@@ -191,20 +189,9 @@ def worker(folder: Path, client: redis.Redis, pool: str, slots: int) -> Iterator
     command += ["--without-gossip", "--without-mingle", "--without-heartbeat"]
     command += ["--loglevel", "WARNING"]
     log = folder / f"{pool}-{slots}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    try:
+    with started(command, log):
         client.delete(tasks.RUNS)
         tasks.coalesce.delay("first", 1)
         if client.blpop([tasks.RUNS], timeout=STARTING) is None:
             raise RuntimeError(f"the worker does not start:\n{log.read_text()}")
         yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOPPING)
-        finally:
-            process.kill()
-            process.wait()

@@ -1,17 +1,18 @@
 """
-Take locks of one kind in the threads of one process, as another program says.
+Take locks of one kind in threads or coroutines of one process, as another program says.
 
     CONTENDER_REDIS=URL python -m benchmarks.contender KIND
 
 The URL is no argument, because it may have a password.  A line of standard input is a job, and the
 answer is a line.  It runs in the environment of its kind, so it imports nothing else of ours.  A
 `Job` with pairs: take and release an uncontended lock so often, with a new object each time, and
-answer the seconds.  One without: contend for one lock, and answer the turns.  The kinds that are no
-locks are the floors.
+answer the seconds, and those of the processor.  One without: contend for one lock, and answer the
+turns.  The kinds that are no locks are the floors.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 EXPIRE = 30  # seconds
 EMPTY = "return 1"  # the smallest script
+ASYNC = ("celery-dislock, asyncio", "redis.asyncio Lock")  # kinds that coroutines take
 CLIENT = {"max_connections": 10_000, "socket_timeout": None}  # all threads wait at the same time
 
 
@@ -36,7 +38,8 @@ class Job(NamedTuple):
         key: What the lock is about; no two jobs share it.
         pairs: Of acquire and release; 0: contend.
         numbers: Of this process's threads.
-        contenders: Threads in all processes; one has the lock, and the others wait.
+        contenders: Threads in all processes; one has the lock, and the others wait.  Of pairs: the
+            coroutines that share them, each with a lock of its own.
         begin: Monotonic time.
         end: Monotonic time from which a turn counts no more.
         hold: Seconds of a turn.
@@ -141,14 +144,38 @@ def kind(name: str, url: str) -> Callable[[Job, int], Contender]:
     return lambda job, _: client.lock(job.key, timeout=EXPIRE)
 
 
-def pairs(make: Callable[[Job, int], Contender], job: Job) -> float:
-    """Return the seconds that the pairs take."""
-    began = time.perf_counter()
+def async_kind(name: str, url: str) -> Callable[[Job, int], Any]:
+    """Return what makes a lock of a coroutine, as :func:`kind` does it."""
+    if name == ASYNC[0]:
+        from celery_dislock import Dislock  # noqa: PLC0415  # as above
+
+        dislock = Dislock.from_url(url)
+        return lambda job, _: dislock.async_lock(job.key)
+    from redis.asyncio import Redis  # noqa: PLC0415  # for this kind only
+
+    client = Redis.from_url(url, max_connections=CLIENT["max_connections"])
+    return lambda job, _: client.lock(job.key, timeout=EXPIRE)
+
+
+def pairs(make: Callable[[Job, int], Contender], job: Job) -> None:
+    """Take and release so often."""
     for _ in range(job.pairs):
         lock = make(job, 0)
         assert lock.acquire() is not False
         lock.release()
-    return time.perf_counter() - began
+
+
+async def async_pairs(make: Callable[[Job, int], Any], job: Job) -> None:
+    """Take and release so often, in coroutines of which each has its own lock."""
+
+    async def some(own: Job) -> None:
+        for _ in range(job.pairs // job.contenders):
+            lock = make(own, 0)
+            assert await lock.acquire()
+            await lock.release()
+
+    jobs = [job._replace(key=f"{job.key}:{number}") for number in range(job.contenders)]
+    await asyncio.gather(*map(some, jobs))
 
 
 def contend(make: Callable[[Job, int], Contender], job: Job, number: int) -> list[Turn]:
@@ -171,17 +198,49 @@ def contend(make: Callable[[Job, int], Contender], job: Job, number: int) -> lis
             lock = make(job, number)
 
 
+async def async_contend(make: Callable[[Job, int], Any], job: Job, number: int) -> list[Turn]:
+    """Do so in a coroutine."""
+    turns: list[Turn] = []
+    await asyncio.sleep(max(0.0, job.begin - time.monotonic()))
+    while True:
+        lock = make(job, number)
+        await lock.acquire()
+        began = time.monotonic()
+        if began >= job.end:
+            await lock.release()
+            return turns
+        await asyncio.sleep(job.hold)
+        ended = time.monotonic()
+        await lock.release()
+        turns.append(Turn(began, ended, number))
+        await asyncio.sleep(job.pause)
+
+
+async def async_turns(make: Callable[[Job, int], Any], job: Job) -> list[list[Turn]]:
+    """Let all coroutines of this process contend."""
+    return await asyncio.gather(*(async_contend(make, job, number) for number in job.numbers))
+
+
 def main(name: str, url: str) -> None:
     """Do what each line says, until there are no more."""
-    make = kind(name, url)
+    loop = asyncio.new_event_loop() if name in ASYNC else None
+    make: Callable[[Job, int], Any] = (async_kind if loop else kind)(name, url)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         job = Job(**json.loads(line))
         if job.pairs:
-            print(json.dumps(pairs(make, job)), flush=True)
+            began, processor = time.perf_counter(), time.process_time()
+            if loop:
+                loop.run_until_complete(async_pairs(make, job))
+            else:
+                pairs(make, job)
+            took = time.perf_counter() - began, time.process_time() - processor
+            print(json.dumps(took), flush=True)
             continue
         turns: list[Turn] = []
-        if job.numbers:
+        if loop:
+            turns = sum(loop.run_until_complete(async_turns(make, job)), turns)
+        elif job.numbers:
             with ThreadPoolExecutor(len(job.numbers)) as threads:
                 for of_one in threads.map(lambda n: contend(make, job, n), job.numbers):  # noqa: B023
                     turns += of_one

@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import redis
 
 from benchmarks.environments import REQUIREMENTS, ROOT, NotInstalled, environment
+from benchmarks.processes import STOPPING, started
 from benchmarks.report import Row
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,6 @@ ROUND_LIMIT = 60.0  # seconds until a round is given up
 RESEND_EVERY = 0.02  # seconds
 BEFORE_KILL = (0.3, 1.3)  # seconds: the worker looks after its pool at intervals
 STARTING = 30.0  # seconds that a worker is given to start, and a task to run
-STOPPING = 15.0  # seconds that a worker is given to stop
 HELD_BY_BODY = 300.0  # seconds: longer than a round
 STARTS = "starts"  # a list: the round, the monotonic time and the process of each start
 
@@ -154,26 +154,15 @@ def rounds(way: str, python: str, folder: Path) -> Iterator[Callable[[], Measure
     with RedisServer(folder) as server:
         command = [python, "-m", "benchmarks.crash_to_next", way, server.url]
         log = folder / "worker.log"
-        with log.open("wb") as errors:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
-            )
+        with started(command, log, patience=2 * STOPPING, asked=True) as process:
 
-        def finish() -> Measured:
-            figures, _ = process.communicate()
-            if process.returncode:
-                raise RoundsFailed(log.read_text(errors="replace").strip())
-            return Measured(*json.loads(figures))
+            def finish() -> Measured:
+                figures, _ = process.communicate()
+                if process.returncode:
+                    raise RoundsFailed(log.read_text(errors="replace").strip())
+                return Measured(*json.loads(figures))
 
-        try:
             yield finish
-        finally:
-            process.terminate()
-            try:
-                process.wait(2 * STOPPING)
-            finally:
-                process.kill()
-                process.wait()
 
 
 # From here on: what runs in the environment of a way, and imports no more of us than it has to.

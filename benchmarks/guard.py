@@ -39,7 +39,7 @@ from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.servers.replies import Granted
 from celery_dislock.servers.requests import Terms
 from celery_dislock.servers.store import Store
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -33,7 +33,7 @@ from celery_dislock.servers.overview import TOGETHER
 from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.server import SCANNED
 from celery_dislock.servers.store import Store
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from pathlib import Path

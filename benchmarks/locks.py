@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
 
-from benchmarks.contender import Job, Turn
+from benchmarks.contender import ASYNC, Job, Turn
 from benchmarks.delay import delayed
 from benchmarks.environments import ROOT, environment
 from benchmarks.measuring import NETWORKS, Figure, percentile
 from benchmarks.report import take_turns
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -93,12 +93,17 @@ class Fleet:
 
     def pairs(self) -> float:
         """Take and release so often; return the pairs per second."""
-        self._tell(self._processes[0], Job(_key(), pairs=PAIRS))
-        return PAIRS / float(self._answer(self._processes[0]))
+        return 1 / self.pair()[0]
+
+    def pair(self, coroutines: int = 1) -> tuple[float, float]:
+        """Take and release so often; return the seconds of a pair, and those of the processor."""
+        self._tell(self._processes[0], Job(_key(), pairs=PAIRS, contenders=coroutines))
+        took, processor = self._answer(self._processes[0])
+        return took / PAIRS, processor / PAIRS
 
     def hand_offs(self, waiters: int) -> Round:
         """Contend for a while."""
-        polls = self.kind == POLLING
+        polls = self.kind in {POLLING, ASYNC[1]}
         seconds = POLL_ROUND if polls else ROUND
         while True:
             begin = time.monotonic() + STARTING

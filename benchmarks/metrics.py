@@ -13,20 +13,20 @@ its pool per task is told, too.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import psutil
 
+from benchmarks.processes import started
 from benchmarks.report import Row, ratios, take_turns
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     import redis
 
@@ -38,8 +38,6 @@ ROUNDS = 30
 PROCESSES = 2  # of a pool
 STARTING = 30.0  # seconds that a worker is given to start
 ROUND_LIMIT = 120.0  # seconds until a round counts as failed
-STOPPING = 15.0  # seconds that a worker is given to stop
-ROOT = Path(__file__).parents[1]
 
 
 def run(folder: Path) -> list[Row]:
@@ -62,7 +60,7 @@ def run(folder: Path) -> list[Row]:
             int(number)
             for name in client.scan_iter("dislock:metrics:*:of:*")
             for field, number in client.hgetall(name).items()
-            if field.startswith(b"acquired ")
+            if field.startswith(b"acquisitions ")
         )
     rounds = sum(map(len, figures.values())) // len(KINDS) + 3
     assert counted == 2 * rounds * MESSAGES, f"{counted} tasks were counted"
@@ -126,27 +124,11 @@ def worker(folder: Path, client: redis.Redis, kind: str) -> Iterator[int]:
     command += ["--loglevel", "WARNING", "-n", f"{kind}@bench", "-Q", kind]
     command += ["-E"] if "events" in kind else []
     log = folder / f"{kind}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "METRICS_BENCH_QUEUE": kind},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
-    try:
+    with started(command, log, METRICS_BENCH_QUEUE=kind) as process:
         metrics_tasks.mark.apply_async(queue=kind)
         if client.blpop([MARKS], timeout=STARTING) is None:
             raise RuntimeError(f"the worker does not start:\n{log.read_text()}")
         yield process.pid
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOPPING)
-        finally:
-            process.kill()
-            process.wait()
 
 
 def processor_time(pid: int) -> float:

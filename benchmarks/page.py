@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import idle, locks, tasks
+from benchmarks import coroutines, idle, locks, tasks
 from benchmarks.environments import ROOT
 from benchmarks.many_leases import PEER_LOCKS
 from benchmarks.measuring import NETWORKS, Figure
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +32,7 @@ SECTIONS: dict[
 ] = {  # can be measured one by one: each takes minutes
     "locks": partial(locks.measure, network="0 ms"),
     "locks-delayed": partial(locks.measure, network="1 ms"),
+    "asyncio": coroutines.measure,
     "tasks": partial(tasks.measure, network="0 ms"),
     "tasks-delayed": partial(tasks.measure, network="1 ms"),
     "idle": idle.measure,
@@ -143,6 +144,14 @@ def text(measured: dict[str, Measured]) -> str:
             f"**{waiters:,} waiting**\n\n{table(figures, locks.HAND_OFF.format(waiters))}"
             for waiters in locks.WAITERS
         ),
+        table_coroutines=table(figures, coroutines.UNCONTENDED),
+        table_together=table(figures, coroutines.TOGETHER),
+        tables_coroutines="\n\n".join(
+            f"**{waiters} waiting**\n\n{table(figures, coroutines.HAND_OFF.format(waiters))}"
+            for waiters in coroutines.WAITERS
+        ),
+        table_cancelled=table(figures, coroutines.CANCELLED),
+        table_kept=table(figures, coroutines.KEPT),
         table_tasks=table(figures, tasks.TABLE),
         table_waiter=table(figures, idle.WAITER),
         table_worker=table(figures, idle.WORKER),

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from benchmarks.processes import started
 from benchmarks.recorded_tasks import Delivery, make_app
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 STARTING = 30.0  # seconds that the worker is given to start
-STOPPING = 15.0  # seconds that the worker is given to stop
 LOOK_EVERY = 0.02  # seconds
-ROOT = Path(__file__).parents[1]
 
 
 class Recorded:
@@ -80,11 +78,7 @@ def worker(folder: Path, url: str, lock_url: str, concurrency: int) -> Iterator[
     file.touch()
     command = [sys.executable, "-m", "benchmarks.recorded_tasks", url, lock_url, str(file)]
     command += ["--pool", "prefork", "--concurrency", str(concurrency)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    try:
+    with started(command, log) as process:
         recorded = Recorded(psutil.Process(process.pid), file, url, lock_url)
         # One for each process at least: what a process does once only is not to be measured.
         for n in range(20 * concurrency):
@@ -95,10 +89,3 @@ def worker(folder: Path, url: str, lock_url: str, concurrency: int) -> Iterator[
         except RuntimeError as exc:
             raise RuntimeError(f"the worker does not start:\n{log.read_text()}") from exc
         yield recorded
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOPPING)
-        finally:
-            process.kill()
-            process.wait()

@@ -33,7 +33,7 @@ from celery_dislock.parking.store import Ticket
 from celery_dislock.parking.sweep import PAGE, Sweep, interval
 from celery_dislock.scripts import SWEEP
 from celery_dislock.servers.replies import Granted, Parked
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -24,8 +24,9 @@ from benchmarks.delay import delayed
 from benchmarks.environments import ROOT, environment
 from benchmarks.measuring import NETWORKS, Figure
 from benchmarks.noop_tasks import MARKS
+from benchmarks.processes import started
 from benchmarks.report import take_turns
-from example_project.redis_server import RedisServer
+from celery_dislock.testing.redis_server import RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +42,6 @@ TASKS = 400  # in a round
 ROUNDS = 9
 COUNTED = (50, 250)  # tasks of the short run and of the long one
 LIMIT = 120.0  # seconds until a round counts as failed
-STOPPING = 15.0  # seconds that a worker is given to stop
 
 
 def command(variant: str, url: str, *what: str) -> list[str]:
@@ -52,23 +52,8 @@ def command(variant: str, url: str, *what: str) -> list[str]:
 @contextmanager
 def worker(variant: str, url: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run the worker of a variant; it is stopped in the end."""
-    with (folder / f"{variant}.log").open("wb") as log:
-        process = subprocess.Popen(
-            command(variant, url, "worker"),
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    try:
+    with started(command(variant, url, "worker"), folder / f"{variant}.log") as process:
         yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOPPING)
-        finally:
-            process.kill()
-            process.wait()
 
 
 def send(variant: str, url: str, number: int) -> None:

@@ -84,7 +84,7 @@ PAUSED = "an operator, who has paused it"  # how a pause is named in place of a 
 class LockHeldError(DislockError):
     """The lock is held by another owner; the body was not run.
 
-    In plain Python, it can also mean that this thread holds one of the keys through another lock
+    In plain Python, it can also mean that the caller holds one of the keys through another lock
     and would wait for itself.
 
     Attributes:
@@ -185,14 +185,15 @@ class EventLoopError(DislockError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"lock {self.key!r}: an event loop runs in this thread, and all its coroutines would "
-            "own the lock together. Put the whole `with` block into a function, and run that in a "
-            "thread: await asyncio.to_thread(function), or trio.to_thread.run_sync(function)"
+            "own the lock together. With asyncio, use `async with dislock.async_lock(...)`; with "
+            "trio, put the whole `with` block into a function, and run that in a thread: "
+            "await trio.to_thread.run_sync(function)"
         )
 
 
 @dataclass(eq=False, repr=False)
 class NotOwnerError(DislockError):
-    """A lock was released or extended by a thread that does not hold it; nothing was changed.
+    """A lock was released or extended by a caller that does not hold it; nothing was changed.
 
     Attributes:
         key: The key of the lock.
@@ -203,7 +204,9 @@ class NotOwnerError(DislockError):
     holder: str
 
     def __str__(self) -> str:
-        return f"lock {self.key!r} is not held by this thread, but by {self.holder or 'nobody'}"
+        if not self.holder:
+            return f"lock {self.key!r} is not held"
+        return f"lock {self.key!r} is not held here, but by {self.holder}"
 
 
 @dataclass(eq=False, repr=False)

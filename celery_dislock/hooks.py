@@ -15,7 +15,8 @@ of Celery's                              is wrapped or replaced because
 a task class's ``__call__``              the lock is taken around all of the body
 its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
 its ``Request``                          the main process learns there that a child has died
-``celery worker``'s options              ``--dislock``
+options of ``celery worker``, ``beat``   ``--dislock``
+``Service.get_scheduler`` of beat        one of several beats sends
 a consumer's methods for messages        turns of parked tasks that no guard will see
 the logger of ``celery.app.trace``       it repeats our lines
 =======================================  ======================================================
@@ -31,6 +32,7 @@ import logging
 import sys
 import time
 from functools import cache, partial, wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
@@ -38,11 +40,12 @@ from celery.app import utils
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
+from celery.utils.imports import load_extension_class_names
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock.config.settings import app_settings, reported
-from celery_dislock.exceptions import SettingsError
-from celery_dislock.messages.delivery import Delivery
+from celery_dislock.exceptions import DislockError, SettingsError
+from celery_dislock.messages.delivery import Delivery, running_request
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
 from celery_dislock.tasks.sending import Sending, sender_of, tell
@@ -248,10 +251,12 @@ def _guarded(guard: Guard, own_call: Callable[..., Any] | None) -> Callable[...,
     """Make the ``__call__`` of a guarded task, around a user-defined one if there is one."""
 
     def __call__(self: Task, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        request = self.request_stack.top
+        request = running_request(self)
         if request is None or request.called_directly or Delivery.of(request) is not None:
             return (own_call or Task.__call__)(self, *args, **kwargs)
         body = own_call.__get__(self) if own_call else self.run
+        if guard.is_async:
+            return guard.run_async(self, request, body, args, kwargs)
         try:
             return guard.run(self, request, body, args, kwargs)
         except (Ignore, Retry, Reject) as exc:
@@ -373,12 +378,37 @@ def guard_if_enabled(sender: Celery, **_kwargs: Any) -> None:
                 logger.error("This process does not lock all tasks with a lock_key: %s", exc)  # noqa: TRY400
 
 
-def extend_worker_command(options: Iterable[Any]) -> Any:
-    """Give ``celery worker`` our options, and return it; nobody else can, but for the app."""
-    from celery.bin.worker import worker  # noqa: PLC0415 -- the command line alone has it
+def extend_command(name: str, options: Iterable[Any]) -> Any:
+    """Give ``celery worker`` or ``celery beat`` our options, and return the command."""
+    command = getattr(import_module(f"celery.bin.{name}"), name)  # the command line alone has it
+    command.params.extend(options)
+    return command
 
-    worker.params.extend(options)
-    return worker
+
+def lead_beats(check: Callable[[Celery], None], with_lock: Callable[[type], type]) -> None:
+    """
+    Extend the scheduler of beats whose app has locks on, alone or in a worker; called once.
+
+    Args:
+        check: Raises DislockError if the beats of an app cannot have a lock.
+        with_lock: Extends the class of a scheduler.
+    """
+    from celery.beat import Service  # noqa: PLC0415 -- other processes need none
+
+    original = Service.get_scheduler
+
+    @wraps(original)
+    def get_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime_of(self.app).enabled:
+            try:
+                check(self.app)
+            except DislockError as exc:
+                raise SystemExit(f"Cannot start with locks: {exc}") from exc
+            aliases = dict(load_extension_class_names("celery.beat_schedulers"))
+            self.scheduler_cls = with_lock(symbol_by_name(self.scheduler_cls, aliases=aliases))
+        return original(self, *args, **kwargs)
+
+    Service.get_scheduler = get_scheduler
 
 
 def watch_consumer(

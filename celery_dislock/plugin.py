@@ -21,14 +21,21 @@ from celery._state import connect_on_app_finalize
 from celery.signals import worker_process_init, worker_process_shutdown, worker_shutdown
 
 from celery_dislock import hooks
-from celery_dislock.config.settings import app_settings, check_settings, refuse_unknown
+from celery_dislock.config.settings import (
+    app_settings,
+    apply_options,
+    check_settings,
+    refuse_unknown,
+)
 from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
+from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.making import keys_of, make_lock
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.operating.counting import finish_all
 from celery_dislock.operating.telemetry import Telemetry
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.servers.bridge import run_on_loop
 from celery_dislock.tasks.task import SingletonTask
 
 if TYPE_CHECKING:
@@ -52,6 +59,12 @@ def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) 
     return value
 
 
+def _for_beat(context: click.Context, param: click.Parameter, value: Any) -> None:
+    """Apply a lock option of ``celery beat``, which has no steps; a click callback."""
+    if value not in (None, ()):
+        apply_options(context.obj.app.conf, **{str(param.name): value})
+
+
 # Steps of a worker, by their modules.
 STEPS = {
     "worker": {
@@ -68,14 +81,14 @@ def __getattr__(name: str) -> Any:
     """
     Return a step, the worker command or its options.
 
-    The entry point "worker" in the group celery.commands names Celery's own worker command.  It
-    makes Celery's command line import this module even if the app does not.  If --dislock were
+    The entry points "worker" and "beat" in the group celery.commands name Celery's own commands.
+    They make Celery's command line import this module even if the app does not.  If --dislock were
     unknown, Celery would suggest --discard, which purges the queues.
     """
-    if name in ("worker_command", "OPTIONS"):
-        _extend_workers()
-        command, options = _worker_command()
-        return command if name == "worker_command" else options
+    if name == "OPTIONS":
+        return _command("worker")[1]
+    if name in ("worker_command", "beat_command"):
+        return _command(name.removesuffix("_command"))[0]
     for steps in STEPS.values():
         if name in steps:
             _extend_workers()
@@ -83,43 +96,55 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+HELP = {
+    "worker": "Lock every task that has a lock_key, and check the lock server before starting; or "
+    "run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
+    "beat": "Of all beats with this option, let one send, and the others stand by; or send in any "
+    "case. Neither: as the setting dislock_enabled says.",
+}
+
+
 @cache
-def _worker_command() -> tuple[Any, tuple[Any, ...]]:
-    """Return Celery's worker command with our options, and these."""
+def _command(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return Celery's command of this name with our options, and these."""
     from celery.bin.base import CeleryOption  # noqa: PLC0415 -- see above
 
+    _extend_workers()
+    about: dict[str, Any] = {"help_group": "Lock Options"}
+    if name == "beat":
+        about |= {"callback": _for_beat, "expose_value": False}
     options = (
         CeleryOption(
             ["--dislock/--no-dislock"],
             default=None,
-            callback=_with_its_step,
-            help_group="Lock Options",
-            help="Lock every task that has a lock_key, and check the lock server before starting; "
-            "or run all tasks without their locks. Neither: tasks of the class SingletonTask lock.",
+            help=HELP[name],
+            **{"callback": _with_its_step, **about},
         ),
         CeleryOption(
             ["--dislock-url"],
             default=None,
             metavar="URL",
             multiple=True,
-            help_group="Lock Options",
             help="The lock server, in place of the setting dislock_url; given several times, "
             "independent servers of which a majority decides.",
+            **about,
         ),
     )
-    return hooks.extend_worker_command(options), options
+    return hooks.extend_command(name, options), options
 
 
 @cache
 def _extend_workers() -> None:
-    """Extend what a worker does when it is asked."""
+    """Extend what a worker does when it is asked, and what its beat does."""
     from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
 
+    from celery_dislock.beat import check_beat, with_lock  # noqa: PLC0415
     from celery_dislock.operating.inspection import inspect_locks  # noqa: PLC0415
 
     # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
     hooks.receive_revokes()
+    hooks.lead_beats(check_beat, with_lock)
 
 
 class Dislock:
@@ -266,17 +291,55 @@ class Dislock:
             SettingsError: An option is unknown, or cannot be used.
             LockKeyError: A key cannot be used, or the list is empty.
         """
-        given = {
-            "lock_mode": mode,
-            "lock_limit": limit,
-            "lock_watchdog_timeout": watchdog_timeout,
-            "max_renew_times": max_renew_times,
-            "lock_expire": expire,
-            "lock_on_lost": on_lost,
-        }
+        given = _given(mode, limit, watchdog_timeout, max_renew_times, expire, on_lost)
         if unknown:
             refuse_unknown(f"lock {key!r}", unknown, LOCK_OPTIONS)
         return make_lock(self.runtime, key, given, timeout=timeout, fair=fair)
+
+    def async_lock(  # noqa: PLR0913 -- as of lock()
+        self,
+        key: str | Sequence[str],
+        *,
+        mode: Literal["exclusive", "shared"] | None = None,
+        limit: int | None = None,
+        watchdog_timeout: float | timedelta | None = None,
+        max_renew_times: int | None = None,
+        expire: float | timedelta | None = None,
+        on_lost: Literal["warn", "raise"] | None = None,
+        timeout: float | timedelta | None = None,
+        fair: bool = True,
+        **unknown: NoReturn,
+    ) -> AsyncLock:
+        """
+        Make the lock of a key for coroutines: the same lock, owned by an asyncio task.
+
+        Does not take the lock, and sends no command.  A thread of this process renews the lease,
+        also while the event loop is blocked.
+
+        Args:
+            key: See :meth:`lock`.
+            mode: See :meth:`lock`, as for the next options.
+            limit: See :meth:`lock`.
+            watchdog_timeout: See :meth:`lock`.
+            max_renew_times: See :meth:`lock`.
+            expire: See :meth:`lock`.
+            on_lost: "raise" cancels the body of the ``async with`` block, which then ends with
+                LockLostError.  "warn" logs the loss.  None: "raise", whatever the app's setting.
+            timeout: Maximum seconds, >= 0, that ``async with`` waits for the lock before it raises
+                LockHeldError.  None: no limit.
+            fair: See :meth:`lock`.
+            unknown: Any other name raises SettingsError.
+
+        Raises:
+            SettingsError: An option is unknown, or cannot be used.
+            LockKeyError: A key cannot be used, or the list is empty.
+            ImportError: The extra ``asyncio`` is not installed.
+        """
+        given = _given(mode, limit, watchdog_timeout, max_renew_times, expire, on_lost)
+        if unknown:
+            refuse_unknown(f"lock {key!r}", unknown, LOCK_OPTIONS)
+        lock = make_lock(self.runtime, key, given, timeout=timeout, fair=fair, on_lost="raise")
+        return AsyncLock(lock, self.runtime)
 
     def lock_of(self, key: str | Sequence[str]) -> LockHandle:
         """
@@ -303,6 +366,20 @@ class Dislock:
         """
         self.runtime.close()
 
+    async def aclose(self) -> None:
+        """
+        Close the connections of this event loop, and all that :meth:`close` does.
+
+        Waits for 2 s at most.  What is used afterwards connects again.
+        """
+        await run_on_loop(self.runtime.close_here)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc_info: object) -> None:
+        await self.aclose()
+
     def __enter__(self) -> Self:
         return self
 
@@ -310,6 +387,15 @@ class Dislock:
         self.close()
 
 
+def _given(*options: Any) -> dict[str, Any]:
+    """Name the options of a lock in plain Python as those of tasks."""
+    return dict(zip(TASK_OPTIONS, options, strict=True))
+
+
+TASK_OPTIONS = [
+    *("lock_mode", "lock_limit", "lock_watchdog_timeout", "max_renew_times", "lock_expire"),
+    "lock_on_lost",
+]
 LOCK_OPTIONS = [
     name
     for name, parameter in inspect.signature(Dislock.lock).parameters.items()
@@ -341,6 +427,6 @@ worker_process_init.connect(_start_watchdog, weak=False)
 worker_process_shutdown.connect(finish_all, weak=False)
 worker_shutdown.connect(finish_all, weak=False)
 
-if "celery.bin.worker" in sys.modules:  # the command line runs, perhaps without our entry points
-    _worker_command()
-    _extend_workers()
+for command in ("worker", "beat"):
+    if f"celery.bin.{command}" in sys.modules:  # the command line, perhaps without our entry points
+        _command(command)

@@ -11,7 +11,7 @@ from example_project.timeline import bodies, holds
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from example_project.redis_server import RedisServer
+    from celery_dislock.testing.redis_server import RedisServer
     from example_project.timeline import Span
 
 

@@ -60,6 +60,7 @@ def _replay(_context: click.Context, _option: click.Parameter, file: Path | None
 @click.option("--server", type=click.Choice(list(KINDS)), default="redis", show_default=True)
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
 @click.option("--peers", is_flag=True, help="Compare with other libraries.")
+@click.option("--previous", default="", help="Deploy this revision, and undo it.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
 @click.option("--simulate", "simulates", is_flag=True, help="Run scripts and clients in here.")
 @click.option("--record", is_flag=True, help="Add the result to those of the page.")
@@ -77,10 +78,11 @@ def _replay(_context: click.Context, _option: click.Parameter, file: Path | None
     callback=_replay,
     help="Replay a simulated history.",
 )
-def main(
+def main(  # noqa: PLR0913 -- one for each option
     minutes: float,
     seed: int,
     server: str,
+    previous: str,
     keep: Path | None,
     *,
     controls: bool,
@@ -112,7 +114,12 @@ def main(
                 noted("peers", seed=seed, minutes=minutes, **table._asdict())
             return
         verdict = run(
-            (keep or folder) / f"seed-{seed}", seconds=60 * minutes, seed=seed, kind=server
+            (keep or folder) / f"seed-{seed}",
+            seconds=60 * minutes,
+            seed=seed,
+            kind=server,
+            previous=previous,
+            say=click.echo,
         )
     broken = Counter(violation.promise for violation in verdict.violations)
     outcome = {"counts": verdict.counts, "broken": broken}

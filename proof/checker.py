@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SLACK = 30.0  # seconds beyond its limit after which a wait has no end
 CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
 UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
+LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
+MOMENTS = 2.0  # seconds in which a cancellation takes effect, and what was cancelled is gone
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 
 
@@ -38,8 +40,8 @@ class Violation(NamedTuple):
     A broken promise.
 
     Attributes:
-        promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "once",
-            "nothing lost", "newest", "clean", "written".
+        promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "cancelled",
+            "once", "nothing lost", "newest", "clean", "written".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.
     """
@@ -71,6 +73,7 @@ class Hold:
 
     Attributes:
         asked: When it was asked for.
+        since: Since when its timeout has run, as its process knows: before the request was sent.
         begin: When it was granted.
         until: The last instant at which it was trusted.
         lost: When its loss was declared; None: it was not.
@@ -85,6 +88,7 @@ class Hold:
     limit: int
     timeout: float
     asked: float
+    since: float
     begin: float
     until: float
     lost: float | None = None
@@ -120,6 +124,7 @@ def holds(events: Iterable[Event]) -> list[Hold]:
                 more.get("limit", 1),
                 more.get("timeout", 0.0),
                 more.get("asked", event.at),
+                more.get("since", event.at),
                 event.at,
                 event.at,
             )
@@ -154,9 +159,10 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
         by_key[hold.key].append(hold)
         counts["holds"] += 1
         counts["losses declared"] += hold.lost is not None
-    forgot = faults(events, "loses_data")
+    lost = faults(events, "loses_data")
+    forgot = lost + faults(events, "ends_leases")
+    limits, back = limited(events), catching_up(events)
     for key, of_key in by_key.items():
-        limits = limited(events, key)
         trusted: list[Hold] = []
         believed: list[Hold] = []  # also by bodies that were told of a loss, and went on
         by_end = sorted(of_key, key=lambda one: one.until)
@@ -167,16 +173,24 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
             trusted = [one for one in trusted if one.until >= hold.begin]
             believed = [one for one in believed if (one.left or one.until) >= hold.begin]
             remembered = [one for one in trusted if not was_forgotten(one, hold.begin, forgot)]
-            admitted = [n for n, begin, end in limits if begin < hold.asked and hold.begin < end]
-            hold.limit = min([hold.limit, *admitted])
-            if hold.excludes(remembered):
+            known = [n for n, begin, end in limits[key] if begin < hold.asked and hold.begin < end]
+            hold.limit = min([hold.limit, *known])
+            if hold.excludes(remembered) and not was_forgotten(hold, hold.begin, forgot):
                 beside = ", ".join(map(str, remembered)) or "a pause"
                 yield Violation("exclusion", f"{key}: {hold} beside {beside}", hold.begin)
+            elif hold.excludes(
+                [one for one in trusted if not was_forgotten(one, hold.begin, lost)]
+            ):
+                counts["overlaps after a clock was set"] += 1
             elif hold.excludes(trusted):
                 counts["overlaps after the server forgot"] += 1
             elif hold.excludes([one for one in believed if one.was_told(hold.begin)]):
                 counts["overlaps declared"] += 1
-            if hold.token is not None and hold.token <= newest:
+            if (
+                hold.token is not None
+                and hold.token <= newest
+                and not any(begin <= hold.begin <= end for begin, end in back)
+            ):
                 yield Violation("token", f"{key}: {hold} after token {newest}", hold.begin)
             trusted.append(hold)
             believed.append(hold)
@@ -184,20 +198,30 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
 
 def was_forgotten(hold: Hold, at: float, forgot: Iterable[tuple[float, float]]) -> bool:
     """Return whether the server forgot this hold before that time, and the hold ended soon."""
-    return any(
-        hold.begin <= end and begin <= at and hold.until <= end + hold.timeout
+    return any(  # it was granted after it was asked for, and before that was known
+        hold.asked <= end and begin <= at and hold.until <= end + hold.timeout
         for begin, end in forgot
     )
 
 
-def limited(events: Iterable[Event], key: str) -> list[tuple[int, float, float]]:
-    """Return each limit that operators have set for a key, and from when to when it was known."""
-    forgot = [begin for begin, _ in faults(events, "loses_data")]
-    found = []
+def catching_up(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """Return from when to when a clock that tokens go by was set, and has not caught up since."""
+    return [
+        (event.at, event.at + event.more["sets_clock"] + MOMENTS)
+        for event in events
+        if event.what == "fault" and event.more.get("sets_clock")
+    ]
+
+
+def limited(events: Iterable[Event]) -> dict[str, list[tuple[int, float, float]]]:
+    """Return by key each limit that operators have set, and from when to when it was known."""
+    forgot = faults(events, "loses_data") + faults(events, "ends_leases")
+    found: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for event in events:
-        if event.what == "limit" and event.about == key:
-            limit, until = event.more["limit"], event.more["until"]
-            found.append((limit, event.at, min([until, *(at for at in forgot if at > event.at)])))
+        if event.what == "limit":
+            limit, until, at = event.more["limit"], event.more["until"], event.at
+            ends = [max(begin, at) for begin, end in forgot if end + LATE >= at]
+            found[event.about].append((limit, at, min([until, *ends])))
     return found
 
 
@@ -219,7 +243,7 @@ def faults(
 
 def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """A lease is not lost while its process runs and its server answers."""
-    wrong = faults(events, spares="redelivers")
+    wrong = faults(events, spares="spares_leases")
     ran: dict[str, list[float]] = defaultdict(list)
     for event in events:
         ran[event.process].append(event.at)
@@ -246,6 +270,10 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if stalled:
             counts["losses while the process or the server did not run"] += 1
             continue
+        # Trust counts from before the request: of one that took long, little was left to renew it.
+        if hold.begin - hold.since > STALL * hold.timeout > hold.lost - hold.since - hold.timeout:
+            counts["losses of leases that were granted late"] += 1
+            continue
         yield Violation("kept", f"{hold.key}: {hold} is lost, and nothing was wrong", hold.lost)
 
 
@@ -260,12 +288,34 @@ class Operation:
     end: float | None = None
     outcome: str = "open"
     freed: float | None = None
+    answered: bool = True
+    cancelled: float | None = None
 
-    @property
-    def over(self) -> float:
-        """When nothing of it can be in anybody's way any more."""
-        known = self.freed if self.outcome == "ok" else self.outcome == "refused" and self.end
-        return known or math.inf
+    def over(
+        self,
+        wrong: Iterable[tuple[float, float]],
+        forgot: Iterable[tuple[float, float]],
+        jumps: Iterable[tuple[float, float]],
+    ) -> float:
+        """
+        Return when nothing of it can be in anybody's way any more.
+
+        Args:
+            wrong: All faults.
+            forgot: Those in which the server loses data: also that a lease was released.
+            jumps: Those in which its clock is set: what expires by itself may do so much later.
+        """
+        if self.cancelled is not None:
+            since, until = self.end or self.begin, self.cancelled + MOMENTS
+            calm = all(end < since or until < begin for begin, end in wrong)
+            return until if calm else math.inf
+        if self.outcome == "ok" and self.freed is not None:
+            lasts = float(self.more.get("lasts", 0.0))
+            again = [end + lasts for begin, end in forgot if begin <= self.freed <= end]
+            if not self.answered and any(self.begin <= end for _, end in jumps):
+                return math.inf
+            return max([self.freed if self.answered else self.freed + lasts, *again])
+        return self.end if self.outcome == "refused" and self.end else math.inf
 
 
 def operations(events: Iterable[Event]) -> dict[str, Operation]:
@@ -280,6 +330,9 @@ def operations(events: Iterable[Event]) -> dict[str, Operation]:
             found[event.about].in_line = event.at
         elif event.kind == "freed":
             found[event.about].freed = event.at
+            found[event.about].answered = event.more.get("answered", True)
+        elif event.kind == "cancelled":  # the acquisition, or the release
+            found[event.about].cancelled = event.at
         else:
             found[event.about].end, found[event.about].outcome = event.at, event.kind
     return found
@@ -287,11 +340,14 @@ def operations(events: Iterable[Event]) -> dict[str, Operation]:
 
 def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Nobody is refused a lock that nobody can have, nor a message that nobody waits for."""
+    wrong, forgot = faults(events, spares="spares_leases"), faults(events, "loses_data")
+    jumps = faults(events, "ends_leases")
     by_key: dict[str, list[Operation]] = defaultdict(list)
     for one in operations(events).values():
         by_key[one.more["key"]].append(one)
+    limits = {event.about for event in events if event.what == "limit"}
     for key, asked in by_key.items():
-        if any(event.what == "limit" and event.about == key for event in events):
+        if key in limits:
             continue
         asked.sort(key=lambda one: one.begin)
         in_the_way = 0.0  # until when anybody before
@@ -300,7 +356,7 @@ def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
             if one.outcome == "refused" and in_the_way < one.begin and not met:
                 counts["refused by nobody"] += 1
                 yield Violation("free", f"{key}: {one.process} is refused by nobody", one.begin)
-            in_the_way = max(in_the_way, one.over)
+            in_the_way = max(in_the_way, one.over(wrong, forgot, jumps))
     begun = {name: min(one.begins) for name, one in all_tasks(events).items() if one.begins}
     for event in events:
         if event.what == "task" and event.kind == "duplicate":
@@ -340,7 +396,11 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     for event in events:
         if event.what == "process" and event.kind == "stuck":
             yield Violation("end", f"{event.about} does not end: {event.more}", event.at)
+        if event.what == "process" and event.kind == "failed":
+            yield Violation("end", f"{event.process} ends by itself: {event.more}", event.at)
     for one in operations(events).values():
+        if one.end is None and one.cancelled is not None:
+            one.end, one.outcome = one.cancelled, "cancelled"
         counts["operations"] += 1
         counts[f"outcome: {one.outcome}"] += 1
         due = one.begin + one.more.get("timeout", 0.0) + SLACK
@@ -348,6 +408,26 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if one.process not in killed and due < until:
             text = f"{one.process}: {one.more} has not ended after {until - one.begin:.1f} s"
             yield Violation("end", text, due)
+
+
+def cancellations(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """A cancellation is raised soon where it was asked for, counted once, and nowhere else."""
+    wrong = faults(events, spares="spares_leases")
+    for event in events:
+        if event.what != "cancellation":
+            continue
+        where = event.more["where"]
+        if event.kind != "met":
+            text = f"{event.process}: a cancellation is {event.kind} in {where}"
+            yield Violation("cancelled", text, event.at)
+            continue
+        counts[f"cancellations in {where}"] += 1
+        asked = event.more["asked"]
+        if event.at - asked > MOMENTS and all(
+            end < asked or event.at < begin for begin, end in wrong
+        ):
+            text = f"{event.process}: cancelled in {where} after {event.at - asked:.1f} s"
+            yield Violation("cancelled", text, event.at)
 
 
 @dataclass
@@ -431,13 +511,10 @@ def _beginning_again(
 
 def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """After a task has begun that replaces others of its key, none begins that was sent before."""
-    wrong, forgot = faults(events, spares="redelivers"), faults(events, "loses_data")
+    forgot = faults(events, "loses_data")
     by_key: dict[str, list[tuple[str, Task]]] = defaultdict(list)
     for name, one in all_tasks(events).items():
-        # What is sent in an outage runs, as if there were no others.
-        if one.more.get("replaces") and not any(
-            begin < one.sent and one.more["asked"] < end for begin, end in wrong
-        ):
+        if one.more.get("replaces"):
             by_key[one.more["key"]].append((name, one))
     for of_key in by_key.values():
         counts["tasks that replace others"] += len(of_key)
@@ -485,6 +562,7 @@ JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ..
     free,
     order,
     ends,
+    cancellations,
     tasks,
     newest,
     written,

@@ -9,6 +9,7 @@ from hashlib import sha1
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.locks.lease import Lease
+from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.loop import Loop
 from celery_dislock.locks.renewals import Renewals
 from celery_dislock.scripts import (
@@ -20,6 +21,7 @@ from celery_dislock.scripts import (
     RELEASE_UNIQUE,
     RENEW,
 )
+from celery_dislock.servers.connections import Wire
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
@@ -127,6 +129,17 @@ def a_limit_that_is_one_higher() -> None:
     setattr(Store, "acquire", generous)
 
 
+def a_cancelled_acquisition_that_stays() -> None:
+    """Tell the server nothing of an attempt to take a lock that was interrupted."""
+    finish = Wire.finish
+
+    def finish_alone(*args: Any, undo: object = None, **kwargs: Any) -> Any:  # noqa: ARG001
+        return finish(*args, **kwargs)
+
+    setattr(Wire, "finish", finish_alone)
+    setattr(Lock, "interrupted", lambda *_: None)
+
+
 class Control(NamedTuple):
     """
     A way to break the lock.
@@ -135,11 +148,13 @@ class Control(NamedTuple):
         breaks: Breaks it in this process.
         promise: The promise that is broken then.
         shown_by: The one fault of the lock server that is made; empty: each of them.
+        alone: Whether no other fault is made, as it would excuse what is to be shown.
     """
 
     breaks: Callable[[], None]
     promise: str
     shown_by: str = ""
+    alone: bool = False
 
 
 CONTROLS: dict[str, Control] = {
@@ -157,5 +172,6 @@ CONTROLS: dict[str, Control] = {
         Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
+        Control(a_cancelled_acquisition_that_stays, "free", "forget the scripts", alone=True),
     )
 }

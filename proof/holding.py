@@ -8,6 +8,8 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from celery_dislock.locks.lease import Lease
     from proof.history import History
 
@@ -42,17 +44,19 @@ class Holding:
         self._begun = self._trusted = lease.held
         if self._begun:
             for key, token in lease.tokens.items():
-                more = {"key": key, "asked": asked, "token": token, **terms}
+                more = {"key": key, "asked": asked, "since": lease.since, "token": token, **terms}
                 history.add("hold", self._names[key], "begin", at=at, **more)
 
-    def trust(self, seconds: float) -> bool:
-        """Look at the lease until the time is over; returns False if it was lost."""
+    def trust(self, seconds: float) -> None:
+        """Look at the lease until the time is over, or it is lost."""
+        for pause in self.looks(seconds):
+            time.sleep(pause)
+
+    def looks(self, seconds: float) -> Iterator[float]:
+        """Do so; yields the seconds to sleep until the next look."""
         until = time.monotonic() + seconds
-        while self._look():
-            if time.monotonic() >= until:
-                return True
-            time.sleep(STEP)
-        return False
+        while self._look() and time.monotonic() < until:
+            yield STEP
 
     def end(self) -> None:
         """Note that the body ends: called before the release."""

@@ -1,8 +1,4 @@
-"""What goes wrong during a run, on a schedule that a seed decides.
-
-Not tried: a deploy back to the previous release, since none was released; a clock that jumps, which
-all processes of a machine share with their judge.
-"""
+"""What goes wrong during a run, on a schedule that a seed decides."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -24,7 +21,10 @@ ROUND = 12.0  # seconds; at the end of each nothing goes wrong for a while
 CALM = 4.0  # seconds of each round without a fault, in which nothing may be lost
 
 
+JUMPS = {"seconds": 2, "minutes": 90, "an hour": 3600}
+HOUR = JUMPS["an hour"]
 SPARES_PLACES = {"spares_places": True}
+HARMLESS = {"spares_leases": True, **SPARES_PLACES}
 
 
 class Fault(NamedTuple):
@@ -34,13 +34,15 @@ class Fault(NamedTuple):
     Attributes:
         name: For the history.
         make: Makes it, and blocks until it is over.
-        more: What it excuses, as the checker knows it: "loses_data", "redelivers"; or that it lets
-            those who wait have their places in line: "spares_places".
+        more: What it excuses, as the checker knows it: "loses_data", "redelivers", "ends_leases"
+            (too early, or too late); by how many seconds it "sets_clock" that tokens go by; or
+            that those who wait keep their places in line ("spares_places"), and all others what
+            they have ("spares_leases").
     """
 
     name: str
     make: Callable[[], None]
-    more: Mapping[str, bool] = {}
+    more: Mapping[str, int] = {}
 
 
 class Group(NamedTuple):
@@ -59,7 +61,14 @@ class Group(NamedTuple):
 
 
 class Victims(Protocol):
-    """The processes of a run that are of one kind."""
+    """
+    The processes of a run that are of one kind.
+
+    Attributes:
+        has_clocks: Whether their wall clocks can be set.
+    """
+
+    has_clocks: bool
 
     def revive(self) -> None:
         """Start another in place of each that has ended."""
@@ -69,6 +78,9 @@ class Victims(Protocol):
 
     def signal_one(self, chance: random.Random, number: signal.Signals) -> Callable[[], None]:
         """Send a signal to one; returns what sends SIGCONT to the same."""
+
+    def clock_of_one(self, chance: random.Random) -> Callable[[int], None]:
+        """Return what sets the clock of one by some seconds."""
 
 
 def of_processes(victims: Sequence[Victims], chance: random.Random, timeout: float) -> list[Fault]:
@@ -89,10 +101,49 @@ def of_processes(victims: Sequence[Victims], chance: random.Random, timeout: flo
 
         return stop
 
-    return [
+    found = [
         Fault("kill a process", killed, SPARES_PLACES),
         Fault("stop a process for less than its lease", stopped(0.5 * timeout)),
         Fault("stop a process for longer than its lease", stopped(2.0 * timeout)),
+    ]
+    if all(those.has_clocks for those in victims):
+
+        def choose() -> Callable[[int], None]:
+            return chance.choice(victims).clock_of_one(chance)
+
+        found += of_clocks("a process", choose, chance, timeout, lambda _: HARMLESS)
+    return found
+
+
+def of_clocks(
+    whose: str,
+    choose: Callable[[], Callable[[int], None]],
+    chance: random.Random,
+    timeout: float,
+    more: Callable[[int], Mapping[str, int]],
+) -> list[Fault]:
+    """
+    Return jumps of clocks, forth and back again or back and forth again.
+
+    Args:
+        whose: For the names of the faults.
+        choose: Returns what sets one of the clocks by some seconds.
+        chance: Decides whether it goes forth or back first, and for how long.
+        timeout: Seconds of a lease.
+        more: Returns what a jump by some seconds excuses.
+    """
+
+    def jump(seconds: int) -> None:
+        set_by = choose()
+        set_by(chance.choice((seconds, -seconds)))
+        try:
+            time.sleep(timeout * chance.choice((0.3, 2.0)))
+        finally:
+            set_by(0)
+
+    return [
+        Fault(f"set the clock of {whose} by {name}", partial(jump, seconds), more(seconds))
+        for name, seconds in JUMPS.items()
     ]
 
 

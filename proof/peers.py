@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 TURNS = 2  # of each library, with seeds that follow each other
 PEERING = (*PYTHON, "proof.peering")
+LOOK_EVERY = 0.2  # seconds between two looks at a history
 EXPIRED = 15.0  # seconds after which what a dead sender of ours has reserved has ended
 
 # Columns of the two tables.
@@ -173,7 +174,6 @@ def site_of(
         url=servers.url,
         options=servers.options,
         has_lines=servers.has_lines,
-        has_pairs=servers.has_pairs,
         broker=broker,
         results=results,
         folder=str(folder),
@@ -322,4 +322,4 @@ def wait_for(what: str, kind: str, path: Path) -> None:
     until = time.monotonic() + START_WITHIN
     while not any((event.what, event.kind) == (what, kind) for event in read(path)):
         assert time.monotonic() < until, f"{path}: no {what} {kind}"
-        time.sleep(0.2)
+        time.sleep(LOOK_EVERY)

@@ -6,9 +6,11 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
@@ -19,13 +21,17 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from proof.clocks import Clocks
     from proof.history import History
     from proof.site import Site
 
+DEAD_WITHIN = 0.1  # seconds after which a killed process writes nothing any more
+DEPLOYED_WITHIN = 20.0  # seconds that a worker has for its warm shutdown in a deploy
 ENDS_WITHIN = 60.0  # seconds until a process has ended, once nothing is wrong any more
 
 PYTHON = (sys.executable, "-m")
 LOCKING = (*PYTHON, "proof.locking")
+COROUTINES = (*PYTHON, "proof.coroutines")
 SENDING = (*PYTHON, "proof.sending")
 WORKER = (*PYTHON, "celery", "-A", "proof.tasking", "worker", "--dislock", "-c", "2", "-l", "INFO")
 
@@ -39,18 +45,30 @@ class Processes:
         number: How many there are at a time.
         site: Where they work.
         history: Where it is noted which of them was killed.
+        clocks: Their wall clocks; None: that of the machine.
     """
 
-    def __init__(self, command: Sequence[str], number: int, site: Site, history: History) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        number: int,
+        site: Site,
+        history: History,
+        clocks: Clocks | None = None,
+    ) -> None:
         self._command = command
         self._number = number
         self._site = site
         self._history = history
+        self._clocks = clocks
+        self.has_clocks = clocks is not None
         self._started = 0
+        self._folders = [Path.cwd()] * number  # with the package that each has
+        self._mutex = threading.Lock()  # several kinds of faults start others in place of some
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        self._running = [self._start() for _ in range(self._number)]
+        self._running = [self._start(at) for at in range(self._number)]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -71,18 +89,19 @@ class Processes:
 
     def revive(self) -> None:
         """Start another in place of each that has ended, as a supervisor does."""
-        for at, process in enumerate(self._running):
-            if process.poll() is not None:
-                assert process.stdin is not None
-                process.stdin.close()
-                self._running[at] = self._start()
+        with self._mutex:
+            for at, process in enumerate(self._running):
+                if process.poll() is not None:
+                    assert process.stdin is not None
+                    process.stdin.close()
+                    self._running[at] = self._start(at)
 
     def kill_one(self, chance: random.Random) -> None:
         """Kill one with its children, or a child alone; each is replaced."""
         process = psutil.Process(chance.choice(self._running).pid)
         with contextlib.suppress(psutil.NoSuchProcess):
             self._kill(chance.choice([process, *process.children()]))
-        time.sleep(0.1)
+        time.sleep(DEAD_WITHIN)
         self.revive()
 
     def signal_one(self, chance: random.Random, number: signal.Signals) -> Callable[[], None]:
@@ -95,14 +114,47 @@ class Processes:
         _send(those, number)
         return partial(_send, those, signal.SIGCONT)
 
+    def clock_of_one(self, chance: random.Random) -> Callable[[int], None]:
+        """Return what sets the clock of one, and of its children, by some seconds."""
+        assert self._clocks is not None
+        return partial(self._clocks.set, self._name(chance.randrange(self._number)))
+
+    def set_clocks(self, seconds: int) -> None:
+        """Set the clocks of all by some seconds."""
+        assert self._clocks is not None
+        for at in range(self._number):
+            self._clocks.set(self._name(at), seconds)
+
+    def deploy(self, folder: Path) -> None:
+        """
+        Replace each worker, one after the other, by one that has the package of this folder.
+
+        One that does not end in time is killed, as a supervisor does.
+        """
+        for at in range(self._number):
+            self._folders[at], old = folder, self._running[at]
+            old.terminate()
+            until = time.monotonic() + DEPLOYED_WITHIN
+            while old.poll() is None and time.monotonic() < until:
+                time.sleep(DEAD_WITHIN)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if old.poll() is None:
+                    self._kill(psutil.Process(old.pid))
+                    old.wait()
+            self.revive()
+
+    def _name(self, at: int) -> str:
+        return f"{self._command[2]}-clock-{at}"
+
     def _kill(self, process: psutil.Process) -> None:
         at, children = time.monotonic(), process.children()
         for one in (process, *children):
             _send([one], signal.SIGKILL)
             self._history.add("process", str(one.pid), "killed", at=at)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, at: int) -> subprocess.Popen[bytes]:
         self._started += 1
+        clock = self._clocks.of(self._name(at)) if self._clocks else {}
         site = replace(self._site, seed=self._site.seed * 1000 + self._started)
         name = f"{self._command[2]}-{self._started}"
         command = list(self._command)
@@ -114,7 +166,8 @@ class Processes:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=site.environment(),
+                env={**site.environment(), **clock},
+                cwd=self._folders[at],
             )
 
 

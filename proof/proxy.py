@@ -6,6 +6,9 @@ the same order.  A fault is told by a predicate on the command, and by what happ
     proxy.fault(runs(RELEASE), lose_reply)  # the next release is done, and its answer is lost
     proxy.fault(runs(RENEW), cut, times=3)  # three renewals do not arrive
 
+A Sentinel and a node of a cluster tell clients where others are.  Where those are behind proxies,
+too, their ports become those of the proxies.
+
 ``black_hole`` freezes everything: connections stay open, new ones are taken, no byte arrives.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import socket
 import threading
 import time
@@ -20,7 +24,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from typing_extensions import Self
 
@@ -34,6 +38,10 @@ cut = "cut"  # it does not reach the server; the connection ends
 lose_reply = "lose reply"  # the server does it; the connection ends instead of its reply
 swallow_reply = "swallow reply"  # the server does it; the connection stays, and is silent
 
+TELLS = {b"CLUSTER", b"SENTINEL"}  # commands whose replies name servers
+REDIRECTS = (b"-MOVED ", b"-ASK ")  # errors that do
+PORT = re.compile(rb"\b\d{5}\b")  # of the same length, so that the protocol's lengths stay right
+NO_PORTS: Mapping[bytes, bytes] = {}
 RECEIVE = 65536  # bytes
 KEPT = 100_000  # commands
 
@@ -51,6 +59,7 @@ class Proxy:
 
     Args:
         port: The server's loopback port.
+        ports: The port of the proxy before each server, by the server's port; it may grow.
 
     Attributes:
         commands: The last commands that came from clients, in their order, with what happened to
@@ -58,10 +67,11 @@ class Proxy:
         delay: Seconds by which everything arrives later, either way.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, ports: Mapping[bytes, bytes] = NO_PORTS) -> None:
         self.commands: deque[tuple[Command, str]] = deque(maxlen=KEPT)
         self.delay = 0.0
         self._server = ("127.0.0.1", port)
+        self._ports = ports
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._mutex = threading.Lock()
         self._faults: list[tuple[Callable[[Command], bool], list[str]]] = []
@@ -72,9 +82,14 @@ class Proxy:
         self._closing = False
 
     @property
+    def port(self) -> int:
+        """The proxy's loopback port."""
+        return int(self._listener.getsockname()[1])
+
+    @property
     def url(self) -> str:
         """The proxy's address as a Redis URL."""
-        return f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        return f"redis://127.0.0.1:{self.port}/0"
 
     def __enter__(self) -> Self:
         self._start(self._accept)
@@ -151,7 +166,7 @@ class Proxy:
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._mutex:
                 self._sockets |= {client, server}
-            sent: queue.SimpleQueue[str] = queue.SimpleQueue()
+            sent: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
             self._start(self._commands, client, server, sent)
             self._start(self._replies, client, server, sent)
 
@@ -161,26 +176,35 @@ class Proxy:
         thread.start()
 
     def _commands(
-        self, client: socket.socket, server: socket.socket, sent: queue.SimpleQueue[str]
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        sent: queue.SimpleQueue[tuple[str, bytes]],
     ) -> None:
         def forward(frame: bytes) -> bool:
-            what = self._what_happens(words(frame))
+            command = words(frame)
+            what = self._what_happens(command)
             if what == cut:
                 return False
-            sent.put(what)
+            sent.put((what, command[0]))
             server.sendall(frame)
             return True
 
         self._pump(client, server, forward)
 
     def _replies(
-        self, client: socket.socket, server: socket.socket, sent: queue.SimpleQueue[str]
+        self,
+        client: socket.socket,
+        server: socket.socket,
+        sent: queue.SimpleQueue[tuple[str, bytes]],
     ) -> None:
         silent = False
 
         def backward(frame: bytes) -> bool:
             nonlocal silent
-            what = sent.get()
+            what, command = sent.get()
+            if command in TELLS or frame.startswith(REDIRECTS):
+                frame = PORT.sub(lambda found: self._ports.get(found[0], found[0]), frame)
             # What follows a reply that is held back waits behind it, or it would pass for it.
             silent = silent or what == swallow_reply
             if what == pass_on and not silent:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import redis
@@ -15,20 +16,22 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from proof.checker import Verdict, check
+from proof.clocks import CANNOT, Clocks, can_be_set
 from proof.controls import CONTROLS
 from proof.files import SharedFile
 from proof.history import History, read
-from proof.nemesis import LONG_PAUSE, SPARES_PLACES, Fault, Group, make_faults, of_processes
-from proof.processes import LOCKING, SENDING, WORKER, Processes
+from proof.nemesis import HARMLESS, HOUR, LONG_PAUSE, Fault, Group, make_faults, of_processes
+from proof.previous import MISSING, unpack
+from proof.processes import COROUTINES, LOCKING, SENDING, WORKER, Processes
 from proof.servers import KINDS, ttls
 from proof.site import Site
 from tests.acceptance.rabbitmq import find_rabbitmq, running
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Sequence
 
+    from proof.controls import Control
     from proof.servers import LockServers
     from tests.acceptance.rabbitmq import RabbitServer
 
@@ -38,6 +41,8 @@ QUIET = 30.0  # seconds in which no task ends, after which those that are left a
 START_WITHIN = 90.0  # seconds until the processes work
 ASKED = 0.05  # seconds between two questions to the lock server, whether it answers
 ANSWERS_WITHIN = 0.1  # seconds
+SEEN = 0.2  # seconds between two looks at whether a failover is under way
+LOOK_EVERY = 0.5  # seconds between two looks at what is waited for
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
 
 
@@ -49,6 +54,8 @@ def run(
     kind: str = "redis",
     control: str = "",
     enough: Callable[[Verdict], bool] | None = None,
+    previous: str = "",
+    say: Callable[[str], None] = print,
 ) -> Verdict:
     """
     Run the workloads under faults, and return what their history shows.
@@ -60,23 +67,30 @@ def run(
         kind: Of the lock server, as :data:`proof.servers.KINDS` has it.
         control: What is broken on purpose; empty: nothing is.
         enough: Asked now and then; the run ends early when the verdict is enough.
+        previous: The revision that is deployed, and undone again; empty: a usual one.
+        say: Called with each kind of fault that cannot be made here.
     """
     programs = find_rabbitmq()
     assert programs is not None, "the proof needs RabbitMQ: a Redis broker itself loses messages"
     if control and CONTROLS[control].promise == "nothing lost":
         seconds = min(seconds, ROUND)  # whether a task is lost is seen when all others have ended
+    folder = folder.resolve()
     folder.mkdir(parents=True)
+    earlier = None if control else unpack(folder / "previous", previous)
+    clocks = Clocks(folder / "clocks") if can_be_set() and not control else None
+    if not control:
+        for cannot in [MISSING] * (not earlier) + [CANNOT] * (not clocks):
+            say(cannot)
     path = folder / "history"
     history = History(path, "run")
     with ExitStack() as stack:
         broker = stack.enter_context(running(programs, folder / "broker"))
         results = stack.enter_context(RedisServer(folder / "results"))
-        servers = stack.enter_context(KINDS[kind](folder / "locks"))
+        servers = stack.enter_context(KINDS[kind](folder / "locks", clocks))
         site = Site(
             url=servers.url,
             options=servers.options,
             has_lines=servers.has_lines,
-            has_pairs=servers.has_pairs,
             broker=broker.url,
             results=results.url,
             folder=str(folder),
@@ -84,27 +98,24 @@ def run(
             timeout=TIMEOUT,
             control=control,
         )
-        with Processes(WORKER, 2, site, history) as workers:
+        with Processes(WORKER, 2, site, history, clocks) as workers:
             with (
-                Processes(LOCKING, 2, site, history) as locking,
-                Processes(SENDING, 1, site, history) as sending,
+                Processes(LOCKING, 2, site, history, clocks) as locking,
+                Processes(COROUTINES, 2, site, history, clocks) as coroutines,
+                Processes(SENDING, 1, site, history, clocks) as sending,
             ):
-                chances = [random.Random(f"{seed}:{number}") for number in range(3)]
-                victims = (workers, locking, sending)
-                of_servers = servers.faults(chances[1], TIMEOUT)
-                shown_by = CONTROLS[control].shown_by if control else ""
-                groups = (
-                    Group(chances[0], of_processes(victims, chances[0], TIMEOUT)),
-                    Group(chances[1], [one for one in of_servers if shown_by in {"", one.name}]),
-                    Group(chances[2], [restart(broker)], LONG_PAUSE),
-                )
-                stack.enter_context(noting_answers(servers, history))
+                victims = (workers, locking, coroutines, sending)
+                rare = [restart(broker), *([deploy(workers, earlier)] if earlier else [])]
+                groups = make_groups(seed, servers, victims, rare, CONTROLS.get(control))
+                stack.enter_context(repeating(ASKED, note_answers(servers, history)))
+                stack.enter_context(repeating(SEEN, note_unrest(servers, history)))
                 wait_for_work(path)
                 until = time.monotonic() + seconds
                 while (now := time.monotonic()) < until:
                     make_faults(groups, history, min(until, now + ROUND) if enough else until)
                     if enough and enough(check(read(path))):
                         return check(read(path))
+            let_time_pass(servers, workers, history)
             note_outcomes(history, path, results, workers)
         if control:
             return check(read(path))
@@ -119,29 +130,54 @@ def run(
 
 
 @contextmanager
-def noting_answers(servers: LockServers, history: History) -> Iterator[None]:
-    """Note now and then that the lock server answers, by which its own stalls are known."""
+def repeating(every: float, look: Callable[[], None]) -> Iterator[None]:
+    """Look again and again, with some seconds in between, in a thread."""
     over = threading.Event()
-    urls = servers.proxied or [node.url for node in servers.nodes]
-    once = {"socket_timeout": ANSWERS_WITHIN, "retry": Retry(NoBackoff(), 0)}
-    clients = [redis.Redis.from_url(url, **once) for url in urls]
 
-    def ask() -> None:
-        while not over.wait(ASKED):
-            with suppress(redis.RedisError):
-                for client in clients:
-                    client.ping()
-                history.add("server", "all of it", "answers")
+    def repeat() -> None:
+        while not over.wait(every):
+            with suppress(redis.RedisError, OSError):
+                look()
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
         yield
     finally:
         over.set()
         thread.join()
+
+
+def note_answers(servers: LockServers, history: History) -> Callable[[], None]:
+    """Return what notes that the lock server answers, by which its own stalls are known."""
+    urls = servers.proxied or [node.url for node in servers.nodes]
+    once = {"socket_timeout": ANSWERS_WITHIN, "retry": Retry(NoBackoff(), 0)}
+    clients = [servers.enter_context(redis.Redis.from_url(url, **once)) for url in urls]
+
+    def ask() -> None:
         for client in clients:
-            client.close()
+            client.ping()
+        history.add("server", "all of it", "answers")
+
+    return ask
+
+
+def note_unrest(servers: LockServers, history: History) -> Callable[[], None]:
+    """Return what notes failovers as faults, also those that begin as the machine is slow."""
+    about, more = "a failover is under way", {"loses_data": True}
+    settled_at, unrest = time.monotonic(), False
+
+    def look() -> None:
+        nonlocal settled_at, unrest
+        now = time.monotonic()
+        with suppress(redis.RedisError, OSError):
+            if servers.settled():
+                settled_at = now
+        if unrest != (settled_at < now):
+            unrest = not unrest
+            history.add("fault", about, "begin" if unrest else "end", at=settled_at, **more)
+
+    return look
 
 
 def wait_for_work(path: Path) -> None:
@@ -150,12 +186,63 @@ def wait_for_work(path: Path) -> None:
     while time.monotonic() < until:
         if {("task", "begin"), ("operation", "ok")} <= {(e.what, e.kind) for e in read(path)}:
             return
-        time.sleep(0.5)
+        time.sleep(LOOK_EVERY)
+
+
+def make_groups(
+    seed: int,
+    servers: LockServers,
+    victims: Sequence[Processes],
+    rare: list[Fault],
+    control: Control | None,
+) -> list[Group]:
+    """Return all faults, or those that show a control."""
+    chances = [random.Random(f"{seed}:{number}") for number in range(3)]
+    of_servers = servers.faults(chances[1], TIMEOUT)
+    if control and control.shown_by:
+        of_servers = [one for one in of_servers if one.name == control.shown_by]
+    if control and control.alone:
+        return [Group(chances[1], of_servers)]
+    return [
+        Group(chances[0], of_processes(victims, chances[0], TIMEOUT)),
+        Group(chances[1], of_servers),
+        Group(chances[2], rare, LONG_PAUSE),
+    ]
 
 
 def restart(broker: RabbitServer) -> Fault:
     """Return the end of the broker, which then delivers again what was not acknowledged."""
-    return Fault("restart the broker", broker.restart, {"redelivers": True, **SPARES_PLACES})
+    return Fault("restart the broker", broker.restart, {"redelivers": True, **HARMLESS})
+
+
+def deploy(workers: Processes, earlier: Path) -> Fault:
+    """
+    Return a deploy of an earlier version, and its undoing.
+
+    A worker may end before its acknowledgements have arrived: then their messages come again.
+    """
+    more = {"redelivers": True, **HARMLESS}
+
+    def there_and_back() -> None:
+        workers.deploy(earlier)
+        workers.deploy(Path.cwd())
+
+    return Fault("deploy the version before, and this one again", there_and_back, more)
+
+
+def let_time_pass(servers: LockServers, workers: Processes, history: History) -> None:
+    """
+    Set the clocks forward, once nothing is wrong any more.
+
+    What a clock that was wrong has put off, or has left behind, would else end in an hour.
+    """
+    if workers.has_clocks:
+        about, more = "time passes", {"ends_leases": True} if servers.has_clocks else HARMLESS
+        history.add("fault", about, "begin", **more)
+        servers.set_clocks(HOUR)
+        workers.set_clocks(2 * HOUR)
+        workers.deploy(Path.cwd())
+        history.add("fault", about, "end", **more)
 
 
 def note_outcomes(history: History, path: Path, results: RedisServer, workers: Processes) -> None:
@@ -171,7 +258,7 @@ def note_outcomes(history: History, path: Path, results: RedisServer, workers: P
                     history.add("task", task, "outcome", state=result["status"])
                     tasks.discard(task)
                     until = time.monotonic() + QUIET
-            time.sleep(0.5)
+            time.sleep(LOOK_EVERY)
 
 
 def left_behind(servers: LockServers) -> list[str]:
@@ -185,4 +272,4 @@ def left_behind(servers: LockServers) -> list[str]:
         left = [key for key, ttl in ttls(servers) if ttl <= LEFT_WITHIN * 1000]
         if not left or time.monotonic() > until:
             return left
-        time.sleep(1.0)
+        time.sleep(LOOK_EVERY)

@@ -9,8 +9,10 @@ import time
 import uuid
 from typing import Any
 
+from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
+from celery_dislock.messages.headers import UNIQUE_HEADER
 from proof.operating import operate
 from proof.tasking import COUNTDOWN, KEYS, MAY_FAIL, PARKS, TASKS, app, history, site
 
@@ -30,6 +32,13 @@ def main() -> None:
     operator = threading.Thread(target=operate, args=(random.Random(f"{site.seed}:o"), stop))
     operator.start()
     noted = history()
+    reserved: set[str] = set()  # ids of the messages that were sent with a reservation
+
+    def look(headers: dict[str, Any], **_: object) -> None:
+        if UNIQUE_HEADER in headers:
+            reserved.add(headers["id"])
+
+    before_task_publish.connect(look, weak=False)
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number, task_id = chance.choice(list(TASKS)), chance.randrange(KEYS), uuid.uuid4().hex
         how = chance.choice((*["short"] * 28, "long", "keeps the GIL"))
@@ -39,7 +48,6 @@ def main() -> None:
             "asked": time.monotonic(),
             "parks": name in PARKS,
             "may_fail": name in MAY_FAIL,
-            "replaces": TASKS[name].get("lock_on_duplicate") == "replace",
         }
         try:
             result = app.tasks[name].apply_async(
@@ -52,6 +60,9 @@ def main() -> None:
             noted.add("task", task_id, "unknown", error=str(exc), **about)
             continue
         kind = "sent" if result.id == task_id else "duplicate"
+        # What is sent without a reservation, as in an outage, runs as if there were no others.
+        replaces = task_id in reserved and TASKS[name].get("lock_on_duplicate") == "replace"
+        about["replaces"] = replaces
         noted.add("task", task_id, kind, of=result.id, **about)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Turn
+    from proof.order import Order
 
 HOME = "here"  # the broker
 IDLE = 5.0  # seconds that a watchdog sleeps at most
@@ -57,11 +58,27 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
+        self.order: Order | None = None  # judges what arrives
         super().__init__(changed)
 
     def record(self) -> Any:
         """Return the record of the key of :mod:`proof.simulated_sending`."""
         return self.send("GET", simulated_sending.RECORD)
+
+    def leases(self, lock: str) -> dict[str, int]:
+        """Return the leases of a lock, each with the time in ms at which it ends."""
+        found = [one.decode() for one in self.send("HGETALL", lock)]
+        return {
+            owner: int(record.split(" ", 2)[1])
+            for owner, record in zip(found[::2], found[1::2], strict=True)
+        }
+
+    def arrive(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
+        """Run a script, and show it to the judge."""
+        reply = super().run(script, keys, *arguments)
+        if self.order is not None:
+            self.order.arrived(script, keys, arguments, reply)
+        return reply
 
     def advance(self, seconds: float) -> None:
         """Let time pass."""
@@ -77,7 +94,7 @@ class Net(LuaServer):
     ) -> tuple[Any, bool]:
         """Run a script; its reply may be lost, and then it is sent again."""
         wait = Wait(
-            run=lambda: LuaServer.run(self, script, keys, *arguments),
+            run=lambda: self.arrive(script, keys, *arguments),
             what=(script, *keys, *arguments),
             resends=True,
         )
@@ -97,7 +114,7 @@ class Net(LuaServer):
         """Run a script many times; nothing is sent again."""
         return self._reply(  # type: ignore[no-any-return]
             Wait(
-                run=lambda: [LuaServer.run(self, script, [str(k)], *rest) for k, *rest in calls],
+                run=lambda: [self.arrive(script, [str(k)], *rest) for k, *rest in calls],
                 what=(script, *calls),
             )
         )
@@ -177,7 +194,7 @@ class Process(Runtime[Any]):
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
         self.observer = Watched(told)
-        self.store = Store("redis://nowhere", home=HOME, hand_over=self.publish)
+        self.store = self.store_here = Store("redis://nowhere", home=HOME, hand_over=self.publish)
         server: Any = net
         self.store.lock_server = server
         self.store.reservations = Reservations(server)
@@ -200,7 +217,6 @@ class Process(Runtime[Any]):
             options,
             self.store,
             self.watchdog,
-            self.net.clock,
             sleep_in(self.net),
         )
 

@@ -10,8 +10,12 @@ what ``docs/guarantees.md`` says, in terms of what clients were told:
 * a fencing token is larger than all before it, and a lease keeps its own;
 * while an operator has paused a lock, nobody is let in;
 * once nothing goes wrong any more all come to their end, each task has run, and no key is left;
-* a key is not reserved any more when its messages have ended;
-* a parked task begins before those that were parked after it, and one that was revoked never does;
+* a key is not reserved any more when its messages have ended, or for an hour if requests are lost
+  or late;
+* a task keeps its lease, also in a process that stands still, while the main process lives;
+* who waits is let in before those who came later, and a line takes in no more than it may; for this
+  see :mod:`proof.order`;
+* a task that was revoked never begins, unless its process died, or the server has lost data;
 * a task runs to its end twice only if a process died or stood still, or the server has lost data.
 """
 
@@ -30,12 +34,15 @@ from typing import TYPE_CHECKING, Any
 
 import greenlet
 
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DislockError, StoreError
 from celery_dislock.locks.making import make_lock
-from celery_dislock.messages.message import TaskParked
+from celery_dislock.messages.headers import STORE_HEADER
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
+from celery_dislock.worker import stalled
 from proof import simulated_sending
+from proof.order import Order
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.working import Copy, Worker, driven
 from tests.integration.lua_server import START
@@ -52,6 +59,7 @@ PUT_OFF = 5.0  # seconds
 STEPS = 300  # of a history
 SHRINK_STEPS = 200_000  # to be taken while a history is made small
 TIMEOUT = 30.0  # seconds of a lease
+LOOK_EVERY = TIMEOUT / RENEWALS_PER_TIMEOUT / stalled.STEPS  # seconds
 DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
@@ -59,6 +67,8 @@ UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
 ROUNDS_MOST = 1_500  # steps in which all must have come to its end
 KEYS = ("a", "b")
 FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free", "slow")
+HARMLESS = {"late", "freeze", "slow", "limit"}  # no lease suffers
+UNIQUE_FOR = 3600.0  # seconds for which a key is reserved at most, if its end is lost
 HOW = {"replies": ("lost", "fails", "unsent"), "late": ("late", "late")}  # requests go wrong
 # Keys that outlive what they tell of.  A waiter that died stays in a line that had parked tasks.
 MARKS = (":done:", ":running", "dislock:lines:", "dislock:sweep:", ":line", ":unique")
@@ -77,6 +87,8 @@ CONFLICTS: list[dict[str, Any]] = [  # of tasks
     {"lock_on_conflict": "retry", "lock_retry_for": 1e6},
     {"lock_on_conflict": "wait", "lock_wait_timeout": 1e5},
     {"lock_on_conflict": "skip"},
+    {"lock_on_conflict": "retry", "lock_retry_for": 1e6, "lock_key": ["<key>", "c"]},
+    {"lock_on_conflict": "wait", "lock_wait_timeout": 1e5, "lock_key": ["<key>", "c"]},
 ]
 UNIQUE: list[dict[str, Any]] = [  # when they are sent
     {},
@@ -111,12 +123,12 @@ class History:
         self.late_acks = rng.random() < 0.7
         self.kinds = [self.kind_of_task(rng) for _ in range(rng.choice((1, 1, 2, 3)))]
         self.slowness = random.Random(f"{seed} slow")
-        self.line: list[tuple[str, str]] = []  # keys and tasks, as they were parked
         self.revoked: set[str] = set()
         self.workers: dict[Process, Worker] = {}
         self.actors: dict[str, Actor] = {}
         self.processes: list[Process] = []
         self.queue: list[Copy] = []
+        self.results: dict[Any, Any] = {}  # of tasks
         self.late: list[Wait] = []
         self.sent: list[str] = []
         self.ended: Counter[str] = Counter()  # how often a task's body ran to its end
@@ -135,10 +147,15 @@ class History:
         self.steps = self.generation = self.failed = 0
         net.lose()
         net.replicate()
+        net.order = self.order = Order(net, self.fail)
         net.advance(START - net.time)  # its times keep the number of digits that they have today
+        self.keeper = None  # the main process of the workers, if it renews for those that do not
+        if self.parks and rng.random() < 0.5:
+            self.keeper = stalled.StalledKeeper(Process(net, 0, self.check).store, net.clock)
         for nth in range(PROCESSES):
             worker = worker_of(nth) if self.parks else None
             if worker is not None:
+                worker.results.kept = self.results
                 for kind in self.kinds:
                     worker.task(kind)
             self.new_process(nth, worker)
@@ -223,8 +240,13 @@ class History:
             wakes = [a.waits.until for a in self.actors.values() if a.waits.run is None]
             wakes = [at for at in (*wakes, *(c.due for c in self.queue)) if at > self.net.time]
             seconds = min(wakes, default=0.0) - self.net.time
-        if 0 < seconds < FOREVER:
-            self.net.advance(seconds)
+        if not 0 < seconds < FOREVER:
+            return
+        while self.keeper is not None and seconds > LOOK_EVERY:
+            self.net.advance(LOOK_EVERY)
+            seconds -= LOOK_EVERY
+            self.keeper.look([one.made for one in self.actors.values() if one.made is not None])
+        self.net.advance(seconds)
 
     def step_go(self, name: str, how: str) -> None:
         """A thread goes on."""
@@ -262,6 +284,7 @@ class History:
         """The replica becomes the master."""
         self.net.advance(1.0)
         self.net.fail_over()
+        self.order.lost()
         self.lost_at = self.net.time
         self.paused.clear()
 
@@ -318,6 +341,7 @@ class History:
     def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
         process = Process(self.net, self.generation, self.check)
+        process.watchdog.renewals.asks = self.keeper is not None
         self.processes.insert(nth, process)
         if worker is not None:
             worker.begin(process, self.arrived, self.states, self.body)
@@ -367,7 +391,7 @@ class History:
 
     def locking(self, process: Process, rng: random.Random) -> None:
         """Take a lock in plain Python, perhaps several times, and release it."""
-        keys = rng.choice((["a"], ["a"], ["a"], ["b"], ["a", "b"]))
+        keys = rng.choice((["a"], ["a"], ["a"], ["b"], ["a", "b"], ["b", "c"]))
         options = {
             **rng.choice(GROUPS[self.group]),
             "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
@@ -396,33 +420,26 @@ class History:
 
     def delivery(self, worker: Worker, made: Any) -> None:
         """Run a task, as a worker does."""
-        ended = worker.run(made)
-        if isinstance(ended, TaskParked):
-            self.line.append((ended.key, made.id))
+        worker.run(made)
         stop(Wait())  # before it is acknowledged
 
     def body(self, task: Any) -> None:
         """Run the body of a task."""
         request = task.request
-        name, key = request.id, task.lease.key
-        if not self.faults:
-            self.check_order(name, key)
-        if name in self.revoked and not self.faults:
+        name = request.id
+        if name in self.revoked and not self.faults & {"kill", "failover"}:
             self.fail(f"task {name} runs, and its caller was told that it was revoked")
         self.work(random.Random(f"{self.seed} {name} {self.steps}"))
         self.ran.add(name)
         if task.lease.held:
             self.ended[name] += 1
-
-    def check_order(self, name: str, key: str) -> None:
-        """Check that a task begins before all that were parked after it."""
-        if (key, name) not in self.line:
-            return
-        before = self.line[: self.line.index((key, name))]
-        passed = [one for one in before if one[0] == key and one[1] not in self.revoked]
-        self.line.remove((key, name))
-        if passed and self.group == "exclusive":
-            self.fail(f"task {name} has passed {passed} in the line of {key}")
+        elif (
+            self.keeper is not None
+            and self.faults <= HARMLESS
+            and task.dislock_guard.options.lock_on_conflict
+            != "wait"  # it may be handed for seconds
+        ):
+            self.fail(f"task {name} has lost its lease, and its main process lives")
 
     def states(self, task: str, state: str) -> None:
         """Hear of a task's state."""
@@ -505,17 +522,14 @@ class History:
                 for name in ready:
                     self.take(["go", name, "answer"])
             elif workers or self.queue or (self.parks and self.parked()):
+                self.take_over_lost()
                 self.take(["pass", 0.0])
             else:
                 break
         else:
-            # A task that was parked before the server has lost its name is put off by processes
-            # that did not know it: for `celery dislock drain --lost`.
-            waits = workers or (self.parks and self.parked())
-            if self.is_kept or waits:
-                raise BrokenPromiseError(
-                    f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
-                )
+            raise BrokenPromiseError(
+                f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
+            )
         for task in self.sent:
             if task not in self.ran and task not in self.excused and self.is_kept:
                 raise BrokenPromiseError(f"task {task} is lost")
@@ -526,12 +540,22 @@ class History:
         left = [name for name in self.keys() if not any(mark in name for mark in MARKS)]
         if left:
             raise BrokenPromiseError(f"these keys are left: {left}, of {self.net.contents()}")
-        taken = [name for name in self.reserved() if not self.faults]
+        # A late request may reserve the key of a task that has ended.
+        taken = [] if self.faults - HARMLESS | self.faults & {"late"} else self.reserved()
+        if not taken:
+            self.net.advance(UNIQUE_FOR)
+            taken = self.reserved()
         if taken:
             raise BrokenPromiseError(f"these keys stay reserved: {taken}, {self.net.contents()}")
         self.net.advance(31 * DAY)
         if self.keys():
             raise BrokenPromiseError(f"these keys do not end: {self.keys()}")
+
+    def take_over_lost(self) -> None:
+        """Do as an operator does with `celery dislock drain --lost`."""
+        names = {copy.headers.get(STORE_HEADER) for copy in self.queue} - {None}
+        for name in () if self.is_kept else names:
+            self.processes[0].parking.identity.take_over(name)
 
     @property
     def is_kept(self) -> bool:
@@ -658,6 +682,7 @@ def simulate(
         counts["histories"] += 1
         name = f"{seed}.{nth}"
         if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
+            net.order = None
             history = simulated_sending.History(net, name, loses=nth % 2 == 0)
             history.go(STEPS)
             counts["steps"] += STEPS + history.commands

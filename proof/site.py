@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from proof.controls import CONTROLS
-
 VARIABLE = "DISLOCK_PROOF"
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Site:
         url: The lock server.
         options: Its transport options.
         has_lines: Whether it can have lines, and locks of several holders.
-        has_pairs: Whether a task can have locks that are anywhere on it.
         broker: The broker.
         results: Keeps the results.
         folder: The history and the files.
@@ -33,7 +32,6 @@ class Site:
     url: str | list[str]
     options: dict[str, Any]
     has_lines: bool
-    has_pairs: bool
     broker: str
     results: str
     folder: str
@@ -42,13 +40,16 @@ class Site:
     control: str = ""
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of a process that works here."""
-        return {**os.environ, VARIABLE: json.dumps(asdict(self))}
+        """Return the environment of a process that works here, in whatever folder."""
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return {**os.environ, VARIABLE: json.dumps(asdict(self)), "PYTHONPATH": path}
 
     @classmethod
     def of_this_process(cls) -> Site:
         """Return the site that this process works on, and break what it wants broken."""
         site = cls(**json.loads(os.environ[VARIABLE]))
         if site.control:
+            from proof.controls import CONTROLS  # noqa: PLC0415 -- it knows this package only
+
             CONTROLS[site.control].breaks()
         return site

@@ -23,6 +23,7 @@ ONE_NEWER = {
 PAIR = {
     "lock_key": ["pair:<number>", lambda number, how: f"pair:{(number + 1) % KEYS}"]  # noqa: ARG005
 }
+LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, which are set
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 
 # By name, the options of each task.
@@ -30,7 +31,7 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "skip": {"lock_on_conflict": "skip"},
     "raise": {"lock_on_conflict": "raise"},
     "reject": {"lock_on_conflict": "reject"},
-    "retry": {"lock_on_conflict": "retry"},
+    "retry": {"lock_on_conflict": "retry", **LATER},
     "wait": {"lock_on_conflict": "wait", "lock_wait_timeout": 600},
     "queue": {"lock_on_conflict": "queue"},
     "three": {"lock_on_conflict": "queue", "lock_limit": 3},
@@ -40,7 +41,7 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "reads": {"lock_key": "book:<number>", "lock_on_conflict": "queue", "lock_mode": "shared"},
     "writes": {"lock_key": "book:<number>", "lock_on_conflict": "queue"},
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
-    "two or retry": {**PAIR, "lock_on_conflict": "retry"},
+    "two or retry": {**PAIR, "lock_on_conflict": "retry", **LATER},
     "two or wait": {**PAIR, "lock_on_conflict": "wait", "lock_wait_timeout": 600},
 }
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
@@ -95,8 +96,7 @@ def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the ke
 TASKS = {
     name: {"lock_key": f"{name}:<number>", **options}
     for name, options in ALL_TASKS.items()
-    if (site.has_lines or name not in PARKS)
-    and (site.has_pairs or not PAIR.items() <= options.items())
+    if site.has_lines or name not in PARKS
 }
 for _name, _options in TASKS.items():
     app.task(body, name=_name, base=SingletonTask, bind=True, **_options)

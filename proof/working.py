@@ -247,6 +247,7 @@ def driven(net: Net, seed: str) -> Iterator[None]:
             (request, "is_child", lambda pid: pid is not None),
             (request, "is_alive", lambda _: False),
             (stalled, "is_child", lambda pid: pid is not None),
+            (stalled, "is_alive", lambda _: True),
         ):
             stack.enter_context(patch.object(module, name, value))
         try:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import redis
 
-from example_project.redis_server import ServerMissing, find_server
+from celery_dislock.servers.memory import memory_server
+from celery_dislock.testing.redis_server import ServerMissing, find_server
 from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
-from tests.redis_server import RedisServer
+from tests.redis_server import Client, RedisServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,17 +68,27 @@ def redis_server(
 
 
 @pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    """The URL of the session's server, with nothing in it."""
-    with redis_server.client() as client:
+def redis_url(request: pytest.FixtureRequest) -> str:
+    """The URL of the session's server, or of fakeredis's if a test asks, with nothing in it."""
+    server = memory_server() if is_fake(request) else request.getfixturevalue("redis_server")
+    with Client.from_url(server.url) as client:
         client.flushall()
-    return redis_server.url
+    url: str = server.url
+    return url
+
+
+def is_fake(request: pytest.FixtureRequest) -> bool:
+    """Tell whether a test's ``redis_url`` is parametrized, and this time with "fakeredis"."""
+    return getattr(request, "param", "redis") == "fakeredis"
+
+
+BOTH = pytest.mark.parametrize("redis_url", ["redis", "fakeredis"], indirect=True)
 
 
 @pytest.fixture
-def redis_client(redis_url: str) -> Iterator[redis.Redis]:
+def redis_client(redis_url: str) -> Iterator[Client]:
     """A client of the flushed database, beside the package's own, that speaks str."""
-    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+    with Client.from_url(redis_url, decode_responses=True) as client:
         yield client
 
 

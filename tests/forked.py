@@ -50,7 +50,8 @@ IMPORTED = (
     "kombu.transport.redis",
     "redis.asyncio",
 )
-PATCHING = {"gevent", "eventlet"}  # pools that patch modules before these are imported
+# Pools that patch modules before these are imported, and one that Celery looks for at its import.
+PATCHING = {"gevent", "eventlet", "custom"}
 LONGEST = 1 << 20  # bytes of a request
 TIMEOUT = 60.0  # seconds in which the template answers
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from example_project import redis_server
+import redis
+
+from celery_dislock.testing import redis_server
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+
+class Client(redis.Redis):
+    """A client that closes its connections; redis-py 5.0.0 leaves them to the garbage collector."""
+
+    def close(self) -> None:
+        """Close the client, and its connections."""
+        super().close()
+        self.connection_pool.disconnect()
 
 
 class RedisServer(redis_server.RedisServer):
@@ -20,6 +31,7 @@ class RedisServer(redis_server.RedisServer):
         port: The loopback port; None takes a free one.
         unix_socket: Listen on a unix socket in a short temporary folder, and on no port.
         args: More options of redis-server, ``["--appendonly", "yes"]``; they win over the usual.
+        environment: Its environment; None: that of this program.
     """
 
     def __init__(
@@ -29,6 +41,7 @@ class RedisServer(redis_server.RedisServer):
         port: int | None = None,
         unix_socket: bool = False,
         args: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if unix_socket and port is not None:
             msg = "a server on a unix socket has no port"
@@ -36,7 +49,13 @@ class RedisServer(redis_server.RedisServer):
         super().__init__(folder, unix_socket=unix_socket)
         self.port = port
         # A title would be written over its environment, by which tests.orphans knows the server.
+        self._environment = environment
         self._args = ("--set-proc-title", "no", *args)
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Return a new client of the server; *options* go to ``redis.Redis.from_url``."""
+        client: redis.Redis = Client.from_url(self.url, **options)
+        return client
 
     def kill(self) -> None:
         """End the server with SIGKILL, as a crash does, and wait until it is gone."""

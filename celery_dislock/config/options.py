@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Literal
 
-from celery_dislock.config.urls import SCHEMES, URL_WANTED, check_several
+from celery_dislock.config.urls import MEMORY, SCHEMES, URL_WANTED, check_several
 
 RENEWALS_PER_TIMEOUT = 3  # of a lease; two may fail in a row before it is lost
 MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
@@ -82,7 +82,7 @@ def text(value: object) -> str:
 def one_or_several_urls(value: object) -> str | tuple[str, ...]:
     """Check the lock server's URL, or a list of URLs of independent servers."""
     if isinstance(value, str) and value:
-        if not value.startswith(SCHEMES):
+        if value != MEMORY and not value.startswith(SCHEMES):
             raise ValueError(URL_WANTED)
         return value
     if not isinstance(value, (list, tuple)):

@@ -35,6 +35,7 @@ from celery_dislock.config.options import (
     one_of,
     one_or_several_urls,
     optional,
+    seconds,
     text,
     yes_or_no,
 )
@@ -61,7 +62,8 @@ class AppSettings:
     dislock_enabled: bool | None = declare(None, optional(yes_or_no))
     #: URL of the lock server: redis://, rediss://, unix://, sentinel://, redis+cluster:// or
     #: rediss+cluster://. A list of three or more URLs names independent servers, of which a
-    #: majority decides. None: the broker if it is a Redis, else the result backend if that is one.
+    #: majority decides. memory:// is a server inside the process, for eager tasks and tests. None:
+    #: the broker if it is a Redis, else the result backend if that is one.
     dislock_url: str | tuple[str, ...] | None = declare(
         None, optional(one_or_several_urls), secret=True
     )
@@ -84,6 +86,15 @@ class AppSettings:
     #: Whether processes count what they do with locks, for metrics. They add their counts up on the
     #: lock server every few seconds.
     dislock_metrics: bool = declare(False, yes_or_no)
+    #: Key of the lock that `celery beat --dislock` leads by: of all beats with one key, one sends.
+    dislock_beat_key: str = declare("beat", text)
+    #: Expiry of that lock, renewed after each third of it: the longest silence after the beat that
+    #: sends was killed. Also the difference from the lock server's clock from which on a beat does
+    #: not send.
+    dislock_beat_timeout: float = declare(30.0, seconds(above=0), unit="s")
+    #: Whether a beat that takes over sends, once for each entry, what became due while none sent.
+    #: False: such an entry waits for its next time.
+    dislock_beat_catch_up: bool = declare(True, yes_or_no)
 
 
 def setting_name(option: str) -> str | None:
@@ -264,6 +275,16 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
         replicas = settings.dislock_min_replicas
         raise SettingsError("app.conf", "dislock_min_replicas", replicas, NO_REPLICAS)
     return settings
+
+
+def apply_options(
+    conf: Any, *, dislock: bool | None = None, dislock_url: Sequence[str] = ()
+) -> None:
+    """Write the options of a command line into an app's configuration; None, (): not given."""
+    if dislock is not None:
+        conf.dislock_enabled = dislock
+    if dislock_url:
+        conf.dislock_url = dislock_url[0] if len(dislock_url) == 1 else dislock_url
 
 
 def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ SINGLE = ("redis://", "rediss://", "redis+socket://", "unix://")
 WITHOUT_TLS = ("redis+socket://", "unix://")
 SENTINEL = ("sentinel://",)
 CLUSTER = ("redis+cluster://", "rediss+cluster://")
+MEMORY = "memory://"  # a server inside this process
 SCHEMES = SINGLE + SENTINEL + CLUSTER
 
 FEWEST = 3  # servers: the smallest number of which one may fail
@@ -199,6 +200,8 @@ def lock_server(conf: Mapping[str, Any]) -> tuple[str | Sequence[str], Mapping[s
     """
     url = conf.get("dislock_url")
     if isinstance(url, (list, tuple)):
+        return url, {}
+    if url == MEMORY:
         return url, {}
     if url and not url.startswith(SCHEMES):
         raise SettingsError("app.conf", "dislock_url", shown(url), URL_WANTED)

@@ -1,33 +1,36 @@
-"""The calling thread or greenlet, and the leases that it has.
+"""The calling thread, greenlet or asyncio task, and the leases that it has.
 
-In plain Python a thread owns the locks that it takes.  In a greenlet, the greenlet owns them.  The
-lease of a task's execution is also recorded here while the body runs, so that no thread waits for a
-lock that only the same thread could release.
+In plain Python a thread owns the locks that it takes.  In a greenlet, the greenlet owns them, and
+in a coroutine, the asyncio task.  The lease of a task's execution is also recorded here while the
+body runs, so that no thread waits for a lock that only the same thread could release.
 
-The record of a thread is in its thread-local storage, and the record of a greenlet is in a weak
-dictionary.  Both are dropped when the thread or greenlet ends.  A lease has a weak reference to its
-caller.  Through this reference the watchdog notices that the caller has ended and that nobody can
-release the lease.
+The record of a thread is in its thread-local storage, that of a greenlet or an asyncio task in a
+weak dictionary.  It is dropped when the thread, greenlet or task ends.  A lease has a weak
+reference to its caller.  Through this reference the watchdog notices that the caller has ended and
+that nobody can release the lease.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from celery_dislock.exceptions import LockHeldError, LockTermsError
+from celery_dislock.servers.bridge import call_of, current_greenlet
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Collection, Iterator
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.running import Running
+
+    Kind = Literal["thread", "greenlet", "task"]
 
 TIMING = {"lock_expire", "lock_watchdog_timeout", "max_renew_times"}
 
@@ -45,8 +48,10 @@ class CallerLease:
 
     Attributes:
         entries: One key per acquisition that is not released yet.  For a ``with`` block the value
-            is a weak reference that releases the acquisition if the interpreter drops the block.
+            is true: often a weak reference that releases the acquisition if the interpreter drops
+            the block.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
+        block: The acquisition of that block.
         caller: The thread or greenlet that has the lease.
     """
 
@@ -56,6 +61,7 @@ class CallerLease:
     execution: bool = False
     entries: dict[object, object] = field(default_factory=dict)
     running: Running | None = None
+    block: object = None
     caller: ref[Caller] | None = None
 
     def is_of(self, lock: Lock, runtime: object = None) -> bool:
@@ -75,11 +81,12 @@ class CallerLease:
         The call can be repeated if a signal handler's exception has interrupted it.
         """
         self.entries.pop(entry, None)
+        if self.running is not None and (entry is self.block or not self.entries):
+            self.running.end()
+            self.running = None
         if self.entries or self.execution:
             return
         try:
-            if self.running is not None:
-                self.running.end()
             self.lease.release()
         finally:
             caller = self.caller() if self.caller is not None else None
@@ -89,31 +96,43 @@ class CallerLease:
 
 class Caller:
     """
-    A thread or a greenlet.
+    A thread, a greenlet or an asyncio task.
+
+    Args:
+        kind: Which of them.
+        one: The greenlet or the task; None: the thread.
 
     Attributes:
-        is_greenlet: Whether it is a greenlet.
+        kind: The argument of that name.
         thread: The thread; of a greenlet, what :mod:`threading` takes for one.
         pid: The process that made this record; a forked child does not have its leases.
         entering: Weak reference to the :class:`Leaving` of the ``with`` statement whose
             ``__enter__`` runs next.
     """
 
-    def __init__(self, greenlet: Any = None) -> None:
+    def __init__(self, kind: Kind = "thread", one: Any = None) -> None:
         self.entering: Any = None
-        self.is_greenlet = greenlet is not None
+        self.kind = kind
         self.thread = threading.current_thread()
         self.pid = os.getpid()
-        self._greenlet = ref(greenlet) if self.is_greenlet else None
+        self._one = None if one is None else ref(one)
         self._leases: list[CallerLease] = []  # a task's comes after that of an eager task around it
+
+    @property
+    def name(self) -> str:
+        """The name of the thread; of a task, also its own."""
+        task = self._one() if self._one is not None and self.kind == "task" else None
+        return self.thread.name if task is None else f"{self.thread.name}, {task.get_name()}"
 
     @property
     def dead(self) -> bool:
         """Whether it has ended; unknown for a thread that :mod:`threading` did not start."""
-        if self._greenlet is None:
+        if self._one is None:
             return not self.thread.is_alive()
-        greenlet = self._greenlet()
-        return greenlet is None or greenlet.dead
+        one = self._one()
+        if one is None or self.kind == "greenlet":
+            return one is None or bool(one.dead)
+        return bool(one.done() or one.get_loop().is_closed())
 
     def hold(self, held: CallerLease) -> None:
         """Record a lease of this caller."""
@@ -141,6 +160,9 @@ class Caller:
                 keys = dict(zip(lock.names, lock.keys, strict=True))
                 key = next(keys[name] for name in lock.names if name in held.lock.names)
                 raise LockHeldError(key, self.described(held), held.lease.remaining)
+        around = getattr(_threads, "caller", None) if self.kind == "task" else None
+        if around is not None:  # who runs the event loop waits for it
+            around.refuse_to_wait(lock)
 
     def _of(self, lock: Lock) -> Iterator[CallerLease]:
         """Return the leases of one of the lock's keys, the latest first."""
@@ -156,31 +178,40 @@ class Caller:
         """Return a text for messages that names this caller as the holder of a lease."""
         if held.execution:
             return "the task that is running here"
-        return "this very greenlet" if self.is_greenlet else "this very thread"
+        return "this very " + ("asyncio task" if self.kind == "task" else self.kind)
 
 
 _threads = threading.local()
-_greenlets: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()
+_others: WeakKeyDictionary[Any, Caller] = WeakKeyDictionary()  # by greenlet or task
 
 
 def current_caller() -> Caller:
-    """Return the record of the calling thread or greenlet."""
-    greenlets: Any = sys.modules.get("greenlet")
-    here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
-    # The first greenlet of a thread has no parent.
-    in_greenlet = here is not None and here.parent is not None
-    caller = _greenlets.get(here) if in_greenlet else getattr(_threads, "caller", None)
+    """Return the record of the calling thread, greenlet or asyncio task."""
+    here = current_greenlet()
+    if here is None or here.parent is None:  # the first greenlet of a thread has none
+        return _record("thread", None)
+    call = call_of(here)
+    return _record("greenlet", here) if call is None else _record("task", call.task)
+
+
+def caller_of(task: asyncio.Task[Any]) -> Caller:
+    """Return the record of an asyncio task."""
+    return _record("task", task)
+
+
+def _record(kind: Kind, one: Any) -> Caller:
+    caller = getattr(_threads, "caller", None) if one is None else _others.get(one)
     if caller is None or caller.pid != os.getpid():  # of the parent, before a fork
-        caller = Caller(here if in_greenlet else None)
-        if in_greenlet:
-            _greenlets[here] = caller
-        else:
+        caller = Caller(kind, one)
+        if one is None:
             _threads.caller = caller
+        else:
+            _others[one] = caller
     return caller
 
 
 def has_ended(caller: ref[Caller]) -> bool:
-    """Return whether a thread or greenlet has ended."""
+    """Return whether a thread, greenlet or task has ended."""
     alive = caller()
     return alive is None or alive.dead
 

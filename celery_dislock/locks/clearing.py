@@ -72,6 +72,12 @@ class Clearing:
         """Forget an owner that no longer holds or waits for a lock."""
         self._waiting.pop(owner, None)
 
+    def hurry(self) -> None:
+        """Send at once what waits."""
+        if self._waiting:
+            self._again_at = self._loop.clock()
+            self._loop.wake(self._again_at)
+
     def due_at(self) -> float:
         """Return the time of the next try."""
         return self._again_at if self._waiting else FOREVER
@@ -79,7 +85,8 @@ class Clearing:
     def run(self, now: float) -> None:
         """Send one batch of releases."""
         self._again_at = now + RETRY_EVERY
-        batch = list(islice(self._waiting.copy().items(), BATCH))
+        waiting = self._waiting.copy()
+        batch = list(islice(waiting.items(), BATCH))
         within = WITHIN_MOST / 2
         releases = [one.release for _, one in batch]
         answer = self._loop.ask(
@@ -92,3 +99,5 @@ class Clearing:
             unanswered = error is not None and not isinstance(error, DamagedLockError)
             if self._waiting.pop(owner, None) is not None and unanswered and now <= one.until:
                 self._waiting[owner] = one  # behind the others
+        if len(waiting) > len(batch) and not any(errors):
+            self.hurry()

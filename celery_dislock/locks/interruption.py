@@ -3,6 +3,8 @@
 The method depends on where the body runs, which :func:`running_here` determines:
 
 ====================  ==========================================================================
+an asyncio task       the event loop cancels the task; :meth:`TaskTarget.settle` tells that
+                      cancellation from others
 a greenlet            the hub throws the exception into the greenlet in its next round
 the main thread       (prefork child, solo worker) the handler of a signal raises the exception;
                       this also interrupts a blocking system call
@@ -21,17 +23,24 @@ billiard do not use it (SIGUSR1 is the soft time limit).
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from weakref import ref
+
+from celery_dislock.servers.bridge import current_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+
+    from celery_dislock.servers.bridge import Call
 
 SIGNAL = getattr(signal, "SIGURG", None)
 MOST_JUMPS = 1000  # loop iterations within which a pending asynchronous exception is raised
@@ -48,7 +57,10 @@ class Target(Protocol):
 
 
 def running_here() -> Target:
-    """Return an armed target for the calling thread or greenlet."""
+    """Return an armed target for the calling thread, greenlet or asyncio task."""
+    call = current_call()
+    if call is not None:
+        return TaskTarget(call)
     by = patched_by()
     if by:
         return _GreenletTarget(by)
@@ -59,6 +71,8 @@ def running_here() -> Target:
 
 def refusal() -> str:
     """Return why the calling thread or greenlet cannot be interrupted; empty if it can."""
+    if current_call() is not None:
+        return ""
     greenlets: Any = sys.modules.get("greenlet")
     here = greenlets.getcurrent() if hasattr(greenlets, "getcurrent") else None
     if here is not None and here.parent is not None and not patched_by():
@@ -78,6 +92,65 @@ def patched_by() -> str:
 def _patched(module: str, question: str, what: str) -> bool:
     patcher = sys.modules.get(module)
     return patcher is not None and getattr(patcher, question)(what)
+
+
+class TaskTarget:
+    """
+    Target for an asyncio task, which is cancelled as :func:`asyncio.timeout` does it.
+
+    Args:
+        call: A call that the task awaits.
+    """
+
+    def __init__(self, call: Call) -> None:
+        # Weak, else a task that nobody can go on with would keep its lock.
+        self._task, self._loop = ref(call.task), call.loop
+        # Cancellations that others have asked for before; Python 3.10 does not count them.
+        self._cancels = 0
+        if sys.version_info >= (3, 11):
+            self._cancels = call.task.cancelling()
+        self._armed, self._thrown = True, False
+
+    def throw(self, exc: BaseException) -> None:  # noqa: ARG002 -- the block's end makes it anew
+        """Have the task cancelled; see :class:`Target`."""
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        task: Any = self._task()
+        if not self._armed or task is None:
+            return
+        self._thrown = True
+        if sys.version_info >= (3, 11):
+            task.cancel(self)
+        elif not task._must_cancel:  # noqa: SLF001 -- else somebody's cancellation lost its message
+            task.cancel(self)
+            task._cancel_message = self  # noqa: SLF001 -- which the next cancellation replaces
+
+    def disarm(self) -> None:
+        """See :class:`Target`."""
+        self._armed = False
+        self.settle(None)
+
+    def settle(self, exc: BaseException | None) -> bool:
+        """
+        Take back the cancellation that was made here, where the body has ended; only once.
+
+        Args:
+            exc: The exception that has ended the body.
+
+        Returns:
+            Whether *exc* is that cancellation, and nobody else has asked for one.
+        """
+        task: Any = self._task()
+        if not self._thrown or task is None:
+            return False
+        self._thrown = False
+        if sys.version_info >= (3, 11):
+            alone = task.uncancel() <= self._cancels
+        else:  # the exception has the message of the first request, the task that of the last
+            alone = getattr(exc, "args", ()) == (self,) and task._cancel_message is self  # noqa: SLF001
+        return alone and isinstance(exc, asyncio.CancelledError)
 
 
 class _GreenletTarget:

@@ -50,7 +50,7 @@ class End(str, Enum):
 
     RELEASED = "released"  # by its owner
     EXPIRING = "expiring"  # its owner has left it to expire
-    ABANDONED = "abandoned"  # the thread or greenlet that took it has ended without releasing it
+    ABANDONED = "abandoned"  # its owner has ended without releasing it
     LOST = "lost"  # this process can no longer trust it
 
 
@@ -59,7 +59,7 @@ ENDED_BY_OWNER = {End.RELEASED, End.EXPIRING}
 WHY_ENDED = {
     End.RELEASED: "released",
     End.EXPIRING: "left to expire",
-    End.ABANDONED: "the thread or greenlet that took it has ended",
+    End.ABANDONED: "its owner has ended",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from celery_dislock.locks.lease import (
     Lease,
     trust_in,
 )
+from celery_dislock.servers.bridge import sleep
 from celery_dislock.servers.records import in_words, is_turn
 from celery_dislock.servers.replies import TAKE_UP, FirstInLine, Granted, Refused, Replaced
 from celery_dislock.servers.requests import LateRelease, Terms
@@ -56,7 +56,6 @@ class Lock:
         options: How the lock is taken and kept.
         store: The store of the lock server.
         watchdog: Renews the leases.
-        clock: Returns monotonic seconds.
         pause: Called with the seconds to sleep after waiting in line has failed.
 
     Attributes:
@@ -64,6 +63,7 @@ class Lock:
         terms: Which leases the lock admits beside this one.
         timeout: Seconds after which a lease expires unless it is renewed.
         interval: Seconds between two renewals; None: leases are not renewed.
+        clock: Returns monotonic seconds: the watchdog's clock.
     """
 
     keys: Sequence[str]
@@ -71,11 +71,11 @@ class Lock:
     options: TaskOptions
     store: Store
     watchdog: Watchdog
-    clock: Callable[[], float] = time.monotonic
-    pause: Callable[[float], None] = time.sleep
+    pause: Callable[[float], None] = sleep
 
     def __post_init__(self) -> None:
         self.key = " + ".join(self.keys)
+        self.clock = self.watchdog.clock
         self.timeout = self.options.timeout
         self.interval = self.options.renewal_interval
         self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
@@ -169,7 +169,7 @@ class Lock:
                     unheard += 1
                     self.pause(self._rest(exc, unheard, left))
                     continue
-                granted = self._granted(handed, asked_at)
+                granted = self._granted(handed, attempt.asked_at or 0.0)
                 if granted is not None:
                     return self.keep(attempt, *granted)
         except passed_on:
@@ -212,8 +212,9 @@ class Lock:
         # Ask again for the other locks of several, and for the full length of a fixed expiry.
         if handed is None or len(self.names) > 1 or self.options.lock_expire is not None:
             return None
-        # The place was set after asked_at, for PLACE_TIMEOUT, and the server measured what
-        # remained of it at the grant.  So this time is never later than the real grant.
+        # The place was set after the first request, for PLACE_TIMEOUT, and the server measured what
+        # remained of it at the grant.  So this time is never later than the real grant.  A failover
+        # may have lost the later requests: so one that has waited for long asks again.
         since = min(self.clock(), asked_at + PLACE_TIMEOUT - handed.place_left)
         is_trusted = self.clock() < since + trust_in(handed.ttl)
         return ((handed.token,), since, handed.ttl) if is_trusted else None
@@ -295,13 +296,21 @@ class Lock:
         sent_before = lease.end in ENDED_BY_OWNER
         if lease.end is None:
             lease.end = End.EXPIRING if ending.expires else End.RELEASED
-        was_held = self._release(lease, ending, sent_before=sent_before)
+        try:
+            was_held = self._release(lease, ending, sent_before=sent_before)
+        except BaseException:
+            if sent_before:  # interrupted again, as on an event loop: the watchdog does the rest
+                self._ended(lease, ending)
+            raise
         if not (was_held or ending.expires or lease.lost):
             if lease.capped:  # the cap was reported before
                 lease.lose(f"it was renewed {lease.renewals} times, its cap, and ran out")
             else:
                 lease.lose(GONE_WHEN_RELEASED)
                 self.watchdog.reports.lost(lease)
+        self._ended(lease, ending)
+
+    def _ended(self, lease: Lease, ending: Ending) -> None:
         lease.finished = True
         self.watchdog.reports.finished(lease, expiring=ending.expires)
 
@@ -323,15 +332,23 @@ class Lock:
         try:
             ended = self.store.release(self.names, lease.owner, ending)
         except StoreError as exc:
-            late = LateRelease(self.names, lease.owner, ending)
-            self.watchdog.clearing.clear(late, timeout=self.timeout)
+            self._release_late(lease, ending)
             logger.warning(
                 "Lock %r of %s could not be released and ends by itself within %.1f s, or when the "
                 "lock server answers again: %s",
                 *(self.key, in_words(lease.holder), self.timeout, exc),
             )
             return trusted
+        except BaseException:  # an interruption, after which nobody may repeat this
+            self._release_late(lease, ending)
+            raise
+        if sent_before:
+            self.watchdog.clearing.cleared(lease.owner)
         return ended or sent_before or (trusted and lease.trust_left == 0)
+
+    def _release_late(self, lease: Lease, ending: Ending) -> None:
+        late = LateRelease(self.names, lease.owner, ending)
+        self.watchdog.clearing.clear(late, timeout=self.timeout)
 
     def interrupted(self, attempt: Attempt) -> None:
         """

@@ -27,6 +27,7 @@ def make_lock(
     *,
     timeout: float | timedelta | None = None,
     fair: bool = True,
+    on_lost: str = "warn",
 ) -> ReentrantLock:
     """
     Make the lock of a key, or of several; takes nothing, and sends no command.
@@ -37,6 +38,7 @@ def make_lock(
         given: Task options; None: not given.
         timeout: See :meth:`celery_dislock.Dislock.lock`.
         fair: See :meth:`celery_dislock.Dislock.lock`.
+        on_lost: What it is if it is not given.
 
     Raises:
         SettingsError: An option cannot be used.
@@ -44,7 +46,8 @@ def make_lock(
     """
     stated = {name: value for name, value in given.items() if value is not None}
     owner = f"lock {key!r}"
-    resolved = runtime.resolved.get(stated, runtime.conf, lambda: _resolve(runtime, owner, stated))
+    asked = stated if on_lost == "warn" else {"lock_on_lost": on_lost, **stated}
+    resolved = runtime.resolved.get(asked, runtime.conf, lambda: _resolve(runtime, owner, asked))
     wait_for = None
     try:
         if timeout is not None:

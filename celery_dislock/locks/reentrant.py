@@ -22,16 +22,18 @@ from celery_dislock.exceptions import EventLoopError, LockLostError, NotOwnerErr
 from celery_dislock.locks.attempt import Attempt, Conflict, to_json
 from celery_dislock.locks.callers import CallerLease, check_terms, current_caller, has_ended
 from celery_dislock.locks.interruption import refusal
+from celery_dislock.locks.leaving import Exit, leave, note
 from celery_dislock.locks.running import Running
 from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from datetime import timedelta
     from types import TracebackType
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.leaving import Leaving
     from celery_dislock.locks.lock import Lock
     from celery_dislock.locks.runtime import Process, Runtime
     from celery_dislock.servers.records import About
@@ -142,10 +144,10 @@ class ReentrantLock:
             LockLostError: The lock was lost before; another owner may hold it by now.
             StoreError: This thread does not hold the lock, and the server did not say who does.
         """
-        held = self._held
+        held = self.held
         if held is None or not held.entries:
             raise self._not_owner()
-        _leave(held, next(reversed(held.entries)), None)
+        leave(held, next(reversed(held.entries)), None)
 
     def extend(self) -> None:
         """
@@ -156,7 +158,7 @@ class ReentrantLock:
             LockLostError: The lease is lost, or the lock server no longer has it.
             StoreError: The lock server did not answer.  The trust in the lease is unchanged.
         """
-        held = self._held
+        held = self.held
         if held is None:
             raise self._not_owner()
         held.lease.ensure_held()
@@ -166,7 +168,7 @@ class ReentrantLock:
     @property
     def lease(self) -> Lease | None:
         """The lease of this thread; None if it does not hold the lock."""
-        held = self._held
+        held = self.held
         return held.lease if held is not None else None
 
     def locked(self) -> bool:
@@ -187,7 +189,7 @@ class ReentrantLock:
         Raises:
             StoreError: The lock server did not answer.
         """
-        store = self._runtime.process.store
+        store = self._runtime.process.store_here
         return [
             held for name in self._runtime.lock_names(self.keys) for held in store.holders(name)
         ]
@@ -201,32 +203,31 @@ class ReentrantLock:
             answer = self._take(entry, blocking=True, timeout=self._timeout)
             if isinstance(answer, Conflict):
                 raise answer.error()  # noqa: TRY301 -- nothing to undo
+            answer.entries[entry] = True
             stops = self._options.lock_on_lost == "raise" and not answer.execution
             if stops and answer.running is None:
-                answer.running = Running(answer.lease)
+                answer.running, answer.block = Running(answer.lease), entry
                 answer.running.begin()
-            if leaving is not None and leaving.is_for(self):
-                leaving.entered(answer, entry)
+            if leaving is not None:
+                leaving.entered(self, answer, entry)
         except BaseException:
-            held = self._held
+            held = self.held
             if held is not None and entry in held.entries:
                 held.leave(entry)
             raise
         return answer.lease
 
-    def _exit(
-        self,
-        kind: type[BaseException] | None,  # noqa: ARG002 -- the protocol requires it
-        exc: BaseException | None,
-        traceback: TracebackType | None,  # noqa: ARG002
-    ) -> None:
-        held = self._held
+    def leave(self, exc: BaseException | None) -> None:
+        """End the last block that has entered here; *exc*: what has ended its body."""
+        held = self.held
         if held is not None and held.entries:
-            _leave(held, next(reversed(held.entries)), exc)
+            latest = next(reversed(held.entries))
+            blocks = (entry for entry, block in reversed(held.entries.items()) if block)
+            leave(held, next(blocks, latest), exc)
         elif exc is None:
             raise self._not_owner()
         else:
-            _note(exc, f"lock {self.key!r} is not held here any more")
+            note(exc, f"lock {self.key!r} is not held here any more")
 
     if TYPE_CHECKING:
 
@@ -245,7 +246,7 @@ class ReentrantLock:
         def __aexit__(self, *_exc_info: object) -> Any: ...
 
     def __repr__(self) -> str:
-        return f"<ReentrantLock {self.key!r}: {self.lease or 'not held by this thread'}>"
+        return f"<ReentrantLock {self.key!r}: {self.lease or 'not held here'}>"
 
     @property
     def key(self) -> str:
@@ -255,13 +256,15 @@ class ReentrantLock:
     def _lock_in(self, process: Process) -> Lock:
         """Return the lock on the store of *process*; made again after a fork, or a close()."""
         lock = self._made
-        if lock is None or lock.store is not process.store:
+        if lock is None or lock.store is not process.store_here:
             self._made = lock = self._runtime.lock(self.keys, self._options)
-            lock.terms = lock.terms._replace(fair=self._fair)
+            if not self._fair:
+                lock.terms = lock.terms._replace(fair=False)
         return lock
 
     @property
-    def _held(self) -> CallerLease | None:
+    def held(self) -> CallerLease | None:
+        """The caller's lease, and its acquisitions; None if it does not hold the lock."""
         lock = self._lock_in(self._runtime.process)
         held = current_caller().find(lock)
         return held if held is not None and held.is_of(lock, self._runtime) else None
@@ -270,11 +273,11 @@ class ReentrantLock:
         self, entry: object, *, blocking: bool, timeout: float | None
     ) -> CallerLease | Conflict:
         """Take the lock, perhaps again; *entry* identifies this acquisition for its release."""
-        if _an_event_loop_runs():
-            raise EventLoopError(self.key)
         caller = current_caller()
+        if caller.kind != "task" and _an_event_loop_runs():
+            raise EventLoopError(self.key)
         process = self._runtime.process
-        if caller.is_greenlet:
+        if caller.kind == "greenlet":
             process.check_patching()
         if self._options.lock_on_lost != "warn" and (why := refusal()):
             raise self._refusal("on_lost", self._options.lock_on_lost, why)
@@ -290,7 +293,7 @@ class ReentrantLock:
         renewed = None if lock.interval is None else lock.timeout
         thread = caller.thread
         start, holder, written = _described(
-            process.host, process.pid, thread.ident, thread.name, renewed
+            process.host, process.pid, thread.ident, caller.name, renewed
         )
         caller_ended = partial(has_ended, weakref.ref(caller))
         attempt = Attempt(process.owner_name(start), holder, self, caller_ended, written)
@@ -314,7 +317,7 @@ class ReentrantLock:
 
     def _take_alone(self, *, blocking: bool, timeout: float | None) -> CallerLease | Conflict:
         """Take the lock where no ``with`` block does."""
-        if self._options.lock_on_lost != "warn":
+        if self._options.lock_on_lost != "warn" and "lock_on_lost" in self._stated:
             remedy = "it interrupts the body of a `with` block, and nothing else: use one"
             raise self._refusal("on_lost", self._options.lock_on_lost, remedy)
         return self._take(object(), blocking=blocking, timeout=timeout)
@@ -325,67 +328,6 @@ class ReentrantLock:
     def _not_owner(self) -> NotOwnerError:
         holders = self.holders()
         return NotOwnerError(self.key, ", ".join(holder.who for holder in holders))
-
-
-class Leaving:
-    """
-    The ``__exit__`` of one ``with`` statement.
-
-    The interpreter looks it up when the statement begins, and drops it when the statement ends.  If
-    a signal handler raises an exception just before the call, ``__exit__`` is never called.  The
-    lock is then released when the interpreter drops this object.
-    """
-
-    __slots__ = ("__weakref__", "_entry", "_held", "_lock")
-
-    def __init__(self, lock: ReentrantLock) -> None:
-        self._lock = lock
-        self._held: CallerLease | None = None
-        self._entry: object = None
-
-    def is_for(self, lock: ReentrantLock) -> bool:
-        """Return whether this is the exit of a block of *lock*."""
-        return self._lock is lock
-
-    def entered(self, held: CallerLease, entry: object) -> None:
-        """Record the acquisition that the statement must undo."""
-        self._entry = entry
-        self._held = held
-        # Not __del__: it would always run, and would swallow a signal handler's exception.
-        held.entries[entry] = weakref.ref(self, lambda _dropped: held.leave(entry))
-
-    def __call__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Undo the block's acquisition; raises as described in :class:`ReentrantLock`."""
-        held = self._held
-        if held is None:  # __enter__ was called directly
-            self._lock._exit(kind, exc, traceback)  # noqa: SLF001 -- its other half
-            return
-        if self._entry not in held.entries:  # released in the block, and perhaps taken again
-            now = self._lock._held  # noqa: SLF001
-            if now is not None and now is not held and now.entries:
-                self._lock._exit(kind, exc, traceback)  # noqa: SLF001
-                return
-        _leave(held, self._entry, exc)
-
-
-class _Exit:
-    """Makes a :class:`Leaving` for each ``with`` statement; ExitStack gets a plain function."""
-
-    def __get__(self, lock: ReentrantLock | None, kind: type[ReentrantLock]) -> Callable[..., None]:
-        if lock is None:
-            return kind._exit  # noqa: SLF001 -- its other half
-        leaving = Leaving(lock)
-        current_caller().entering = weakref.ref(leaving)
-        return leaving
-
-
-if not TYPE_CHECKING:
-    ReentrantLock.__exit__ = _Exit()
 
 
 @lru_cache(THREADS)
@@ -399,30 +341,8 @@ def _described(
     return f"{host}:{pid}:{ident}/", holder, to_json(holder)
 
 
-def _leave(held: CallerLease, entry: object, exc: BaseException | None) -> None:
-    """
-    Undo an acquisition.  A loss is raised, or added as a note to an exception in progress.
-
-    Raises:
-        LockLostError: The lease was lost, and *exc* is None.
-    """
-    try:
-        held.leave(entry)
-    except BaseException:  # a signal handler's exception, at any instruction
-        held.leave(entry)
-        raise
-    if not held.lease.lost or isinstance(exc, LockLostError):
-        return
-    error = LockLostError(held.lease.key, held.lease.why_ended)
-    if exc is None:
-        raise error
-    _note(exc, str(error))
-
-
-def _note(exc: BaseException, note: str) -> None:
-    """Add a note, like ``BaseException.add_note`` of Python 3.11."""
-    notes: list[str] = getattr(exc, "__notes__", [])
-    exc.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+if not TYPE_CHECKING:
+    ReentrantLock.__exit__ = Exit()
 
 
 def _an_event_loop_runs() -> bool:

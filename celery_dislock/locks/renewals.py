@@ -7,7 +7,7 @@ after an outage, those in which the trust ends first come first.
 A failed batch is retried soon, with backoff, as long as its leases are trusted.  The batches after
 it do not wait for the retry.
 
-If a thread or greenlet that took a lease in plain Python has ended, its lease is no longer renewed,
+If a thread, greenlet or asyncio task that took a lease has ended, its lease is no longer renewed,
 because nothing else would release it.
 
 A pool process may be stalled: it was stopped, or a body held the GIL.  The worker's main process
@@ -29,7 +29,7 @@ from celery_dislock.locks.native import reentrant_lock
 from celery_dislock.locks.observer import FOREVER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.loop import Loop
@@ -78,6 +78,10 @@ class Renewals:
     def __len__(self) -> int:
         """Return the number of watched leases."""
         return len(self._due)
+
+    def __iter__(self) -> Iterator[Lease]:
+        """Return the watched leases."""
+        return iter(self._due.copy())
 
     def watch(self, lease: Lease) -> None:
         """Renew this lease from now on; does not block."""
@@ -216,9 +220,9 @@ class Renewals:
             self.failures = 0
 
     def _stalled(self, since: float, now: float) -> None:
-        """Keep asking the server about leases in which the trust ended during a stall."""
+        """Keep asking the server about leases that it could not ask about in time, for a stall."""
         for lease in list(self._due.copy()) if self.asks else ():
             interval = lease.driver.interval
-            if interval is not None and since < lease.trusted_until <= now:
+            if interval is not None and since < lease.kept_until <= now:
                 # It may have been renewed a moment ago, and lasts for a timeout then.
                 lease.asked_until = now + lease.driver.timeout

@@ -68,11 +68,11 @@ class Reports:
             signals.lock_capped.send(sender=lease.sender, lease=lease)
 
     def abandoned(self, lease: Lease) -> None:
-        """Report that the thread or greenlet that took a lease has ended without releasing it."""
+        """Report that the owner of a lease has ended without releasing it."""
         self._ended(lease)
         logger.warning(
-            "Lock %r of %s is renewed no more and ends in %.1f s: the thread or greenlet "
-            "that took it ended without releasing it.",
+            "Lock %r of %s is renewed no more and ends in %.1f s: its owner has ended "
+            "without releasing it.",
             *(lease.key, in_words(lease.holder), lease.trust_left),
         )
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from billiard import current_process
 
 from celery_dislock.exceptions import LockLostError
-from celery_dislock.locks.interruption import running_here
+from celery_dislock.locks.interruption import TaskTarget, running_here
+from celery_dislock.servers.bridge import wait_again
 from celery_dislock.servers.records import in_words
 
 if TYPE_CHECKING:
@@ -37,11 +38,16 @@ class StopTask(BaseException):
 
 
 class Running:
-    """A running body, which is stopped when its lease ends if the options ask for that."""
+    """
+    A running body, which is stopped when its lease ends if the options ask for that.
+
+    Attributes:
+        target: What is interrupted.
+    """
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-        self._target = running_here()
+        self.target = running_here()
         self._mutex = threading.Lock()
         self._ended = False
         lease.on_end = self._stop
@@ -60,20 +66,32 @@ class Running:
         if (lease.lost or lease.capped) and action in STOPPING:
             raise LockLostError(lease.key, lease.why_ended)
 
+    def took_back(self, exc: BaseException) -> bool:
+        """
+        Take back the cancellation by which the end of the lease has stopped a coroutine.
+
+        Returns:
+            Whether *exc* was that cancellation, and the coroutine was not cancelled otherwise.
+        """
+        if isinstance(self.target, TaskTarget) and self.target.settle(exc):
+            wait_again()
+            return True
+        return False
+
     def end(self) -> None:
         """End the interruptions, because the body has ended; nothing is thrown after this call."""
         with self._mutex:
             self._ended = True
-        self._target.disarm()
+        self.target.disarm()
 
     def _stop(self, lease: Lease, action: str) -> None:
         if action not in STOPPING:
             return
         error = LockLostError(lease.key, lease.why_ended)
         if action == "raise":
-            self._target.throw(error)
+            self.target.throw(error)
             return
-        self._target.throw(StopTask(error))
+        self.target.throw(StopTask(error))
         if is_pool_process():
             killer = threading.Timer(KILL_AFTER, self._kill, (lease,))
             killer.daemon = True

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import count
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, cast
 
 from celery_dislock.config.settings import ResolvedOptions, app_settings
 from celery_dislock.config.urls import lock_server
@@ -22,11 +23,13 @@ from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.observer import Observer, nothing
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.servers.bridge import current_call, in_thread, run_on_loop, wait_for
 from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from asyncio import AbstractEventLoop
+    from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.config.settings import AppSettings
@@ -42,6 +45,8 @@ logger = logging.getLogger("celery_dislock")
 
 
 P = TypeVar("P", bound="Process")
+A = ParamSpec("A")
+T = TypeVar("T")
 
 
 class Runtime(Generic[P]):
@@ -55,6 +60,7 @@ class Runtime(Generic[P]):
     Attributes:
         resolved: Options of locks in plain Python that were resolved before.
         for_python: Whether somebody made a ``Dislock`` for plain Python.
+        unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Runtime(Generic[P]):
         self._by_pid: dict[int, P] = {}
         self.resolved = ResolvedOptions()
         self.for_python = False
+        self.unawaited_by: str | None = "no worker"
 
     @property
     def conf(self) -> Mapping[str, Any]:
@@ -78,9 +85,9 @@ class Runtime(Generic[P]):
         """The current ``dislock_enabled``, which a worker's command line may have changed."""
         return self._conf().get("dislock_enabled")
 
-    @cached_property
+    @property
     def off(self) -> bool:
-        """Whether tasks take no locks at all; read at the first task, and then fixed."""
+        """Whether tasks take no locks at all."""
         return self.enabled is False
 
     @cached_property
@@ -109,10 +116,28 @@ class Runtime(Generic[P]):
         if process is not None:
             process.close()
 
+    def close_here(self) -> None:
+        """Close what the event loop has, for which this runs; then see :meth:`close`."""
+        self.process.close_here()
+        in_thread(self.close)
+
+    async def on_loop(self, function: Callable[A, T], *args: A.args, **kwargs: A.kwargs) -> T:
+        """
+        Call code that uses these locks on the event loop that runs here; see :func:`run_on_loop`.
+
+        What a cancellation leaves for others to tell the lock server is told at once.
+        """
+        try:
+            return await run_on_loop(function, *args, **kwargs)
+        except BaseException as exc:
+            if not isinstance(exc, Exception):  # cancelled
+                self.process.watchdog.clearing.hurry()
+            raise
+
     def lock(self, keys: Sequence[str], options: TaskOptions) -> Lock:
         """Make the lock of these keys; no round trip."""
         process = self.process
-        return Lock(keys, self.lock_names(keys), options, process.store, process.watchdog)
+        return Lock(keys, self.lock_names(keys), options, process.store_here, process.watchdog)
 
     def lock_names(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the locks' names in Redis; the braces keep a lock in one slot of a cluster."""
@@ -135,9 +160,11 @@ class Process:
         loop_store: The store that the watchdog's loop alone uses beside greenlets, else *store*.
         observer: What is told of the locks of this process.
         observer_type: Its class; the plugin sets it.
+        watchdog_type: The class of the watchdog; the test kit sets it.
     """
 
     observer_type: ClassVar[type[Observer]] = Observer
+    watchdog_type: ClassVar[type[Watchdog]] = Watchdog
 
     def __init__(
         self,
@@ -156,18 +183,20 @@ class Process:
         self.pid = os.getpid()
         self.host = socket.gethostname()
         self._patched = patched_by()
-        self._new_store = partial(Store, url)
+        self._url = url
         self._options = options
         self.store = Store(url, options, home=home, hand_over=hand_over)
+        self._hand_over = hand_over
+        self._loop_stores: dict[AbstractEventLoop, tuple[Store, AsyncGenerator[None, None]]] = {}
         self._nonce = token_hex(4)  # process ids and thread ids are reused
         self.settings = settings
-        self.loop_store = Store(url, options) if self._patched else self.store
+        self.loop_store = self.new_store() if self._patched else self.store
         self._warned = False
         self._outage = Outage()
         self._damaged: set[str] = set()
         self._counter = count(1)
         self.observer = self.observer_type(self)
-        self.watchdog = Watchdog(
+        self.watchdog = self.watchdog_type(
             self.loop_store,
             beside_greenlets=bool(self._patched),
             asks=settings.dislock_renew_for_stalled and is_pool_process(),
@@ -177,13 +206,53 @@ class Process:
     @cached_property
     def quick_store(self) -> Store:
         """A store that gives up within a second, for callers that can go on without it."""
-        return self.store_within(QUICK)
+        return self.new_store(QUICK)
 
-    def store_within(self, most: float) -> Store:
-        """Make a store that waits for each reply for *most* seconds, or as the settings say."""
+    def new_store(self, most: float | None = None) -> Store:
+        """
+        Make another store, with connections of its own.
+
+        Args:
+            most: Seconds to wait for each reply, unless the settings say less; None: as they say.
+        """
+        if most is None:
+            return Store(self._url, self._options)
         given = (self._options.get(name) or most for name in TIMEOUTS)
         short = {name: min(most, seconds) for name, seconds in zip(TIMEOUTS, given, strict=True)}
-        return self._new_store({**self._options, **short})
+        return Store(self._url, {**self._options, **short})
+
+    @property
+    def store_here(self) -> Store:
+        """The store for the caller: *store*, or that of the event loop for which it runs."""
+        call = current_call()
+        if call is None:
+            return self.store
+        try:
+            return self._loop_stores[call.loop][0]
+        except KeyError:
+            for loop in list(self._loop_stores):
+                if loop.is_closed():
+                    self._loop_stores.pop(loop, None)
+            from celery_dislock.servers.loop_connection import ON_LOOP  # noqa: PLC0415 -- an extra
+
+            made = Store(
+                *(self._url, self._options),
+                driver=ON_LOOP,
+                home=self.store.home,
+                hand_over=partial(in_thread, self._hand_over) if self._hand_over else None,
+            )
+            closing = _closing(made)
+            with suppress(StopIteration):  # at its yield
+                closing.__anext__().send(None)
+            self._loop_stores[call.loop] = made, closing
+            return made
+
+    def close_here(self) -> None:
+        """Close the connections of the event loop for which this runs."""
+        call = current_call()
+        if call is not None and call.loop in self._loop_stores:
+            _, closing = self._loop_stores.pop(call.loop)
+            wait_for(closing.aclose())
 
     def close(self) -> None:
         """Stop the watchdog, and close the connections that are not in use."""
@@ -236,3 +305,11 @@ class Process:
     def owner_name(self, start: str) -> str:
         """Make a unique name for a new owner: *start*, this process's nonce, and a counter."""
         return f"{start}{self._nonce}.{next(self._counter)}"
+
+
+async def _closing(store: Store) -> AsyncGenerator[None, None]:
+    """Close the store of an event loop when the loop shuts down, as ``asyncio.run`` does it."""
+    try:
+        yield
+    finally:
+        await run_on_loop(store.close)

@@ -49,11 +49,11 @@ class Watchdog(Loop):
         asks: bool = False,
         observer: Observer | None = None,
     ) -> None:
-        # The thread itself closes the connections, because they belong to its own hub.
-        close = store.close if beside_greenlets else None
         super().__init__(
-            clock=clock, threaded=threaded, beside_greenlets=beside_greenlets, close=close
+            clock=clock, threaded=threaded, beside_greenlets=beside_greenlets, close=self._end
         )
+        self._store = store
+        self._close_store = beside_greenlets  # then the connections belong to the thread's own hub
         self.reports = Reports(observer or Observer())
         self.renewals = Renewals(self, store, self.reports, asks=asks)
         self.clearing = Clearing(self, store)
@@ -63,6 +63,12 @@ class Watchdog(Loop):
     def __len__(self) -> int:
         """Return the number of leases that are renewed."""
         return len(self.renewals)
+
+    def _end(self) -> None:
+        if self.clearing.due_at() < FOREVER:
+            self.clearing.run(self.clock())
+        if self._close_store:
+            self._store.close()
 
 
 class Observing:

@@ -7,8 +7,9 @@ else of this package; the attribute is called ``dislock``.
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from celery.exceptions import Ignore, Reject
@@ -34,6 +35,37 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation, Reservations
 
 logger = logging.getLogger("celery_dislock")
+
+
+class Traced(NamedTuple):
+    """
+    An execution that Celery's tracer has begun, and not ended.
+
+    Args:
+        task: The task.
+        request: Its request.
+        around: The execution in which this one runs eagerly; None: none.
+    """
+
+    task: Task
+    request: Context
+    around: Traced | None
+
+
+# Celery's own stack of requests is that of the tracer's thread.  A pool that awaits runs the body
+# elsewhere, and hands the context variables on.
+traced: ContextVar[Traced | None] = ContextVar("dislock_traced", default=None)
+
+
+def running_request(task: Task) -> Context | None:
+    """Return the request of the execution of a task that runs here; None if none does."""
+    stack = task.request_stack  # None: another thread binds the task at this moment
+    request: Context | None = stack.top if stack is not None else None
+    if request is None:
+        here = traced.get()
+        if here is not None and here.task == task:  # it may be a proxy of it
+            return here.request
+    return request
 
 
 def end_reservation(reservations: Reservations, reservation: Reservation, task: str) -> None:
@@ -91,7 +123,7 @@ class Delivery:
         self.after_result: list[Callable[[str], None]] = []
 
     @staticmethod
-    def of(request: Context) -> Delivery | None:
+    def of(request: Context | None) -> Delivery | None:
         """Return the delivery of a request; None if no guard was entered for it."""
         delivery: Delivery | None = getattr(request, "dislock", None)
         return delivery

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
@@ -101,9 +101,7 @@ def acknowledge(delivery: Delivery, reason: str) -> NoReturn:
 
 def skip(delivery: Delivery, reason: str) -> NoReturn:
     """End a task: store REVOKED with the reason, notify its chord and chain, and raise Ignore."""
-    ends: Any = Ignore
     if not delivery.is_eager:
-        ends = TaskSkipped
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
     delivery.end_reservation()
-    raise delivery.logged(ends(reason), f"skipped: {reason}. It does not run.")
+    raise delivery.logged(TaskSkipped(reason), f"skipped: {reason}. It does not run.")

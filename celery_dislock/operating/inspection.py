@@ -129,7 +129,7 @@ def _leases(app: Celery) -> list[dict[str, Any]]:
     wanted = list(_locks_of_running_tasks())
     if not wanted:
         return []
-    with closing(runtime.process.store_within(WITHIN)) as store:
+    with closing(runtime.process.new_store(WITHIN)) as store:
         overview = Overview(store.lock_server, runtime.settings.dislock_prefix)
         locks = overview.look([name for _, name in wanted])
     return [

@@ -46,6 +46,7 @@ class AppLocks:
             self.app, self.runtime = vars(app).get("_app"), app.runtime
         else:
             raise SettingsError("locks", "app", app, "give a Celery app, or its Dislock")
+        self._overviews: dict[ParkingProcess, Overview] = {}  # one; a forked process makes its own
 
     @property
     def process(self) -> ParkingProcess:
@@ -54,9 +55,14 @@ class AppLocks:
 
     @property
     def overview(self) -> Overview:
-        """What the lock server knows."""
-        prefix = self.runtime.settings.dislock_prefix
-        return Overview(self.process.store.lock_server, prefix)
+        """What the lock server knows, read over connections that nothing else uses."""
+        process = self.process
+        overview = self._overviews.get(process)
+        if overview is None:
+            server = process.new_store().lock_server
+            overview = Overview(server, process.settings.dislock_prefix)
+            self._overviews = {process: overview}
+        return overview
 
     @property
     def actions(self) -> Actions:

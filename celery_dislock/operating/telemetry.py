@@ -108,7 +108,7 @@ class Telemetry(Observer):
             self.counters.wake = lambda: self.wake()  # noqa: PLW0108 -- the watchdog sets it later
 
     def _send_last(self, calls: Sequence[Any]) -> list[Any]:
-        with closing(self.process.store_within(LAST_WITHIN)) as store:
+        with closing(self.process.new_store(LAST_WITHIN)) as store:
             replies: list[Any] = store.lock_server.run_many(COUNT, calls, within=LAST_WITHIN)
         return replies
 

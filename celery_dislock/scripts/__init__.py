@@ -80,6 +80,8 @@ PARK_UNIQUE = Script.load("park", within="_begins")
 RELEASE_UNIQUE = Script.load("release", within="_ends")
 COUNT = Script.load("count")
 COUNTS = Script.load("counts")
+TICK = Script.load("tick")
+TICKS = Script.load("ticks")
 
 # First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua

@@ -16,6 +16,7 @@ local DONE = ':done:'         -- string  ticket or owner: its mark, when it is d
 local MARK = ':mark:'         -- string  task id: a mark about it; see mark.lua
 local UNIQUE = ':unique'      -- string  which message the key is reserved for; see _unique.lua
 local LIMIT = ':limit'        -- string  how many leases an operator admits; see limit.lua
+local BEAT = ':beat'          -- hash    entry of beat's schedule: when it was last sent; see _beat.lua
 local NEVER = ':?'            -- none    never there; see line_exists()
 
 local KEPT_MS = 2592000000    -- thirty days without a worker, for lines of parked tasks and what lists them

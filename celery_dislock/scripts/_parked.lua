@@ -7,7 +7,8 @@
 --                      "bytes" -> length of all these records together
 --   <lock>:running     ticket -> "1 joined_us claimed_ms settles_ms", from its claim until it is done
 --   <lock>:done:<ticket>   from then on for COPY_MS: its mark; a copy that comes later must not run
---   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line
+--   <lock>:done:<owner>    for COPY_MS: a delivery that was acknowledged as its ticket is in line, or that
+--                          has ended as the line is full
 --   <lock>:replaced    until the end of a task is reported whose place another has taken
 --     joined_us  when it was parked, its score in the line
 --     times      how often it was given its turn
@@ -155,7 +156,7 @@ end
 -- They are chosen at random, so that one whose end cannot be reported does not keep the others waiting.
 local function unreported(lock)
   local key, found, bytes = lock.name .. REPLACED, {}, 0
-  for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNREPORTED_MOST)) do
+  for _, ticket in ipairs(redis.call('HRANDFIELD', key, UNREPORTED_MOST) or {}) do
     local message = redis.call('HGET', key, ticket)
     bytes = bytes + #message
     if #found > 0 and bytes > UNREPORTED_BYTES then break end

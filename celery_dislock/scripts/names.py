@@ -34,6 +34,11 @@ def unique_of(lock: str) -> str:
     return f"{lock}{_ENDS['UNIQUE']}"
 
 
+def beat_of(lock: str) -> str:
+    """Name the hash of when the entries of beat's schedule were last sent."""
+    return f"{lock}{_ENDS['BEAT']}"
+
+
 def aside_of(lock: str) -> str:
     """Name the hash of a lock's parked tasks that were set aside."""
     return f"{lock}{_ENDS['ASIDE']}"

@@ -20,7 +20,7 @@
 --                                           way, four values as in_the_way() has them
 --   {2, turns, place, replaced, lease...}   parked; replaced: {ticket, message, ...}
 --   {3, turns}                              this work is done: a mark says so, and nothing else does
---   {4, turns, waiting, lease...}           the line is full
+--   {4, turns, waiting, lease...}           the line is full, or was when this owner asked before
 -- Touches all keys of the lock.  A task that waits already keeps its place, and so does one that ran in a
 -- process that died.  Safe to send twice: the owner is given the same token, the ticket has the same place.
 
@@ -148,14 +148,18 @@ end
 -- Nothing is known of it.
 local function new()
   recall_and_hand_off(lock)
-  if admits(lock, mode, limit) and not line_exists(lock) then
+  local was_full = marked == '0' and mark_of(lock, owner)  -- so this delivery is over: its request is late
+  if not was_full and admits(lock, mode, limit) and not line_exists(lock) then
     -- Of a request that brings the message, a late copy may come when the task is done: it finds a mark.
     if marked ~= '0' or message ~= '' then return {GRANTED, turns, claim(now_us), 1} end
     return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
-  local room = make_room(#message + 80)  -- with what is written before it
-  if room == NO_ROOM then return {FULL, turns, waiting(), in_the_way(lock)} end
+  local room = was_full and NO_ROOM or make_room(#message + 80)  -- with what is written before it
+  if room == NO_ROOM then
+    if marked == '0' then mark_done(lock, owner, DONE_WITH_LOCK) end  -- else it is put off
+    return {FULL, turns, waiting(), in_the_way(lock)}
+  end
   if room == OLDEST then  -- it is parked, and replaced at once
     replace(lock, ticket, message)
     return in_line()

@@ -25,6 +25,7 @@ from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainErr
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, connection_maker
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.pipeline import LEAST, ask_all
 from celery_dislock.servers.server import Server
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
+    from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.pipeline import Call
 
     Address = tuple[str, int]
@@ -58,7 +60,7 @@ class Cluster(Server):
         url: ``redis+cluster://[user:password@]host:port,host:port``, or ``rediss+cluster://``.  Any
             of these nodes can name the others.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URL.
-        pause: Called with the seconds to wait between two attempts.
+        driver: How it waits.
         min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
@@ -75,16 +77,16 @@ class Cluster(Server):
         url: str,
         options: Mapping[str, Any],
         *,
-        pause: Callable[[float], None] = time.sleep,
+        driver: Driver = BLOCKING,
         min_replicas: int = 0,
     ) -> None:
         self.name, servers, seeds = group(url)
         if urlsplit(servers).path.strip("/") not in {"", "0"}:
             other = "a cluster has database 0 only"
             raise SettingsError("app.conf", "dislock_url", self.name, other)
-        self._make = connection_maker(self.name, servers, options)
+        self._make = connection_maker(self.name, servers, options, driver)
         self._patience = options.get("socket_timeout") or SOCKET_TIMEOUT
-        self._pause = pause
+        self._pause = driver.pause
         self.min_replicas = min_replicas
         self._seeds = seeds
         self._known: list[Address] = list(seeds)  # asked for the slot map, in this order
@@ -334,4 +336,4 @@ class Cluster(Server):
         self._known = list(dict.fromkeys([*masters, *replicas, *self._seeds]))
         for address in list(self._nodes):
             if address not in masters and (gone := self._nodes.pop(address, None)):
-                gone.close_idle()
+                gone.retire()

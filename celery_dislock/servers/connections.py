@@ -15,11 +15,9 @@ import select
 import sys
 from typing import TYPE_CHECKING, Any
 
-import hiredis
 import redis
 from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
-from redis.connection import HiredisRespSerializer
 from redis.exceptions import (
     AskError,
     ClusterDownError,
@@ -35,9 +33,12 @@ from redis.retry import Retry
 from celery_dislock.config.urls import HIDDEN, redis_options, redis_url
 from celery_dislock.exceptions import DamagedLockError, ForbiddenError, SettingsError, StoreError
 from celery_dislock.redaction import Ours, reason_of
+from celery_dislock.servers.driver import BLOCKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from celery_dislock.servers.driver import Driver
 
     Command = tuple[str | bytes | float, ...]
     # Given the seconds to find the server; None: the timeout in the options.
@@ -70,9 +71,6 @@ ON_ANOTHER_NODE = "attempted to access a non local key"
 # Errors which mean that the server is away: redis-py's, and an OSError that redis-py passes on.
 AWAY = (redis.ConnectionError, redis.TimeoutError, OSError)
 
-BY_DIGEST = b"EVALSHA"
-NUMBERS = (int, float)  # types of what is packed as text
-
 
 class Answered(Ours):  # like NoScriptError: the connection can still be used
     """The server answered, but not with the wanted result."""
@@ -101,6 +99,7 @@ class Wire:
         self._connect = connect
         self._confirm = confirm
         self._idle: list[redis.Connection] = []
+        self._closed = False
 
     def start(
         self, command: Command, before: Command | None = None, within: float | None = None
@@ -159,7 +158,7 @@ class Wire:
         then: Callable[[redis.Connection, Any], None] | None = None,
         *,
         within: float | None = None,
-        undo: Command | None = None,
+        undo: Callable[[], Command] | None = None,
     ) -> Any:
         """
         Read the reply to a command.
@@ -168,8 +167,9 @@ class Wire:
             connection: The connection on which the command was sent.
             then: Called with the connection and the reply, for further commands on it.
             within: Seconds until the reply begins to arrive; None: the connection's timeout.
-            undo: Command to send if no reply begins to arrive.  The server may still run the first
-                command at any later time, and runs *undo* after it.
+            undo: Returns a command to send if no reply begins to arrive, or a cancellation on an
+                event loop interrupts this call.  The server may still run the first command at any
+                later time, and runs that one after it.
 
         Returns:
             The reply, strings as bytes.
@@ -181,18 +181,30 @@ class Wire:
             if then:
                 then(connection, reply)
         except (NoScriptError, Answered):
-            self._idle.append(connection)
+            self._keep(connection)
             raise
         except BaseException as exc:
-            if undo and isinstance(exc, Silence):
+            breaks_off = isinstance(exc, Silence) or not isinstance(exc, (RedisError, OSError))
+            # redis-py may have closed it.  To connect again would wait, and come in any order.
+            if undo and breaks_off and connection._sock is not None:  # noqa: SLF001 -- no other way
                 with contextlib.suppress(RedisError, OSError):
                     connection.send_packed_command(
-                        connection.pack_command(*undo), check_health=False
+                        connection.pack_command(*undo()), check_health=False
                     )
             close(connection)
             raise
-        self._idle.append(connection)
+        self._keep(connection)
         return reply
+
+    def _keep(self, connection: redis.Connection) -> None:
+        self._idle.append(connection)
+        if self._closed:
+            self.close_idle()
+
+    def close(self) -> None:
+        """Close the idle connections, and from now on each one after its use."""
+        self._closed = True
+        self.close_idle()
 
     def close_idle(self) -> None:
         """Close the idle connections."""
@@ -202,7 +214,7 @@ class Wire:
 
 
 def connection_maker(
-    name: str, url: str, options: Mapping[str, Any]
+    name: str, url: str, options: Mapping[str, Any], driver: Driver = BLOCKING
 ) -> Callable[..., redis.Connection]:
     """
     Return a function that makes connections to this URL.
@@ -216,6 +228,7 @@ def connection_maker(
             ``ssl`` turns redis:// into rediss://, as in Celery's ``broker_use_ssl``.
             ``credential_provider`` may be a dotted name, as in kombu, and replaces user and
             password.
+        driver: Makes the connections.
 
     Raises:
         SettingsError: redis-py does not accept the URL or an option.
@@ -235,7 +248,7 @@ def connection_maker(
         pool = redis.ConnectionPool.from_url(url, **settings)
         if "credential_provider" in pool.connection_kwargs:
             _use_provider(pool.connection_kwargs)
-        pool.connection_class(**pool.connection_kwargs)
+        driver.connection(pool.connection_class, pool.connection_kwargs)
     except SettingsError:
         raise
     except TypeError as exc:  # not an option of the connection class that the URL selects
@@ -248,30 +261,9 @@ def connection_maker(
     kind, arguments = pool.connection_class, pool.connection_kwargs
 
     def make(**more: Any) -> redis.Connection:
-        connection: redis.Connection = kind(**{**arguments, **more})
-        connection._command_packer = _TextPacker(connection._command_packer)  # noqa: SLF001
-        return connection
+        return driver.connection(kind, {**arguments, **more})
 
     return make
-
-
-class _TextPacker:
-    """
-    Pack commands with numbers as text.
-
-    hiredis 3.5 can crash the process if a signal handler raises while hiredis packs an int.
-    """
-
-    def __init__(self, packer: Any) -> None:
-        self._pack = packer.pack
-        self._packs_in_c = isinstance(packer, HiredisRespSerializer)
-
-    def pack(self, *command: Any) -> Any:
-        command = tuple([str(part) if isinstance(part, NUMBERS) else part for part in command])
-        if self._packs_in_c and command[0] == BY_DIGEST:
-            # As redis-py does it, without what it does for commands of several words.
-            return [hiredis.pack_command(command)]
-        return self._pack(*command)
 
 
 def _use_provider(arguments: dict[str, Any]) -> None:

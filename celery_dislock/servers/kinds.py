@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
-from celery_dislock.config.urls import CLUSTER, SENTINEL
+from celery_dislock.config.urls import CLUSTER, MEMORY, SENTINEL
+from celery_dislock.exceptions import SettingsError
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.node import single
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.server import Server
 
 
@@ -18,7 +20,7 @@ def server_for(
     url: str | Sequence[str],
     options: Mapping[str, Any] | None = None,
     *,
-    pause: Callable[[float], None] = time.sleep,
+    driver: Driver = BLOCKING,
 ) -> Server:
     """
     Return the lock server of a URL.  Does not connect yet.
@@ -26,12 +28,12 @@ def server_for(
     Args:
         url: redis://, rediss:// or unix://, Celery's redis+socket://, kombu's sentinel://,
             redis+cluster:// or rediss+cluster://; or a list of three or more URLs of independent
-            single servers.
+            single servers; or memory://.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URL.  Also
             ``ssl`` for TLS if the URL does not ask for it; for sentinel:// kombu's
             ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; and ``min_replicas``,
             see :class:`celery_dislock.servers.node.Node`.
-        pause: Called with the seconds to wait between two attempts.
+        driver: How it waits.
 
     Raises:
         SettingsError: The URL or an option cannot be used.
@@ -42,13 +44,24 @@ def server_for(
     if not isinstance(url, str):
         from celery_dislock.servers.quorum import Quorum  # noqa: PLC0415
 
-        return Quorum(url, options, pause=pause)
+        return Quorum(url, options, driver=driver)
     if url.startswith(SENTINEL):
         from celery_dislock.servers.sentinel import watched  # noqa: PLC0415
 
-        return watched(url, options, pause=pause, min_replicas=replicas)
+        return watched(url, options, driver=driver, min_replicas=replicas)
     if url.startswith(CLUSTER):
         from celery_dislock.servers.cluster import Cluster  # noqa: PLC0415
 
-        return Cluster(url, options, pause=pause, min_replicas=replicas)
-    return single(url, options, pause=pause, min_replicas=replicas)
+        return Cluster(url, options, driver=driver, min_replicas=replicas)
+    if url == MEMORY:
+        url = _memory_url()
+    return single(url, options, driver=driver, min_replicas=replicas)
+
+
+def _memory_url() -> str:
+    try:
+        from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
+    except ImportError as exc:
+        remedy = f"pip install 'celery-dislock[testing]', or give another URL ({exc})"
+        raise SettingsError("app.conf", "dislock_url", MEMORY, remedy) from exc
+    return memory_server().url

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import redis
@@ -31,6 +32,7 @@ from celery_dislock.servers.connections import (
     locks_of,
     store_error,
 )
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.pipeline import Batch
 from celery_dislock.servers.server import Server
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command, Connect
+    from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.pipeline import Call
 
 # Scripts whose work replicas may have to confirm.
@@ -114,11 +117,14 @@ class Node(Server):
         """
         before = (b"ASKING",) if asking else None
         then = self._await_replicas if self.min_replicas and script in GRANT else None
+        undo: Callable[[], Command] | None = None
+        if script is scripts.ACQUIRE:
+            undo = partial(scripts.RELEASE.by_text, keys, arguments[0], 0)
         try:
             try:
-                return self._exchange(script.by_digest(keys, *arguments), before, then)
+                return self._exchange(script.by_digest(keys, *arguments), before, then, undo)
             except NoScriptError:
-                return self._exchange(script.by_text(keys, *arguments), before, then)
+                return self._exchange(script.by_text(keys, *arguments), before, then, undo)
         except DamagedLockError as exc:
             exc.reason = self._wrong_kind(keys) or exc.reason
             exc.args = (exc.server, exc.reason, exc.lock)
@@ -147,6 +153,7 @@ class Node(Server):
         command: Command,
         before: tuple[bytes, ...] | None = None,
         then: Callable[[redis.Connection, Any], None] | None = None,
+        undo: Callable[[], Command] | None = None,
     ) -> tuple[Any, bool]:
         sent = self._resends == 0  # then the caller resends, and may have sent it before
         for attempt in range(1 + self._resends):
@@ -155,7 +162,7 @@ class Node(Server):
                 connection = self._wire.connected()
                 resent, sent = sent and attempt > 0, True
                 sending = self._wire.send(connection, command, before)
-                return self._wire.finish(sending, then), resent
+                return self._wire.finish(sending, then, undo=undo), resent
             except (NoScriptError, _TooFewReplicas):
                 raise
             except AWAY as exc:
@@ -258,15 +265,15 @@ class Node(Server):
             close(connection)
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
-        self._wire.close_idle()
+        """Close the connections, those in use after their use."""
+        self._wire.close()
         self.batch.close()
         if self._watched_by:
             self._watched_by.close()
 
-    def close_idle(self) -> None:
-        """Close the idle connections; the connection of the batches stays open."""
-        self._wire.close_idle()
+    def retire(self) -> None:
+        """Close the connections, those in use after their use; that of the batches stays open."""
+        self._wire.close()
 
     def _error(self, exc: Exception) -> StoreError:
         return store_error(self.name, exc)
@@ -293,9 +300,9 @@ class _TooFewReplicas(Answered):  # becomes a StoreError after the lock was rele
 
 
 def single(
-    url: str, options: Mapping[str, Any], *, pause: Callable[[float], None], min_replicas: int = 0
+    url: str, options: Mapping[str, Any], *, driver: Driver = BLOCKING, min_replicas: int = 0
 ) -> Node:
     """Return the lock server of a URL that names a single server."""
     name = without_password(url)
-    make = connection_maker(name, url, options)
-    return Node(name, lambda _within: make(), pause=pause, min_replicas=min_replicas)
+    make = connection_maker(name, url, options, driver)
+    return Node(name, lambda _within: make(), pause=driver.pause, min_replicas=min_replicas)

@@ -6,8 +6,8 @@ longer than one.
 A server that fails counts as away for a while.  It is asked only after the others have answered, at
 intervals, and gets little time to answer.  Both the interval and the time to answer double with
 each failure.  So a server that is only slow comes back, and a dead one costs callers about the same
-share of their time however long it is away.  If too few of the others answer, all servers are
-asked.
+share of their time however long it is away.  If too few of the others answer, or what they say
+does not decide, all servers are asked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from celery_dislock.servers.connections import (
     locks_of,
     store_error,
 )
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
 
 if TYPE_CHECKING:
@@ -37,13 +38,22 @@ if TYPE_CHECKING:
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
+    from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.pipeline import Call
+
+    # Returns whether these replies of a majority decide, whatever the other servers say.
+    Decides = Callable[[Sequence[Any]], bool]
 
 RETRY_AFTER = 0.5  # seconds until a server that failed is asked again; doubled each time
 GRACE = 0.05  # seconds that it then gets, after the others have answered; doubled each time
 DOUBLED = 4  # most times that both are doubled
 
 logger = logging.getLogger("celery_dislock")
+
+
+def by_majority(answered: Sequence[Any]) -> bool:  # noqa: ARG001 -- what they say is no matter
+    """Return True: that a majority has answered decides."""
+    return True
 
 
 class NoReplyError(StoreError):
@@ -58,6 +68,7 @@ class Peer:
         url: See :func:`celery_dislock.servers.connections.connection_maker`.
         options: Options of its connections; see there.
         clock: Monotonic clock in seconds.
+        driver: Makes its connections.
 
     Attributes:
         name: The URL without its password, for messages.
@@ -65,10 +76,14 @@ class Peer:
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any], clock: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        options: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+        driver: Driver = BLOCKING,
     ) -> None:
         self.name = without_password(url)
-        make = connection_maker(self.name, url, options)
+        make = connection_maker(self.name, url, options, driver)
         self._wire = Wire(lambda _within: make())
         self.batch = Batch(self.name, lambda _within: make())
         self._clock = clock
@@ -137,7 +152,11 @@ class Peer:
             raise store_error(self.name, exc) from None
 
     def finish(
-        self, connection: redis.Connection, again: Command, undo: Command | None, within: float
+        self,
+        connection: redis.Connection,
+        again: Command,
+        undo: Callable[[], Command] | None,
+        within: float,
     ) -> Any:
         """
         Read the reply.  Blocks for at most *within* seconds, twice that with a new connection.
@@ -145,7 +164,7 @@ class Peer:
         Args:
             connection: What :meth:`start` has returned.
             again: Sent, once, if the server does not know the script, or the connection broke.
-            undo: Sent if no reply arrives; None: nothing.
+            undo: See :meth:`celery_dislock.servers.connections.Wire.finish`.
             within: Seconds until the reply begins to arrive.
 
         Raises:
@@ -180,8 +199,8 @@ class Peer:
         return self.finish(self.start(command, command, within), command, None, within)
 
     def close(self) -> None:
-        """Close the connections that are not in use."""
-        self._wire.close_idle()
+        """Close the connections, those in use after their use."""
+        self._wire.close()
         self.batch.close()
 
 
@@ -208,7 +227,8 @@ class Peers:
         keys: Sequence[str],
         *arguments: str | bytes | int,
         within: float,
-        undo: Command | None = None,
+        undo: Callable[[], Command] | None = None,
+        decides: Decides = by_majority,
     ) -> list[Any]:
         """
         Run a script on all servers.
@@ -218,14 +238,15 @@ class Peers:
             keys: The locks.
             arguments: Arguments of the script.
             within: Seconds for all replies together.
-            undo: Command to send to a server that does not answer in time.  It undoes the script
-                there, whenever the server runs both.
+            undo: Returns a command to send to a server that does not answer in time.  It undoes
+                the script there, whenever the server runs both.
+            decides: If the answers of a majority do not, no server is left alone.
 
         Returns:
             The reply of each server or a StoreError, in the order of the servers.
         """
         first, again = script.by_digest(keys, *arguments), script.by_text(keys, *arguments)
-        return self._ask(partial(self._run, first, again, undo), within)
+        return self._ask(partial(self._run, first, again, undo), within, decides)
 
     def send(self, *command: str | bytes | int, within: float) -> list[Any]:
         """Send a command to all servers; returns the same as :meth:`ask`."""
@@ -235,11 +256,13 @@ class Peers:
         """Return the name of each server, and a function that sends that server a command."""
         return [(peer.name, partial(peer.ask, within=within)) for peer in self._peers]
 
-    def ask_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
+    def ask_many(
+        self, script: Script, calls: Sequence[Call], *, within: float, decides: Decides
+    ) -> list[Any]:
         """
         Run a script many times on all servers, in one pipelined round trip to each.
 
-        For one thread only.
+        For one thread only.  *decides* is asked about lists of replies.
 
         Returns:
             The list of replies of each server or a StoreError, in the order of the servers.
@@ -248,7 +271,7 @@ class Peers:
         def run(peers: Sequence[Peer], within: float) -> dict[Peer, Any]:
             return ask_all(script, {peer: (peer.batch, calls) for peer in peers}, within=within)
 
-        return self._ask(run, within)
+        return self._ask(run, within, decides)
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -256,13 +279,16 @@ class Peers:
             peer.close()
 
     def _ask(
-        self, run: Callable[[Sequence[Peer], float], dict[Peer, Any]], within: float
+        self,
+        run: Callable[[Sequence[Peer], float], dict[Peer, Any]],
+        within: float,
+        decides: Decides = by_majority,
     ) -> list[Any]:
         until = self._clock() + within
         replies = run([peer for peer in self._peers if not peer.failing], within)
         others = [peer for peer in self._peers if peer not in replies]
-        answered = sum(not isinstance(reply, StoreError) for reply in replies.values())
-        if answered >= self.majority:
+        answered = [reply for reply in replies.values() if not isinstance(reply, StoreError)]
+        if len(answered) >= self.majority and decides(answered):
             others = [peer for peer in others if peer.due()]
             left = min(within, max((peer.grace for peer in others), default=0.0))
         else:
@@ -276,7 +302,7 @@ class Peers:
         self,
         first: Command,
         again: Command,
-        undo: Command | None,
+        undo: Callable[[], Command] | None,
         peers: Sequence[Peer],
         within: float,
     ) -> dict[Peer, Any]:

@@ -147,17 +147,23 @@ def ask_each(
     until = clock() + within
     sent: dict[Key, Sent] = {}
     replies: dict[Key, Any] = {}
-    for server in servers:
-        try:
-            # Half of the time left, so that a server that is away leaves some for the others.
-            sent[server] = send(server, max((until - clock()) / 2, LEAST))
-        except StoreError as exc:
-            replies[server] = exc
-    for server, one in sent.items():
-        try:
-            replies[server] = read(server, one, max(until - clock(), 0.0))
-        except StoreError as exc:
-            replies[server] = exc
+    try:
+        for server in servers:
+            try:
+                # Half of the time left, so that a server that is away leaves some for the others.
+                sent[server] = send(server, max((until - clock()) / 2, LEAST))
+            except StoreError as exc:
+                replies[server] = exc
+        for server in list(sent):
+            try:
+                replies[server] = read(server, sent.pop(server), max(until - clock(), 0.0))
+            except StoreError as exc:
+                replies[server] = exc
+    except BaseException:  # an interruption; nobody else would read what the others reply
+        for server, one in sent.items():
+            with contextlib.suppress(BaseException):
+                read(server, one, 0.0)
+        raise
     return replies
 
 

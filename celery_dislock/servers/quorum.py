@@ -16,19 +16,22 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery_dislock import scripts
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
-from celery_dislock.servers.peers import NoReplyError, Peer, Peers
+from celery_dislock.servers.driver import BLOCKING
+from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
 from celery_dislock.servers.view import LIMIT_RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
+    from celery_dislock.servers.driver import Driver
+    from celery_dislock.servers.peers import Decides
     from celery_dislock.servers.pipeline import Call
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
@@ -36,6 +39,7 @@ PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if t
 PAUSE = (0.05, 0.2)  # seconds between two attempts of a waiter, at least and at most
 ATTEMPTS = 4  # to acquire, if no owner gets a majority because several ask at once
 ATTEMPT_PAUSE = 0.02  # most seconds before the second attempt; doubled each time
+RENEWS = {scripts.RENEW, scripts.RENEW_STALLED}
 FORGET_AFTER = 3600.0  # seconds without use until an owner's changed name is forgotten
 
 
@@ -54,7 +58,7 @@ class Quorum(Server):
         urls: URLs of single servers.  All clients ask the servers in the same order, by address.
             So if several clients ask at once, the first one is first on most servers.
         options: Keyword arguments of redis-py's Connection, in addition to those of the URLs.
-        pause: Called with the seconds to wait between two attempts.
+        driver: How it waits.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -72,15 +76,17 @@ class Quorum(Server):
         urls: Sequence[str],
         options: Mapping[str, Any],
         *,
-        pause: Callable[[float], None] = time.sleep,
+        driver: Driver = BLOCKING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}
-        peers = [Peer(url, {**limits, **options}, clock) for url in sorted(urls, key=address)]
+        peers = [
+            Peer(url, {**limits, **options}, clock, driver) for url in sorted(urls, key=address)
+        ]
         self.name = ", ".join(shown(urls))
         self._peers = Peers(peers, clock)
-        self._pause = pause
+        self._pause = driver.pause
         self._clock = clock
         self._names = Names(clock)
 
@@ -102,13 +108,15 @@ class Quorum(Server):
         if script is scripts.ACQUIRE:
             return self._acquire(keys, *arguments), False
         arguments = self._as_sent(script, arguments)
-        replies = self._peers.ask(script, keys, *arguments, within=self._patience)
+        decides = self._agree if script in RENEWS else by_majority
+        replies = self._peers.ask(script, keys, *arguments, within=self._patience, decides=decides)
         return self._decide(script, replies), False
 
     def run_many(self, script: Script, calls: Sequence[Call], *, within: float) -> list[Any]:
         """Run a script many times on all servers; see :meth:`Server.run_many`."""
         sent = [(key, *self._as_sent(script, arguments)) for key, *arguments in calls]
-        replies = self._peers.ask_many(script, sent, within=within)
+        decides = self._agree_on_each if script in RENEWS else by_majority
+        replies = self._peers.ask_many(script, sent, within=within, decides=decides)
         self._require_majority(replies)
         decided: list[Any] = []
         for number in range(len(calls)):
@@ -147,16 +155,23 @@ class Quorum(Server):
             asked = f"mode {mode!r}, limit {limit}"
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
         pause = ATTEMPT_PAUSE
-        for _ in range(0 if place_ms else ATTEMPTS - 1):  # a waiter asks again anyway
+        if place_ms:  # a waiter asks again anyway
+            return self._attempt(keys, owner, ttl_ms, holder)[0]
+        for _ in range(ATTEMPTS - 1):
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:
                 return answer
             self._pause(random.uniform(0, pause))  # noqa: S311 -- no secret
             pause *= 2
-        return self._attempt(keys, owner, ttl_ms, holder)[0]
+        return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
 
     def _attempt(
-        self, keys: Sequence[str], owner: str, ttl_ms: int, holder: str
+        self,
+        keys: Sequence[str],
+        owner: str,
+        ttl_ms: int,
+        holder: str,
+        decides: Decides = by_majority,
     ) -> tuple[list[Any], bool]:
         """
         Ask for the locks once; return the answer, and whether it is final.
@@ -171,7 +186,8 @@ class Quorum(Server):
             keys,
             *(name, ttl_ms + drift(ttl_ms), holder, "x", 1, 0, 1),
             within=min(self._patience, ttl * PATIENCE_RATIO),
-            undo=scripts.RELEASE.by_text(keys, name, 0),
+            undo=lambda: scripts.RELEASE.by_text(keys, name, 0),
+            decides=decides,
         )
         answered = [reply for reply in replies if not isinstance(reply, StoreError)]
         granted = [tokens for state, *tokens in answered if state == scripts.GRANTED]
@@ -190,11 +206,21 @@ class Quorum(Server):
         self._require_majority(replies)
         return choose_refusal(refused, majority - len(granted), majority)
 
+    def _agree(self, answered: Iterable[Any]) -> bool:
+        """Return whether a majority gives the same answer."""
+        return max(Counter(answered).values(), default=0) >= self._peers.majority
+
+    def _agree_on_each(self, answered: Sequence[Sequence[Any]]) -> bool:
+        return all(self._agree(column) for column in zip(*answered, strict=True))
+
+    def _agree_on_holder(self, answered: Sequence[Any]) -> bool:
+        return self._agree(r[0] if r[0] == scripts.GRANTED else r[3] for r in answered)
+
     def _as_sent(self, script: Script, arguments: Sequence[Any]) -> tuple[Any, ...]:
         if not arguments:
             return ()
         owner, *rest = arguments
-        if script in {scripts.RENEW, scripts.RENEW_STALLED}:
+        if script in RENEWS:
             rest[0] += drift(rest[0])
         if script is scripts.FREE:  # each server has a token of its own, and the newest was shown
             rest.append(1)
@@ -248,11 +274,15 @@ class Names:
     A server that did not answer may run its commands late, also the release that undoes an attempt.
     That would end a lease of the same owner's next attempt.  So the next attempt uses another name.
     The first name is the owner itself, and the others begin with it.
+
+    All objects of this class share the names: an event loop takes a lock over its own connections,
+    and the watchdog renews it over others.
     """
+
+    _changed: ClassVar[dict[str, tuple[int, float]]] = {}
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._changed: dict[str, tuple[int, float]] = {}
 
     def of(self, owner: str) -> str:
         """Return the owner's current name."""

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 HOLDER_MOST = 16384  # bytes of a holder's description
 NUMBER_MOST = 10.0**15
 
+LEADER = "beat"  # the thread that leads several beats
+
 MODES = {"exclusive": "x", "shared": "s"}  # as the scripts write them
 NAMES = {letter: mode for mode, letter in MODES.items()}
 

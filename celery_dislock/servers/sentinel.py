@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import redis
@@ -34,11 +34,14 @@ from celery_dislock.servers.connections import (
     read,
     unknown_option,
 )
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.node import Node
 from celery_dislock.servers.outage import Outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from celery_dislock.servers.driver import Driver
 
     Address = tuple[str, int]
 
@@ -130,6 +133,7 @@ class Sentinels:
         others: Number of other Sentinels that a Sentinel must know for its answer to count.
         timeout: Seconds to wait for all Sentinels together.
         clock: Monotonic clock in seconds.
+        driver: How it waits.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Sentinels:
         others: int = 0,
         timeout: float = SOCKET_TIMEOUT,
         clock: Callable[[], float] = time.monotonic,
+        driver: Driver = BLOCKING,
     ) -> None:
         self._sentinels = tuple(sentinels)
         self._master = master
@@ -148,7 +153,7 @@ class Sentinels:
         self._clock = clock
         # One thread asks at a time, and confirm() in the others uses its answer.  Reentrant: a
         # signal handler that interrupts the asking thread and uses locks must be able to ask.
-        self._mutex = threading.RLock()
+        self._mutex = driver.mutex()
         self._named: Address | None = None
         self._holds_until = 0.0
         self._outage = Outage()
@@ -329,7 +334,7 @@ def _at(address: Address) -> str:
 
 
 def watched(
-    url: str, options: Mapping[str, Any], *, pause: Callable[[float], None], min_replicas: int = 0
+    url: str, options: Mapping[str, Any], *, driver: Driver = BLOCKING, min_replicas: int = 0
 ) -> Node:
     """
     Return the lock server of a sentinel:// URL, which always uses the current master.
@@ -339,7 +344,7 @@ def watched(
             are those of the Redis servers, not of the Sentinels.
         options: kombu's ``master_name``, ``sentinel_kwargs`` and ``min_other_sentinels``; the rest
             are keyword arguments of redis-py's connections to the master.
-        pause: See :class:`celery_dislock.servers.node.Node`.
+        driver: How it waits.
         min_replicas: See :class:`celery_dislock.servers.node.Node`.
 
     Raises:
@@ -353,7 +358,7 @@ def watched(
     if not master or not isinstance(master, str):
         remedy = "sentinel:// needs 'master_name', the name that the Sentinels have for the master"
         raise SettingsError("app.conf", setting, sorted(options), remedy)
-    make = connection_maker(name, servers, options)
+    make = connection_maker(name, servers, options, driver)
     patience = options.get("socket_timeout") or SOCKET_TIMEOUT
     try:
         asking = redis_options(asking or {})
@@ -365,14 +370,18 @@ def watched(
         remedy = unknown_option(exc)
         raise SettingsError("app.conf", setting, "sentinel_kwargs", remedy) from None
     sentinels = Sentinels(
-        (Sentinel(at, pool.make_connection) for at, pool in zip(addresses, pools, strict=True)),
+        (
+            Sentinel(at, partial(driver.connection, pool.connection_class, pool.connection_kwargs))
+            for at, pool in zip(addresses, pools, strict=True)
+        ),
         master,
         others=others,
         timeout=each * len(addresses),
+        driver=driver,
     )
 
     def connect(within: float | None) -> redis.Connection:
         host, port = sentinels.find(within)
         return make(host=host, port=port)
 
-    return Node(name, connect, pause=pause, min_replicas=min_replicas, watched_by=sentinels)
+    return Node(name, connect, pause=driver.pause, min_replicas=min_replicas, watched_by=sentinels)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts.names import mark_of, wake_list
+from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import text
 from celery_dislock.servers.replies import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.scripts import Script
+    from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.replies import Looked, Turn
     from celery_dislock.servers.requests import Ending, Execution, LateRelease, Terms
     from celery_dislock.servers.reservations import Reservation
@@ -52,7 +53,7 @@ class Store:
     Args:
         url: See :func:`celery_dislock.servers.kinds.server_for`.
         options: See :func:`celery_dislock.servers.kinds.server_for`.
-        pause: Called with the seconds to wait between two attempts.
+        driver: How it waits.
         home: The broker whose parked tasks the caller can publish; empty: none.
         hand_over: Called with the parked tasks that a release has given their turn.  It must
             publish them, and must not raise.
@@ -72,11 +73,11 @@ class Store:
         url: str | Sequence[str],
         options: Mapping[str, Any] | None = None,
         *,
-        pause: Callable[[float], None] = time.sleep,
+        driver: Driver = BLOCKING,
         home: str = "",
         hand_over: Callable[[Sequence[Turn]], None] | None = None,
     ) -> None:
-        self.lock_server = server_for(url, options, pause=pause)
+        self.lock_server = server_for(url, options, driver=driver)
         self.reservations = Reservations(self.lock_server)
         self.server = self.lock_server.name
         self.home = home if self.lock_server.keeps_lines else ""

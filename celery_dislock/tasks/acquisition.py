@@ -13,7 +13,6 @@ from celery.exceptions import Ignore
 
 from celery_dislock.exceptions import DamagedLockError, StoreError, UnreachableError
 from celery_dislock.locks.attempt import AT_ONCE, PUT_OFF
-from celery_dislock.locks.callers import current_caller
 from celery_dislock.locks.lease import Lease
 from celery_dislock.messages.headers import OWNERS_MOST
 from celery_dislock.messages.unrun import put_off
@@ -82,17 +81,11 @@ class Acquisition:
         Wait in line for the lock for *seconds* at most; occupies the worker slot.
 
         Returns a conflict at once if the lock is reserved for a parked task, which may need that
-        slot.  The task keeps its place in line then, unless it is eager and waits on.
+        slot.  The task keeps its place in line then.
         """
         delivery = self.delivery
-        current_caller().refuse_to_wait(delivery.lock)
         return self._asked(
-            partial(
-                delivery.lock.acquire,
-                delivery.attempt,
-                timeout=seconds,
-                gives_way=not delivery.is_eager,
-            )
+            partial(delivery.lock.acquire, delivery.attempt, timeout=seconds, gives_way=True)
         )
 
     def park(
@@ -187,7 +180,7 @@ class Acquisition:
     def _end_given_up(self) -> None:
         """Release leases that earlier deliveries may have been granted after they gave up."""
         for owner in self.delivery.notes.given_up:
-            self._process.store.release(self.delivery.lock.names, owner)
+            self.delivery.lock.store.release(self.delivery.lock.names, owner)
 
     def _take_over(self) -> None:
         """Take over the lease that an earlier delivery has left for this one."""
@@ -198,8 +191,6 @@ class Acquisition:
         )
         if left_by is None:
             return
-        taken = self._process.store.take_over(
-            lock.names, left_by, attempt.owner, json.dumps(attempt.holder)
-        )
+        taken = lock.store.take_over(lock.names, left_by, attempt.owner, json.dumps(attempt.holder))
         if 0 < taken < len(lock.names):  # the leases are kept all together, or not at all
             lock.abandon(attempt)

@@ -133,21 +133,23 @@ def retry(asking: Acquisition, conflict: Conflict) -> NoReturn:
     put_off(delivery, str(error), at_most=min(conflict.remaining, until - now), error=error)
 
 
-def wait(asking: Acquisition, _conflict: Conflict) -> Lease | None:
+def wait(asking: Acquisition, conflict: Conflict) -> Lease | None:
     """
-    Wait in line in this worker slot; fail after ``lock_wait_timeout``.
+    Wait in line in this worker slot; fail after ``lock_wait_timeout``, or at once if eager.
 
     If the lock is reserved for a parked task, whose message may find no other slot, the slot is
     given back: the task is put off for a moment, and its place in line is kept.
     """
     delivery, now = asking.delivery, time.time()
+    if delivery.is_eager:
+        fail(asking, conflict)
     until = min(delivery.notes.retry_until or math.inf, now + delivery.options.lock_wait_timeout)
     answer = asking.wait(until - now)
     if not isinstance(answer, Conflict):
         return answer
     if is_a_copy(delivery, answer):  # another delivery of this task was first
         put_off_copy(delivery, answer)
-    if is_turn(answer.holder) and not delivery.is_eager:
+    if is_turn(answer.holder):
         in_time = time.time() < until
         if in_time and len(delivery.lock.names) == 1:
             delivery.notes.held_by = delivery.attempt.owner

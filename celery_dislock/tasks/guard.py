@@ -5,15 +5,16 @@ The release is completed even if a signal handler raises an exception in the mid
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
 from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
@@ -25,6 +26,7 @@ from celery_dislock.messages.unrun import skip
 from celery_dislock.parking.identity import DRAINED, ELSEWHERE
 from celery_dislock.parking.park import leave_old_line
 from celery_dislock.scripts.names import moved_to
+from celery_dislock.servers.bridge import wait_for
 from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
@@ -45,6 +47,15 @@ if TYPE_CHECKING:
     from celery_dislock.servers.reservations import Reservation
 
 
+UNAWAITED = (
+    "its body is an `async def`, which this pool does not await: it would run without its lock, if "
+    "at all. Use a pool that awaits, such as celery-aio-pool's, or declare a plain function that "
+    "calls asyncio.run()"
+)
+RETURNED = (
+    "it returned what has to be awaited, and would run on without its lock: declare it with "
+    "`async def`, for a pool that awaits, or as a plain function that calls asyncio.run()"
+)
 KEPT_TIMEOUTS = 2  # timeouts for which the reservation of a running task is kept at each renewal
 
 
@@ -102,13 +113,19 @@ class Guard:
         timeout: Seconds until a lease of this task expires if it is not renewed.
         interval: Seconds between two renewals; None if leases of this task are not renewed.
         kept: Seconds for which the reservation of a task that runs is kept at each renewal.
+        is_async: Whether the body is an ``async def``.
     """
 
     def __init__(
         self, name: str, task: type[Task], options: TaskOptions, runtime: Runtime[ParkingProcess]
     ) -> None:
-        for method in ("run", "__call__"):
-            _refuse_unawaited(name, method, getattr(task, method))
+        bodies = {method: getattr(task, method) for method in ("run", "__call__")}
+        for method, body in bodies.items():
+            if inspect.isasyncgenfunction(body):
+                remedy = "an `async def` with `yield`, which no pool awaits: let it return"
+                raise SettingsError(name, method, body, remedy)
+        inner = (getattr(body, "dislock_inner", body) for body in bodies.values())
+        self.is_async = any(map(inspect.iscoroutinefunction, inner))
         self.name = name
         self.options = options
         self.runtime = runtime
@@ -155,6 +172,31 @@ class Guard:
             finally:
                 current.reset(previous)
 
+    def run_async(
+        self, task: Task, request: Context, body: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """
+        Run an ``async def`` body as :meth:`run` does; return what has to be awaited for that.
+
+        An eager body is run here, by ``asyncio.run()``, and its result is returned.
+
+        Raises:
+            SettingsError: Nobody awaits it.
+        """
+        if request.is_eager:
+            return self.run(task, request, partial(_await_all, body), args, kwargs)
+        if self.runtime.off:
+            return body(*args, **kwargs)
+        if self.runtime.unawaited_by is not None:
+            raise self.unawaited()
+        return self.runtime.on_loop(
+            self.run, task, request, partial(_await_here, body), args, kwargs
+        )
+
+    def unawaited(self) -> SettingsError:
+        """Make the error of an ``async def`` body that the pool of this process does not await."""
+        return SettingsError(self.name, "worker_pool", self.runtime.unawaited_by, UNAWAITED)
+
     def _refuse_turn_elsewhere(self, delivery: Delivery) -> None:
         """
         Put off a task that has its turn on another lock server, or under another prefix.
@@ -191,6 +233,8 @@ class Guard:
             if held is not None:
                 caller.hold(held)
             result = self._run_body(lease, body)
+            if hasattr(type(result), "__await__"):
+                self._refuse_awaitable(result)
             if copies is not None and lease is not None:
                 copies.body_succeeded()
         except StopTask as exc:
@@ -215,8 +259,17 @@ class Guard:
         try:
             running.begin()
             return body()
+        except asyncio.CancelledError as exc:
+            if not running.took_back(exc):
+                raise
+            raise LockLostError(lease.key, lease.why_ended) from exc
         finally:
             running.end()
+
+    def _refuse_awaitable(self, result: Any) -> NoReturn:
+        if inspect.iscoroutine(result):
+            result.close()
+        raise SettingsError(self.name, "run", type(result).__name__, RETURNED)
 
     def _end(self, delivery: Delivery, lease: Lease | None, outcome: Outcome) -> None:
         """End the lease and the reservation, and send what the body has sent under its id."""
@@ -404,13 +457,16 @@ class Guard:
         return own_turn(request, self.runtime.settings.dislock_prefix)
 
 
-def _refuse_unawaited(name: str, method: str, body: Callable[..., Any]) -> None:
-    if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
-        remedy = (
-            "an `async def` body, and Celery does not await it: the lock would be released when "
-            "the coroutine is made. Declare a plain function that calls asyncio.run()"
-        )
-        raise SettingsError(name, method, body, remedy)
+def _await_here(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a body for the asyncio task that awaits this call."""
+    result = body(*args, **kwargs)
+    return wait_for(result) if inspect.isawaitable(result) else result
+
+
+def _await_all(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a body in an event loop of its own; blocks."""
+    result = body(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequence[int]:

@@ -37,7 +37,13 @@ from celery_dislock.exceptions import (
     StoreError,
 )
 from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
-from celery_dislock.messages.delivery import Delivery, delay_of, seconds_until
+from celery_dislock.messages.delivery import (
+    Delivery,
+    delay_of,
+    running_request,
+    seconds_until,
+    traced,
+)
 from celery_dislock.messages.headers import SENT_HEADER, UNIQUE_HEADER, reservation_of
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.outage import Outage
@@ -93,11 +99,12 @@ class Sending(NamedTuple):
 
     def send(self, options: dict[str, Any]) -> Any:
         """Send the message, or run the task; *options* are those of *publish*, and are changed."""
-        outbox = outbox_of(self.task)
-        if outbox is not None and not self.eager and options.get("task_id") == self.task.request.id:
+        outbox, request = outbox_of(self.task), running_request(self.task)
+        its_own = request is not None and options.get("task_id") == request.id
+        if outbox is not None and its_own and not self.eager:
             # Task.retry(), for example: held back until the lock is released.
             outbox.add_retry(self._send, options)
-            return self.app.AsyncResult(self.task.request.id)
+            return self.app.AsyncResult(options["task_id"])
         return self._send(**options)
 
     def _send(self, **options: Any) -> Any:
@@ -351,18 +358,18 @@ def tell(app: Celery, what: What, request: Context) -> None:
 
 def outbox_of(task: Task) -> Any:
     """Return the outbox of the running body; None if no body runs, or if the task is eager."""
-    stack = task.request_stack  # None: another thread binds the task at this moment
-    delivery = Delivery.of(stack.top) if stack is not None else None
+    delivery = Delivery.of(running_request(task))
     return delivery.outbox if delivery is not None and not delivery.is_eager else None
 
 
 def is_sent_again(options: Mapping[str, Any]) -> bool:
     """Tell whether a message is sent under the id of a task that exists: a retry, for example."""
-    current = get_current_task()
+    current, here = get_current_task(), traced.get()
+    request = here.request if current is None and here is not None else current and current.request
     return bool(
         options.get("retries")
         or options.get("replaced_task_nesting")
-        or (current is not None and current.request.id == options.get("task_id"))
+        or (request is not None and request.id == options.get("task_id"))
     )
 
 

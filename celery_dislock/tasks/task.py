@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery import Task, states
 from celery._state import get_current_task
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, TaskRevokedError
+from celery.result import EagerResult
 from celery.signals import task_postrun, task_prerun, task_revoked
 
 from celery_dislock.config.options import MEANT, TaskOptions
@@ -23,8 +24,9 @@ from celery_dislock.exceptions import DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
-from celery_dislock.messages.delivery import Delivery
+from celery_dislock.messages.delivery import Delivery, Traced, running_request, traced
 from celery_dislock.messages.headers import Notes
+from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.guard import Guard
@@ -95,7 +97,7 @@ class SingletonTask(Task):  # type: ignore[misc]
 
 def lease_of(task: Task) -> Lease:
     """Return the lease of the task's current execution; NOT_LOCKED if it runs without a lock."""
-    delivery = Delivery.of(task.request)
+    delivery = Delivery.of(running_request(task))
     return (delivery.lease if delivery is not None else None) or NOT_LOCKED
 
 
@@ -114,7 +116,7 @@ def ensure_held() -> None:
     lease = current_lease()
     if lease is not None:
         lease.ensure_held()
-    elif get_current_task() is None:
+    elif get_current_task() is None and traced.get() is None:
         raise DislockError(
             "ensure_held() is for the body of a task, and no task runs in this thread: call the "
             "method of the lease, which a body has as `self.lease`, and a `with` block as "
@@ -271,6 +273,22 @@ task_postrun.connect(_after_result, weak=False)
 task_revoked.connect(_leave_revoked, weak=False)
 
 
+def follow_contexts() -> None:
+    """Find requests by context variables, too: a pool that awaits runs bodies elsewhere."""
+    task_prerun.connect(_enter, weak=False)
+    task_postrun.connect(_leave, weak=False)
+
+
+def _enter(task: Task, **_kwargs: Any) -> None:
+    traced.set(Traced(task, task.request, traced.get()))
+
+
+def _leave(task: Task, **_kwargs: Any) -> None:
+    here = traced.get()
+    if here is not None and here.request is task.request:
+        traced.set(here.around)
+
+
 def apply_uniquely(
     apply: Callable[..., Any],
     self: Task,
@@ -279,10 +297,15 @@ def apply_uniquely(
     *more: Any,
     **options: Any,
 ) -> Any:
-    """Run an eager task, unless it is unique and a message of its key is there."""
+    """Run an eager task, unless a message of its key is there; one that is skipped is REVOKED."""
     options.update(zip(_APPLY_POSITIONAL, more, strict=False))
     run = partial(apply, args, kwargs)
-    return Sending(self.app, self, self.dislock_guard, args, kwargs, run, eager=True).send(options)
+    sending = Sending(self.app, self, self.dislock_guard, args, kwargs, run, eager=True)
+    result = sending.send(options)
+    if isinstance(result, EagerResult) and isinstance(result.result, TaskSkipped):
+        revoked = TaskRevokedError(result.result.why)  # as a worker stores it
+        return EagerResult(result.id, revoked, states.REVOKED, name=self.name)
+    return result
 
 
 def replace_after_release(on_replace: Callable[..., Any], self: Task, signature: Any) -> Any:
@@ -291,7 +314,7 @@ def replace_after_release(on_replace: Callable[..., Any], self: Task, signature:
     if outbox is not None:
         outbox.add_replacement(partial(on_replace, signature))
         raise Ignore("Replaced by new task")
-    delivery = Delivery.of(self.request)
+    delivery = Delivery.of(running_request(self))
     if delivery is not None:  # eager: the replacement runs inside this call
         delivery.settle()
         if delivery.reservation is not None and delivery.reservation.until == "end":

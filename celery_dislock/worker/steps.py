@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 
-from celery_dislock.config.settings import app_settings, check_servers
-from celery_dislock.exceptions import DislockError
+from celery_dislock.config.settings import app_settings, apply_options, check_servers
+from celery_dislock.config.urls import MEMORY
+from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.hooks import guard_tasks
 from celery_dislock.messages.events import worker_tells_revoked
 from celery_dislock.parking.process import runtime_of
@@ -16,6 +17,7 @@ from celery_dislock.parking.sweep import Sweep, interval
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.tasks.task import SingletonTask, guards_of
 from celery_dislock.worker import startup
+from celery_dislock.worker.awaiting import check_bodies
 from celery_dislock.worker.timed import TimedStep
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from celery.worker import WorkController
 
 POOL_CHECK_EVERY = 0.25  # seconds
+ALONE = (
+    "it is a lock server inside this process, for eager tasks: the processes that send to this "
+    "worker, and other workers, would not meet its locks. Give a Redis"
+)
 
 logger = logging.getLogger("celery_dislock")
 
@@ -46,15 +52,12 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
-        conf = worker.app.conf
-        if dislock is not None:
-            conf.dislock_enabled = dislock
-        if dislock_url:
-            conf.dislock_url = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+        apply_options(worker.app.conf, dislock=dislock, dislock_url=dislock_url)
         self._runtime = runtime_of(worker.app)
         self._check: Any = None
         try:
             self.server, self.warnings = check_lock_server(worker.app)
+            check_bodies(worker.app, worker.pool_cls)
         except DislockError as exc:
             raise SystemExit(
                 f"Cannot start with locks: {exc}\nFix that, name another lock server "
@@ -141,6 +144,8 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
         app_settings(app.conf)
     for name, guard in guards_of(app).items():  # may be bound before the command line was read
         check_servers(name, guard.options, app.conf)
+    if runtime.enabled is not False and app.conf.get("dislock_url") == MEMORY:
+        raise SettingsError("app.conf", "dislock_url", MEMORY, ALONE)
     warnings: list[str] = []
     if runtime.enabled:
         guard_tasks(app)

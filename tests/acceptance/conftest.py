@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|\{.*\}:done:.*:\d+:\d+$)")
+MEANT_TO_STAY = re.compile(r"dislock:(sweep:|lines:|\{.*\}:done:)")
 LOG_SHOWN = 20_000  # characters of each worker's log in the report of a failed test
 WORKERS = pytest.StashKey[dict[Worker, int]]()  # with the length of its log when the test began
 
@@ -72,7 +72,8 @@ def start_pair(
 ) -> Callable[..., AbstractContextManager[Fleet]]:
     """What starts workers of one pool, and ends them: pool, name, broker URL, options of each.
 
-    Mostly two, with --dislock.
+    Mostly two, with --dislock.  They send events, for they may end the tasks of another test: all
+    workers sweep the one store.
     """
 
     @contextmanager
@@ -87,7 +88,7 @@ def start_pair(
         _require(pool)
         folder = tmp_path_factory.mktemp(name)
         queue = f"fleet-{name}"
-        options = [*_pool_options(pool), "--queues", queue]
+        options = [*_pool_options(pool), "--queues", queue, "--task-events"]
         env = {**_env(server, broker_url), "SCENARIOS_CONF": json.dumps(conf or {})}
         pair: list[Worker] = []
         try:
@@ -210,7 +211,8 @@ def left_behind(client: redis.Redis) -> list[Any]:
     """What locks have left, but for what is meant to stay for a while.
 
     That is the lease of the worker that sweeps, its list of lines, a mark for each task that was
-    parked and has run, and the numbers of messages that have replaced each other.
+    parked and has run and each delivery that was parked again, and the numbers of messages that
+    have replaced each other.
     """
     keys = [key for key in client.keys("dislock*") if not MEANT_TO_STAY.match(os.fsdecode(key))]
     return [key for key in keys if not _keeps_numbers(client, key)]
@@ -264,18 +266,25 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def _require(pool: str) -> None:
-    if pool in {"gevent", "eventlet"} and importlib.util.find_spec(pool) is None:
+    module = {"aio": "celery_aio_pool"}.get(pool, pool)
+    if pool in {"gevent", "eventlet", "aio"} and importlib.util.find_spec(module) is None:
         if os.environ.get("CI"):
             pytest.fail(f"CI must have {pool}", pytrace=False)
         pytest.skip(f"{pool} is not installed")
 
 
 def _pool_options(pool: str) -> list[str]:
+    if pool == "aio":
+        return ["--pool", "custom", "--concurrency", "1"]
     return ["--pool", pool, "--concurrency", str(CONCURRENCY[pool])]
 
 
 def _env(server: RedisServer, broker_url: str | None) -> dict[str, str]:
-    return {"SCENARIOS_URL": server.url, "SCENARIOS_BROKER_URL": broker_url or server.url}
+    return {
+        "SCENARIOS_URL": server.url,
+        "SCENARIOS_BROKER_URL": broker_url or server.url,
+        "CELERY_CUSTOM_WORKER_POOL": "celery_aio_pool.pool:AsyncIOPool",
+    }
 
 
 def _stop(some: list[Worker], workers: dict[Worker, int]) -> None:

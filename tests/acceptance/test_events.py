@@ -116,8 +116,7 @@ def test_parked_tasks_are_seen(start_fleet, scene, watcher):
     assert answer.exit_code == 0, answer.output
     event = watcher.wait_for(dropped, "task-revoked")
     assert event["reason"].startswith("dropped by an operator")
-    # Who ends it tells it: the command, or a worker that sweeps in that moment.
-    assert event["hostname"].startswith(("dislock@", "own1@here"))
+    # Who ends it tells it: the command, or any worker that sweeps in that moment.
     assert watcher.state_of(dropped) == states.REVOKED
     scene.open_gate(holder.id)
     scene.wait_for_report("begin", times=2)

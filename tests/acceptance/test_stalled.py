@@ -88,7 +88,7 @@ def test_a_stopped_process_that_is_killed_releases(fleet, scene):
     with stopped(scene) as pid:
         os.kill(pid, signal.SIGKILL)
         scene.wait_until_free()
-    assert fleet.says("Released the lock", result.id)
+    wait_for("the release is logged", lambda: fleet.says("Released the lock", result.id))
 
 
 def test_a_worker_that_is_stopped_loses_its_locks(start_fleet, scene):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from proof.checker import SLACK, check
+from proof.checker import MOMENTS, SLACK, check
 from proof.history import Event, History, read
+from proof.nemesis import HARMLESS
 
 
 def hold(name, begin, end, *, key="k", token=None, process=None, lost=None, **terms):
@@ -19,11 +20,13 @@ def hold(name, begin, end, *, key="k", token=None, process=None, lost=None, **te
     return [*events, Event(end, process, "hold", name, "end", {})]
 
 
-def calm_loss(since, lost, **fault):
+def calm_loss(since, lost, terms=None, **fault):
     """Make a hold that is lost at a time when its process ran and nothing was wrong."""
-    ran = [Event(at / 10, "a", "thread", "t", "runs", {}) for at in range(since * 10, lost * 10)]
+    until = int(lost * 10)
+    ran = [Event(at / 10, "a", "thread", "t", "runs", {}) for at in range(since * 10, until)]
     wrong = [Event(at, "nemesis", "fault", "cut", kind, {}) for kind, at in fault.items()]
-    return hold("a", since, lost + 1, lost=lost, timeout=1.0) + ran + wrong
+    terms = {"lost": lost, "timeout": 1.0, **(terms or {})}
+    return hold("a", since, lost + 1, **terms) + ran + wrong
 
 
 def answers(since, until):
@@ -41,6 +44,26 @@ def operation(name, begin, end=None, *, in_line=None, outcome="ok", **more):
     if end is not None:
         events.append(Event(end, name, "operation", name, outcome, {}))
     return events
+
+
+def cancelled(at, **operation_made):
+    """Make the events of an operation that is cancelled then: as it is taken, or as it ends."""
+    made = operation("a", 1, **operation_made)
+    return [*made, Event(at, "a", "operation", "a", "cancelled", {})]
+
+
+def cancellation(kind, at=3, **more):
+    """Make the event of a cancellation that a coroutine meets, or does not."""
+    return [Event(at, "a", "cancellation", "c", kind, {"where": "acquire", **more})]
+
+
+def freed(at, **more):
+    """Make the events of an operation that is released then."""
+    made = operation("a", 1, 2, lasts=2)
+    return [*made, Event(at, "a", "operation", "a", "freed", more)]
+
+
+REFUSED = {"outcome": "refused"}
 
 
 def task(name, *kinds, process="w", state="SUCCESS", **more):
@@ -84,6 +107,7 @@ def file(*names):
 BODY = ("begin", "end")
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
+JUMPS = {"ends_leases": True, "sets_clock": 2}
 PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
 SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
 FAIR = {"fair": True, "timeout": 5}
@@ -106,6 +130,9 @@ FAIR = {"fair": True, "timeout": 5}
         ("kept", calm_loss(1, 5)),
         ("kept", calm_loss(1, 5) + answers(1, 5)),
         ("kept", calm_loss(1, 5, begin=2, end=3)),
+        ("kept", calm_loss(1, 5) + fault(2, 4, **HARMLESS)),
+        ("kept", calm_loss(2, 2.5, {"since": 1.9})),
+        ("kept", calm_loss(2, 4, {"since": 1.4})),
         ("order", operation("a", 1, 6, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR)),
         (
             "order",
@@ -114,12 +141,21 @@ FAIR = {"fair": True, "timeout": 5}
             + fault(3, 4, spares_places=True),
         ),
         ("newest", replaced(3, 4, 5)),
-        ("newest", replaced(3, 4, 5) + fault(3, 4, redelivers=True)),
+        ("newest", replaced(3, 4, 5) + fault(2.5, 3.5)),
         ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
         ("end", operation("a", 1, 7 + SLACK, **FAIR)),
         ("end", [Event(9, "run", "process", "7", "stuck", {})]),
         ("free", operation("a", 1, 2, outcome="refused")),
         ("free", operation("a", 1, 2, outcome="refused") + operation("b", 3, 4)),
+        ("free", cancelled(2) + operation("b", 3 + MOMENTS, 4 + MOMENTS, **REFUSED)),
+        ("free", cancelled(3, end=2) + operation("b", 4 + MOMENTS, 5 + MOMENTS, **REFUSED)),
+        ("free", freed(3) + operation("b", 4, 4.5, **REFUSED)),
+        ("free", freed(3, answered=False) + operation("b", 5.5, 6, **REFUSED)),
+        ("free", freed(3) + operation("b", 6.5, 7, **REFUSED) + fault(2.5, 4, **FORGETS)),
+        ("cancelled", cancellation("hidden")),
+        ("cancelled", cancellation("not asked for")),
+        ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3)),
+        ("end", [Event(9, "w", "process", "7", "failed", {})]),
         ("free", task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)),
         ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
         ("nothing lost", task("t", "sent", "outcome", **REVOKED)),
@@ -132,6 +168,12 @@ FAIR = {"fair": True, "timeout": 5}
         ("once", task("t", "sent", "begin", "end", "begin") + fault(9, 9.5, **REDELIVERS)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(3.2, 3.4, **FORGETS)),
         ("once", task("t", "sent", "begin", "end", "begin", parks=True) + fault(1, 2, **FORGETS)),
+        ("exclusion", hold("a", 1, 5, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS)),
+        ("exclusion", hold("a", 1, 4, timeout=1) + hold("b", 2, 3) + fault(1, 2, **HARMLESS)),
+        ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE + fault(9, 9.5, **JUMPS)),
+        ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 1.5, **FORGETS)),
+        ("token", hold("a", 1, 2) + hold("b", 9, 10, token=1) + fault(2, 3, **JUMPS)),
+        ("token", hold("a", 1, 2) + hold("b", 4, 5, token=1) + fault(2, 3, **HARMLESS)),
         ("written", element("e") + element("f") + file("f")),
         ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
     ],
@@ -151,11 +193,21 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 5, **PAIR) + hold("b", 2, 4, **PAIR) + hold("c", 6, 7, **PAIR),
         hold("a", 1, 9, lost=5) + hold("b", 6, 7),
         hold("a", 1, 4, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        hold("a", 3.1, 4, timeout=1, asked=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        hold("b", 3.1, 6, asked=3.05)
+        + hold("a", 3.2, 3.3, timeout=1, token=1, asked=1)
+        + fault(2, 3, **FORGETS),
         hold("a", 3, 4, asked=1.5) + PAUSE,
         hold("a", 6, 7, asked=2.5) + PAUSE,
+        hold("a", 1, 4, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS),
+        hold("a", 1, 2) + hold("b", 4, 5, token=1) + fault(2, 3, **JUMPS),
+        hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 2.2, **JUMPS),
+        hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 1.9, **FORGETS),
+        freed(3, answered=False) + operation("b", 9, 9.5, **REFUSED) + fault(1, 2, **JUMPS),
         calm_loss(1, 5, begin=2, end=4),
         calm_loss(1, 5, begin=4),
         calm_loss(1, 5) + answers(1, 4),
+        calm_loss(2, 2.5, {"since": 1.4}),
         hold("a", 1, 9, lost=5, timeout=1.0),
         operation("a", 1, 4, in_line=2, **FAIR) + operation("b", 3, 5, **FAIR),
         operation("a", 1, 6, in_line=4, **FAIR) + operation("b", 3, 5, **FAIR),
@@ -165,7 +217,13 @@ def test_a_planted_violation_is_found(promise, events):
         operation("a", 1, 4) + operation("b", 2, 3, outcome="refused"),
         operation("a", 2.5, 4) + operation("b", 2, 3, outcome="refused"),
         operation("a", 1) + operation("b", 2, 3, outcome="refused") + killed("a", 1.5),
-        [*operation("a", 1, 2, outcome="refused"), Event(0, "o", "limit", "k", "set", {})],
+        freed(3, answered=False) + operation("b", 4, 4.5, **REFUSED),
+        freed(3) + operation("b", 5, 6, **REFUSED) + fault(2.5, 4, **FORGETS),
+        cancelled(2) + operation("b", 3, 4, **REFUSED),
+        cancelled(2) + operation("b", 9, 9.5, **REFUSED) + fault(1.5, 1.6),
+        cancellation("met", asked=2.9),
+        cancellation("met", at=4 + MOMENTS, asked=3) + fault(3, 4),
+        [*operation("a", 1, 2, outcome="refused"), PAUSE[0]._replace(at=0)],
         task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),
         task("t", "sent", "outcome", **REVOKED) + task("u", "sent", "begin", "end"),
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
@@ -179,7 +237,6 @@ def test_a_planted_violation_is_found(promise, events):
         replaced(5, 6, 3),
         replaced(3, 5, 4),
         replaced(3, 4, 5) + fault(4.2, 4.5, **FORGETS),
-        replaced(3, 4, 5) + fault(2.5, 3.5),
         element("e") + file("e"),
         element("e", "unguarded") + file(),
     ],

@@ -18,7 +18,7 @@ TIMEOUT = 1.0  # seconds
 @pytest.fixture(params=LOCKS)
 def take(request, redis_url):
     """What takes a library's lock."""
-    terms = {"options": {}, "has_lines": True, "has_pairs": True, "broker": "", "results": ""}
+    terms = {"options": {}, "has_lines": True, "broker": "", "results": ""}
     site = Site(url=redis_url, folder="", seed=1, timeout=TIMEOUT, **terms)
     return LOCKS[request.param](site)
 

@@ -8,7 +8,9 @@ from celery_dislock.locks import lease
 from celery_dislock.messages import unrun
 from celery_dislock.parking.publisher import Publisher
 from celery_dislock.servers.replies import Granted, Parked
+from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import conflicts
+from celery_dislock.worker.stalled import StalledKeeper
 from proof.simulated import Net
 from proof.simulation import STEPS, Script, run, simulate
 from tests.integration.lua_server import LuaServer
@@ -25,6 +27,16 @@ BROKEN = {
     "a pause is not heeded": ("limit = limit_set(lock) or limit", "limit = limit"),
     "a task may run again when it is done": ("mark_done(lock, ticket, DONE_WITH_LOCK)", ""),
     "a key stays reserved": ("if not stays then it.state = '-'", "if not stays then"),
+    "the last in line is served first": (
+        "local head = redis.call('ZRANGE', lock.line, 0, 0)[1]",
+        "local head = redis.call('ZRANGE', lock.line, -1, -1)[1]",
+    ),
+    "a newcomer passes the line": ("(not line_is_there or passes_line) then", "true then"),
+    "a turn that ran out goes to the end": (
+        "join(lock, ticket, parked and parked.joined or 0)",
+        "join(lock, ticket, now_us)",
+    ),
+    "a line is longer than it may be": ("waiting() - most + 1", "waiting() - most"),
     "a turn that ran out is forgotten": ("join(lock, ticket, parked and parked.joined or 0)", ""),
 }
 
@@ -50,6 +62,7 @@ CLIENTS = {  # what replaces which method of the client
     "a task that is put off is not sent again": (unrun, "_send_again", lambda *_: None),
     "a lease is trusted for ever": (lease, "trust_in", lambda _: 1e6),
     "a turn is not published": (Publisher, "hand_over", lambda *_: None),
+    "nobody renews for a process that stands still": (StalledKeeper, "look", lambda *_: None),
     "a message that is replaced runs": (conflicts, "end_replaced", lambda *_: None),
 }
 
@@ -119,3 +132,17 @@ def test_a_delivery_that_is_over_claims_no_turn_late():
     server.advance(2 * TURN)
     broker.sweep()
     assert "task" in given + broker.given()
+
+
+def test_a_request_that_comes_late_reserves_a_key_for_a_while():
+    """A task has ended, and a request for its reservation arrives: that ends by itself."""
+    server = LuaServer()
+    reservations = server.store().reservations
+    asked = Reservation(LOCK, "task", "end", ttl=10.0)
+    found = reservations.reserve(asked, "nonce")
+    mine = asked._replace(ttl=60.0, mark=found.mark, number=found.number)
+    for request in (reservations.confirm, reservations.begin, reservations.end):
+        request(mine)
+    assert not server.ttls()
+    reservations.begin(mine)
+    assert list(server.ttls().values()) == [60_000]

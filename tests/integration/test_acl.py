@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,8 @@ from celery_dislock.operating.counting import Counters
 from celery_dislock.operating.web.metrics import Collector
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import Lines, Ticket
-from celery_dislock.scripts import COUNT, Script
+from celery_dislock.scripts import COUNT, TICK, TICKS, Script
+from celery_dislock.scripts.names import beat_of
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
@@ -250,6 +252,14 @@ class Life:
         assert self.lines.leave(LOCK, "x:0:0")
         assert self.store.release([LOCK], "a/1")
 
+    def beating(self) -> None:
+        (token,) = self.acquire("a/1").tokens
+        now_us, hour = int(time.time() * 1e6), 3_600_000_000
+        for script, *more in ((TICKS, "daily", 0), (TICK, "daily", 0), (TICK, "daily", "-")):
+            given = [LOCK, beat_of(LOCK)], "a/1", token, now_us, hour, *more
+            assert self.store.lock_server.run(script, *given) == [1]
+        assert self.store.release([LOCK], "a/1")
+
 
 def test_the_user_of_the_page_can_do_all(url, admin):
     """Locks, waiters, parked tasks and the sweep live their whole life on the documented rules."""
@@ -261,6 +271,7 @@ def test_the_user_of_the_page_can_do_all(url, admin):
     life.parking()
     life.sending()
     life.metrics()
+    life.beating()
     life.operating()
     life.store.close()
     stats = admin.info("commandstats")

@@ -167,6 +167,23 @@ class TestTurns:
         broker.ask("other")
         assert broker.park("a") == Done()
 
+    @pytest.mark.parametrize("others", ["others wait", "the lock is free"])
+    def test_a_request_that_comes_late_parks_no_task_that_found_the_line_full(
+        self, others, broker, held, client
+    ):
+        """Its caller was told that it is skipped; another delivery of it may be parked."""
+        room = {"bounds": Bounds(1)}
+        broker.park("a", **room)
+        assert isinstance(broker.park("late", **room), Full)
+        broker.end("first")
+        if others == "the lock is free":
+            broker.ask("a", copy=2, marked=True)
+            broker.end("a", copy=2)
+        assert isinstance(broker.park("late", **room), Full)
+        assert "late" not in [*line(client), *broker.given()]
+        assert "late:0:0" not in client.hkeys(f"{LOCK}:running")
+        assert isinstance(broker.park("late", copy=2, **room), (Parked, Granted))
+
     def test_a_parked_task_of_which_nothing_is_known_runs_once(self, broker, client):
         """Its record was lost, in a failover say: it is not done, and from then on it is known."""
         answer = broker.ask("a", marked=True)
@@ -538,14 +555,14 @@ class TestBounds:
 
     @pytest.mark.parametrize("overflow", ["skip", "replace"])
     def test_what_is_longer_than_the_bound_takes_nobodys_place(
-        self, broker, held, server, overflow
+        self, broker, held, client, overflow
     ):
         """It could never be parked, whoever made room."""
         broker.park("a")
-        before = snapshot(server)
+        before = left(client), line(client)
         bounds = Bounds(most_bytes=1000, overflow=overflow)
         assert isinstance(broker.park("b", message=b"m" * 1000, bounds=bounds), Full)
-        assert snapshot(server) == before
+        assert (left(client), line(client)) == before
 
 
 class TestLeaving:

@@ -1,7 +1,7 @@
 """The scripts against a plain Python model, in random interleavings of all that owners can do.
 
-The scripts run in this process, see ``lua_server``, and for a while on a real server.  Their clock
-stands still until a step moves it.
+The scripts run in this process, see ``lua_server``, and for a while on servers, see
+``test_conformance``.  Their clock stands still until a step moves it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hypothesis.stateful import (
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending, Terms
 from tests.holding import name_of
-from tests.integration import driven_clock
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
 
@@ -434,14 +433,6 @@ def machine():
 def test_the_scripts_do_what_the_model_does(machine):
     """Whatever owners do, in whichever order, locks of all kinds do what the model does."""
     run_model(machine, examples=120, steps=50)
-
-
-def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):
-    """What Lua does here, Redis does."""
-    driven_clock.drive(monkeypatch)
-    server = driven_clock.DrivenServer(redis_url)
-    run_model(lambda: LockMachine(server), examples=15, steps=50)
-    server.close()
 
 
 def test_a_renewal_that_comes_too_late_revives_nothing(machine):

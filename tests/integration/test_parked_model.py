@@ -60,7 +60,6 @@ from celery_dislock.parking.store import Bounds, Lines, Ticket
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
-from tests.integration import driven_clock
 from tests.integration.lua_server import LuaServer
 from tests.integration.model_runs import run_model
 
@@ -102,7 +101,7 @@ class Model:
     running: dict[str, int] = field(default_factory=dict)  # when they had joined
     settling: dict[str, int] = field(default_factory=dict)  # running ones that ended: until when
     done: set[str] = field(default_factory=set)
-    over: set[str] = field(default_factory=set)  # owners that were told to acknowledge a turn
+    over: set[str] = field(default_factory=set)  # owners that must not be parked, or claim a turn
     replaced: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
     completed: list[str] = field(default_factory=list)  # of those that were parked
@@ -166,7 +165,7 @@ class Model:
     def park(self, owner, task, home, bounds, *, marked, ask):
         """Return what the asker is told, and who is to be published."""
         told = self.answer(owner, task, home, bounds, marked=marked, ask=ask)
-        if marked and told[0] == "parked":
+        if told[0] == ("parked" if marked else "full"):
             self.over.add(owner)
         return told
 
@@ -463,7 +462,7 @@ class ParkedMachine(RuleBasedStateMachine):
         turns = self.check_given(given)
         if told == "granted" and not held:
             execution.was_parked = has_ticket or execution.marked
-            if execution.marked and not has_ticket:
+            if task in self.model.running and not has_ticket:
                 self.parked_order[task] = self.model.parked_so_far
             if not ran and not had_turn:
                 self.check_order(task, before, has_ticket)
@@ -798,14 +797,6 @@ def machine():
 def test_parked_tasks_do_what_the_model_does(machine):
     """Whatever crashes and is lost on the way, each parked task completes once, in its turn."""
     run_model(machine, examples=100, steps=40)
-
-
-def test_a_real_server_does_what_the_model_does(redis_url, monkeypatch):
-    """What Lua does here, Redis does."""
-    driven_clock.drive(monkeypatch)
-    server = driven_clock.DrivenServer(redis_url)
-    run_model(lambda: ParkedMachine(server), examples=5, steps=40)
-    server.close()
 
 
 @pytest.mark.slow

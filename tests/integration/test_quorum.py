@@ -11,6 +11,7 @@ from celery_dislock.locks.attempt import Conflict
 from celery_dislock.locks.lease import Lease
 from celery_dislock.scripts import ACQUIRE, RELEASE
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.quorum import Names
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Execution
 from celery_dislock.servers.store import Store
@@ -26,6 +27,12 @@ TRANSPORT = {"socket_timeout": 0.3}  # how long a server that is frozen is waite
 PATIENT = {"socket_timeout": 2.0}  # where one that is slow must not be taken for one that is away
 
 DOWN = {"dead": (RedisServer.kill, RedisServer.start), "frozen": (RedisServer.pause, None)}
+
+
+@pytest.fixture(autouse=True)
+def names_are_the_tests_own(monkeypatch):
+    """These tests use the same owners again and again, which no process does."""
+    monkeypatch.setattr(Names, "_changed", {})
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +117,13 @@ def up(servers, how):
             server.start()
 
 
+def fail(servers, store):
+    """Let servers not answer once."""
+    down(servers, "frozen")
+    take(store, "a/1", "dislock:{other}")
+    up(servers, "frozen")
+
+
 def names_on(server):
     with server.client(decode_responses=True) as client:
         return client.keys("*")
@@ -167,6 +181,25 @@ class TestMinority:
                 store.release([LOCK], "a/1")
 
         wait_for(on_all_five, "a lock on all servers")
+
+    def test_nobody_is_refused_because_of_servers_that_are_left_alone(self, servers, store):
+        """Two servers missed a release, two others failed a moment ago: a majority is free."""
+        for server in servers[:2]:
+            with contextlib.closing(Store(server.url)) as one:
+                take(one, "gone/1")
+        fail(servers[2:4], store)
+        take(store, "b/1")
+
+    def test_no_lease_is_lost_because_of_servers_that_are_left_alone(self, servers, store):
+        """A majority has the lease, and two of it failed a moment ago: it is renewed."""
+        take(store, "a/1")
+        for server in servers[:2]:
+            with server.client() as client:
+                client.delete(LOCK)
+        fail(servers[2:4], store)
+        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        fail(servers[2:4], store)
+        assert store.extend([LOCK], "a/1", LONG) is True
 
     def test_connections_that_were_cut_are_not_an_outage(self, servers, urls, caplog):
         """A server that was restarted, or forgot its scripts, is asked anew without a word."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from example_project import redis_server as module
-from example_project.redis_server import ServerMissing
+from celery_dislock.testing import redis_server as module
+from celery_dislock.testing.redis_server import ServerMissing
 from tests.holding import wait_for
 from tests.redis_server import RedisServer
 
@@ -51,7 +51,7 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
     wait = "print(server.pid, flush=True); sys.stdin.read()"
     body = f"with server: {wait}" if with_block else f"server.start(); {wait}"
     code = (
-        "import pathlib, signal, sys; from example_project.redis_server import RedisServer\n"
+        "import pathlib, signal, sys; from celery_dislock.testing.redis_server import RedisServer\n"
         # A shell's background job ignores Ctrl-C, and so does all that it starts.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"server = RedisServer(pathlib.Path({str(tmp_path)!r}))\n{body}"
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_the_server(tmp_path, with_block):
 def test_a_fork_does_not_end_its_parents_server(tmp_path):
     """A forked child that exits, and runs its exit handlers, leaves the server to its parent."""
     code = (
-        "import os, pathlib, sys; from example_project.redis_server import RedisServer\n"
+        "import os, pathlib, sys; from celery_dislock.testing.redis_server import RedisServer\n"
         f"with RedisServer(pathlib.Path({str(tmp_path)!r}), unix_socket=True) as server:\n"
         "    child = os.fork()\n"
         "    if child == 0: sys.exit()\n"

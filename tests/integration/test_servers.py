@@ -20,6 +20,7 @@ from celery_dislock.exceptions import StoreError, UnreachableError
 from celery_dislock.locks.runtime import Runtime
 from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
+from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
@@ -734,7 +735,9 @@ class TestParkedInAClusterThatMoves:
     def line_on(self, cluster, name, pause):
         """A line with a task in each state: done, running, with its turn, and two that wait."""
         self.published = []
-        self.store = Store(cluster.url, pause=pause, home="here", hand_over=self.published.extend)
+        self.store = Store(
+            cluster.url, driver=Driver(pause), home="here", hand_over=self.published.extend
+        )
         self.lines = Lines(self.store.lock_server, "dislock", "here", self.published.extend)
         self.lock = name_on(cluster.masters, 0, name)
         take(self.store, "first@w/1", lock=self.lock)

@@ -17,7 +17,9 @@ from celery_dislock.servers.requests import Ending, Execution, LateRelease, Term
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
 from celery_dislock.servers.view import LockState
+from tests.conftest import BOTH
 from tests.holding import wait_for
+from tests.integration.loop_store import STORES
 from tests.integration.lua_server import LuaServer
 from tests.redis_server import RedisServer
 
@@ -36,9 +38,9 @@ HOLDER = '{"task":"shop.export","id":"id-1","worker":"celery@w1","pid":7}'
 WITHIN = 10.0  # seconds
 
 
-@pytest.fixture
-def store(redis_url: str) -> Iterator[Store]:
-    store = Store(redis_url)
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, redis_url: str) -> Iterator[Store]:
+    store = STORES[request.param](redis_url)
     yield store
     store.close()
 
@@ -60,6 +62,7 @@ def wait_until_gone(client: redis.Redis, key: str = LOCK) -> None:
     wait_for(lambda: not client.exists(key), f"expiry of {key}")
 
 
+@BOTH
 class TestAcquire:
     def test_of_two_leases_that_end_at_once_the_older_is_named(self, store, redis_client):
         """Each refusal names the same holder, in any order in which the server keeps the leases."""
@@ -169,6 +172,7 @@ class TestRenewStalled:
         assert self.renew_stalled(store, locks=(LOCK, other)) == (self.OVERDUE, self.OVERDUE)
 
 
+@pytest.mark.parametrize("store", ["blocking"], indirect=True)  # an Overview never runs on a loop
 class TestAllHolders:
     def test_every_lock_that_is_held_is_found(self, store, redis_client):
         """All leases of all locks of the prefix, whatever else is on the server."""
@@ -207,6 +211,7 @@ def all_holders(store: Store, prefix: str = "dislock") -> dict[str, Sequence[Hol
     return {lock.name: lock.holders for lock in found if isinstance(lock, LockState)}
 
 
+@BOTH
 class TestFencingToken:
     @pytest.mark.parametrize("ghost", [False, True], ids=["nobody waits", "a dead waiter"])
     def test_it_grows_though_the_servers_clock_was_set_back(self, store, redis_client, ghost):
@@ -260,6 +265,7 @@ class TestPacking:
             assert all(isinstance(part, (str, bytes)) for part in command), command
 
 
+@BOTH
 class TestClear:
     """What the watchdog releases in place of those that are done."""
 
@@ -374,7 +380,13 @@ class TestInterruptedConnection:
     def test_the_next_command_gets_its_own_reply(
         self, own_redis_server, patient_store, interrupt_soon
     ):
-        """A release is not answered as an interrupted acquire, nor a renewal as another."""
+        """
+        A release is not answered as an interrupted acquire, nor a renewal as another.
+
+        Both get a new connection, when they are sent.  An interruption makes none: it would wait.
+        """
+        client = own_redis_server.client()
+        before = client.info("stats")["total_connections_received"]
         own_redis_server.pause()
         with pytest.raises(Interrupted):
             interrupt_soon()
@@ -387,6 +399,8 @@ class TestInterruptedConnection:
         assert patient_store.release(["dislock:{other}"], "b/1") is False
         assert take(patient_store, "b/1", lock="dislock:{other}")
         assert patient_store.release([LOCK], "a/1") is True  # it had reached the server
+        assert client.info("stats")["total_connections_received"] == before + 2
+        client.close()
 
     def test_a_late_reply_is_nobodys(self, own_redis_server):
         """A reply that comes after its timeout is not taken for the next command's."""

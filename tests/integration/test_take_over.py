@@ -9,6 +9,7 @@ import pytest
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
+from tests.conftest import BOTH
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,9 @@ LOCKS = ["dislock:{export:7}", "dislock:{export:8}"]
 LOCK = LOCKS[0]
 TTL = 60.0  # seconds: no lease of these tests runs out by itself
 OLD, NEW = '{"id":"1","pid":7}', '{"id":"1","pid":8}'
+
+
+pytestmark = BOTH
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Uniqueness when sending, in random histories; proof/simulated_sending.py says what must be so.
 
-Most of them are on the scripts in this process, and some on a real server.
+They are on the scripts in this process; ``test_conformance`` has some on servers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.reservations import Reservation, Reserved
 from proof.simulated_sending import LOCK, PUBLISH_FOR, RECORD, RECORD_MOST, History
-from tests.integration import driven_clock
 from tests.integration.driven_clock import DrivenServer
 from tests.integration.lua_server import LuaServer
 
@@ -62,17 +61,6 @@ def test_many_more_histories(loses):
     """Millions of steps, other ones each time; the seed is told if one fails."""
     first = random.randrange(2**32)
     run(LuaWorld(), (f"{first}:{nth}" for nth in range(20_000)), loses=loses)
-
-
-def test_histories_on_a_real_server(redis_url, monkeypatch):
-    """The same, under the same clock: what Lua does here, Redis does."""
-    driven_clock.drive(monkeypatch)
-    world = RedisWorld(redis_url)
-    world.raw = world.client()
-    seen = run(world, range(6))
-    world.raw.close()
-    world.close()
-    assert seen["replaced"] > 5
 
 
 def test_thousands_of_editions():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -10,8 +11,11 @@ from celery import Celery
 from werkzeug.wrappers import Response
 
 from celery_dislock import Dislock
+from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.web import Page
 from celery_dislock.parking.process import runtime_of
+from celery_dislock.scripts import LOOK
+from celery_dislock.servers.view import state_of
 from tests.holding import name_of
 from tests.pages import Visitor, ann
 
@@ -134,3 +138,15 @@ def test_it_is_mounted_in_a_framework(mounted, app, held, stack):
     assert visitor.post(f"{MOUNT}/api/limit", data=form).status_code == 403  # without an Origin
     admins.clear()
     assert visitor.act(f"{MOUNT}/api/limit", **form).status_code == 403
+
+
+def test_readers_leave_the_connection_of_the_renewals_alone(app, held):
+    locks = AppLocks(app)
+    watchdog = runtime_of(app).process.store.lock_server.batch
+    calls = [(name_of("free"), 0, 0)]
+    watchdog.send(LOOK, calls, within=5.0)  # it waits for its reply
+    with ThreadPoolExecutor() as threads:
+        listed = threads.map(lambda _: list(rows(locks.overview)), range(20))
+        assert {(row.key, len(row.holders)) for (row,) in listed} == {("export:7", 1)}
+    (reply,) = watchdog.read(LOOK, calls, within=5.0)
+    assert not state_of("", name_of("free"), reply).exists

@@ -107,7 +107,7 @@ def worker(python: Path, environment, tmp_path: Path):
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
-    """Built by way of the sdist: all modules, Lua scripts, files of the page, and py.typed."""
+    """Built by way of the sdist: all modules, Lua scripts, files of the page, and the plugin."""
     kinds = {".py", ".lua", ".html", ".css", ".js", ".svg"}
     here = {
         file.relative_to(ROOT).as_posix()
@@ -115,8 +115,9 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
         if file.suffix in kinds or file.name == "py.typed"
     }
     with zipfile.ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if name.startswith("celery_dislock/")}
-    assert packed == here
+        packed = set(archive.namelist())
+    assert {name for name in packed if name.startswith("celery_dislock/")} == here
+    assert "pytest_dislock.py" in packed
     assert "celery_dislock/py.typed" in packed
     assert "celery_dislock/scripts/acquire.lua" in packed
     for name in ("index.html", "page.css", "page.js", "icon.svg"):

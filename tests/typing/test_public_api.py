@@ -9,7 +9,7 @@ itself, so what must be refused is pinned as well.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from typing_extensions import assert_type
 
 import celery_dislock
 from celery_dislock import (
+    AsyncLock,
     Dislock,
     DislockError,
     Key,
@@ -181,6 +182,38 @@ def hold() -> None:
         dislock.lock("k", ttl=5)  # type: ignore[arg-type]
         dislock.lock("k", mode="sharde")  # type: ignore[arg-type]
         dislock.lock("k", timeout="5")  # type: ignore[arg-type]
+
+
+async def hold_in_a_coroutine() -> None:
+    """The lock of coroutines has the same options, and each of its methods is awaited."""
+    async with Dislock.from_url("redis://localhost") as dislock:
+        assert_type(dislock, Dislock)
+        lock = dislock.async_lock("k", mode="shared", limit=2, timeout=timedelta(seconds=5))
+        assert_type(lock, AsyncLock)
+        async with lock as lease:
+            assert_type(lease, Lease)
+        async with AsyncExitStack() as stack:
+            assert_type(await stack.enter_async_context(dislock.async_lock(["a", "b"])), Lease)
+        assert_type(await lock.acquire(timeout=5), bool)
+        assert_type(await lock.try_acquire(), "Lease | Conflict")
+        assert_type(await lock.locked(), bool)
+        assert_type(await lock.holders(), list[Holder])
+        assert_type(await lock.extend(), None)
+        assert_type(await lock.release(), None)
+        assert_type(lock.lease, "Lease | None")
+        assert_type(lock.keys, tuple[str, ...])
+        assert_type(await dislock.aclose(), None)
+        with lock:  # type: ignore[attr-defined]
+            pass
+        async with dislock.lock("k"):  # type: ignore[attr-defined]
+            pass
+        if lock.acquire():  # type: ignore[truthy-bool]
+            pass
+        lock.release()  # type: ignore[unused-coroutine]
+        await lock  # type: ignore[misc]
+        dislock.async_lock("k", ttl=5)  # type: ignore[arg-type]
+        dislock.async_lock("k", mode="sharde")  # type: ignore[arg-type]
+        dislock.async_lock("k", on_lost="terminate")  # type: ignore[arg-type]
 
 
 # Signals.

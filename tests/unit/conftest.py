@@ -12,8 +12,6 @@ from celery.backends import cache
 
 from celery_dislock import Dislock, signals
 from celery_dislock.config.settings import AppSettings
-from celery_dislock.locks import runtime
-from celery_dislock.locks.lock import Lock
 from celery_dislock.parking.process import ParkingProcess, runtime_of
 from celery_dislock.servers.store import Store
 from celery_dislock.worker import steps
@@ -45,7 +43,6 @@ def app(world, monkeypatch):
     numbers = count(1)
     process.owner_name = lambda start: f"{start}{next(numbers)}"
     monkeypatch.setattr(type(runtime_of(app)), "process", property(lambda _: process))
-    monkeypatch.setattr(runtime, "Lock", partial(Lock, clock=world.clock))
     return app
 
 

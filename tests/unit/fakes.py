@@ -465,8 +465,8 @@ class World:
 
     def lock(self, key: str = "k", **options: Any) -> Lock:
         name = f"dislock:{{{key}}}"
-        timing = (self.clock, self.clock.advance)
-        return Lock([key], [name], TaskOptions(**options), self.store, self.watchdog, *timing)
+        pause = self.clock.advance
+        return Lock([key], [name], TaskOptions(**options), self.store, self.watchdog, pause)
 
     def lease(self, key: str = "k", owner: str = "me", **options: Any) -> Any:
         holder = {"task": "t", "id": "1", "worker": "w", "pid": 7}

@@ -16,6 +16,7 @@ def test_the_public_names_are_pinned():
         "current_lease",
         "Lease",
         "ReentrantLock",
+        "AsyncLock",
         "DislockError",
         "SettingsError",
         "LockKeyError",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from celery import Celery, Task
 from celery.bin.worker import worker as worker_command
+from celery.concurrency.solo import TaskPool
 from kombu.utils.imports import symbol_by_name
 
 from celery_dislock import Dislock, SettingsError, SingletonTask
@@ -83,7 +84,7 @@ def test_dislock_guards_every_task_with_a_key(app, reachable, flag):
     app.task(name="keyed", lock_key="k", shared=False)(body)
     app.task(name="plain", shared=False)(body)
     app.task(name="singleton", base=SingletonTask, shared=False)(body)
-    LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=flag)
+    LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"), dislock=flag)
     assert [guarded(app, name) for name in ("keyed", "plain", "singleton")] == [
         *(bool(flag), False, True)
     ]
@@ -163,7 +164,9 @@ class TestCommandLine:
         assert app.tasks["reads"]
         with pytest.raises(SystemExit, match="reads: lock_mode='shared': several lock servers"):
             LockStep(
-                SimpleNamespace(app=app, hostname="w1@here"), dislock=True, dislock_url=SEVERAL
+                SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"),
+                dislock=True,
+                dislock_url=SEVERAL,
             )
 
 

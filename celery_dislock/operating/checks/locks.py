@@ -8,6 +8,7 @@ from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.scripts.names import sweep_lock
+from celery_dislock.servers.records import LEADER
 from celery_dislock.servers.view import REPEAT, differing
 from celery_dislock.words import for_people
 
@@ -25,8 +26,9 @@ LATELY = 600.0  # seconds: a task that has its turn elsewhere comes more often
 
 
 def _held_long(lock: LockState, _: Facts) -> str:
-    """Say who holds a lock for which others wait, if the body may hang."""
-    long = [one for one in lock.holders if one.timeout and one.held > HELD_LONG * one.timeout]
+    """Say who holds a lock for which others wait, if the body may hang; a beat leads for long."""
+    bodies = [one for one in lock.holders if one.thread != LEADER]
+    long = [one for one in bodies if one.timeout and one.held > HELD_LONG * one.timeout]
     return "; ".join(
         f"for {for_people(one.held)} by {one.who}, with {lock.waiting} waiting"
         for one in (long if lock.waiting else [])

@@ -106,7 +106,7 @@ def show(context: click.Context, which: WhichLock, json_: bool) -> None:  # noqa
         if json_:
             _write_json_of_each([_with_troubles(lock) for lock in locks])
         else:
-            write_lines(line for lock in locks for line in _described(lock))
+            write_lines(line for lock in locks for line in described(lock))
         if not any(lock.exists for lock in locks):
             context.exit(FOUND)
 
@@ -238,7 +238,7 @@ def _limit(lock: LockState) -> str:
     return f"{limit}, differs" if lock.limit_differs else limit
 
 
-def _described(lock: LockState) -> Iterator[str]:
+def described(lock: LockState) -> Iterator[str]:
     """Yield all that is known of a lock, in words."""
     yield f"lock {lock.key}"
     for holder in lock.holders:

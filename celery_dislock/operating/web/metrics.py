@@ -150,7 +150,7 @@ class Collector:
         """A lock server of this reader's own: its batches are for one thread."""
         pid = os.getpid()
         if pid not in self._stores:
-            self._stores = {pid: self._runtime.process.store_within(TIMEOUT)}
+            self._stores = {pid: self._runtime.process.new_store(TIMEOUT)}
         return self._stores[pid].lock_server
 
     def _counts(self, server: Server) -> Iterator[tuple[str, dict[str, int]]]:

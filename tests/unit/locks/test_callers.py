@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -143,8 +144,8 @@ def test_a_greenlet_that_has_ended_or_is_gone_is_dead():
         dead = False
 
     greenlet = Greenlet()
-    caller = Caller(greenlet)
-    assert caller.is_greenlet
+    caller = Caller("greenlet", greenlet)
+    assert caller.kind == "greenlet"
     assert not caller.dead
     greenlet.dead = True
     assert caller.dead
@@ -164,8 +165,8 @@ def test_each_greenlet_is_a_caller_of_its_own(monkeypatch):
     first, second = Greenlet(), Greenlet()
     for here in (first, second):
         module = SimpleNamespace(getcurrent=lambda here=here: here)
-        monkeypatch.setitem(callers.sys.modules, "greenlet", module)
+        monkeypatch.setitem(sys.modules, "greenlet", module)
         here.caller = current_caller()
         assert current_caller() is here.caller
-        assert here.caller.is_greenlet
+        assert here.caller.kind == "greenlet"
     assert first.caller is not second.caller

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.locks.clearing import CLEAR_FOR
+from celery_dislock.locks.clearing import BATCH, CLEAR_FOR
 from celery_dislock.servers.requests import Ending, LateRelease
 
 
@@ -69,4 +69,23 @@ def test_a_long_lease_is_tried_to_be_released_until_it_has_ended(world):
     world.store.away = False
     world.store.calls.clear()
     world.run(2)
+    assert world.store.asked("clear") == [(["gone"],)]
+
+
+def test_more_than_one_batch_is_released_without_a_pause(world):
+    """A thousand waiters that are cancelled together do not stand in line for seconds."""
+    for number in range(3 * BATCH):
+        world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], f"gone {number}"))
+    world.watchdog.clearing.hurry()
+    started = world.clock()
+    while world.watchdog.tick() == 0:
+        pass
+    assert len(world.store.asked("clear")) == 3
+    assert world.clock() == started
+
+
+def test_what_waits_is_sent_when_the_watchdog_s_thread_ends(world):
+    """A program that is interrupted closes its locks soon after."""
+    world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    world.watchdog._run(object())  # a thread that is not the current one ends
     assert world.store.asked("clear") == [(["gone"],)]

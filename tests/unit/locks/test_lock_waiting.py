@@ -78,6 +78,19 @@ def test_it_is_never_trusted_from_the_future(world, handing):
     assert lease.remaining == pytest.approx(TAKE_UP * 0.9)
 
 
+def test_a_place_of_an_earlier_request_makes_no_hand_off_younger(world, handing):
+    """A failover may lose the request that has renewed the place, and so its age tells nothing."""
+
+    def renew(lock, owner, seconds):
+        world.clock.advance(seconds)
+        world.store.leases[lock] = ("other", world.clock() + 60.0, {})
+        handing(after=6.0, age=6.0 - seconds)
+
+    world.store.wait = renew
+    lease = acquire(world)
+    assert (lease.held, asked(world)) == (True, 3)
+
+
 def test_its_first_renewal_gives_it_its_full_length(world, handing):
     """It is renewed within a third of the reservation, which does not count towards the cap."""
     handing(after=3.0)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from itertools import count
 from types import SimpleNamespace
 
 import pytest
 
-from celery_dislock.config.options import TaskOptions
 from celery_dislock.exceptions import (
     EventLoopError,
     LockHeldError,
@@ -21,30 +19,6 @@ from celery_dislock.exceptions import (
 )
 from celery_dislock.locks import reentrant as reentrant_module
 from celery_dislock.locks.attempt import Attempt
-from celery_dislock.locks.reentrant import ReentrantLock
-
-
-@pytest.fixture
-def make(world):
-    """Make a lock of this thread on the world's store."""
-    numbers = count(1)
-    process = SimpleNamespace(
-        store=world.store,
-        host="here",
-        pid=42,
-        owner_name=lambda start: f"{start}{next(numbers)}",
-        check_patching=lambda: None,
-    )
-    runtime = SimpleNamespace(
-        process=process,
-        lock_names=lambda keys: tuple(f"dislock:{{{key}}}" for key in keys),
-        lock=lambda keys, options: world.lock(*keys, **vars(options)),
-    )
-
-    def make(key="k", *, timeout=None, **options):
-        return ReentrantLock([key], TaskOptions(**options), runtime, timeout=timeout, fair=True)
-
-    return make
 
 
 @pytest.fixture

@@ -314,21 +314,32 @@ class TestStalls:
         lease = world.lease(lock_watchdog_timeout=30)
         other = world.lease("other", "other", lock_watchdog_timeout=31)
         world.run(9)
+        self.stall_in_a_round_trip(world, lease, other)
+        assert lease.held
+        assert other.held
+
+    def test_a_stall_while_it_asks_is_one_too(self, world):
+        """The process is stopped again before it has heard what it asked after the first stall."""
+        lease = world.lease(lock_watchdog_timeout=30)
+        self.stall(world, lease, 100)
+        self.stall_in_a_round_trip(world, lease)
+        assert lease.held
+
+    @staticmethod
+    def stall_in_a_round_trip(world, *leases):
         renew = world.store.renew
 
         def stalled(*args, **kwargs):
             answers = renew(*args, **kwargs)
             for _ in range(10):
                 world.clock.advance(10)
-                renew([(one.driver.names, one.owner, 30) for one in (lease, other)], within=1)
+                renew([(one.driver.names, one.owner, 30) for one in leases], within=1)
             return answers
 
         world.store.renew = stalled
         world.run(2)
         world.store.renew = renew
         world.run(2)
-        assert lease.held
-        assert other.held
 
     def test_a_fixed_expiry_is_not_asked_for(self, world):
         """Nobody renews such a lease."""

@@ -26,6 +26,7 @@ ENDINGS = {
     ":mark:": "string",
     ":unique": "string",
     ":limit": "string",
+    ":beat": "hash",
 }
 TYPES = {"zset": "sorted set"}  # as the documentation calls them
 
@@ -47,6 +48,7 @@ def test_the_names_of_keys_stay():
     """A lock that is held during an upgrade is found under the same names after it."""
     assert names.wake_list("dislock:{k}", "a/1") == "dislock:{k}:wake:a/1"
     assert names.mark_of("dislock:{k}", "7") == "dislock:{k}:mark:7"
+    assert names.beat_of("dislock:{k}") == "dislock:{k}:beat"
     assert names.aside_of("dislock:{k}") == "dislock:{k}:aside"
     assert names.index_of_lines("dislock", "home") == "dislock:lines:home"
     assert names.sweep_lock("dislock", "home") == "dislock:sweep:{home}"

@@ -10,6 +10,7 @@ from redis.exceptions import MovedError
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import ACQUIRE
 from celery_dislock.servers.cluster import REDIRECTS
+from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.node import RESENDS
 
@@ -38,7 +39,7 @@ class Node:
             raise error
         return said, False
 
-    def close_idle(self):
+    def retire(self):
         self.closed = True
 
 
@@ -59,7 +60,7 @@ class TestSlots:
     @pytest.fixture
     def cluster(self, monkeypatch):
         pauses = []
-        made = server_for("redis+cluster://10.0.0.1,10.0.0.2", pause=pauses.append)
+        made = server_for("redis+cluster://10.0.0.1,10.0.0.2", driver=Driver(pauses.append))
         nodes = {address: Node(address, made) for address in (ONE, TWO)}
         made.asked, made.pauses = [], pauses
         made.slots = dict.fromkeys((ONE, TWO), owned_by((0, LAST, ONE)))

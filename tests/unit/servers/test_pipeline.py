@@ -8,7 +8,7 @@ from redis.exceptions import ResponseError
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts import RENEW
-from celery_dislock.servers.pipeline import Batch, ask_all
+from celery_dislock.servers.pipeline import Batch, ask_all, ask_each
 
 END = b"\0"  # of a command, where the real one counts bytes
 CALLS = [("dislock:{a}", "a/1", 9000), ("dislock:{b}", "b/1", 9000)]
@@ -138,3 +138,28 @@ def test_all_servers_are_sent_to_before_the_first_is_read():
     ]
     assert (replies[1], replies[3]) == ([1], [0])
     assert type(replies[2]) is StoreError
+
+
+def test_an_interruption_of_one_read_reaches_every_server_that_was_asked():
+    """Each has a reply on its way, and nobody else would end its connection."""
+    told = []
+
+    def read(server, _sent, left):
+        told.append((server, left))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_each(["a", "b", "c"], lambda _server, _left: None, read, within=5.0, clock=lambda: 0.0)
+    assert told == [("a", 5.0), ("b", 0.0), ("c", 0.0)]
+
+
+def test_an_interruption_while_it_sends_reaches_the_servers_that_were_asked():
+    told = []
+
+    def send(server, _left):
+        if server == "c":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ask_each("abcd", send, lambda server, *_: told.append(server), within=5.0)
+    assert told == ["a", "b"]

@@ -7,7 +7,8 @@ import pytest
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.scripts import ACQUIRE, LOOK, MARK, RELEASE, RELEASE_DEAD, RENEW, TAKE_OVER
 from celery_dislock.scripts import FREE as FREE_SCRIPT
-from celery_dislock.servers.peers import NoReplyError
+from celery_dislock.servers.driver import Driver
+from celery_dislock.servers.peers import NoReplyError, by_majority
 from celery_dislock.servers.quorum import FORGET_AFTER, PAUSE, Names, Quorum, drift
 from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.requests import Terms
@@ -19,6 +20,12 @@ AWAY = StoreError("redis://host", "it is away")
 DAMAGED = DamagedLockError("redis://host", f"{LOCK!r} is a string, not a hash", LOCK)
 SILENT = NoReplyError("redis://host", "no reply")
 FREE = [1, b"100"]
+
+
+@pytest.fixture(autouse=True)
+def names_are_the_tests_own(monkeypatch):
+    """These tests use the same owners again and again, which no process does."""
+    monkeypatch.setattr(Names, "_changed", {})
 
 
 def taken(owner: bytes = b"b/1", remaining_ms: int = 5000) -> list:
@@ -34,12 +41,12 @@ class Answers:
         self._answers = list(answers)
         self.asked: list[tuple] = []
 
-    def ask(self, script, keys, *arguments, within, undo=None):
+    def ask(self, script, keys, *arguments, within, undo=None, decides=by_majority):
         acquiring = any(asked[0] is ACQUIRE for asked in self.asked)
         self.asked.append((script, *arguments))
         return [1] * 5 if script is RELEASE and acquiring else list(self._answers.pop(0))
 
-    def ask_many(self, script, calls, *, within):
+    def ask_many(self, script, calls, *, within, decides):
         self.asked.append((script, *calls))
         return list(self._answers.pop(0))
 
@@ -47,7 +54,7 @@ class Answers:
 
 
 def quorum(*answers: list, clock=lambda: 0.0) -> tuple[Quorum, Answers]:
-    made = Quorum(URLS, {}, pause=lambda _: None, clock=clock)
+    made = Quorum(URLS, {}, driver=Driver(lambda _: None), clock=clock)
     made._peers = peers = Answers(*answers)
     return made, peers
 
@@ -199,7 +206,7 @@ class TestDecide:
 def test_a_waiter_asks_again_soon(seconds):
     """Nobody is woken, so a wait is a short pause, and never longer than was asked for."""
     pauses: list[float] = []
-    made = Quorum(URLS, {}, pause=pauses.append)
+    made = Quorum(URLS, {}, driver=Driver(pauses.append))
     assert made.pop(f"{LOCK}:wake:a/1", seconds) is None
     assert min(PAUSE[0], seconds) <= pauses[0] <= min(PAUSE[1], seconds)
 
@@ -226,3 +233,12 @@ def test_a_majority_that_is_damaged_is_no_outage():
     with pytest.raises(StoreError) as caught:
         acquire(quorum([DAMAGED, DAMAGED, AWAY, AWAY, AWAY])[0])
     assert type(caught.value) is StoreError
+
+
+def test_a_changed_name_is_known_to_all_connections_of_the_process():
+    """An event loop has a store of its own, and so has the watchdog beside greenlets."""
+    taker, _ = quorum([taken(), taken(), taken(), SILENT, SILENT])
+    acquire(taker, "changed/1", place=90.0)
+    renewer, peers = quorum([[1]] * 5)
+    renewer.run_many(RENEW, [(LOCK, "changed/1", 30_000)], within=1.0)
+    assert peers.asked[-1][1][1] == "changed/1#1"

@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from celery_dislock.servers import sentinel
+from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.sentinel import CONFIRMED_FOR, LEFT_ALONE, Said, Sentinels, choose, said
 from tests.unit.fakes import FakeClock
 
@@ -329,7 +330,7 @@ def test_all_sentinels_together_have_the_time_of_one_server(monkeypatch, asking,
 
     monkeypatch.setattr(sentinel, "Sentinel", Silent)
     options = {"master_name": "m", "sentinel_kwargs": asking}
-    node = sentinel.watched("sentinel://a,b,c,d", options, pause=lambda _: None)
+    node = sentinel.watched("sentinel://a,b,c,d", options, driver=Driver(lambda _: None))
     with pytest.raises(redis.ConnectionError, match="no Sentinel names a master"):
         node._connect(within)
     assert given == [pytest.approx(each)] * 4

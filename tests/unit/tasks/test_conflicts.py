@@ -75,14 +75,13 @@ def stored(app, task_id="2"):
 
 
 def test_a_skip_tells_its_worker_why(app, world):
-    """Which tells those who watch it; an eager task has no worker."""
+    """Which tells those who watch it."""
     world.lease("k", "other")
     task = declare(app, "skip")
     skipped = deliver(task, "2").retval.exception
     skipped = getattr(skipped, "exc", skipped)
     assert isinstance(skipped, TaskSkipped)
     assert skipped.why == str(stored(app)[1])
-    assert type(task.apply().result) is Ignore
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -327,13 +326,13 @@ def test_a_callable_can_spend_the_tasks_own_retries(app, world, broker):
 @pytest.mark.parametrize(
     ("strategy", "state", "error"),
     [
-        ("skip", "IGNORED", Ignore),
+        ("skip", "REVOKED", TaskRevokedError),
         ("raise", "FAILURE", LockHeldError),
         ("retry", "FAILURE", LockHeldError),
         ("wait", "FAILURE", LockHeldError),
         ("queue", "FAILURE", LockHeldError),
         ("reject", "REJECTED", Reject),
-        (lambda *_: None, "IGNORED", Ignore),
+        (lambda *_: None, "REVOKED", TaskRevokedError),
     ],
 )
 def test_an_eager_task_ends_at_once(app, world, strategy, state, error):

@@ -445,7 +445,7 @@ def test_a_task_that_would_wait_for_its_own_thread_fails(app, world):
 
     error = outer.apply().get()
     assert isinstance(error, LockHeldError)
-    assert "the task that is running here" in error.holder
+    assert "outer[" in error.holder
     assert world.store.asked("wait") == []
 
 

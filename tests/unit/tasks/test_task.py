@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
+import asyncio
+from contextvars import copy_context
+from threading import Thread
 from unittest import mock
 
 import pytest
 from celery import Task
 from celery.exceptions import Ignore
+from celery.signals import task_postrun, task_prerun
 
-from celery_dislock import SettingsError, SingletonTask, hooks
+from celery_dislock import SettingsError, SingletonTask, current_lease, ensure_held, hooks
 from celery_dislock.hooks import install
-from celery_dislock.tasks.task import declared_options
+from celery_dislock.tasks.task import declared_options, follow_contexts
+from tests.unit.deliveries import deliver
 
 
 @pytest.mark.parametrize(
@@ -209,14 +213,85 @@ async def generator(self=None):
     yield
 
 
-@pytest.mark.parametrize("body", [coroutine, generator, partial(coroutine)])
 @pytest.mark.parametrize("where", ["run", "__call__"])
-def test_a_body_that_nobody_awaits_is_refused(app, body, where):
-    """Celery would make a coroutine, and the lock would be released before it begins."""
-    kind = type("Export", (SingletonTask,), {"name": "t", where: body})
-    with pytest.raises(SettingsError, match=r"t: .*Celery does not await it.*asyncio\.run"):
+def test_a_generator_that_no_pool_awaits_is_refused(app, where):
+    """Celery would make an object of it, and the lock would be released before it begins."""
+    kind = type("Export", (SingletonTask,), {"name": "t", where: generator})
+    with pytest.raises(SettingsError, match=rf"t: {where}=.* which no pool awaits"):
         app.register_task(kind())
     assert "t" not in app._tasks
+
+
+@pytest.mark.parametrize("where", ["run", "__call__"])
+def test_a_body_that_nobody_awaits_fails_and_takes_no_lock(app, broker, heard, where):
+    """A sender has no pool, so the task is bound; who runs it has to await it."""
+    kind = type("Export", (SingletonTask,), {"name": "t", "lock_key": "k", where: coroutine})
+    task = app.register_task(kind())
+    task.delay()
+    assert len(broker.sent) == 1
+    failed = deliver(task, "1").retval
+    assert isinstance(failed.exception, SettingsError)
+    assert "t: worker_pool='no worker': its body is an `async def`" in str(failed.exception)
+    assert not heard
+
+
+def test_an_eager_body_is_awaited_under_its_lock(app):
+    """As a worker with a pool that awaits does it."""
+
+    @app.task(bind=True, base=SingletonTask, lock_key="k")
+    async def task(self):
+        await asyncio.sleep(0)
+        held = self.lease.held, current_lease() is self.lease, self.request.id
+        ensure_held()
+        return held
+
+    result = task.apply()
+    assert result.get() == (True, True, result.id)
+
+
+def test_what_a_plain_body_returns_must_not_have_to_be_awaited(app):
+    """It would run when the lock is free again."""
+
+    @app.task(base=SingletonTask, lock_key="k")
+    def task():
+        return coroutine()
+
+    with pytest.raises(SettingsError, match=r"t.*: run='coroutine': .*without its lock"):
+        task.apply().get()
+
+
+def test_a_body_that_the_tracer_runs_elsewhere_takes_its_lock(app, monkeypatch):
+    """celery-aio-pool's tracer has the request on the stack of its own thread."""
+    held = []
+    monkeypatch.setattr(task_prerun, "receivers", [*task_prerun.receivers])
+    monkeypatch.setattr(task_postrun, "receivers", [*task_postrun.receivers])
+    follow_contexts()
+
+    @app.task(base=Task)
+    def eager(): ...
+
+    @app.task(bind=True, base=SingletonTask, lock_key="k")
+    def task(self):
+        eager.apply()
+        held.append(self.lease.held)
+
+    @app.task(base=Task)
+    def other():
+        task()
+
+    kind = type(app.tasks[task.name])
+    inner = kind.__call__
+
+    def in_a_thread(self):  # also where another task calls it as a function
+        thread = Thread(target=copy_context().run, args=(inner, self))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(kind, "__call__", in_a_thread)
+    deliver(task)
+    task()
+    deliver(other)
+    assert held == [True, False, False]
 
 
 @pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])

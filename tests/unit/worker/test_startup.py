@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from celery.concurrency.solo import TaskPool
 
 from celery_dislock import SingletonTask
 from celery_dislock.hooks import guard_tasks
@@ -137,7 +138,7 @@ def test_a_worker_logs_them_once_it_has_started(app, monkeypatch, caplog):
     """The warnings are in the worker's log, not on a terminal that nobody reads."""
     monkeypatch.setattr(Store, "ping", lambda _: {"role": "slave"})
     declare(app, "shop.export", lock_key="k", acks_late=True, time_limit=9999)
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"), dislock=True)
+    step = LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"), dislock=True)
     with caplog.at_level(logging.WARNING, "celery_dislock"):
         step.start(None)
     assert ["replica" in caplog.text, "shop.export" in caplog.text] == [True, True]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from celery.concurrency.solo import TaskPool
 
 from celery_dislock import Dislock, SingletonTask, StoreError
 from celery_dislock.parking.process import runtime_of
@@ -29,7 +30,7 @@ def declare(app, name, **options):
 
 @pytest.fixture
 def worker(app, timer):
-    return SimpleNamespace(app=app, hostname="w1@here", timer=timer)
+    return SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here", timer=timer)
 
 
 def test_the_worker_says_where_its_locks_are(app, worker, caplog):
@@ -84,7 +85,7 @@ def test_a_worker_without_a_lock_server_refuses_to_start(app, worker, monkeypatc
     Dislock(other)
     declare(other, "singleton", base=SingletonTask)
     with pytest.raises(SystemExit, match="dislock_url"):
-        LockStep(SimpleNamespace(app=other, hostname="w1@here"))
+        LockStep(SimpleNamespace(app=other, pool_cls=TaskPool, hostname="w1@here"))
 
 
 def test_dead_children_are_looked_for_often(app):
@@ -97,7 +98,7 @@ def test_dead_children_are_looked_for_often(app):
             return SimpleNamespace(cancel=lambda: calls.remove(call))
 
     declare(app, "singleton", base=SingletonTask)
-    step = LockStep(SimpleNamespace(app=app, hostname="w1@here"))
+    step = LockStep(SimpleNamespace(app=app, pool_cls=TaskPool, hostname="w1@here"))
     worker = SimpleNamespace(pool=SimpleNamespace(maintain_pool="maintain"))
     step.register_with_event_loop(worker, Hub())
     step.register_with_event_loop(worker, Hub())

@@ -29,6 +29,8 @@ NOTE = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
         ),
         ({"holders": [holder(**RENEWED, held=599.0)], "waiting": 1}, None),
         ({"holders": [holder(**RENEWED, held=601.0)]}, None),  # it bothers nobody
+        # Of several beats one leads for months.
+        ({"holders": [holder(**RENEWED, held=601.0, thread="beat")], "waiting": 1}, None),
         (
             {"holders": [holder()], "line": [place(turns=3, routing_key="pay")], "waiting": 1},
             ("lines", "warning", "k (ticket t:0:0, queue pay)"),

@@ -231,7 +231,7 @@ def read(server, monkeypatch):
     """Read the metrics of that server."""
     monkeypatch.setattr(metrics, "Overview", lambda _server, _prefix: server)
     store = SimpleNamespace(lock_server=server)
-    process = SimpleNamespace(store_within=lambda _most: store)
+    process = SimpleNamespace(new_store=lambda _most: store)
     runtime = SimpleNamespace(process=process, settings=AppSettings())
     return Collector(SimpleNamespace(runtime=runtime)).read
 

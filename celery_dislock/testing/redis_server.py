@@ -27,7 +27,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -89,7 +89,9 @@ class RedisServer:
         port: The port it listens on; None until started, and with a unix socket.
     """
 
+    clock = None  # nothing moves it
     _args: Sequence[str] = ()  # more options of redis-server, which win over those below
+    _environment: Mapping[str, str] | None = None  # of redis-server; None: that of this program
 
     def __init__(self, folder: Path, *, unix_socket: bool = False) -> None:
         self.folder = Path(folder)
@@ -133,6 +135,19 @@ class RedisServer:
     def running(self) -> bool:
         """Whether the process is there; a paused one is."""
         return self._process is not None and self._process.poll() is None
+
+    def advance(self, seconds: float) -> None:
+        """Sleep: its clock is that of the machine."""
+        time.sleep(seconds)
+
+    @contextlib.contextmanager
+    def outage(self) -> Iterator[None]:
+        """Freeze the server while the block runs: connections stay open, and nothing answers."""
+        self._started().send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._started().send_signal(signal.SIGCONT)
 
     def client(self, **options: Any) -> redis.Redis:
         """Return a new client of the server; *options* go to ``redis.Redis.from_url``."""
@@ -217,12 +232,13 @@ class RedisServer:
         command += ["--daemonize", "no", "--save", "", "--appendonly", "no", *self._args]
         with self._log().open("wb") as log:
             try:
-                self._process = subprocess.Popen(
+                self._process = subprocess.Popen(  # noqa: S603 -- a program of this machine
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    env=self._environment,
                 )
             except OSError as exc:
                 msg = f"{program} cannot be run: {exc}"

@@ -1,0 +1,308 @@
+"""Let any number of beats run, of which one sends: ``celery beat --dislock``.
+
+The beat that has the lock of ``dislock_beat_key`` leads.  The watchdog renews its lease, whatever
+the schedule does meanwhile.  The others wait in line for the lock, so one of them takes over at
+once when the leader stops, and after ``dislock_beat_timeout`` at most when it is killed.
+
+When each entry was last sent is kept beside the lock.  The leader claims a tick there before it
+sends the message, in one script.  That refuses a beat whose lease has ended, a tick that another
+beat has claimed, and a beat whose clock is wrong.  After sending, the leader notes that the message
+has gone out.  If it is killed in between, nobody knows whether the message went out, and the next
+leader sends it again under the same task id.  The id of a tick is made from the entry and the time
+when that was sent before, so all messages of one tick have one id.
+
+A beat that cannot trust its lease, or gets no answer to a claim, sends nothing and stands by.  It
+says so once, and never exits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+from uuid import NAMESPACE_OID, uuid5
+
+from celery.utils.time import maybe_make_aware
+
+from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.urls import MEMORY, shown
+from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.keys.templates import check_key
+from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.scripts import TICK, TICKS
+from celery_dislock.scripts.names import beat_of
+from celery_dislock.servers.records import LEADER, in_words, text
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.locks.lock import Lock
+    from celery_dislock.scripts import Script
+
+WAIT_MOST = 5.0  # seconds in line until beat's own loop goes round
+PAUSE = 1.0  # seconds until a beat that was refused asks again
+NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE = range(4)  # as in _beat.lua
+HAS_GONE_OUT = "-"
+
+EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+MICROSECOND = timedelta(microseconds=1)
+
+# Why a beat stands by.
+OTHER_LEADS = "Beat stands by, lock %r: it is led by %s."
+AWAY = "Beat stands by, lock %r: it sends nothing until the lock server answers: %s"
+LOST = "Beat stands by, lock %r: its lease has ended, and another beat may lead."
+CLOCK = (
+    "Beat stands by, lock %r: its clock differs by %.0f s from the lock server's, which is more "
+    "than dislock_beat_timeout. Set the clock right."
+)
+
+logger = logging.getLogger("celery_dislock")
+
+
+class StandBy(BaseException):
+    """
+    This beat must not send now.
+
+    ``except Exception`` does not catch it: schedulers put that around each entry, and go on.
+
+    Args:
+        why: What is logged, unless it was the last thing that was logged; empty: nothing.
+        about: Arguments of that.
+        level: Level of that.
+        pause: Seconds until the beat tries again.
+    """
+
+    def __init__(
+        self, why: str = "", *about: object, level: int = logging.WARNING, pause: float = PAUSE
+    ) -> None:
+        super().__init__(why)
+        self.why, self.about, self.level, self.pause = why, about, level, pause
+
+
+class BeatLock:
+    """Mixin over the class of a scheduler: its schedule runs only in the beat that leads."""
+
+    if TYPE_CHECKING:
+        app: Celery
+        Entry: Any
+        schedule: Any
+        max_interval: float
+        producer: Any
+        apply_entry: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lock_key = None  # turns RedBeat's own lock off
+        self._attempt: Attempt | None = None
+        self._claimed_us = 0
+        self._said = ""
+        self._ticks = False
+
+    @cached_property
+    def _lock(self) -> Lock:
+        settings = runtime_of(self.app).settings
+        options = TaskOptions(
+            lock_watchdog_timeout=settings.dislock_beat_timeout, max_renew_times=0
+        )
+        return runtime_of(self.app).lock([settings.dislock_beat_key], options)
+
+    @property
+    def _lease(self) -> Lease | None:
+        return None if self._attempt is None else self._attempt.lease
+
+    @property
+    def leads(self) -> bool:
+        """Whether this beat may send; asks nobody."""
+        return self._lease is not None and self._lease.held
+
+    def tick(self, *args: Any, **kwargs: Any) -> float:
+        """
+        Send what is due if this beat leads; else wait in line, ``WAIT_MOST`` at most.
+
+        Returns:
+            Seconds until the next call.
+        """
+        self._ticks = True
+        try:
+            if not self.leads:
+                self._take_over()
+            pause: float = super().tick(*args, **kwargs)  # type: ignore[misc]
+        except StandBy as exc:
+            self._heap = None  # the entry that was not sent is not in it any more
+            if exc.why and exc.why != self._said:
+                self._said = exc.why
+                logger.log(exc.level, exc.why, self._lock.key, *exc.about)
+            return exc.pause
+        finally:
+            self._ticks = False
+        return pause
+
+    def reserve(self, entry: Any) -> Any:
+        """Claim a tick of the entry, before the scheduler takes note that it was sent."""
+        self._claimed_us = now_us = to_us(entry.default_now())
+        told = self._ask(TICK, now_us, entry.name, to_us(entry.last_run_at))
+        if told:
+            put(entry, int(told[0]))
+            raise StandBy(pause=0.0)
+        if not self.leads:  # stopped for a while since the claim
+            raise StandBy(LOST)
+        return super().reserve(entry)  # type: ignore[misc]
+
+    def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
+        """Send the message of a tick, under the task id of this tick."""
+        options, before_us = entry.options, to_us(entry.last_run_at)
+        if before_us:  # else it was never sent, and may have the name of an entry before it
+            tick = f"{self._lock.names[0]} {before_us} {entry.name}"
+            entry.options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(options or {})}
+        try:
+            sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            entry.options = options
+        with suppress(StandBy):  # a later claim says so
+            self._ask(TICK, self._claimed_us, entry.name, HAS_GONE_OUT)
+        return sent
+
+    def close(self) -> None:
+        """Stop, and let another beat lead."""
+        try:
+            super().close()  # type: ignore[misc]
+        finally:
+            # A handler of SIGTERM calls this, too: the lock may be in use then.
+            if not self._ticks:
+                self._give_up()
+
+    def _take_over(self) -> None:
+        """Wait for the lock, and go on where the beat before has ended."""
+        self._give_up()
+        process = runtime_of(self.app).process
+        holder = {
+            "thread": LEADER,
+            "worker": process.host,
+            "pid": process.pid,
+            "timeout": self._lock.timeout,
+        }
+        name = process.owner_name(f"{process.host}:{process.pid}/")
+        attempt = self._attempt = Attempt(name, holder, self)
+        try:
+            answer = self._lock.acquire(attempt, timeout=min(self.max_interval, WAIT_MOST))
+        except StoreError as exc:
+            raise StandBy(AWAY, exc) from exc
+        if isinstance(answer, Conflict):
+            raise StandBy(OTHER_LEADS, in_words(answer.holder), level=logging.INFO, pause=0.0)
+        try:
+            self._go_on()
+        except BaseException:
+            self._give_up()
+            raise
+        self._said = ""
+        logger.info("Beat leads, lock %r.", self._lock.key)
+
+    def _go_on(self) -> None:
+        """Take over when each entry was last sent."""
+        entries, now_us = self.schedule, to_us(self.app.now())
+        mine = [part for name in entries for part in (name, to_us(entries[name].last_run_at))]
+        told = iter(self._ask(TICKS, now_us, *mine))
+        catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
+        for name, last, before in zip(told, told, told, strict=True):
+            entry = entries.get(text(name)) or self._load(text(name))
+            if entry is None:
+                continue
+            if before != HAS_GONE_OUT.encode() and catches_up:
+                entry.last_run_at = to_time(int(before), entry)
+                self._claimed_us = int(last)
+                self.apply_entry(entry, producer=self.producer)
+            put(entry, int(last))
+            if not catches_up and entry.is_due()[0]:
+                put(entry, now_us)
+        self._heap = None
+
+    def _load(self, name: str) -> Any:
+        """Return an entry that the schedule does not show, as RedBeat's does; None: not there."""
+        with suppress(AttributeError, KeyError):
+            return self.Entry.from_key(self.Entry.generate_key(self.app, name), app=self.app)
+        return None
+
+    def _ask(self, script: Script, now_us: int, *more: str | int) -> list[bytes]:
+        """
+        Run a script under the lease.
+
+        Raises:
+            StandBy: This beat does not lead, or cannot know that.
+        """
+        lease = self._lease
+        if lease is None:
+            raise StandBy(LOST)
+        name, timeout = self._lock.names[0], self._lock.timeout
+        keys, apart_us = [name, beat_of(name)], math.ceil(timeout * 1e6)
+        try:
+            told: list[Any] = self._lock.store.lock_server.run(
+                script, keys, lease.owner, lease.token, now_us, apart_us, *more
+            )
+        except StoreError as exc:
+            raise StandBy(AWAY, exc) from exc
+        if told[0] == NOT_LEADING:
+            self._give_up()
+            raise StandBy(LOST)
+        if told[0] == WRONG_CLOCK:
+            self._give_up()
+            raise StandBy(CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)
+        return told[1:]
+
+    def _give_up(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end()
+
+
+@cache
+def with_lock(scheduler: type) -> type:
+    """Extend the class of a scheduler, so that only the beat that leads runs it."""
+    if issubclass(scheduler, BeatLock):
+        return scheduler
+    return type("Dislock" + scheduler.__name__, (BeatLock, scheduler), {})
+
+
+def check_beat(app: Celery) -> None:
+    """
+    Check that the beats of an app can have a lock; connects to nothing.
+
+    Raises:
+        SettingsError: A setting cannot be used.
+        LockKeyError: ``dislock_beat_key`` cannot be used.
+    """
+    runtime = runtime_of(app)
+    check_key(runtime.settings.dislock_beat_key)
+    url = runtime.conf.get("dislock_url")
+    if url == MEMORY or not runtime.process.store.lock_server.keeps_lines:
+        remedy = "beats need one lock server, which all of them reach"
+        raise SettingsError("app.conf", "dislock_url", shown(url), remedy)
+
+
+def to_us(when: datetime | None) -> int:
+    """Return a time of an entry in microseconds since 1970; 0 if it was never sent."""
+    return 0 if when is None else (maybe_make_aware(when) - EPOCH) // MICROSECOND
+
+
+def to_time(us: int, entry: Any) -> datetime:
+    """Return what :func:`to_us` was given, in the time zone in which an entry has its times."""
+    when, known = EPOCH + us * MICROSECOND, entry.last_run_at
+    if known is None:
+        return when
+    # Celery takes a time without a zone for UTC.
+    return when.astimezone(known.tzinfo) if known.tzinfo else when.replace(tzinfo=None)
+
+
+def put(entry: Any, last_us: int) -> None:
+    """Set when an entry was last sent, also where django-celery-beat and RedBeat keep it."""
+    when = to_time(last_us, entry)
+    if hasattr(entry, "reschedule"):
+        entry.reschedule(when)
+        return
+    entry.last_run_at = when
+    if hasattr(entry, "model"):
+        entry.model.last_run_at = when

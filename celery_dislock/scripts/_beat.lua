@@ -1,0 +1,26 @@
+-- _beat.lua: when the entries of beat's schedule were last sent, beside the lock that one beat leads by.
+--   entry -> "1 token last_us before_us"
+--     1           version of this format
+--     token       of the lease under which this was written
+--     last_us     when it was last sent, by the clock of the beat that sent it
+--     before_us   when it was sent before that; "-" once the message of last_us has gone out
+
+-- include: _lease
+
+local NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE = 0, 1, 2, 3
+local runs, owner, token, beat_us = KEYS[2], ARGV[1], ARGV[2], ARGV[3]
+
+local function leads(lock)
+  local lease = lease_of(open(lock), owner)
+  return lease and lease.expires > now and lease.token == token
+end
+
+local function clock_is_wrong(apart_us) return math.abs(beat_us - now_us) > tonumber(apart_us) end
+
+-- Token, last_us, and before_us or "-"; nothing if there is no record, or it cannot be read.
+local function read_run(record) return string.match(record or '', '^1 (%d+) (%d+) ([%d-]+)$') end
+
+local function write_run(entry, last, before)
+  redis.call('HSET', runs, entry, table.concat({'1', token, last, before}, ' '))
+  redis.call('PEXPIRE', runs, KEPT_MS)
+end

@@ -1,0 +1,241 @@
+"""Run blocking code on an event loop: where it would wait, the coroutine that runs it waits.
+
+What talks to lock servers is written once, as blocking code.  It touches no socket itself: it waits
+where its connections and its pauses do, and those come from a
+:class:`~celery_dislock.servers.driver.Driver`.  On an event loop the code runs in a greenlet
+beside the coroutine that wants the result.  Where it would wait, the greenlet gives the coroutine
+something to await, and goes on with what comes of it.
+
+Source: SQLAlchemy has run its blocking core on event loops in this way since version 1.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NO_TASK = (
+    "an async lock is used in tasks of asyncio, and none runs here. With trio, put a whole "
+    "`with dislock.lock(...)` block into a function: await trio.to_thread.run_sync(function)"
+)
+REMEDY = "locks for asyncio need greenlet: pip install 'celery-dislock[asyncio]'"
+
+
+class Call:
+    """
+    A call of blocking code on an event loop.
+
+    Args:
+        task: The asyncio task that awaits it.
+        loop: The event loop.
+
+    Attributes:
+        task, loop: The arguments of these names.
+        waits_for: What is to be awaited for it; None: it has ended.
+        stopped_by: The exception that ended it, such as a cancellation; it cannot wait any more.
+    """
+
+    def __init__(self, task: asyncio.Task[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.task = task
+        self.loop = loop
+        self.waits_for: Awaitable[Any] | None = None
+        self.stopped_by: BaseException | None = None
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Call the function, and keep what comes of it."""
+        try:
+            self._result = function(*args, **kwargs)
+        except BaseException as exc:  # noqa: BLE001 -- outcome() raises it
+            self._error = exc
+        self.waits_for = None
+
+    def outcome(self) -> Any:
+        """Return what the function has returned; raise what it has raised."""
+        if self._error is None:
+            return self._result
+        error, self._error = self._error, None  # else it would be in a circle with its traceback
+        try:
+            raise error
+        finally:
+            del error
+
+
+def _nobody() -> Any:
+    return None
+
+
+_getcurrent: Callable[[], Any] = _nobody  # greenlet's own from the first call on
+
+
+def current_greenlet() -> Any:
+    """Return the greenlet that runs here; None: nobody uses greenlets in this process."""
+    # The module, or its function while it is imported, may be missing.
+    return getattr(sys.modules.get("greenlet"), "getcurrent", _nobody)()
+
+
+def call_of(greenlet: Any) -> Call | None:
+    """Return the call that a greenlet runs; None: it runs none."""
+    return getattr(greenlet, "dislock_call", None)
+
+
+def current_call() -> Call | None:
+    """Return the call that runs here; None: this code does not run for an event loop."""
+    return getattr(_getcurrent(), "dislock_call", None)
+
+
+async def run_on_loop(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """
+    Call a function that waits by the driver of event loops, and await what it waits for.
+
+    A cancellation is raised in the function, where it waits.  From then on it cannot wait any more:
+    each attempt raises the cancellation again.  So a cancellation takes effect at once, and what
+    the lock server must be told then is left to others.
+
+    Raises:
+        ImportError: greenlet is not installed.
+        RuntimeError: No asyncio task runs here.
+    """
+    runs, call = _begin(function, args, kwargs)
+    while call.waits_for is not None:
+        try:
+            result = await call.waits_for
+        except BaseException as exc:  # noqa: BLE001 -- it is raised in the function
+            runs.throw(exc)
+        else:
+            runs.switch(result)
+    returned: T = call.outcome()
+    return returned
+
+
+def run_at_once(function: Callable[[], T]) -> T:
+    """
+    Call a function that need not wait, for the asyncio task that runs here.
+
+    Raises:
+        ImportError, RuntimeError: As for :func:`run_on_loop`.
+    """
+    returned: T = _begin(function, (), {})[1].outcome()
+    return returned
+
+
+def _begin(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Call]:
+    """Call a function in a greenlet, until it has ended or waits; return both."""
+    task = task_here()
+    call = Call(task, task.get_loop())
+    idle = _idle.greenlets
+    runs = idle.pop() if idle else greenlet_module().greenlet(_run_calls)
+    here = _getcurrent()
+    runs.parent, runs.dislock_call = here, call
+    runs.gr_context = here.gr_context  # context variables are those of the task
+    runs.switch(function, args, kwargs)
+    return runs, call
+
+
+class _Idle(threading.local):
+    """Greenlets of a thread that run no call: to start one costs 9 us."""
+
+    def __init__(self) -> None:
+        self.greenlets: list[Any] = []
+
+
+_idle = _Idle()
+
+
+def _run_calls(*called: Any) -> None:
+    """Run one call after the other; a greenlet ends with its thread."""
+    here = _getcurrent()
+    while True:
+        here.dislock_call.run(*called)
+        called, here.dislock_call, here.gr_context = (), None, None  # nothing is kept alive
+        _idle.greenlets.append(here)
+        called = here.parent.switch()
+
+
+def wait_for(waits_for: Awaitable[T]) -> T:
+    """
+    Have the coroutine that awaits this call await something; return what comes of it.
+
+    Raises:
+        ConnectionError: No call of :func:`run_on_loop` runs here.
+        BaseException: What has stopped the call.
+    """
+    here = _getcurrent()
+    call = call_of(here)
+    if call is None or call.stopped_by is not None:
+        if isinstance(waits_for, Coroutine):
+            waits_for.close()
+        if call is None or call.stopped_by is None:
+            raise ConnectionError("it belongs to an event loop")
+        raise call.stopped_by
+    call.waits_for = waits_for
+    try:
+        result: T = here.parent.switch()
+    except BaseException as exc:
+        if not isinstance(exc, Exception):
+            call.stopped_by = exc
+        raise
+    return result
+
+
+def task_here() -> asyncio.Task[Any]:
+    """
+    Return the asyncio task that runs here.
+
+    Raises:
+        RuntimeError: None does.
+    """
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs here
+        task = None
+    if task is None:
+        raise RuntimeError(NO_TASK)
+    return task
+
+
+def wait_again() -> None:
+    """Let the call that runs here wait again, after a cancellation that was taken back."""
+    call = current_call()
+    if call is not None:
+        call.stopped_by = None
+
+
+def sleep(seconds: float) -> None:
+    """Sleep; on an event loop others run meanwhile."""
+    if current_call() is None:
+        time.sleep(seconds)
+    else:
+        wait_for(asyncio.sleep(seconds))
+
+
+def in_thread(function: Callable[..., None], *args: Any) -> None:
+    """Call a function that blocks in a thread, while the event loop goes on."""
+    wait_for(asyncio.to_thread(function, *args))
+
+
+def greenlet_module() -> Any:
+    """
+    Return the module :mod:`greenlet`.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import greenlet  # noqa: PLC0415 -- an extra
+    except ImportError as exc:
+        raise ImportError(REMEDY) from exc
+    global _getcurrent  # noqa: PLW0603 -- looked up at each step
+    _getcurrent = greenlet.getcurrent
+    return greenlet

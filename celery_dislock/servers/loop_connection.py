@@ -1,0 +1,245 @@
+"""Connections of event loops: redis-py's for asyncio, with the methods of its blocking ones.
+
+redis-py connects and logs in.  Then this module reads from the transport itself, without streams:
+that takes half the time.  What waits does so through :mod:`celery_dislock.servers.bridge`.
+Nothing waits to send: commands are short, and the transport keeps what the socket does not take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import hiredis
+import redis
+from redis._parsers import BaseParser
+from redis.asyncio import Connection, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from celery_dislock.redaction import Ours
+from celery_dislock.servers.bridge import current_call, sleep, wait_for
+from celery_dislock.servers.driver import Driver, as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+KINDS = {
+    redis.Connection: Connection,
+    redis.SSLConnection: SSLConnection,
+    redis.UnixDomainSocketConnection: UnixDomainSocketConnection,
+}
+INCOMPLETE = object()  # a reply
+PUSHED = getattr(hiredis, "PushNotification", ())  # what RESP3 lets a server tell unasked
+
+
+class NoCoroutineError(Ours, redis.RedisError):
+    """No coroutine uses an async lock here."""
+
+
+class LoopConnection(asyncio.Protocol):
+    """
+    A connection that belongs to the event loop on which it connects.
+
+    Args:
+        kind: A class of redis-py's blocking connections.
+        arguments: Its keyword arguments.
+
+    Attributes:
+        host, port: Where it leads to; None for a unix socket.
+        socket_timeout: Seconds to wait for a reply; None: no limit.
+    """
+
+    def __init__(self, kind: type[redis.Connection], arguments: Mapping[str, Any]) -> None:
+        self._redis: Any = KINDS[kind](**{**arguments, "retry": Retry(NoBackoff(), 0)})
+        self.host, self.port = arguments.get("host"), arguments.get("port")
+        self.socket_timeout: float | None = self._redis.socket_timeout
+        self._patience = self.socket_timeout  # for the next reply
+        self._replies = hiredis.Reader(
+            protocolError=redis.InvalidResponse,
+            replyError=BaseParser.parse_error,
+            notEnoughData=INCOMPLETE,
+        )
+        self._transport: Any = None
+        self._reply = INCOMPLETE  # that has arrived before it was wanted
+        self._arrives: asyncio.Future[None] | None = None
+        self._until = math.inf  # when it is given up to wait for a reply
+        self._timer: asyncio.TimerHandle | None = None
+        self._lost: redis.ConnectionError | None = redis.ConnectionError("it is not connected")
+
+    @property
+    def socket_connect_timeout(self) -> float | None:
+        """Seconds to connect."""
+        seconds: float | None = self._redis.socket_connect_timeout
+        return seconds
+
+    @socket_connect_timeout.setter
+    def socket_connect_timeout(self, seconds: float | None) -> None:
+        self._redis.socket_connect_timeout = seconds
+
+    @property
+    def _sock(self) -> LoopConnection:
+        return self  # which has the one method of sockets that is used
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Set the seconds to wait for the next reply."""
+        self._patience = seconds
+
+    def connect(self) -> None:
+        """Connect; raises redis-py's errors."""
+        _require_coroutine()
+        call = current_call()
+        if call is not None and call.stopped_by is not None:  # perhaps its event loop is closed
+            raise call.stopped_by
+        self._loop = asyncio.get_running_loop()
+        self._redis.socket_timeout = self._patience = self.socket_timeout
+        # In a task of its own: before Python 3.12, redis-py hides a cancellation at some steps.
+        connects = asyncio.ensure_future(self._redis.connect())
+        try:
+            wait_for(asyncio.shield(connects))
+        except BaseException:
+            connects.cancel()
+            connects.add_done_callback(self._give_up)
+            raise
+        self._transport = self._redis._writer.transport  # noqa: SLF001
+        self._transport.set_protocol(self)
+        self._lost = None
+
+    def _give_up(self, connects: asyncio.Future[None]) -> None:
+        """Close what came of connecting after all."""
+        if not connects.cancelled():
+            connects.exception()  # else asyncio complains that nobody wants to know
+        if self._redis._writer is not None:  # noqa: SLF001
+            self._redis._writer.transport.abort()  # noqa: SLF001 -- TLS would wait for an answer
+        self.disconnect()
+
+    def pack_command(self, *command: Any) -> list[bytes]:
+        """Pack a command."""
+        return [hiredis.pack_command(as_text(command))]
+
+    def send_packed_command(self, command: Sequence[bytes], *, check_health: bool = False) -> None:  # noqa: ARG002
+        """Send what is packed; waits only to connect, if that was not done."""
+        _require_coroutine()
+        if self._transport is None:
+            self.connect()  # as redis-py does
+        if self._lost is not None:
+            raise self._lost
+        self._transport.write(b"".join(command))
+
+    def send_command(self, *command: Any, check_health: bool = False) -> None:
+        """Pack and send a command; see :meth:`send_packed_command`."""
+        self.send_packed_command(self.pack_command(*command), check_health=check_health)
+
+    def can_read(self, timeout: float) -> bool:
+        """Wait for a reply, for so many seconds; return whether it, or an end, has come."""
+        self._patience = timeout
+        try:
+            self._reply = self._next()
+        except redis.TimeoutError:
+            return False
+        except redis.ConnectionError:  # which the next to read is told
+            return True
+        finally:
+            self._patience = self.socket_timeout
+        return True
+
+    def read_response(self, *, disable_decoding: bool = True) -> Any:  # noqa: ARG002
+        """Return a reply, strings as bytes; raises redis-py's errors."""
+        reply, self._reply = self._reply, INCOMPLETE
+        if reply is INCOMPLETE:
+            reply = self._next()
+        if isinstance(reply, redis.RedisError):
+            raise reply
+        return reply
+
+    def _next(self) -> Any:
+        while (reply := self._replies.gets()) is INCOMPLETE or isinstance(reply, PUSHED):
+            if reply is not INCOMPLETE:
+                continue
+            if self._lost is not None:
+                raise self._lost
+            if self._loop.is_closed():
+                raise redis.ConnectionError("its event loop is closed")
+            if self._patience is not None:
+                self._watch(self._loop.time() + self._patience)
+            arrives = self._arrives = self._loop.create_future()
+            try:
+                wait_for(arrives)
+            finally:
+                self._arrives, self._until = None, math.inf
+        return reply
+
+    def _watch(self, until: float) -> None:
+        """Give up waiting at that time.  A timer outlives many replies: each would cost 5 us."""
+        self._until = until
+        if self._timer is not None and until < self._timer.when():
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(until, self._look)
+
+    def _look(self) -> None:
+        """Give up, or look again when it is time."""
+        self._timer = None
+        if self._arrives is None or self._arrives.done() or self._until == math.inf:
+            return
+        if self._loop.time() < self._until:
+            self._watch(self._until)
+        else:
+            self._arrives.set_exception(redis.TimeoutError("no answer in time"))
+
+    def data_received(self, data: bytes) -> None:
+        """Keep what arrives; the event loop calls this."""
+        self._replies.feed(data)
+        if self._arrives is not None and not self._arrives.done():
+            self._arrives.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell who reads that nothing arrives any more; the event loop calls this."""
+        self._lost = redis.ConnectionError(str(exc or "Connection closed by server."))
+        self.data_received(b"")
+
+    def disconnect(self) -> None:
+        """Close it, after what was sent; does not wait, and may be called in any thread."""
+        writer = self._redis._writer  # noqa: SLF001 -- its own method waits
+        if writer is not None:
+            self._transport = self._redis._reader = self._redis._writer = None  # noqa: SLF001
+            self._redis._parser.on_disconnect()  # noqa: SLF001
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(writer.close)
+
+
+def _require_coroutine() -> None:
+    if current_call() is None:
+        told = "its connections are those of an event loop: await the async lock's own methods"
+        raise NoCoroutineError(told)
+
+
+def _make(kind: type[redis.Connection], arguments: Mapping[str, Any]) -> Any:
+    return LoopConnection(kind, arguments)
+
+
+class LoopMutex:
+    """A mutex of the tasks of one event loop; not reentrant."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    def acquire(self, *, timeout: float = -1) -> bool:  # noqa: ARG002 -- who has it soon gives up
+        """Wait for it."""
+        return wait_for(self._lock.acquire())
+
+    def release(self) -> None:
+        """Give it back."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.release()
+
+
+ON_LOOP = Driver(sleep, _make, LoopMutex)

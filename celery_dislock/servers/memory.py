@@ -1,0 +1,120 @@
+"""The lock server ``memory://``: fakeredis's TCP server, inside this process, on loopback.
+
+It runs the scripts that a Redis runs, so there is no second implementation of a lock.  Other
+processes can reach it at its port while this one lives.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from redis.exceptions import ResponseError
+
+try:
+    from fakeredis._clients._tcp_server import TCPFakeRequestHandler, TcpFakeServer
+except ImportError as exc:
+    raise ImportError(f"it needs fakeredis: pip install 'celery-dislock[testing]' ({exc})") from exc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+INFO = b"redis_version:8.0.0\r\nrole:master\r\n"  # a command that fakeredis does not know
+
+
+class Clock:
+    """What fakeredis has in place of the module :mod:`time`: it can be *ahead* by some seconds."""
+
+    ahead = 0.0
+
+    def time(self) -> float:
+        """Return UNIX time, and more."""
+        return time.time() + self.ahead
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class Connection(TCPFakeRequestHandler):
+    """A client's connection, which an error leaves open: fakeredis closes it."""
+
+    def setup(self) -> None:
+        """Return errors as replies."""
+        super().setup()
+        client: Any = self.current_client
+        read = client.read_response
+
+        def read_response(*args: Any, **options: Any) -> Any:
+            try:
+                return read(*args, **options)
+            except ResponseError as exc:
+                if str(exc).startswith("unknown command 'info'"):
+                    return INFO
+                exc.args = (" ".join(str(exc).splitlines()),)  # the protocol's errors have one line
+                return exc
+
+        client.read_response = read_response
+
+
+class MemoryServer(TcpFakeServer):
+    """
+    A lock server of this process, which listens at once.
+
+    Attributes:
+        clock: Returns UNIX time, and the seconds by which :meth:`advance` has moved it.
+        url: Its first database.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0))
+        self.RequestHandlerClass = Connection
+        self.daemon_threads = True
+        self._time = Clock()
+        self.clock = self._time.time
+        self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
+        self._away = False
+        self._connected: WeakSet[socket.socket] = WeakSet()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("fakeredis.") and vars(module).get("time") is time:
+                vars(module)["time"] = self._time
+        threading.Thread(target=self.serve_forever, name="dislock-memory", daemon=True).start()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
+        """Take a connection, unless the server is away."""
+        self._connected.add(request)
+        return not self._away
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that has broken."""
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; who waits in a blocking command looks at the clock again."""
+        self._time.ahead += seconds
+        with self.fake_server.lock:
+            for database in self.fake_server.dbs.values():
+                database.condition.notify_all()
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Close all connections, and new ones at once, while the block runs; the data stay."""
+        self._away = True
+        for connection in list(self._connected):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            self._away = False
+
+
+@cache
+def memory_server() -> MemoryServer:
+    """Return the server of this process; the first call starts it.  A forked child uses it, too."""
+    return MemoryServer()

@@ -1,0 +1,448 @@
+"""
+The lock server of a test: somebody else has a lock, a holder crashes, the server is away.
+
+The fixture ``dislock_server`` of pytest is a :class:`DislockServer`.  Any other test runner opens
+one with ``with``.  Nothing is faked but the server, which is fakeredis's and runs our own scripts,
+and the clock, which :meth:`DislockServer.advance` moves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+from weakref import WeakSet
+
+from celery import states
+from celery.canvas import Signature
+from kombu.pools import connections, producers
+from kombu.utils.imports import symbol_by_name
+
+from celery_dislock.config.settings import task_options
+from celery_dislock.config.urls import CLUSTER, SENTINEL, SINGLE
+from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.locks.runtime import Process, Runtime
+from celery_dislock.locks.watchdog import Watchdog
+from celery_dislock.operating.cli.reading import described
+from celery_dislock.operating.locks import rows
+from celery_dislock.parking.process import runtime_of
+from celery_dislock.parking.sweep import Sweep
+from celery_dislock.plugin import Dislock
+from celery_dislock.servers.overview import Overview
+from celery_dislock.tasks.task import lock_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from typing import Protocol, TypeAlias
+
+    from celery import Celery
+    from celery.result import AsyncResult
+    from kombu.message import Message
+    from typing_extensions import Self
+
+    from celery_dislock.locks.lease import Lease
+    from celery_dislock.servers.store import Store
+    from celery_dislock.servers.view import Holder, LockState
+    from celery_dislock.tasks.handle import LockHandle
+
+    Key: TypeAlias = str | Sequence[str] | Signature  # of a lock; a signature stands for its task's
+
+    class Server(Protocol):
+        """A server on which tests run."""
+
+        @property
+        def url(self) -> str:
+            """Its first database."""
+
+        @property
+        def clock(self) -> Callable[[], float] | None:
+            """Returns the UNIX time that :meth:`advance` moves; None: nothing moves it."""
+
+        def advance(self, seconds: float) -> None:
+            """Let time pass."""
+
+        def outage(self) -> AbstractContextManager[None]:
+            """Answer nobody while the block runs."""
+
+
+BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
+STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
+WORKER = "celery@test"  # what runs messages in the test's thread
+IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
+
+
+class DislockServer:
+    """
+    A lock server for one test.  Use it with ``with``, or as the fixture ``dislock_server``.
+
+    It begins empty.  At the end all apps have their settings back, and a lock that is still held is
+    an AssertionError.  Locks that are left to expire, and those of :meth:`crash_holder`, are not.
+
+    Args:
+        server: The server to use; None: one inside this process.
+        test: Name of the test, for messages.
+
+    Attributes:
+        url: The server's URL, for worker processes too.
+    """
+
+    def __init__(self, server: Server | None = None, test: str = "this test") -> None:
+        if server is None:
+            from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
+
+            server = memory_server()
+        self.url = server.url
+        self._server = server
+        self._test = test
+        self._apps: list[Celery] = []
+        self._watchdogs: WeakSet[Watchdog] = WeakSet()
+        self._crashed: set[str] = set()  # owners
+        self._channels: dict[Celery, Any] = {}
+        self._waiting: list[tuple[float, Celery, Message]] = []  # with the time when it is due
+        self._undo = ExitStack()
+
+    def __enter__(self) -> Self:
+        watchdog = _known_to(self._watchdogs, self._server.clock)
+        self._undo.enter_context(mock.patch.object(Process, "watchdog_type", watchdog))
+        self._dislock = self._undo.enter_context(Dislock.from_url(self.url))
+        self._runtime = self._dislock.runtime
+        self._send("FLUSHDB")
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        process = self._runtime.process
+        overview = Overview(process.store.lock_server, process.settings.dislock_prefix)
+        try:
+            held = [
+                f"lock {row.key!r} is still held by {holder.who}"
+                for row in rows(overview)
+                for holder in row.holders
+                if not (holder.expiring or holder.turn or holder.owner in self._crashed)
+            ]
+            self._send("FLUSHDB")
+        finally:
+            self._undo.close()
+        if held and failure[0] is None:
+            raise AssertionError(f"{self._test} has ended, and {'; '.join(held)}")
+
+    def use(self, app: Celery) -> None:
+        """
+        Let an app use this server until the test ends: for its locks, and in place of a Redis.
+
+        The broker and the result backend are this server, too, if they are a Redis or are not set;
+        messages that wait there are purged.  All settings of the app that change after this call
+        get their values back at the end.
+        """
+        conf = app.conf
+        conf.get("broker_url")  # reads the settings, and replaces app.conf by them
+        conf = app.conf
+        before = dict(conf.changes)
+        environment = {n: v for n, v in os.environ.items() if n not in IN_THE_ENVIRONMENT}
+        given = conf.broker_write_url, conf.result_backend
+
+        def restore() -> None:
+            conf.changes.clear()
+            conf.changes.update(before)
+            _begin_anew(app)
+
+        self._undo.callback(restore)
+        self._undo.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+        conf.update(
+            dislock_url=self.url,
+            dislock_prefix=self._runtime.settings.dislock_prefix,
+            dislock_transport_options={},
+            dislock_min_replicas=0,
+        )
+        broker, backend = map(_is_redis, given)
+        if broker:
+            names = ("broker_url", "broker_read_url", "broker_write_url")
+            conf.update(dict.fromkeys(names, self._database(1)), broker_use_ssl=None)
+        if backend:
+            conf.update(result_backend=self._database(2), redis_backend_use_ssl=None)
+        _begin_anew(app)
+        if broker:
+            app.control.purge()
+        self._apps.append(app)
+
+    def off(self, app: Celery) -> None:
+        """Let the tasks of an app run without their locks until the test ends."""
+        if app not in self._apps:
+            self.use(app)
+        app.conf.dislock_enabled = False
+
+    @contextmanager
+    def hold(self, key: Key, *, timeout: float = 30.0, **options: Any) -> Iterator[Lease]:
+        """
+        Have a lock held by somebody else while the block runs.
+
+        Args:
+            key: The key, a list of keys, or a signature of the task that takes the lock.
+            timeout: Seconds after which the lease ends if its holder crashes.
+            options: How it is held, as for ``Dislock.lock()``: ``mode="shared"``, ``limit=3``.
+
+        Raises:
+            AssertionError: The lock is taken.
+        """
+        lease = self._take(key, watchdog_timeout=timeout, **options)
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+    def _take(self, key: Key, **options: Any) -> Lease:
+        # By an app's own way to the server, where there is one: a release publishes turns.
+        runtime = runtime_of(self._apps[-1]) if self._apps else self._runtime
+        process = runtime.process
+        declared = {f"lock_{name}": value for name, value in options.items()}
+        resolved = task_options(f"hold({key!r})", declared, {})
+        lock = runtime.lock(self._handle(key).keys, resolved)
+        about = {
+            "thread": "somebody else",
+            "worker": process.host,
+            "host": process.host,
+            "pid": process.pid,
+            "timeout": lock.timeout,
+        }
+        answer = lock.try_acquire(Attempt(process.owner_name("somebody:"), about))
+        if isinstance(answer, Conflict):
+            raise self._failed(key, "is taken already")
+        return answer
+
+    def crash_holder(self, key: Key, *, timeout: float = 30.0) -> None:
+        """
+        Have the holder of a lock die: nobody renews its lease or releases it any more.
+
+        If nobody in this process holds the lock, somebody else takes it first.
+
+        Args:
+            key: See :meth:`hold`.
+            timeout: Seconds after which the lease of that somebody ends.
+
+        Raises:
+            AssertionError: Another process holds the lock: kill that one.
+        """
+        for lease in self._leases(key) or [self._take(key, watchdog_timeout=timeout)]:
+            self._crashed.add(lease.owner)
+            for watchdog in self._watchdogs:
+                watchdog.renewals.unwatch(lease)
+
+    def lose(self, key: Key) -> None:
+        """Lose a lock, as a failover or an eviction does; holders in this process are told."""
+        for name in self._names(key):
+            self._send("DEL", name)
+        for lease in self._leases(key):
+            lease.driver.renew(lease)
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Have the server answer nobody while the block runs.  The data stay."""
+        with self._server.outage():
+            yield
+        for app in self._apps:
+            vars(app).pop("_dislock_sender", None)  # it leaves the server alone for some seconds
+        for watchdog in self._watchdogs:
+            watchdog.clearing.hurry()
+        self.advance(0)
+
+    def advance(self, seconds: float) -> None:
+        """
+        Let time pass: for the server, all expiries, and the watchdogs of this process.
+
+        Leases of this process are renewed as time passes.  To another process the time passes at
+        once, as if it had been stopped meanwhile.  On a real server this sleeps, and under pytest a
+        test that wants more than 5 s is skipped.
+
+        Args:
+            seconds: Seconds, >= 0.
+        """
+        clock = self._server.clock
+        if clock is None:
+            self._server.advance(seconds)
+            return
+        watchdogs = list(self._watchdogs)
+        for watchdog in watchdogs:
+            watchdog.stop()
+        until = clock() + seconds
+        while True:
+            waits = [wait for one in watchdogs if (wait := one.tick()) is not None]
+            left = until - clock()
+            if left <= 0:
+                break
+            self._server.advance(min(left, max(min(waits, default=left), STEP_LEAST)))
+        for watchdog in watchdogs if waits else ():
+            watchdog.start()
+
+    def parked(self, key: Key) -> list[str]:
+        """Return the ids of the tasks that are parked for a lock, in order."""
+        return [
+            str(waiter.id) for lock in self._states(key) for waiter in lock.line if waiter.parked
+        ]
+
+    def run_parked(self) -> int:
+        """
+        Run the messages that wait, as a worker does, in this thread; return how many there were.
+
+        These are the turns of parked tasks, and any others in the queues of the apps in use; those
+        that are put off are run after their time, which :meth:`advance` moves.
+        """
+        for app in self._apps:  # what a worker does about holders that have died
+            process = runtime_of(app).process
+            sweep = Sweep(process, process.sweep_name, WORKER, every=1.0)
+            sweep.step()
+            sweep.end()
+        ran = 0
+        while due := self._due():
+            for _, app, message in due:
+                _run(app, message)
+            ran += len(due)
+        return ran
+
+    def _due(self) -> list[tuple[float, Celery, Message]]:
+        now = (self._server.clock or time.time)()
+        for app in self._apps:
+            channel = self._channels.get(app)
+            if channel is None:
+                connection = self._undo.enter_context(app.connection_for_read())
+                channel = self._channels[app] = connection.default_channel
+            for queue in app.amqp.queues.consume_from.values():
+                while message := queue(channel).get():
+                    self._waiting.append((now + _countdown_of(message), app, message))
+        due = [one for one in self._waiting if one[0] <= now]
+        self._waiting = [one for one in self._waiting if one not in due]
+        return due
+
+    def assert_locked(self, key: Key) -> None:
+        """Fail unless somebody holds the lock."""
+        if not all(self._holders(key)):
+            raise self._failed(key, "is held by nobody")
+
+    def assert_free(self, key: Key) -> None:
+        """Fail if somebody holds the lock."""
+        if any(self._holders(key)):
+            raise self._failed(key, "is held")
+
+    def assert_waiting(self, key: Key, n: int) -> None:
+        """Fail unless *n* wait in line for the lock, parked tasks or others."""
+        waiting = sum(lock.waiting for lock in self._states(key))
+        if waiting != n:
+            raise self._failed(key, f"has {waiting} in line, not {n}")
+
+    def assert_skipped(self, result: AsyncResult) -> None:
+        """Fail unless the task was skipped because its lock was held; ask only when it is ready."""
+        if result.state != states.REVOKED or "is held by" not in str(result.result):
+            raise AssertionError(f"{_told(result)}: it was not skipped")
+
+    def assert_duplicate(self, result: AsyncResult) -> None:
+        """Fail unless the message was not sent, because another of its key was there."""
+        if not result.duplicate:
+            raise AssertionError(f"{_told(result)}: it is no duplicate")
+
+    def assert_same_key(self, *signatures: Signature) -> None:
+        """Fail unless these tasks, with these arguments, take the same lock."""
+        keys = [self._handle(one).key for one in signatures]
+        if len(set(keys)) != 1:
+            told = "\n".join(f"  {key}: {one!r}" for key, one in zip(keys, signatures, strict=True))
+            raise AssertionError(f"different keys:\n{told}")
+
+    def _handle(self, key: Key) -> LockHandle:
+        if isinstance(key, Signature):
+            key = lock_for(key.type, *key.args, **key.kwargs).keys
+        return self._dislock.lock_of(key)
+
+    def _names(self, key: Key) -> Sequence[str]:
+        return self._runtime.lock_names(self._handle(key).keys)
+
+    def _states(self, key: Key) -> list[LockState]:
+        return self._handle(key).state()
+
+    def _holders(self, key: Key) -> list[Sequence[Holder]]:
+        return [lock.holders for lock in self._states(key)]
+
+    def _leases(self, key: Key) -> list[Lease]:
+        """Return the leases of the lock that this process renews."""
+        names = set(self._names(key))
+        every = [lease for watchdog in self._watchdogs for lease in watchdog.renewals]
+        return [lease for lease in every if not names.isdisjoint(lease.driver.names)]
+
+    def _failed(self, key: Key, why: str) -> AssertionError:
+        lines = [line for lock in self._states(key) for line in described(lock)]
+        return AssertionError("\n".join([f"lock {self._handle(key).key!r} {why}:", *lines]))
+
+    def _send(self, *command: str) -> None:
+        self._runtime.process.store.lock_server.send(*command)
+
+    def _database(self, number: int) -> str:
+        return f"{self.url.removesuffix('/0')}/{number}"
+
+
+def _known_to(known: WeakSet[Watchdog], clock: Callable[[], float] | None) -> type[Watchdog]:
+    timed: Any = {} if clock is None else {"clock": clock}
+
+    class Known(Watchdog):
+        """A watchdog that a test finds, and whose time it drives."""
+
+        def __init__(self, store: Store, **options: Any) -> None:
+            super().__init__(store, **options, **timed)
+            known.add(self)
+
+    return Known
+
+
+def _is_redis(url: str | None) -> bool:
+    return not url or url.startswith((*SINGLE, *SENTINEL, *CLUSTER))
+
+
+def _begin_anew(app: Celery) -> None:
+    """Make an app forget its settings, and close and forget its connections."""
+    runtime = runtime_of(app)
+    runtime.close()
+    vars(runtime).pop("settings", None)
+    vars(app).pop("_dislock_sender", None)
+    # Celery has no public way.
+    backend, amqp = app._backend, app.amqp  # noqa: SLF001
+    used = amqp._producer_pool, app._pool  # noqa: SLF001
+    for pools in (producers, connections):
+        for name, pool in [*pools.items()]:
+            if pool in used:
+                pools.pop(name).force_close_all()
+    app._pool = app._backend_cache = amqp._producer_pool = None  # noqa: SLF001
+    app._local = threading.local()  # noqa: SLF001
+    vars(app).pop("control", None)
+    if backend is not None and "client" in vars(backend):  # that of a Redis
+        backend.result_consumer.stop()
+        backend.result_consumer.subscribed_to.clear()  # or results of this test connect it again
+        backend.client.connection_pool.disconnect()
+
+
+def _countdown_of(message: Message) -> float:
+    eta = message.headers.get("eta")
+    return datetime.fromisoformat(eta).timestamp() - time.time() if eta else 0.0
+
+
+def _run(app: Celery, message: Message) -> None:
+    task = app.tasks[message.headers["task"]]
+    request = symbol_by_name(task.Request)(
+        message,
+        app=app,
+        task=task,
+        hostname=WORKER,
+        on_ack=message.ack_log_error,
+        on_reject=message.reject_log_error,
+    )
+    request.execute()
+
+
+def _told(result: AsyncResult) -> str:
+    return f"task {result.id} is {result.state}, {result.result!r}"
+
+
+@contextmanager
+def no_locks() -> Iterator[None]:
+    """Let all tasks of this process run without their locks while the block runs."""
+    with mock.patch.object(Runtime, "off", new=True):
+        yield

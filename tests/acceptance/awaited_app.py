@@ -1,0 +1,146 @@
+"""Tasks for a pool that awaits their bodies, beside those of :mod:`tests.acceptance.scenarios`.
+
+That pool runs a body where Celery's tracer is not, so there is no ``current_task``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore, Reject
+
+from celery_dislock import SingletonTask, current_lease, ensure_held
+from tests.acceptance.scenarios import (
+    ASLEEP,
+    BRIEFLY,
+    CAPPED,
+    GATE_POLL,
+    LATE,
+    PAUSE,
+    UNTIL_END,
+    app,
+    dislock,
+    gate_of,
+    history_of,
+    reports,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from celery import Task
+
+
+@contextmanager
+def reported(task: Task, key: str) -> Iterator[None]:
+    """Report the begin and the end of a body, and what ended it."""
+
+    def report(what: str, **more: Any) -> None:
+        event = {"what": what, "id": task.request.id, "pid": os.getpid(), "token": task.lease.token}
+        reports.rpush(history_of(key), json.dumps({**event, **more}))
+
+    report("begin")
+    try:
+        yield
+    except BaseException as exc:
+        report("end", error=type(exc).__name__)
+        raise
+    report("end", error=None)
+
+
+async def stay(self: Task, key: str) -> dict[str, Any]:
+    """Last until the gate of the key is open."""
+    with reported(self, key):
+        while not reports.exists(gate_of(key)):  # noqa: ASYNC110 -- a test opens it
+            await asyncio.sleep(GATE_POLL)
+        return {"held": self.lease.held, "renewals": self.lease.renewals}
+
+
+def stay_plain(self: Task, key: str) -> dict[str, Any]:
+    """Do so in a thread."""
+    with reported(self, key):
+        while not reports.exists(gate_of(key)):
+            time.sleep(GATE_POLL)
+        return {"held": self.lease.held, "renewals": self.lease.renewals}
+
+
+async def sleep_long(self: Task, key: str) -> None:
+    """Sleep until somebody stops it."""
+    with reported(self, key):
+        await asyncio.sleep(ASLEEP)
+
+
+async def end_as(self: Task, key: str, how: str) -> Any:
+    """Let go of the loop, and end."""
+    with reported(self, key):
+        await asyncio.sleep(0)
+        if how == "fail":
+            raise ValueError(key)
+        if how == "retry" and not self.request.retries:
+            raise self.retry(countdown=0)
+        if how == "ignore":
+            raise Ignore
+        if how == "reject":
+            raise Reject(key, requeue=False)
+        if how == "cancel":
+            raise asyncio.CancelledError
+        return int(self.request.retries)
+
+
+async def retry_until_the_gate_is_open(self: Task, key: str) -> int:
+    """Ask for retries until the gate is open."""
+    with reported(self, key):
+        await asyncio.sleep(0)
+        if reports.exists(gate_of(key)):
+            return int(self.request.retries)
+        raise self.retry(countdown=PAUSE)
+
+
+async def take_again(self: Task, key: str) -> dict[str, Any]:
+    """Take the lock of this task again, and let another coroutine try it."""
+    with reported(self, key):
+        ensure_held()
+        lock = dislock.async_lock(key)
+        refused = await asyncio.create_task(lock.try_acquire())
+        async with lock as lease:
+            return {
+                "same": lease is self.lease is current_lease(),
+                "refused": refused.holder["id"],
+                "lost": await asyncio.to_thread(lambda: lease.lost),
+            }
+
+
+def make_coroutine(self: Task, key: str) -> Any:
+    """Return what only a pool that awaits makes anything of."""
+    return stay(self, key)
+
+
+def locked(name: str, body: Callable[..., Any] = stay, **options: Any) -> Task:
+    """Declare a task with this body."""
+    options = {"base": SingletonTask, "bind": True, "lock_key": "<key>", **options}
+    return app.task(body, name=f"{__name__}.{name}", **options)
+
+
+hold = locked("hold")
+hold_plain = locked("hold_plain", stay_plain)
+hold_renewed = locked("hold_renewed", **BRIEFLY)
+hold_renewed_late = locked("hold_renewed_late", **BRIEFLY, **LATE)
+hold_unique = locked("hold_unique", **UNTIL_END)
+hold_or_wait = locked("hold_or_wait", lock_on_conflict="wait")
+hold_or_retry = locked("hold_or_retry", lock_on_conflict="retry")
+hold_or_queue = locked("hold_or_queue", lock_on_conflict="queue")
+hold_or_raise = locked("hold_or_raise", lock_on_conflict="raise")
+end = locked("end", end_as, **LATE)
+retry_until_open = locked(
+    "retry_until_open", retry_until_the_gate_is_open, lock_hold_on_retry=True, max_retries=None
+)
+again = locked("again", take_again, lock_on_lost="raise")
+stop_at_loss = locked("stop_at_loss", sleep_long, lock_on_lost="raise", **BRIEFLY)
+terminate_at_loss = locked("terminate_at_loss", sleep_long, lock_on_lost="terminate", **BRIEFLY)
+stop_at_cap = locked("stop_at_cap", sleep_long, lock_on_cap="raise", **CAPPED)
+hand_out = locked("hand_out", make_coroutine)

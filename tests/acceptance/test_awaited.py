@@ -1,0 +1,168 @@
+"""Bodies that are coroutines, in workers of celery-aio-pool, which awaits them."""
+
+from __future__ import annotations
+
+import pytest
+from celery import states
+from celery.exceptions import TaskRevokedError
+
+from celery_dislock import LockHeldError, LockLostError, SettingsError
+from tests.acceptance import awaited_app as tasks
+from tests.acceptance.fleet import LIMIT, REDELIVERY_IS_SLOW, wait_for
+from tests.acceptance.scenarios import BRIEF, LONG
+
+pytestmark = pytest.mark.acceptance
+
+APP = "tests.acceptance.awaited_app"
+
+
+@pytest.fixture(scope="module")
+def pair(start_pair):
+    """Two workers that await."""
+    with start_pair("aio", "aio", app=APP) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("task", [tasks.hold, tasks.hold_plain])
+def test_one_at_a_time_runs_until_it_has_ended(pair, scene, task):
+    """The lock is held while the coroutine waits; of a plain function beside it, too."""
+    holder = scene.begin(pair, task)
+    for each in (tasks.hold, tasks.hold_plain):
+        with pytest.raises(TaskRevokedError, match=holder.id):
+            pair.send(each, scene.key).get(timeout=LIMIT)
+    scene.open_gate()
+    assert holder.get(timeout=LIMIT)["held"] is True
+    assert len(scene.begun) == 1
+    assert scene.is_free
+
+
+def test_the_lease_is_renewed_while_the_coroutine_runs(pair, scene):
+    """It lasts for two timeouts, under the lease that it began with."""
+    holder = scene.begin(pair, tasks.hold_renewed)
+    wait_for("it has outlived two timeouts", lambda: scene.lease.extended_by > 3 * BRIEF)
+    scene.open_gate()
+    end = holder.get(timeout=LIMIT)
+    assert end["held"] is True
+    assert end["renewals"] > 2
+
+
+@pytest.mark.parametrize("task", [tasks.stop_at_loss, tasks.terminate_at_loss, tasks.stop_at_cap])
+def test_the_end_of_the_lease_cancels_the_coroutine(pair, scene, task):
+    """The task ends with LockLostError, and the worker goes on."""
+    result = scene.begin(pair, task)
+    if task is not tasks.stop_at_cap:
+        scene.lose_the_lock()
+    with pytest.raises(LockLostError) as lost:
+        result.get(timeout=LIMIT)
+    assert lost.value.key == scene.key
+    assert scene.wait_for_report("end")["error"] == "CancelledError"
+    scene.wait_until_free()
+    assert pair.send(tasks.end, scene.key, "well").get(timeout=LIMIT) == 0
+
+
+@pytest.mark.parametrize("how", ["well", "fail", "retry", "ignore", "reject", "cancel"])
+def test_however_a_coroutine_ends_its_lock_is_free(pair, scene, how):
+    """And the task ends as it does in other pools; a cancellation is a failure."""
+    result = pair.send(tasks.end, scene.key, how)
+    scene.wait_for_report("end", times=2 if how == "retry" else 1)
+    scene.wait_until_free()
+    if how in {"well", "retry"}:
+        assert result.get(timeout=LIMIT) == (how == "retry")
+    elif how != "ignore":
+        wait_for("it has failed", lambda: result.state == states.FAILURE)
+    scene.assert_exclusive()
+
+
+def test_a_coroutine_keeps_its_lock_over_the_countdown_of_its_retry(pair, scene):
+    """With lock_hold_on_retry nobody gets in between, and each attempt has a token of its own."""
+    result = pair.send(tasks.retry_until_open, scene.key)
+    scene.wait_for_report("end")
+    parked = scene.park(pair, task=tasks.hold_or_queue)
+    assert scene.lease.extended_by > LONG
+    scene.wait_for_report("begin", times=3)
+    scene.assert_others_stay_out(pair, result)
+    scene.open_gate()
+    assert result.get(timeout=LIMIT) >= 2
+    assert parked.get(timeout=LIMIT)["held"] is True
+    assert scene.begun == [result.id] * (len(scene.begun) - 1) + [parked.id]
+    scene.assert_exclusive()
+
+
+def test_a_coroutine_reserves_its_key_until_it_has_ended(pair, scene):
+    """lock_unique_until="end": a duplicate gets the result of the one that runs."""
+    first = scene.begin(pair, tasks.hold_unique)
+    again = pair.send(tasks.hold_unique, scene.key)
+    assert (again.id, again.duplicate) == (first.id, True)
+    scene.open_gate()
+    assert again.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_unreserved()
+    assert scene.begun == [first.id]
+    following = pair.send(tasks.hold_unique, scene.key)
+    assert following.duplicate is False
+    assert following.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_unreserved()
+
+
+@pytest.mark.skipif(REDELIVERY_IS_SLOW, reason="this kombu redelivers every 100 s")
+def test_a_coroutine_whose_worker_is_killed_runs_again_when_its_lock_has_expired(
+    start_fleet, scene
+):
+    """With acks_late, in another worker."""
+    own = {"app": APP, "queue": scene.key, "env": {"SCENARIOS_VISIBILITY_TIMEOUT": "2"}}
+    fleets = [start_fleet("aio", ready=False, **own) for _ in range(2)]
+    for fleet in fleets:
+        fleet.workers[0].wait_until_ready()
+    result = fleets[0].send(tasks.hold_renewed_late, scene.key)
+    pid = scene.wait_for_report("begin")["pid"]
+    left = scene.lease
+    (victim,) = (f.workers[0] for f in fleets if f.workers[0].process.pid == pid)
+    victim.kill()
+    assert scene.wait_for_report("begin", times=2)["id"] == result.id
+    assert left.expires_ms <= scene.lease.acquired_ms
+    scene.open_gate()
+    assert result.get(timeout=LIMIT)["held"] is True
+    scene.wait_until_free()
+    scene.assert_exclusive([pid])
+
+
+@pytest.mark.parametrize("task", [tasks.hold_or_wait, tasks.hold_or_retry, tasks.hold_or_queue])
+def test_a_task_that_comes_second_runs_later(pair, scene, task):
+    """It waits in its slot, comes again, or is parked, as in other pools."""
+    first = scene.begin(pair, task)
+    second = pair.send(task, scene.key)
+    if task is tasks.hold_or_retry:
+        wait_for("it is put off", lambda: pair.says(second.id, "put off"))
+    else:
+        scene.wait_for_line(1)
+    scene.open_gate()
+    assert [each.get(timeout=LIMIT)["held"] for each in (first, second)] == [True, True]
+    assert scene.begun == [first.id, second.id]
+    scene.assert_exclusive()
+
+
+def test_a_task_that_comes_second_can_fail(pair, scene):
+    """lock_on_conflict="raise"."""
+    scene.begin(pair, tasks.hold_or_raise)
+    with pytest.raises(LockHeldError):
+        pair.send(tasks.hold_or_raise, scene.key).get(timeout=LIMIT)
+
+
+def test_its_lock_is_reentrant_in_the_body_alone(pair, scene):
+    """async_lock() of the same key gives the task's lease, and refuses other coroutines."""
+    result = pair.send(tasks.again, scene.key)
+    assert result.get(timeout=LIMIT) == {"same": True, "refused": result.id, "lost": False}
+
+
+def test_a_plain_function_that_returns_a_coroutine_fails(pair, scene):
+    """The pool would await it when the lock is free again."""
+    with pytest.raises(SettingsError, match="would run on without its lock"):
+        pair.send(tasks.hand_out, scene.key).get(timeout=LIMIT)
+    assert not scene.begun
+
+
+def test_a_worker_of_another_pool_does_not_start(start_fleet):
+    """It says which task it is, and what to do; a process that sends needs no pool."""
+    (worker,) = start_fleet("solo", app=APP, ready=False).workers
+    assert worker.wait_until_it_ends() != 0
+    assert f"{APP}.again: worker_pool='celery.concurrency.solo:TaskPool'" in worker.log
+    assert "asyncio.run()" in worker.log

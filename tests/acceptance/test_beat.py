@@ -1,0 +1,166 @@
+"""Several ``celery beat --dislock`` of which one sends, as processes that are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.acceptance.fleet import ROOT, wait_for
+from tests.forked import start_celery
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import redis
+
+pytestmark = pytest.mark.acceptance
+
+QUEUE = "ticks"  # that nobody reads
+TIMEOUT = 2  # seconds; dislock_beat_timeout
+HOUR = 3600
+LEADS, STANDS_BY = "Beat leads, lock 'beat'", "Beat stands by, lock 'beat'"
+
+
+class Beat:
+    """One beat, alone or in a worker, with its log in a file."""
+
+    def __init__(self, folder: Path, name: str, command: list[str], env: dict[str, str]) -> None:
+        self.log_file = folder / f"{name}.log"
+        arguments = ["-A", "tests.acceptance.beat_app", *command, "--loglevel", "INFO"]
+        arguments += ["--schedule", str(folder / f"{name}-schedule")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), **env}
+        self.process = start_celery(arguments, folder, env, self.log_file)
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text("utf-8", "replace")
+
+    def says(self, words: str, times: int = 1) -> None:
+        wait_for(f"{self.log_file.stem} says {words!r}", lambda: self.log.count(words) >= times)
+
+    def send(self, number: int) -> None:
+        """Send a signal to it, and to its worker's processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+class Beats:
+    """Some beats, a broker, and a lock server of their own."""
+
+    def __init__(self, folder: Path, broker: RedisServer, locks: RedisServer) -> None:
+        self.folder, self.locks = folder, locks
+        self.client: redis.Redis = broker.client(decode_responses=True)
+        self.started: list[Beat] = []
+        self.conf: dict[str, Any] = {
+            "broker_url": broker.url,
+            "dislock_url": locks.url,
+            "dislock_beat_timeout": TIMEOUT,
+            "beat_schedule": {"often": {"task": "often", "schedule": 0.25}},
+            "beat_max_loop_interval": 1,
+            "task_default_queue": QUEUE,
+        }
+
+    def start(self, *command: str, **env: str) -> Beat:
+        """Start one more beat."""
+        given = {"BEAT_CONF": json.dumps(self.conf), **env}
+        name = f"beat{len(self.started) + 1}"
+        self.started.append(Beat(self.folder, name, list(command or ("beat", "--dislock")), given))
+        return self.started[-1]
+
+    def ids(self) -> list[str]:
+        """Return the ids of all messages that were sent."""
+        return [json.loads(one)["headers"]["id"] for one in self.client.lrange(QUEUE, 0, -1)]
+
+    def go_on(self, messages: int = 4) -> None:
+        """Wait for some more messages."""
+        more = self.client.llen(QUEUE) + messages
+        wait_for("more messages", lambda: self.client.llen(QUEUE) >= more)
+
+
+@pytest.fixture
+def beats(redis_program, tmp_path) -> Iterator[Beats]:
+    """Beats that are killed when the test ends."""
+    with RedisServer(tmp_path / "broker") as broker, RedisServer(tmp_path / "locks") as locks:
+        beats = Beats(tmp_path, broker, locks)
+        try:
+            yield beats
+        finally:
+            for one in beats.started:
+                one.send(signal.SIGKILL)
+            beats.client.close()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGSTOP"])
+def test_another_beat_takes_over(beats, how):
+    """After a kill, a stop, and a halt that lasts longer than the lease; no tick has two ids."""
+    leader = beats.start()
+    leader.says(LEADS)
+    others = [beats.start(), beats.start()]
+    for one in others:
+        one.says(STANDS_BY)
+    beats.go_on()
+    leader.send(getattr(signal, how))
+    wait_for("another leads", lambda: any(LEADS in one.log for one in others))
+    beats.go_on()
+    if how == "SIGSTOP":
+        leader.send(signal.SIGCONT)
+        leader.says(STANDS_BY)
+        beats.go_on()
+        assert leader.process.poll() is None
+    # The signal may strike between a message and the note that it has gone out.
+    assert len(beats.ids()) - len(set(beats.ids())) <= 1
+
+
+def test_beats_stand_by_while_the_lock_server_is_away(beats):
+    """They say so once, send nothing, and go on when it is back, without their records."""
+    both = [beats.start(), beats.start()]
+    beats.go_on()
+    beats.locks.kill()
+    for one in both:
+        one.says("until the lock server answers")
+    sent = beats.ids()
+    wait_for("the lease is lost", lambda: any("is lost" in one.log for one in both))
+    assert beats.ids() == sent
+    beats.locks.start()
+    beats.go_on()
+    assert [one.log.count("until the lock server answers") for one in both] == [1, 1]
+    assert [one.process.poll() for one in both] == [None, None]
+    assert len(set(beats.ids())) == len(beats.ids())
+
+
+@pytest.mark.parametrize("ahead", [HOUR, -HOUR])
+def test_a_beat_whose_clock_is_wrong_sends_nothing(beats, ahead):
+    """Not even if there is no other; it says what is wrong, and the next one leads at once."""
+    wrong = beats.start(BEAT_AHEAD=str(ahead))
+    wrong.says("differs by")
+    right = beats.start()
+    beats.go_on()
+    assert LEADS not in wrong.log
+    assert wrong.log.count("differs by") == 1
+    right.says(LEADS)
+
+
+def test_workers_may_have_the_beats(beats):
+    """Worker -B --dislock: of two workers one sends, and the other after it was killed."""
+    beats.conf["worker_enable_remote_control"] = False
+    workers = [
+        beats.start(
+            *("worker", "-B", "--dislock", "--pool", "threads", "--queues", "none"),
+            *("--hostname", f"{name}@here", "--without-gossip", "--without-mingle"),
+        )
+        for name in "ab"
+    ]
+    beats.go_on()
+    leader, other = sorted(workers, key=lambda one: LEADS not in one.log)
+    other.says(STANDS_BY)
+    leader.send(signal.SIGKILL)
+    other.says(LEADS)
+    beats.go_on()
+    assert len(set(beats.ids())) == len(beats.ids())

@@ -1,0 +1,564 @@
+"""A cancelled coroutine leaves no lease, no place in line and no connection with a reply in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+from celery_dislock import Dislock, LockHeldError, scripts
+from celery_dislock.servers import bridge, loop_connection
+from celery_dislock.servers.bridge import current_call
+from proof.proxy import Proxy, lose_reply, runs, swallow_reply
+from tests.holding import PATIENCE
+from tests.integration.servers import MASTER_NAME, RedisCluster, Watched
+from tests.redis_server import RedisServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# When a wait is cancelled: before it has begun, while it lasts, or when its result has arrived.
+BEFORE, DURING, ARRIVED = "before", "during", "arrived"
+WAITS_MOST = 30  # of one operation
+LASTS = 20 * PATIENCE  # seconds: a lease that is left does not end by itself in time
+GRANTS = runs(scripts.ACQUIRE)
+RELEASES = runs(scripts.RELEASE)
+
+
+async def until(condition: Callable[[], Any], what: str) -> Any:
+    """Wait until *condition* gives something true, while the event loop runs."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what} did not come in {PATIENCE:g} s"
+        await asyncio.sleep(0.005)
+    return found
+
+
+async def ended(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """Wait until a task has ended; it must not wait for ever."""
+    done, _ = await asyncio.wait([task], timeout=PATIENCE)
+    assert done, task
+    return task
+
+
+class Strike:
+    """Cancels its task at the nth wait; counts the waits."""
+
+    def __init__(self, monkeypatch, nth, when, times=1):
+        self.nth, self.when, self.times = nth, when, times
+        self.waits = 0
+        self.task = None
+        waits_really = bridge.wait_for
+
+        def wait_for(waits_for):
+            call = current_call()
+            if call is not None and call.task is self.task and call.stopped_by is None:
+                self.waits += 1
+                if self.waits == self.nth:
+                    waits_for = self._struck(waits_for)
+            return waits_really(waits_for)
+
+        for module in (bridge, loop_connection):
+            monkeypatch.setattr(module, "wait_for", wait_for)
+
+    def cancel(self, *_):
+        for _ in range(self.times):
+            self.task.cancel()
+
+    def _struck(self, waits_for):
+        if self.when == BEFORE:
+            self.cancel()
+        elif self.when == DURING:
+            asyncio.get_running_loop().call_soon(self.cancel)
+        elif asyncio.isfuture(waits_for):
+            waits_for.add_done_callback(self.cancel)  # before that of the task
+        else:
+            return self._arrives(waits_for)
+        return waits_for
+
+    async def _arrives(self, waits_for):
+        result = await waits_for
+        self.cancel()  # the task is told where it waits next, and has what it has waited for
+        return result
+
+
+async def takes(lock):
+    await lock.acquire()
+    await lock.release()
+
+
+async def tries(lock):
+    if await lock.try_acquire():
+        await lock.release()
+
+
+async def extends(lock):
+    async with lock:
+        await lock.extend()
+
+
+async def nests(lock):
+    async with lock, lock:
+        pass
+
+
+async def looks(lock):
+    await lock.locked()
+    await lock.holders()
+
+
+class Servers(NamedTuple):
+    """A lock server, of any kind, and those of its processes that may have a lock."""
+
+    url: str | list[str]
+    settings: dict[str, Any]
+    processes: Sequence[RedisServer]
+
+    @contextlib.contextmanager
+    def clients(self):
+        """Yield a client of each process, with nothing in it."""
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(one.client()) for one in self.processes]
+            for client in clients:
+                client.flushall()
+            yield clients
+
+
+@pytest.fixture(scope="module")
+def single(redis_server):
+    return Servers(redis_server.url, {}, [redis_server])
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_program, tmp_path_factory):
+    with RedisCluster(tmp_path_factory.mktemp("cluster"), node_timeout=60_000) as cluster:
+        yield Servers(cluster.url, {}, cluster.masters)
+
+
+@pytest.fixture(scope="module")
+def sentinel(redis_program, tmp_path_factory):
+    with Watched(tmp_path_factory.mktemp("sentinel")) as watched:
+        settings = {"transport_options": {"master_name": MASTER_NAME}}
+        yield Servers(watched.url, settings, [watched.master])
+
+
+@pytest.fixture(scope="module")
+def quorum(redis_program, tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp(f"quorum-{number}") for number in range(3)]
+        servers = [stack.enter_context(RedisServer(folder)) for folder in folders]
+        yield Servers([server.url for server in servers], {}, servers)
+
+
+async def nothing_is_left(dislock, *clients):
+    """Assert it; the watchdog's thread may need a moment."""
+    process = dislock.runtime.process
+    await until(lambda: not process.watchdog.clearing._waiting, "the end of all releases")
+    for client in clients:
+        assert list(client.scan_iter("dislock:*")) == []
+    assert len(process.watchdog) == 0
+    for connection in idle_connections(process):
+        assert connection._reply is loop_connection.INCOMPLETE
+        assert connection._replies.gets() is loop_connection.INCOMPLETE
+
+
+def idle_connections(process):
+    """Return the connections of this event loop, which are not in use."""
+    server = bridge.run_at_once(lambda: process.store_here).lock_server
+    if server.kind == "quorum":
+        nodes = server._peers._peers
+    else:
+        nodes = server._nodes.values() if server.kind == "cluster" else [server]
+    idle = [connection for node in nodes for connection in node._wire._idle]
+    sentinels = server._watched_by._sentinels if server.kind == "sentinel" else ()
+    return idle + [one._connection for one in sentinels if one._connection is not None]
+
+
+CASES = [
+    *product(["single"], [takes, tries, extends, nests, looks], ["free", "held"]),
+    *product(["sentinel", "cluster", "quorum"], [takes], ["held"]),
+    *product(["sentinel", "cluster", "quorum"], [extends], ["free"]),
+]
+
+
+@pytest.mark.parametrize("when", [BEFORE, DURING, ARRIVED])
+@pytest.mark.parametrize(("kind", "operation", "held"), CASES)
+def test_a_cancellation_at_each_wait_leaves_nothing(request, kind, operation, held, when):
+    """Each wait in turn, over connections that are new and that are not; others then go on."""
+    servers = request.getfixturevalue(kind)
+
+    async def once(dislock, nth, clients):
+        lock = dislock.async_lock(["a", "b"] if operation is nests else "a")
+        holder = dislock.async_lock("a")
+        if held == "held":
+            await holder.acquire()
+        with pytest.MonkeyPatch.context() as patch:
+            strike = Strike(patch, nth, when, times=1 + nth % 2)
+            strike.task = asyncio.create_task(operation(lock))
+            if held == "held":
+                await asyncio.sleep(0.01)
+                await holder.release()
+            await ended(strike.task)
+        assert strike.task.cancelled() == (strike.waits >= nth)
+        if not strike.task.cancelled():
+            strike.task.result()
+        await asyncio.wait_for(takes(dislock.async_lock(["a", "b"])), PATIENCE)
+        await nothing_is_left(dislock, *clients)
+        return strike.waits
+
+    async def main(clients):
+        for nth in range(1, WAITS_MOST):
+            settings = {"watchdog_timeout": LASTS, **servers.settings}
+            async with Dislock.from_url(servers.url, **settings) as dislock:
+                waits = [await once(dislock, nth, clients) for _ in range(2)]
+                if max(waits) < nth:
+                    return nth
+        pytest.fail("it never ends")
+
+    with servers.clients() as clients:
+        assert asyncio.run(main(clients)) >= 2
+
+
+class Site:
+    """Tasks that share some locks, and are cancelled at random."""
+
+    def __init__(self, dislock, seed):
+        self.dislock = dislock
+        self.random = random.Random(seed)
+        self.inside = dict.fromkeys(KEYS, 0)
+        self.runs = self.struck = 0
+        self.going = True
+
+    async def body(self, *keys):
+        """Be alone for a moment; a body that is cancelled has left as well."""
+        assert not any(self.inside[key] for key in keys), "two bodies at a time"
+        for key in keys:
+            self.inside[key] += 1
+        self.runs += 1
+        try:
+            await asyncio.sleep(self.random.choice([0, 0, 0.001]))
+        finally:
+            for key in keys:
+                self.inside[key] -= 1
+
+    async def blocks(self, key):
+        async with self.dislock.async_lock(key) as lease:
+            await self.body(key)
+            assert lease.held
+
+    async def nests(self, key):
+        lock = self.dislock.async_lock(key)
+        async with lock, lock:
+            await self.body(key)
+
+    async def extends(self, key):
+        lock = self.dislock.async_lock(key)
+        async with lock:
+            await lock.extend()
+            await self.body(key)
+
+    async def acquires(self, key):
+        lock = self.dislock.async_lock(key)
+        await lock.acquire()
+        try:
+            await self.body(key)
+        finally:
+            await lock.release()
+
+    async def gives_up(self, key):
+        with contextlib.suppress(LockHeldError):
+            async with self.dislock.async_lock(key, timeout=self.random.uniform(0, 0.01)):
+                await self.body(key)
+
+    async def takes_two(self, _key):
+        async with self.dislock.async_lock(KEYS[:2]):
+            await self.body(*KEYS[:2])
+
+    async def one(self):
+        """Run an operation, which is cancelled after a random time unless it ends before."""
+        doing = self.random.choice(
+            [self.blocks, self.nests, self.extends, self.acquires, self.gives_up, self.takes_two]
+        )(self.random.choice(KEYS))
+        after = self.random.expovariate(1 / self.random.choice([0.0003, 0.001, 0.005]))
+        if sys.version_info >= (3, 11):
+            strike = self.random.choice([cancel, cancel_twice, time_out, leave_group])
+        else:
+            strike = self.random.choice([cancel, cancel_twice, wait_only])
+        struck = await strike(doing, after)
+        self.struck += struck
+
+    async def strike(self, times):
+        while self.struck < times:
+            await self.one()
+
+    async def work(self):
+        """Nobody cancels this one."""
+        while self.going:
+            await self.blocks(self.random.choice(KEYS))
+
+    def block(self, dislock):
+        """Work in a thread."""
+        done = 0
+        while self.going:
+            for key in KEYS:
+                with dislock.lock(key) as lease:
+                    assert not self.inside[key]
+                    done += lease.held
+        return done
+
+
+KEYS = ["a", "b", "c"]
+
+
+async def cancel(doing, after, times=1):
+    task, told = asyncio.create_task(doing), []
+    for _ in range(times):
+        asyncio.get_running_loop().call_later(after, lambda: told.append(task.cancel()))
+    await ended(task)
+    assert task.cancelled() == any(told), "it hides its cancellation"
+    if not task.cancelled():
+        task.result()
+    return task.cancelled()
+
+
+async def cancel_twice(doing, after):
+    return await cancel(doing, after, times=2)
+
+
+async def wait_only(doing, after):
+    try:
+        await asyncio.wait_for(doing, after)
+    except asyncio.TimeoutError:
+        return True
+    return False
+
+
+async def time_out(doing, after):
+    before = asyncio.current_task().cancelling()
+    try:
+        async with asyncio.timeout(after):
+            await doing
+    except TimeoutError:
+        assert asyncio.current_task().cancelling() == before
+        return True
+    return False
+
+
+async def leave_group(doing, after):
+    async def fail():
+        await asyncio.sleep(after)
+        raise LookupError
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(doing)
+            group.create_task(fail())
+    except Exception as exc:
+        if [type(one) for one in getattr(exc, "exceptions", ())] != [LookupError]:
+            raise
+    return task.cancelled()
+
+
+@pytest.mark.parametrize("cancels", [300, pytest.param(5000, marks=pytest.mark.slow)])
+def test_cancellations_at_random_leave_nothing(redis_url, redis_client, cancels):
+    """Coroutines and a thread that nobody cancels work on; no two bodies run at a time."""
+    seed = int(os.environ.get("SEED") or random.randrange(2**32))
+
+    async def main():
+        before = len(redis_client.client_list())
+        async with Dislock.from_url(redis_url, watchdog_timeout=LASTS) as dislock:
+            site = Site(dislock, seed)
+            with Dislock.from_url(redis_url, watchdog_timeout=LASTS) as others:
+                blocking = asyncio.create_task(asyncio.to_thread(site.block, others))
+                working = [asyncio.create_task(site.work()) for _ in range(2)]
+                try:
+                    await asyncio.gather(*(site.strike(cancels) for _ in range(12)))
+                finally:
+                    site.going = False
+                for task in [*working, blocking]:
+                    (await ended(task)).result()
+                assert blocking.result() > 0
+            await nothing_is_left(dislock, redis_client)
+            idle = len(idle_connections(dislock.runtime.process))
+            most = before + idle + 1  # that of the watchdog
+            await until(lambda: len(redis_client.client_list()) <= most, "the end of connections")
+            assert site.struck >= cancels
+
+    try:
+        asyncio.run(main())
+    except BaseException as exc:
+        raise AssertionError(f"SEED={seed}") from exc
+
+
+class LateProxy(Proxy):
+    """Lets acquisitions through when it is told to; everything else passes."""
+
+    def __init__(self, port):
+        super().__init__(port)
+        self.came, self.passes = threading.Event(), threading.Event()
+
+    def _what_happens(self, command):
+        if GRANTS(command):
+            self.came.set()
+            self.passes.wait(PATIENCE)
+        return super()._what_happens(command)
+
+
+@pytest.mark.parametrize("kind", ["single", "quorum"])
+def test_an_acquisition_that_comes_after_its_release_is_undone(request, kind):
+    """The watchdog has released it before it arrives; what undoes it follows on its connection."""
+    servers = request.getfixturevalue(kind)
+    late, *others = servers.processes
+
+    async def main(proxy, clients):
+        urls = [proxy.url, *(server.url for server in others)]
+        async with Dislock.from_url(urls if others else proxy.url) as dislock:
+            task = asyncio.create_task(takes(dislock.async_lock("a")))
+            await until(proxy.came.is_set, "the acquisition")
+            task.cancel()
+            await ended(task)
+            await until(lambda: proxy.count(RELEASES), "the release of the watchdog")
+            await until(lambda: not dislock.runtime.process.watchdog.clearing._waiting, "its end")
+            before = proxy.count(RELEASES)  # of the watchdog: by digest, and perhaps by text
+            proxy.passes.set()
+            await until(lambda: proxy.count(RELEASES) > before, "the undoing")
+            await until(lambda: not clients[0].exists("dislock:{a}"), "its end")
+            await nothing_is_left(dislock, *clients)
+
+    with LateProxy(late.port) as proxy, servers.clients() as clients:
+        asyncio.run(main(proxy, clients))
+
+
+@pytest.mark.parametrize("happens", [lose_reply, swallow_reply])
+@pytest.mark.parametrize("command", [GRANTS, RELEASES], ids=["acquire", "release"])
+def test_a_cancellation_while_a_reply_is_lost_leaves_nothing(
+    redis_url, redis_server, redis_client, command, happens
+):
+    async def main(proxy):
+        async with Dislock.from_url(proxy.url) as dislock:
+            for after in (0.0, 0.001, 0.01, 0.05):  # before it is resent, and in the pause
+                before = proxy.count(command)
+                proxy.fault(command, happens, times=3)
+                task = asyncio.create_task(takes(dislock.async_lock("a")))
+                await until(lambda before=before: proxy.count(command) > before, "the command")
+                asyncio.get_running_loop().call_later(after, task.cancel)
+                await ended(task)
+                assert task.cancelled()
+                proxy.forget_faults()
+                await nothing_is_left(dislock, redis_client)
+
+    with Proxy(redis_server.port) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_nobody_waits_for_a_server_that_stands_still(own_redis_server):
+    """Who is cancelled ends at once; when the server goes on, nothing is left there."""
+
+    async def holds(lock, entered):
+        async with lock:
+            entered.set()
+            await asyncio.sleep(3600)
+
+    async def main():
+        async with Dislock.from_url(own_redis_server.url) as dislock:
+            entered = asyncio.Event()
+            tasks = [asyncio.create_task(holds(dislock.async_lock("a"), entered))]
+            await asyncio.wait_for(entered.wait(), PATIENCE)
+            tasks += [asyncio.create_task(takes(dislock.async_lock("a"))) for _ in range(5)]
+            with own_redis_server.client() as client:
+                await until(lambda: len(list(client.scan_iter("*"))) > 1, "the line")
+                await asyncio.sleep(0.05)
+                own_redis_server.pause()
+                try:
+                    for key in ("a", "b"):
+                        tasks += [asyncio.create_task(tries(dislock.async_lock(key)))]
+                    await asyncio.sleep(0.05)
+                    for task in tasks:
+                        task.cancel()
+                    for task in tasks:
+                        assert (await ended(task)).cancelled()
+                finally:
+                    own_redis_server.resume()
+                await nothing_is_left(dislock, client)
+
+    asyncio.run(main())
+
+
+def test_tasks_that_are_pending_when_the_program_ends_leave_nothing(redis_url, redis_client):
+    """asyncio.run() cancels them; the watchdog outlives the event loop."""
+
+    async def holds(lock, entered):
+        async with lock:
+            entered.set()
+            await asyncio.sleep(3600)
+
+    async def main():
+        dislock, entered = Dislock.from_url(redis_url), asyncio.Event()
+        lock = dislock.async_lock("a")
+        tasks = [asyncio.create_task(holds(lock, entered)) for _ in range(3)]
+        await entered.wait()
+        tasks += [asyncio.create_task(tries(lock))]
+        await asyncio.sleep(0)
+        return dislock, tasks
+
+    dislock, tasks = asyncio.run(main())
+    assert all(task.cancelled() for task in tasks)
+    dislock.close()  # at once: what waits is sent before
+    assert list(redis_client.scan_iter("dislock:*")) == []
+
+
+def test_a_loop_that_is_closed_leaves_nothing(redis_url, redis_client):
+    """Its tasks are dropped where they wait, in line or for a reply; only Python complains."""
+    act = f"from {__name__} import close_a_loop; close_a_loop({redis_url!r})"
+    subprocess.run([sys.executable, "-c", act], check=True, timeout=PATIENCE)
+    assert list(redis_client.scan_iter("dislock:*")) == []
+
+
+def close_a_loop(redis_url: str) -> None:
+    """Close an event loop with tasks that have a lock, wait in line, or wait for a reply."""
+    dislock = Dislock.from_url(redis_url)
+    with ThreadPoolExecutor(1) as thread:
+        held = dislock.lock("a")
+        thread.submit(held.acquire).result(PATIENCE)
+        loop = asyncio.new_event_loop()
+        tasks = [loop.create_task(takes(dislock.async_lock(key))) for key in ("a", "a", "b")]
+        loop.run_until_complete(asyncio.sleep(0.05))
+        loop.close()
+        assert [task.done() for task in tasks] == [False, False, True]
+        for task in tasks:
+            task._log_destroy_pending = False
+            task.get_coro().close()
+        thread.submit(held.release).result(PATIENCE)
+    dislock.close()
+
+
+def test_a_loop_that_is_blocked_for_three_timeouts_keeps_its_locks(redis_url):
+    """A thread renews them, and the same thread however many there are."""
+
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            locks = [dislock.async_lock(f"k{number}") for number in range(1000)]
+            locks[0] = dislock.async_lock("k0", watchdog_timeout=1.5)
+            await locks[0].acquire()
+            threads = threading.active_count()
+            for lock in locks[1:]:
+                await lock.acquire()
+            assert threading.active_count() <= threads
+            time.sleep(4.5)  # noqa: ASYNC251 -- it is to block
+            assert locks[0].lease.renewals >= 3
+            locks[0].lease.ensure_held()
+            assert not await asyncio.to_thread(dislock.lock("k0").acquire, False)
+            for lock in locks:
+                await lock.release()
+
+    asyncio.run(main())

@@ -1,0 +1,521 @@
+"""Locks of asyncio tasks where they are used in ways that they are not made for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import os
+import subprocess
+import sys
+import threading
+import traceback
+from functools import partial
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, EventLoopError, signals
+from celery_dislock.messages.message import Message
+from celery_dislock.parking.store import Ticket
+from celery_dislock.servers.replies import Parked
+from tests.holding import name_of, wait_for
+
+LIMIT = 30.0  # seconds
+SHORT = 3.0  # seconds: a lease that soon ends if nobody renews it
+
+
+@pytest.fixture
+def dislock(redis_url):
+    with Dislock.from_url(redis_url) as dislock:
+        yield dislock
+
+
+def on_loop(function):
+    """Run a coroutine function on a new event loop."""
+    return asyncio.run(asyncio.wait_for(function(), LIMIT))
+
+
+async def use(lock):
+    """Take and release a lock."""
+    async with lock as lease:
+        assert lease.held
+        return lease
+
+
+class TestLoops:
+    def test_one_loop_after_the_other(self, dislock, redis_client):
+        """A Dislock and its lock serve each loop; connections end with theirs, without aclose()."""
+
+        def connections():
+            return len(redis_client.client_list())
+
+        lock = dislock.async_lock("k")
+        before = connections()
+        for _ in range(3):
+            on_loop(lambda: use(lock))
+        assert len(dislock.runtime.process._loop_stores) == 1  # the last
+        wait_for(lambda: connections() <= before + 2, "the end of connections")
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    def test_a_loop_that_was_closed_by_hand_is_forgotten(self, dislock):
+        """Nobody shut down its generators, and Python complains of its connections."""
+        lock = dislock.async_lock("k")
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(use(lock))
+        loop.close()
+        on_loop(lambda: use(lock))
+        assert loop not in dislock.runtime.process._loop_stores
+        del loop
+        gc.collect()
+
+    def test_loops_in_several_threads(self, dislock):
+        """Their tasks exclude each other, with connections of their own."""
+        lock = dislock.async_lock("k", timeout=LIMIT)
+        inside, held = [], []
+
+        async def body():
+            for _ in range(10):
+                async with lock as lease:
+                    inside.append(lease)
+                    await asyncio.sleep(0)
+                    assert inside == [lease]
+                    inside.clear()
+                    held.append(lease.token)
+
+        threads = [threading.Thread(target=on_loop, args=(body,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT)
+        assert held == sorted(set(held))
+        assert len(held) == 30
+
+    def test_a_lock_that_is_held_in_another_loop(self, dislock):
+        """It is waited for like any other owner's."""
+        lock = dislock.async_lock("k", timeout=0)
+        loop = asyncio.new_event_loop()
+
+        async def main():
+            assert await lock.acquire()
+            assert not await asyncio.to_thread(on_loop, lock.try_acquire)
+            await lock.release()
+            assert await asyncio.to_thread(on_loop, lock.try_acquire)
+            await dislock.aclose()
+
+        loop.run_until_complete(main())
+        loop.close()
+
+    def test_a_lock_that_is_held_while_all_is_closed(self, dislock, redis_client):
+        """It is released all the same, and its connection is not kept."""
+        before = len(redis_client.client_list())
+
+        async def main():
+            async with dislock.async_lock("k"):
+                await dislock.aclose()
+            assert not redis_client.exists("dislock:{k}")
+            ended = partial(wait_for, lambda: len(redis_client.client_list()) == before)
+            await asyncio.to_thread(ended, "the end of connections")
+
+        on_loop(main)
+
+    def test_uvloop(self, dislock):
+        uvloop = pytest.importorskip("uvloop")
+
+        async def main():
+            lock = dislock.async_lock("k", timeout=LIMIT)
+            await asyncio.gather(*(use(lock) for _ in range(20)))
+            await dislock.aclose()
+
+        loop = uvloop.new_event_loop()
+        loop.run_until_complete(main())
+        loop.close()
+
+    def test_anyio_on_asyncio(self, dislock):
+        """A task group's tasks are owners; a cancelled scope leaves no lock."""
+        anyio = pytest.importorskip("anyio")
+
+        async def main():
+            lock = dislock.async_lock("k", timeout=LIMIT)
+            async with anyio.create_task_group() as tasks:
+                for _ in range(5):
+                    tasks.start_soon(use, lock)
+            async with lock:
+                with anyio.move_on_after(0.05) as scope:
+                    await asyncio.shield(asyncio.create_task(use(lock)))
+                assert scope.cancelled_caught
+            await use(lock)
+
+        anyio.run(main, backend="asyncio")
+
+    def test_trio_is_refused(self, dislock):
+        """The message says what to do there."""
+        trio = pytest.importorskip("trio")
+        with pytest.raises(RuntimeError, match=r"trio\.to_thread\.run_sync"):
+            trio.run(use, dislock.async_lock("k"))
+
+    def test_a_callback_of_a_loop_is_refused(self, dislock):
+        """No task runs there that could own a lock."""
+        told = []
+
+        async def main():
+            coroutine = use(dislock.async_lock("k"))
+
+            def call():
+                with pytest.raises(RuntimeError, match="tasks of asyncio") as refused:
+                    coroutine.send(None)
+                told.append(refused)
+
+            asyncio.get_running_loop().call_soon(call)
+            await asyncio.sleep(0.01)
+
+        on_loop(main)
+        assert told
+
+
+def fork(act):
+    """Run a function in a forked child, which ends with 0 if it returns."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 -- this process ends here
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+class TestForks:
+    def test_a_child_has_its_own(self, redis_url, redis_client):
+        """A child does not hold its parent's lock, and takes others over connections of its own."""
+
+        async def child():
+            lock = dislock.async_lock("k", timeout=0)
+            assert lock.lease is None
+            assert not await lock.try_acquire()
+            await use(dislock.async_lock("other"))
+
+        async def parent():
+            async with dislock.async_lock("k"):
+                pid = fork(lambda: on_loop(child))
+                _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+                assert status == 0
+                assert (await dislock.async_lock("k").holders())[0].who
+            await dislock.aclose()
+
+        dislock = Dislock.from_url(redis_url)
+        on_loop(parent)
+
+
+class TestBlocking:
+    def test_a_blocking_lock_in_a_loop_is_refused(self, dislock):
+        """Its message names the lock that is for coroutines."""
+
+        async def main():
+            lock = dislock.lock("k")
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock"), lock:
+                pytest.fail("it was taken")
+            with pytest.raises(EventLoopError, match=r"dislock\.async_lock"):
+                async with lock:
+                    pytest.fail("it was taken")
+
+        on_loop(main)
+
+    def test_with_on_an_async_lock_is_refused(self, dislock):
+        with pytest.raises(TypeError, match="async with"), dislock.async_lock("k"):
+            pytest.fail("it was taken")
+
+    def test_a_lease_that_is_released_directly(self, dislock, caplog):
+        """Its connections can not be used there: the watchdog releases it, which is logged."""
+
+        async def main():
+            async with dislock.async_lock("k") as lease:
+                other = await dislock.async_lock("other").try_acquire()
+                for one in (other, lease):  # the second finds no idle connection
+                    one.release()
+                    assert not one.held
+            await use(dislock.async_lock("other", timeout=LIMIT))
+            await use(dislock.async_lock("k", timeout=LIMIT))
+
+        on_loop(main)
+        assert "await the async lock's own methods" in caplog.text
+
+    def test_a_lease_that_is_released_in_another_thread(self, dislock):
+        """As in the loop's own."""
+
+        async def main():
+            async with dislock.async_lock("k") as lease:
+                other = await dislock.async_lock("other").try_acquire()
+                for one in (other, lease):  # the second finds no idle connection
+                    await asyncio.to_thread(one.release)
+            await use(dislock.async_lock("other", timeout=LIMIT))
+            await use(dislock.async_lock("k", timeout=LIMIT))
+
+        on_loop(main)
+
+    def test_without_greenlet_the_command_is_named(self, redis_url):
+        """No async lock is made, and blocking ones work."""
+        program = f"""
+import sys
+sys.modules["greenlet"] = None
+from celery_dislock import Dislock
+with Dislock.from_url({redis_url!r}) as dislock:
+    with dislock.lock("k"):
+        pass
+    try:
+        dislock.async_lock("k")
+    except ImportError as exc:
+        assert "pip install 'celery-dislock[asyncio]'" in str(exc), exc
+    else:
+        raise AssertionError
+"""
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+class TestOwners:
+    def test_a_generator_that_is_never_closed(self, dislock):
+        """Its lock ends with the task that has taken it, and with the loop at the latest."""
+        kept = []
+
+        async def numbers():
+            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                yield 1
+
+        async def first():
+            generator = numbers()
+            kept.append(generator)
+            return await generator.__anext__()
+
+        async def main():
+            await asyncio.create_task(first())
+            await use(dislock.async_lock("k", timeout=LIMIT))
+
+        on_loop(main)
+
+    def test_a_generator_with_a_stack_that_is_closed(self, dislock):
+        """AsyncExitStack knows no statement: the lock of the task that closes it is released."""
+
+        async def numbers(lock):
+            async with contextlib.AsyncExitStack() as stack:
+                await stack.enter_async_context(lock)
+                yield 1
+
+        async def main():
+            lock = dislock.async_lock("k")
+            async with contextlib.aclosing(numbers(lock)) as generator:
+                await generator.__anext__()
+            assert await lock.holders() == []
+
+        on_loop(main)
+
+    def test_a_generator_that_is_dropped(self, dislock):
+        """The loop closes it in another task, and the lock ends with its owner."""
+
+        async def numbers():
+            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                yield 1
+
+        async def first():
+            async for _ in numbers():
+                break
+            gc.collect()
+            await asyncio.sleep(0.05)
+
+        async def main():
+            await asyncio.create_task(first())
+            await use(dislock.async_lock("k", timeout=LIMIT))
+
+        on_loop(main)
+
+    def test_a_task_that_is_garbage(self, dislock, caplog):
+        """Its block ends outside of any task, and the watchdog releases its lock."""
+
+        async def body():
+            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                inside.set()
+                await asyncio.get_running_loop().create_future()
+
+        async def main():
+            nonlocal inside
+            inside = asyncio.Event()
+            task = asyncio.ensure_future(body())
+            await inside.wait()
+            del task
+            gc.collect()
+            await use(dislock.async_lock("k", timeout=LIMIT))
+
+        inside = None
+        on_loop(main)
+        assert "'k'" in caplog.text
+
+    @pytest.mark.parametrize("through", ["block", "stack"])
+    def test_a_task_that_is_garbage_while_another_has_the_lock(self, dislock, through):
+        """The block of the first ends, and not that of the one that runs just then."""
+
+        async def body():
+            lock = dislock.async_lock("k", mode="shared")
+            async with lock if through == "block" else contextlib.AsyncExitStack() as stack:
+                if through == "stack":
+                    await stack.enter_async_context(lock)
+                inside.set()
+                await asyncio.get_running_loop().create_future()
+
+        async def main():
+            nonlocal inside
+            inside = asyncio.Event()
+            task = asyncio.ensure_future(body())
+            await inside.wait()
+            async with dislock.async_lock("k", mode="shared") as lease:
+                del task
+                gc.collect()
+                lock = dislock.async_lock("k")
+                while len(await lock.holders()) > 1:  # noqa: ASYNC110 -- nothing tells of it
+                    await asyncio.sleep(0.01)
+                assert lease.held
+                assert lock.lease is lease
+            assert await lock.holders() == []
+
+        inside = None
+        on_loop(main)
+
+
+class TestSurroundings:
+    def test_a_receiver_that_takes_blocking_locks(self, dislock):
+        """A receiver that runs for a coroutine waits as the coroutine does; the loop goes on."""
+        order = []
+
+        def receive(**_kwargs):
+            signals.lock_acquired.disconnect(receive)
+            with dislock.lock("log", timeout=LIMIT):
+                order.append("received")
+
+        async def hold(held):
+            async with dislock.async_lock("log"):
+                held.set()
+                await asyncio.sleep(0.1)
+                order.append("held")
+
+        async def main():
+            held = asyncio.Event()
+            holder = asyncio.create_task(hold(held))
+            await held.wait()
+            signals.lock_acquired.connect(receive)
+            await use(dislock.async_lock("k"))
+            await holder
+
+        on_loop(main)
+        assert order == ["held", "received"]
+
+    def test_context_variables(self, dislock):
+        """What runs for a coroutine sees its context, and changes it."""
+        variable, seen = contextvars.ContextVar("variable", default=0), []
+
+        def receive(**_kwargs):
+            seen.append(variable.get())
+            variable.set(variable.get() + 10)
+
+        async def body(number):
+            variable.set(number)
+            await use(dislock.async_lock("k", timeout=LIMIT))
+            return variable.get()
+
+        async def main():
+            return await asyncio.gather(*(body(number) for number in range(5)))
+
+        signals.lock_acquired.connect(receive)
+        try:
+            assert on_loop(main) == [10, 11, 12, 13, 14]
+        finally:
+            signals.lock_acquired.disconnect(receive)
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+
+    def test_a_receiver_that_sends_tasks(self, redis_url, redis_client):
+        """They are sent; like all of Celery's sending, that blocks the loop."""
+
+        def receive(**_kwargs):
+            app.send_task("shop.log")
+
+        async def main():
+            await use(dislock.async_lock("k"))
+            await dislock.aclose()
+
+        with Celery("shop", broker=redis_url, set_as_current=False) as app:
+            dislock = Dislock(app)
+            signals.lock_acquired.connect(receive)
+            try:
+                on_loop(main)
+            finally:
+                signals.lock_acquired.disconnect(receive)
+        assert redis_client.llen("celery") == 1
+
+    def test_a_parked_task_gets_its_turn_from_a_coroutine(self, redis_url, redis_client):
+        """The release of an async lock publishes it, in a thread: the loop goes on."""
+        threads = []
+
+        def hand_over(turns, given=None):
+            threads.append(threading.current_thread())
+            given(turns)
+
+        async def main():
+            async with dislock.async_lock("k"):
+                await asyncio.to_thread(park, process, "k")
+                assert redis_client.llen("celery") == 0
+            assert redis_client.llen("celery") == 1
+            await dislock.aclose()
+
+        with Celery("shop", broker=redis_url, set_as_current=False) as app:
+            dislock = Dislock(app)
+            process = dislock.runtime.process
+            process._hand_over = partial(hand_over, given=process._hand_over)
+            on_loop(main)
+        assert threads
+        assert threading.main_thread() not in threads
+
+
+def park(process, key):
+    """Park a task in the line of a key, as a worker does."""
+    about = {"task": "shop.export", "id": "id-1", "dislock_store": process.identity.name()}
+    message = Message("", "celery", about, "application/json", "utf-8", {}, True, b"[[],{},{}]")
+    ticket = Ticket("id-1:0:0", "id-1@", marked=False, message=message.to_bytes())
+    process.lines.enlist(name_of(key))
+    parked = process.lines.park(name_of(key), "id-1@w/1", LIMIT, "{}", ticket)
+    assert isinstance(parked, Parked)
+
+
+PROGRAM = """
+import asyncio, gc
+from celery_dislock import Dislock
+
+dislock = Dislock.from_url({url!r})
+
+async def use(lock):
+    async with lock:
+        await asyncio.sleep(0)
+
+async def main():
+    lock = dislock.async_lock("k", timeout=30)
+    await asyncio.gather(*(use(lock) for _ in range(5)))
+    {end}
+
+asyncio.run(main())
+gc.collect()
+dislock.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["await dislock.aclose()", ""], ids=["aclose", "nothing"])
+def test_nothing_is_left_open_at_the_end_of_a_loop(redis_url, end):
+    """As Python's development mode tells it, with warnings as errors."""
+    program = PROGRAM.format(url=redis_url, end=end)
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Warning" not in ended.stderr

@@ -1,0 +1,171 @@
+"""Locks of asyncio tasks, on a real lock server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from celery_dislock import (
+    Dislock,
+    LockHeldError,
+    LockLostError,
+    NotOwnerError,
+    SettingsError,
+    StoreError,
+)
+from celery_dislock.exceptions import LockTermsError
+from tests.holding import wait_for
+
+
+def test_tasks_exclude_each_other_and_a_task_does_not_exclude_itself(redis_url):
+    inside, order = [], []
+
+    async def body(lock):
+        async with lock as lease:
+            inside.append(lease)
+            assert len(inside) == 1
+            async with lock as again:
+                assert again is lease
+            await asyncio.sleep(0)
+            order.append(lease.token)
+            inside.clear()
+
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            lock = dislock.async_lock("k")
+            await asyncio.gather(*(body(lock) for _ in range(20)))
+            assert await lock.holders() == []
+            assert lock.lease is None
+
+    asyncio.run(main())
+    assert order == sorted(set(order))
+    assert len(order) == 20
+
+
+def test_threads_and_tasks_stand_in_one_line(redis_url):
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            with pytest.raises(LockHeldError):
+                async with dislock.async_lock("k", timeout=0.05):
+                    pytest.fail("two have it")
+            assert not await dislock.async_lock("k").try_acquire()
+            with pytest.raises(SettingsError, match="use one"):
+                await dislock.async_lock("k", on_lost="raise").acquire()
+
+    with Dislock.from_url(redis_url) as other, other.lock("k"):
+        asyncio.run(main())
+
+
+def test_a_task_that_is_not_the_owner_is_told_who_is(redis_url):
+    """Before Python 3.12 wait_for() takes the lock in a task of its own, which ends."""
+
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            lock = dislock.async_lock("k")
+            assert await asyncio.create_task(lock.acquire(), name="another")
+            with pytest.raises(NotOwnerError, match=r"not held here, but by .*, another on "):
+                await lock.release()
+            await asyncio.to_thread(dislock.lock_of("k").free)
+            with pytest.raises(NotOwnerError, match=r"is not held$"):
+                await lock.release()
+
+    asyncio.run(main())
+
+
+def test_a_task_of_asyncio_is_not_taken_for_one_of_celery(redis_url):
+    async def main():
+        dislock = Dislock.from_url(redis_url)
+        async with dislock, dislock.async_lock("k", mode="shared"):
+            with pytest.raises(LockTermsError, match="by this very asyncio task with mode"):
+                await dislock.async_lock("k").try_acquire()
+
+    asyncio.run(main())
+
+
+def test_a_with_statement_without_async_is_answered_with_what_to_do(redis_url):
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            lock = dislock.async_lock("k")
+            assert repr(lock) == "<AsyncLock 'k'>"
+            with pytest.raises(TypeError, match="use `async with`"), lock:
+                pytest.fail("nothing was awaited")
+
+    asyncio.run(main())
+
+
+def test_a_body_whose_lock_is_lost_is_cancelled(redis_url):
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            with pytest.raises(LockLostError) as caught:
+                async with dislock.async_lock("k", watchdog_timeout=0.3) as lease:
+                    await asyncio.to_thread(dislock.lock_of("k").free)
+                    await asyncio.sleep(60)
+            assert lease.lost
+            assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+            assert getattr(asyncio.current_task(), "cancelling", int)() == 0
+
+    asyncio.run(main())
+
+
+def test_no_step_of_an_acquisition_hides_a_cancellation(redis_url):
+    """Not while it connects either: redis-py's own connect() hides some."""
+
+    async def cancelled_after(steps):
+        async with Dislock.from_url(redis_url) as dislock:
+            lock = dislock.async_lock("k")
+            taking = asyncio.create_task(lock.acquire())
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            ended = taking.done()
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
+            assert taking.cancelled() is not ended
+            return ended
+
+    steps = 0
+    while not asyncio.run(cancelled_after(steps)):
+        steps += 1
+    assert steps > 10
+
+
+def test_a_loss_after_the_block_cancels_nothing(redis_url):
+    """A block inside acquire() and release() is cancelled by a loss; what comes after it is not."""
+
+    async def main():
+        async with Dislock.from_url(redis_url) as dislock:
+            lock = dislock.async_lock("k", watchdog_timeout=0.3)
+            await lock.acquire()
+            async with lock as lease:
+                pass
+            await asyncio.to_thread(dislock.lock_of("k").free)
+            await asyncio.to_thread(wait_for, lambda: lease.lost, "the loss")
+            for _ in range(10):  # a cancellation would have come by then
+                await asyncio.sleep(0.01)
+            with pytest.raises(LockLostError):
+                await lock.release()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [0.2, None])
+def test_a_server_that_does_not_answer_is_given_up_in_time(own_redis_server, timeout):
+    """Also after replies that came in time; without a time it is waited for."""
+    options = {"socket_timeout": timeout}
+
+    async def main():
+        async with Dislock.from_url(own_redis_server.url, transport_options=options) as dislock:
+            lock = dislock.async_lock("k")
+            for _ in range(3):
+                await lock.acquire()
+                await lock.release()
+            own_redis_server.pause()
+            try:
+                with pytest.raises(asyncio.TimeoutError if timeout is None else StoreError):
+                    await asyncio.wait_for(lock.acquire(), 3.0)
+            finally:
+                own_redis_server.resume()
+
+    asyncio.run(main())

@@ -1,0 +1,160 @@
+"""What eager tasks do: a test for each row of the table in docs/how-to/test-your-tasks.md."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from celery import Celery, chain, chord
+from celery.exceptions import Reject, TaskRevokedError
+
+from celery_dislock import Dislock, LockHeldError, SettingsError, SingletonTask, StoreError
+from celery_dislock.worker.steps import check_lock_server
+
+
+@pytest.fixture
+def app(dislock_server):
+    app = Celery("eager", set_as_current=False)
+    app.conf.task_always_eager = True
+    Dislock(app)
+    dislock_server.use(app)
+    return app
+
+
+@pytest.fixture
+def declare(app):
+    """Declare a task of the key "k"."""
+
+    def declare(body, **options):
+        options = {"base": SingletonTask, "lock_key": "k", "shared": False, **options}
+        return app.task(body, **options)
+
+    return declare
+
+
+def seven():
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("strategy", "state", "error"),
+    [
+        ("skip", "REVOKED", TaskRevokedError),
+        ("raise", "FAILURE", LockHeldError),
+        ("retry", "FAILURE", LockHeldError),
+        ("wait", "FAILURE", LockHeldError),
+        ("queue", "FAILURE", LockHeldError),
+        ("reject", "REJECTED", Reject),
+    ],
+)
+def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declare, strategy, state, error):
+    """Nothing waits, whatever it may in a worker."""
+    task = declare(seven, lock_on_conflict=strategy)
+    with dislock_server.hold("k"):
+        result = task.delay()
+    assert result.state == state
+    assert isinstance(result.result, error)
+    if strategy == "reject":
+        assert result.get() is None
+    else:
+        with pytest.raises(error, match="somebody else"):
+            result.get()
+    assert task.delay().get() == 7
+
+
+def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, declare):
+    """In the body the first has not ended; after it, it has."""
+    found = []
+
+    def body():
+        if not found:
+            found.append(task.delay())
+        return 7
+
+    task = declare(body, lock_unique_until="end")
+    first = task.delay()
+    dislock_server.assert_duplicate(found[0])
+    assert found[0].id == first.id
+    again = task.delay()
+    assert not again.duplicate
+    assert again.get() == 7
+
+
+def test_a_retry_runs_under_the_lock_that_is_held(dislock_server, declare):
+    """Within the body that retries, as Celery does it; the lock is free after the last."""
+    leases = []
+
+    def body(self):
+        leases.append(self.lease.held)
+        dislock_server.assert_locked("k")
+        if len(leases) < 3:
+            raise self.retry(countdown=0)
+        return 7
+
+    task = declare(body, bind=True, lock_unique_until="end")
+    assert task.delay().get() == 7
+    assert leases == [True] * 3
+    dislock_server.assert_free("k")
+
+
+@pytest.mark.parametrize("of", [chain, lambda *steps: chord(steps[:1], steps[1])])
+def test_a_skipped_part_ends_its_chain_or_chord(dislock_server, declare, of):
+    """What comes after it does not run."""
+    ran = []
+
+    def last(results):
+        ran.append(1)
+
+    part = declare(seven)
+    after = declare(last, name="after", lock_key=False)
+    with dislock_server.hold("k"), pytest.raises(TaskRevokedError):
+        of(part.s(), after.s())()
+    assert ran == []
+    of(part.s(), after.s())()
+    assert ran == [1]
+
+
+def test_a_lock_server_that_is_away_fails_the_task(dislock_server, declare):
+    """There is no later for an eager task."""
+    task = declare(seven)
+    with dislock_server.outage():
+        assert isinstance(task.delay().result, StoreError)
+    assert task.delay().get() == 7
+
+
+class TestOfMemory:
+    """A lock server that is named memory://."""
+
+    @pytest.fixture
+    def app(self):
+        app = Celery("notebook", set_as_current=False)
+        app.conf.update(task_always_eager=True, dislock_url="memory://")
+        return app
+
+    def test_eager_tasks_and_plain_python_share_it(self, app, declare):
+        """It is started by the first lock."""
+        with Dislock(app) as dislock:
+            task = declare(seven, lock_on_conflict="raise")
+            with dislock.lock("k"), pytest.raises(LockHeldError):
+                task.delay().get()
+            assert task.delay().get() == 7
+
+    def test_a_worker_refuses_it(self, app, declare):
+        """And says why; without locks it starts."""
+        declare(seven)
+        with pytest.raises(SettingsError, match="inside this process"):
+            check_lock_server(app)
+        app.conf.dislock_enabled = False
+        assert check_lock_server(app) == ("", [])
+
+    def test_a_broker_in_memory_is_no_lock_server(self):
+        """Kombu has such a URL, too."""
+        app = Celery("notebook", broker="memory://", set_as_current=False)
+        with pytest.raises(SettingsError, match="neither the broker nor the result backend"):
+            Dislock(app).lock("k").try_acquire()
+
+    def test_without_fakeredis_it_says_what_to_install(self, app, monkeypatch):
+        """It is an extra."""
+        monkeypatch.setitem(sys.modules, "celery_dislock.servers.memory", None)
+        with pytest.raises(SettingsError, match=r"pip install 'celery-dislock\[testing\]'"):
+            Dislock(app).lock("k").try_acquire()

@@ -1,0 +1,99 @@
+"""What comes of it that the clock of the lock server is set; clients go by no wall clock."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing
+
+import pytest
+
+from celery_dislock.servers.replies import Granted, Refused
+from celery_dislock.servers.store import Store
+from proof.clocks import Clocks, can_be_set
+from tests.holding import Holding
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.skipif(not can_be_set(), reason="no C compiler")
+
+KEY, LOCK = "export:7", "dislock:{export:7}"
+HOUR = 3600  # seconds
+LONG = 30.0  # seconds
+
+
+@pytest.fixture
+def clocks(tmp_path):
+    return Clocks(tmp_path / "clocks")
+
+
+@pytest.fixture
+def start(redis_program, tmp_path, clocks):
+    """Start servers, each with a clock of its own; return their URLs."""
+
+    def start(names):
+        return [
+            stack.enter_context(
+                RedisServer(tmp_path / name, environment={**os.environ, **clocks.of(name)})
+            ).url
+            for name in names
+        ]
+
+    with ExitStack() as stack:
+        yield start
+
+
+@pytest.fixture
+def url(start):
+    return start("a")[0]
+
+
+@pytest.fixture
+def store(url):
+    with closing(Store(url)) as store:
+        yield store
+
+
+def acquire(store, owner):
+    return store.acquire([LOCK], owner, LONG, "{}")
+
+
+def test_set_forward_it_ends_leases_and_their_holders_are_told(url, store, clocks):
+    """The next holder has a larger token; the first is told at its next renewal."""
+    with Holding(url) as holding:
+        lease = holding.take(KEY, timeout=LONG)
+        clocks.set("a", HOUR)
+        after = acquire(store, "b/1")
+        assert isinstance(after, Granted)
+        assert after.tokens[0] > lease.token
+        assert lease.driver.renew(lease) is False
+        assert lease.lost
+
+
+def test_set_back_it_keeps_the_leases_of_the_dead_for_longer(store, clocks):
+    """A lease that nobody renews or ends lasts for as much longer; a release ends it at once."""
+    assert isinstance(acquire(store, "gone/1"), Granted)
+    clocks.set("a", -HOUR)
+    refused = acquire(store, "b/1")
+    assert isinstance(refused, Refused)
+    assert HOUR < refused.remaining < HOUR + LONG + 1
+    assert store.release([LOCK], "gone/1") is True
+    assert isinstance(acquire(store, "b/1"), Granted)
+
+
+def test_set_back_it_gives_smaller_tokens(store, clocks):
+    """A lease that is renewed lasts no longer than it should; the token after it may be smaller."""
+    first = acquire(store, "a/1").tokens[0]
+    clocks.set("a", -HOUR)
+    assert store.extend([LOCK], "a/1", LONG) is True
+    assert acquire(store, "b/1").remaining < LONG + 1
+    store.release([LOCK], "a/1")
+    assert acquire(store, "b/1").tokens[0] < first
+
+
+def test_one_of_five_ends_no_lease(start, clocks):
+    """What a majority keeps is kept, whatever one clock says."""
+    with closing(Store(start("abcde"))) as store:
+        assert isinstance(acquire(store, "a/1"), Granted)
+        for seconds in (HOUR, -HOUR):
+            clocks.set("c", seconds)
+            assert isinstance(acquire(store, "b/1"), Refused)
+            assert store.extend([LOCK], "a/1", LONG) is True

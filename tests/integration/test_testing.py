@@ -1,0 +1,500 @@
+"""The fixture dislock_server, as a user's test has it: nothing sleeps, and there is no Redis."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from celery import Celery
+
+from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError
+from celery_dislock.testing import DislockServer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
+
+USERS_APP = """
+from celery import Celery
+from celery_dislock import Dislock, SingletonTask
+app = Celery("shop", broker="redis://localhost:1/0", backend="redis://localhost:1/1")
+dislock = Dislock(app)
+@app.task(base=SingletonTask, lock_key="export:<n>")
+def export(n):
+    return n
+"""
+
+
+@pytest.fixture
+def app():
+    """An app whose broker, result backend and lock server are away."""
+    nowhere = "redis://localhost:1/0"
+    app = Celery("tested", broker=nowhere, backend=nowhere, set_as_current=False)
+    app.conf.dislock_prefix = "ours"
+    Dislock(app)
+    return app
+
+
+@pytest.fixture
+def dislock(app):
+    return Dislock(app)
+
+
+@pytest.fixture
+def server(dislock_server, app):
+    dislock_server.use(app)
+    return dislock_server
+
+
+@pytest.fixture
+def ran():
+    return []
+
+
+@pytest.fixture
+def declare(app, ran):
+    """Declare a task that notes that it ran, and returns its argument."""
+
+    def declare(strategy="skip", **options):
+        @app.task(
+            base=SingletonTask,
+            lock_key="k:<n>",
+            lock_on_conflict=strategy,
+            name=f"{strategy}{options}",
+            shared=False,
+            **options,
+        )
+        def export(n):
+            ran.append(n)
+            return n
+
+        return export
+
+    return declare
+
+
+@pytest.fixture
+def users(tmp_path):
+    """Run pytest in a folder, as a user does: on one test, with these arguments."""
+
+    def run(test, *arguments):
+        (tmp_path / "shop.py").write_text(USERS_APP)
+        (tmp_path / "test_it.py").write_text("import pytest\nfrom shop import *\n" + test)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def sleepless(monkeypatch):
+    """Fail whoever sleeps longer than a look takes."""
+
+    def sleep(seconds):
+        assert seconds < 0.1, seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+
+
+class TestOfSomebodyElse:
+    def test_a_task_whose_lock_somebody_has_is_skipped(self, server, declare, ran):
+        """The lock is free before and after; the outcome is that of a worker."""
+        task = declare()
+        with server.hold("k:7"):
+            result = task.apply((7,))
+            server.assert_locked("k:7")
+        server.assert_skipped(result)
+        server.assert_free("k:7")
+        assert task.apply((7,)).get() == 7
+        assert ran == [7]
+
+    def test_a_signature_stands_for_the_lock_of_its_task(self, server, declare):
+        """A test need not know how the key is written."""
+        task = declare()
+        with server.hold(task.s(7)):
+            server.assert_locked("k:7")
+            server.assert_free(task.s(n=8))
+
+    def test_a_lock_that_is_taken_cannot_be_held(self, server):
+        """It says who has it."""
+        with server.hold("k"), pytest.raises(AssertionError, match="somebody else"):
+            server.hold("k").__enter__()
+
+    def test_several_may_read(self, server, dislock):
+        """The mode and the limit are those of a lock."""
+        with server.hold("k", mode="shared"), dislock.lock("k", mode="shared", timeout=0) as lease:
+            assert lease
+
+    def test_it_is_no_lock_of_this_thread(self, server, dislock):
+        """A thread may take its own lock again, and somebody else's not."""
+        with server.hold("k"):
+            assert not dislock.lock("k").try_acquire()
+
+
+class TestOfTime:
+    def test_a_dead_holders_lock_is_free_after_its_timeout(self, server, declare, monkeypatch):
+        """And not before; nothing sleeps."""
+        sleepless(monkeypatch)
+        task = declare()
+        server.crash_holder("k:7", timeout=60)
+        server.advance(59)
+        server.assert_skipped(task.apply((7,)))
+        server.advance(2)
+        assert task.apply((7,)).get() == 7
+
+    def test_a_holder_that_lives_keeps_its_lock(self, server, dislock):
+        """Its watchdog renews it as time passes."""
+        with server.hold("other"), dislock.lock("k") as lease:
+            server.advance(300)
+            assert lease.held
+            assert lease.renewals >= 29
+            server.assert_locked(["k", "other"])
+        server.assert_free(["k", "other"])
+
+    def test_a_holder_of_this_process_crashes(self, server, dislock):
+        """Its lease ends, and it is told that it has lost it."""
+        with pytest.raises(LockLostError), dislock.lock("k"):
+            server.crash_holder("k")
+            server.advance(31)
+            server.assert_free("k")
+
+    def test_who_waits_is_let_in(self, server, dislock):
+        """A thread that waits on the server looks at the clock again."""
+        server.crash_holder("k")
+        got = threading.Event()
+
+        def wait():
+            with dislock.lock("k"):
+                got.set()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while not any(state.waiting for state in dislock.lock_of("k").state()):
+            pass
+        server.advance(31)
+        waiting.join(20)
+        assert got.is_set()
+
+    def test_a_lock_that_is_lost_is_told_at_once(self, server, dislock):
+        """As after a failover; no renewal has to be waited for."""
+        with pytest.raises(LockLostError), dislock.lock("k") as lease:
+            server.lose("k")
+            assert not lease.held
+
+
+class TestOfOutages:
+    def test_while_the_server_is_away_nothing_is_locked(self, server, dislock, declare):
+        """Locks that were held are kept, and what could not be released is released after it."""
+        task = declare(lock_unique_until="end")
+        held = dislock.lock("k")
+        held.acquire()
+        with server.outage():
+            with pytest.raises(StoreError):
+                dislock.lock("other").try_acquire()
+            assert isinstance(task.apply((7,)).result, StoreError)
+            held.release()
+        server.assert_free("k")
+        assert task.apply((7,)).get() == 7
+
+    def test_an_outage_longer_than_the_timeout_loses_the_lock(self, server, dislock):
+        """The holder is told while the server is still away."""
+        with pytest.raises(LockLostError), dislock.lock("k") as lease, server.outage():
+            server.advance(31)
+            assert not lease.held
+
+
+class TestOfParkedTasks:
+    def test_a_parked_task_runs_when_the_lock_is_free(self, server, declare, ran):
+        """Its message is taken, parked, handed on at the release and taken again."""
+        task = declare("queue")
+        with server.hold("k:7"):
+            first, second = task.delay(7), task.delay(7)
+            server.run_parked()
+            assert server.parked("k:7") == [first.id, second.id]
+            server.assert_waiting("k:7", 2)
+            assert ran == []
+        assert server.run_parked() == 2
+        assert ran == [7, 7]
+        assert first.get() == 7
+
+    def test_a_parked_task_runs_after_a_dead_holder(self, server, declare, ran):
+        """A worker would look after the line, and so does run_parked()."""
+        server.crash_holder("k:7")
+        declare("queue").delay(7)
+        server.run_parked()
+        server.advance(31)
+        server.run_parked()
+        assert ran == [7]
+
+    def test_a_task_that_is_put_off_runs_after_its_time(self, server, declare, ran):
+        """With "retry" the message comes again; advance() moves its time."""
+        task = declare("retry")
+        with server.hold("k:7"):
+            task.delay(7)
+            assert server.run_parked() == 1
+        assert server.run_parked() == 0
+        server.advance(60)
+        assert server.run_parked() == 1
+        assert ran == [7]
+
+    def test_a_duplicate_is_not_sent(self, server, declare, ran):
+        """Until the first has ended."""
+        task = declare(lock_unique_until="end")
+        task.delay(7)
+        server.assert_duplicate(task.delay(7))
+        server.run_parked()
+        with pytest.raises(AssertionError, match="is no duplicate"):
+            server.assert_duplicate(task.delay(7))
+        assert ran == [7]
+
+
+class TestOfSwitchingOff:
+    def test_locks_are_off_for_one_app(self, server, app, declare):
+        """From the next task, whatever has run before."""
+        task = declare()
+        with server.hold("k:7"):
+            server.assert_skipped(task.apply((7,)))
+            server.off(app)
+            assert task.apply((7,)).get() == 7
+
+    @pytest.mark.no_locks
+    def test_the_mark_switches_locks_off(self, declare, ran):
+        """No server is needed, and the app's is away."""
+        assert declare().apply((7,)).get() == 7
+
+    def test_the_setting_is_read_at_each_task(self, server, app, declare, monkeypatch):
+        """By monkeypatch, by hand, in any order."""
+        task = declare()
+        with server.hold("k:7"):
+            for off in (False, True, False):
+                monkeypatch.setitem(app.conf, "dislock_enabled", False if off else None)
+                assert task.apply((7,)).successful() is off
+
+
+class TestOfAnApp:
+    def test_an_app_has_its_settings_back(self, app):
+        """The server, the prefix, the broker, and what the test has set."""
+        before = dict(app.conf)
+        with DislockServer() as server:
+            server.use(app)
+            assert app.conf.broker_url != before["broker_url"]
+            app.conf.task_always_eager = True
+        assert dict(app.conf) == before
+
+    def test_the_environment_does_not_win(self, app, declare, monkeypatch, ran):
+        """Celery prefers its variables to an app's settings."""
+        monkeypatch.setenv("CELERY_BROKER_URL", "redis://localhost:1/0")
+        with DislockServer() as server:
+            server.use(app)
+            declare().delay(7)
+            server.run_parked()
+        assert ran == [7]
+
+    def test_another_broker_stays(self, dislock_server):
+        """Only what is a Redis is replaced."""
+        app = Celery("tested", broker="memory://", backend="cache+memory://", set_as_current=False)
+        dislock_server.use(app)
+        assert app.conf.broker_url == "memory://"
+        assert app.conf.result_backend == "cache+memory://"
+
+    def test_each_test_begins_empty(self, server, dislock):
+        """What an earlier test has left to expire is gone."""
+        for _ in range(2):
+            with DislockServer() as again:
+                assert not again.parked("k")
+                again.crash_holder("k")
+
+
+FAILING = {
+    "is held by nobody:\nlock k\n  held by nobody": lambda s: s.assert_locked("k"),
+    "is held:\nlock held\n  held by thread somebody else": lambda s: s.assert_free("held"),
+    "has 0 in line, not 2:\nlock held": lambda s: s.assert_waiting("held", 2),
+}
+
+
+@pytest.mark.parametrize("told", FAILING)
+def test_an_assertion_that_fails_shows_the_lock(server, told):
+    """As `celery dislock show` does."""
+    with server.hold("held"), pytest.raises(AssertionError) as failed:
+        FAILING[told](server)
+    assert told in str(failed.value)
+
+
+def test_the_keys_of_signatures_are_compared(server, declare):
+    """Positional and keyword calls have one key; different keys are shown."""
+    task = declare()
+    server.assert_same_key(task.s(1), task.s(n=1))
+    with pytest.raises(AssertionError, match=r"k:1: .*\n.*k:2: "):
+        server.assert_same_key(task.s(1), task.s(2))
+
+
+def test_a_task_that_ran_was_not_skipped(server, declare):
+    """It says what became of it."""
+    with pytest.raises(AssertionError, match="is SUCCESS, 7: it was not skipped"):
+        server.assert_skipped(declare().apply((7,)))
+
+
+def test_a_leak_fails_its_test(users):
+    """At its teardown, with the lock, the holder and the test; the next test begins empty."""
+    outcome = users(
+        "def test_leak(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    dislock.lock('k').acquire()\n"
+        "def test_next(dislock_server):\n"
+        "    dislock_server.assert_free('k')\n"
+    )
+    assert "2 passed, 1 error" in outcome.stdout
+    told = "test_it.py::test_leak has ended, and lock 'k' is still held by thread MainThread on "
+    assert told in outcome.stdout
+
+
+def test_an_unused_plugin_imports_nothing(tmp_path):
+    """Neither the package nor fakeredis, in a suite that does not ask for it."""
+    (tmp_path / "test_it.py").write_text(
+        "import sys\n"
+        "def test():\n"
+        "    assert 'pytest_dislock' in sys.modules\n"
+        "    assert not {'celery', 'celery_dislock', 'fakeredis'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_dislock", tmp_path]
+    subprocess.run(command, env=environment, check=True)
+
+
+WORKER = """
+import subprocess, sys
+from celery.exceptions import TaskRevokedError
+
+@pytest.fixture
+def worker(dislock_server):
+    dislock_server.use(app)
+    broker, backend = app.conf.broker_url, app.conf.result_backend
+    at = ["-b", broker, "--result-backend", backend]
+    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock", "-c", "1"]
+    worker = subprocess.Popen([*command, "--dislock-url", dislock_server.url])
+    yield
+    worker.terminate()
+    worker.wait()
+
+def test_a_process(dislock_server, worker):
+    assert export.delay(7).get(timeout=30) == 7
+    with dislock_server.hold("export:7"), pytest.raises(TaskRevokedError):
+        export.delay(7).get(timeout=30)
+"""
+
+
+def test_a_worker_process_uses_the_server(users):
+    """Under --dislock, and with the broker and the result backend on it, too."""
+    outcome = users(WORKER)
+    assert "1 passed" in outcome.stdout, outcome.stdout
+
+
+CELERYS = """
+@pytest.fixture
+def celery_app(dislock_server):
+    dislock_server.use(app)
+    return app
+
+@pytest.fixture
+def celery_worker_parameters():
+    return {"perform_ping_check": False}
+
+@pytest.mark.parametrize("n", [1, 2])
+def test(dislock_server, celery_worker, n):
+    assert export.delay(n).get(timeout=30) == n
+    with dislock_server.hold("export:7"):
+        result = export.delay(7)
+        result.get(timeout=30, propagate=False)
+    dislock_server.assert_skipped(result)
+"""
+
+
+def test_celerys_own_fixture_uses_the_server(users):
+    """A worker in a thread of the test's process, one after the other."""
+    outcome = users(CELERYS, "-p", "celery.contrib.pytest")
+    assert "2 passed" in outcome.stdout, outcome.stdout
+
+
+def test_each_process_of_xdist_has_a_server(users):
+    """Tests of one key do not meet."""
+    outcome = users(
+        "@pytest.mark.parametrize('n', range(6))\n"
+        "def test(dislock_server, n):\n"
+        "    with dislock_server.hold('k'):\n"
+        "        dislock_server.assert_locked('k')\n",
+        "-n2",
+    )
+    assert "6 passed" in outcome.stdout, outcome.stdout
+
+
+DJANGO = """
+from django.conf import settings
+settings.configure(CELERY_TASK_ALWAYS_EAGER=True)
+from celery import Celery
+from django.test import SimpleTestCase, override_settings
+from celery_dislock import Dislock, SingletonTask
+from celery_dislock.testing import DislockServer
+
+app = Celery("shop")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+Dislock(app)
+
+@app.task(base=SingletonTask, lock_key="k")
+def export():
+    return 7
+
+class Tests(SimpleTestCase):
+    def test(self):
+        with DislockServer() as server:
+            server.use(app)
+            with server.hold("k"):
+                server.assert_skipped(export.delay())
+                with override_settings(CELERY_DISLOCK_ENABLED=False):
+                    self.assertEqual(export.delay().get(), 7)
+                server.assert_skipped(export.delay())
+"""
+
+
+def test_djangos_settings_are_heeded_at_each_task(tmp_path):
+    """In Django's own test cases, without pytest."""
+    pytest.importorskip("django")
+    (tmp_path / "test_it.py").write_text(DJANGO)
+    subprocess.run([sys.executable, "-m", "unittest", "-q", "test_it"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_coroutines_use_the_server(dislock_server):
+    """Somebody else's lock is waited for without blocking the loop."""
+    async with Dislock.from_url(dislock_server.url) as dislock:
+        with dislock_server.hold("k"):
+            assert not await dislock.async_lock("k").try_acquire()
+        async with dislock.async_lock("k") as lease:
+            dislock_server.assert_locked("k")
+            assert lease.held
+
+
+def test_the_same_test_runs_on_a_real_server(users, redis_program):
+    """With --dislock-redis; there time takes its time, and nobody waits for an hour."""
+    outcome = users(
+        "def test(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    dislock_server.crash_holder('export:7', timeout=1)\n"
+        "    dislock_server.assert_skipped(export.apply((7,)))\n"
+        "    dislock_server.advance(1.1)\n"
+        "    assert export.apply((7,)).get() == 7\n"
+        "    with pytest.raises(Exception), dislock.lock('k') as lease:\n"
+        "        dislock_server.lose('k')\n"
+        "        assert not lease.held\n"
+        "    assert Dislock.from_url(dislock_server.url).runtime.process.store.ping()['executable']"
+        ".endswith('-server')\n"
+        "def test_long(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    @app.task(base=SingletonTask)\n"
+        "    def hour():\n"
+        "        dislock_server.advance(3600)\n"
+        "    hour.apply()\n",
+        "--dislock-redis",
+    )
+    assert "1 passed, 1 skipped" in outcome.stdout, outcome.stdout

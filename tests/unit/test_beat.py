@@ -1,0 +1,253 @@
+"""One of several beats sends: each step, with clocks and a server that the test drives."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+
+import pytest
+from celery import Celery
+from celery.beat import PersistentScheduler, Service
+from celery.schedules import crontab
+
+from celery_dislock import beat
+from celery_dislock.exceptions import StoreError
+from celery_dislock.plugin import beat_command
+from tests.integration.beats import STEP, TIMEOUT, Killed, World, kept
+
+HOUR = 3600
+
+
+@pytest.fixture(autouse=True)
+def _nobody_blocks(monkeypatch):
+    """A beat that waits in line asks once in each round."""
+    monkeypatch.setattr(beat, "WAIT_MOST", 0.0)
+
+
+def fail_at(one, when, number=1, error=Killed):
+    """Let a beat die, or get an error, before or after one of its next commands and messages."""
+    left = number
+
+    def around(now):
+        nonlocal left
+        left -= now == when
+        if left == 0 and now == when:
+            one.alive = error is not Killed
+            raise error if error is Killed else error("redis://nowhere", "away")
+
+    one.around = around
+
+
+def run_until_due(world):
+    """Let one message go out, and most of the time until the next pass."""
+    world.run(2.0)
+    sent = len(world.sent)
+    while len(world.sent) == sent:
+        world.run(STEP)
+    world.run(2.0 - 2 * STEP)
+
+
+def test_one_of_two_sends():
+    """The other waits in line, and each message has another id."""
+    world = World({"often": 2.0})
+    world.run(21)
+    assert {one.by for one in world.sent} == {world.leader}
+    assert len({one.id for one in world.sent}) == len(world.sent) == 10
+
+
+def test_a_clean_stop_hands_over_at_once():
+    """The next beat leads in its next round, and keeps the rhythm."""
+    world = World({"often": 2.0})
+    world.run(5)
+    stopped = world.leader
+    stopped.stop()
+    world.beats.remove(stopped)
+    world.run(STEP)
+    assert world.leader is not stopped
+    world.run(10)
+    ticks = [one.tick for one in world.ticks("often")]
+    assert max(b - a for a, b in pairwise(ticks)) < 2 + 2 * STEP
+
+
+@pytest.mark.parametrize(
+    ("when", "number", "messages"),
+    [("after", 1, 1), ("before", 2, 1), ("after", 2, 2), ("before", 3, 2)],
+    ids=["claimed", "about to send", "sent", "about to note"],
+)
+def test_a_tick_of_a_killed_beat_goes_out_under_one_id(when, number, messages):
+    """Killed between claim and note, nobody knows whether it was sent: it is sent again."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    before, killed = len(world.sent), world.leader
+    fail_at(killed, when, number)
+    world.run(4 * STEP)
+    assert not killed.alive
+    world.run(TIMEOUT)
+    tick = world.ticks("often")[-2 if len(world.ticks("often")) > before + 1 else -1]
+    again = [one for one in world.sent[before:] if one.tick == tick.tick]
+    assert len(again) == messages
+    assert len({one.id for one in again}) == 1
+
+
+@pytest.mark.parametrize("catches_up", [True, False])
+def test_what_became_due_meanwhile_is_sent_once_or_not_at_all(catches_up):
+    """As dislock_beat_catch_up says; later ticks are not concerned."""
+    world = World({"daily": crontab(hour=0, minute=0)}, dislock_beat_catch_up=catches_up)
+    midnight = (world.now // (24 * HOUR) + 1) * 24 * HOUR
+    world.run(1)
+    world.advance(midnight - world.now - 1)
+    for one in world.beats:
+        one.go_round()
+    world.run(STEP)
+    world.leader.alive = False
+    world.beats = [one for one in world.beats if one.alive]
+    world.run(TIMEOUT + 1)
+    assert len(world.sent) == catches_up
+    world.advance(24 * HOUR - 60)
+    world.run(60)
+    assert len(world.sent) == catches_up + 1
+
+
+def test_a_first_tick_is_not_lost_by_a_restart():
+    """When the schedule began is noted, too: beats without a file would begin anew."""
+    world = World({"daily": crontab(hour=0, minute=0)}, beats=1)
+    midnight = (world.now // (24 * HOUR) + 1) * 24 * HOUR
+    world.run(1)
+    world.leader.stop()
+    world.advance(midnight - world.now + 60)
+    world.beats = [world.start()]
+    world.run(STEP)
+    assert len(world.sent) == 1
+
+
+def test_a_halted_leader_sends_nothing_more():
+    """Its claim is refused, even if it has looked at its lease just before."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    halted = world.leader
+    begun = False
+
+    def around(when):
+        nonlocal begun
+        if when == "before" and not begun:
+            begun = True
+            world.run(3 * TIMEOUT, but=halted)
+
+    halted.around = around
+    halted.go_round()
+    while not begun:
+        world.run(STEP)
+    assert not halted.leads
+    ids = [one.id for one in world.sent]
+    assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_no_answer_to_a_claim_sends_nothing(when, caplog):
+    """The beat says so once, and sends the tick under the same id when it is answered again."""
+    caplog.set_level(logging.INFO)
+    world = World({"often": 2.0})
+    run_until_due(world)
+    leader, sent = world.leader, len(world.sent)
+
+    def around(now):
+        if now == when:
+            raise StoreError("redis://nowhere", "away")
+
+    leader.around = around
+    world.run(2 * STEP)
+    leader.around = lambda _when: None
+    assert len(world.sent) == sent
+    world.run(2 * STEP)
+    assert len(world.sent) == sent + 1
+    assert (
+        caplog.text.count("until the lock server answers: lock server redis://nowhere: away") == 1
+    )
+    assert world.leader is leader
+
+
+def test_a_wrong_clock_is_said_once(caplog):
+    """The beat gives the lock to the next, also if its clock is set wrong while it leads."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    wrong, sent = world.leader, len(world.sent)
+    wrong.clock_ahead = HOUR
+    world.run(TIMEOUT)
+    assert not wrong.leads
+    assert world.leader is not wrong
+    world.run(5 * TIMEOUT)
+    assert caplog.text.count("its clock differs by 3600 s") == 1
+    assert {one.by for one in world.sent[sent:]} == {world.leader}
+
+
+def test_a_handler_of_a_signal_does_not_release_in_the_middle_of_a_tick():
+    """Celery closes the scheduler in the handler of SIGTERM; the lock may be in use then."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    leader = world.leader
+    leader.around = lambda _when: leader.scheduler.close()
+    world.run(2 * STEP)
+    leader.around = lambda _when: None
+    assert leader.leads
+    leader.scheduler.close()
+    assert not leader.leads
+
+
+def test_entries_that_are_long_gone_are_forgotten():
+    """Those of this schedule are not, however seldom they are due."""
+    world = World({"yearly": crontab(minute=0, hour=0, day_of_month=1, month_of_year=1)})
+    world.run(1)
+    world.schedule["once"] = {"task": "once", "schedule": 2.0}
+    world.leader.stop()
+    world.beats = [world.start()]
+    world.run(5)
+    assert set(kept(world)) == {"yearly", "once"}
+    del world.schedule["once"]
+    for days in (16, 16, 0):
+        world.beats[0].stop()
+        world.beats = [world.start()]
+        world.run(TIMEOUT)
+        world.advance(days * 24 * HOUR)
+    assert set(kept(world)) == {"yearly"}
+
+
+def test_a_record_that_cannot_be_read_is_as_none():
+    """Somebody wrote it by hand, or a later version did."""
+    world = World({"often": 2.0}, beats=1)
+    world.run(5)
+    world.server.send("HSET", "dislock:{beat}:beat", "often", "2 what?")
+    world.leader.stop()
+    world.beats = [world.start()]
+    sent = len(world.sent)
+    world.run(5)
+    assert len(world.sent) > sent
+
+
+@pytest.mark.parametrize(
+    ("conf", "told"),
+    [
+        ({"dislock_beat_key": "a{b"}, "lock_key"),
+        ({"dislock_beat_timeout": 0}, "dislock_beat_timeout=0: give finite seconds above 0"),
+        ({"dislock_url": "memory://"}, "beats need one lock server"),
+        ({"dislock_url": ["redis://a", "redis://b", "redis://c"]}, "beats need one lock server"),
+    ],
+)
+def test_a_beat_that_cannot_have_its_lock_does_not_start(conf, told):
+    """The message names the setting, its value and what to do."""
+    app = Celery("beats", set_as_current=False)
+    app.conf.update({"dislock_url": "redis://nowhere", "dislock_enabled": True, **conf})
+    with pytest.raises(SystemExit, match="Cannot start with locks") as caught:
+        Service(app).get_scheduler(lazy=True)
+    assert told in str(caught.value)
+
+
+def test_the_options_choose_the_scheduler():
+    """--dislock extends the one that is in use, --no-dislock and no option leave it alone."""
+    assert [option.name for option in beat_command.params[-2:]] == ["dislock", "dislock_url"]
+    for enabled, extended in ((True, True), (False, False), (None, False)):
+        app = Celery("beats", broker="redis://nowhere", set_as_current=False)
+        app.conf.dislock_enabled = enabled
+        scheduler = Service(app).get_scheduler(lazy=True)
+        assert isinstance(scheduler, PersistentScheduler)
+        assert isinstance(scheduler, beat.BeatLock) is extended
+    assert beat.with_lock(type(scheduler)) is beat.with_lock(beat.with_lock(type(scheduler)))
