@@ -123,10 +123,9 @@ class SentinelServer(RedisServer):
     def __init__(
         self, folder: Path, master_port: int, *, others: int = 2, args: Sequence[str] = ()
     ) -> None:
-        super().__init__(folder, args=["--sentinel"])
+        super().__init__(folder, args=["--sentinel", *args])
         self._master_port = master_port
         self._majority = (others + 1) // 2 + 1
-        self._more = args
 
     def _launch(self, program: Path) -> None:
         settings = self.folder / "sentinel.conf"
@@ -138,7 +137,7 @@ class SentinelServer(RedisServer):
         )
         with self._log().open("wb") as log:
             self._process = subprocess.Popen(
-                [str(program), str(settings), "--sentinel", *self._more],
+                [str(program), str(settings), *self._args],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ RUN = """
 import os, subprocess, sys, time
 from pathlib import Path
 from tests.forked import template
+from tests.integration.servers import SentinelServer
 from tests.redis_server import RedisServer
 
 def test_it_never_ends():
@@ -26,6 +27,9 @@ def test_it_never_ends():
         child = template.start("timeit", [long], folder=folder, env=os.environ, out=1, err=2)
     elif {kind!r} == "server":
         child = RedisServer(Path("server")).start()
+    elif {kind!r} == "sentinel":
+        master = RedisServer(Path("server")).start()
+        child = SentinelServer(Path("sentinel"), master.port).start()
     else:
         child = subprocess.Popen([sys.executable, "-c", long], start_new_session=True)
     Path("pid.new").write_text(str(child.pid))
@@ -37,7 +41,12 @@ def test_it_never_ends():
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="there is no /proc")
 @pytest.mark.parametrize(
     ("how", "kind"),
-    [(signal.SIGTERM, "started"), (signal.SIGKILL, "forked"), (signal.SIGKILL, "server")],
+    [
+        (signal.SIGTERM, "started"),
+        (signal.SIGKILL, "forked"),
+        (signal.SIGKILL, "server"),
+        (signal.SIGKILL, "sentinel"),
+    ],
 )
 def test_a_killed_run_takes_its_processes_along(tmp_path, how, kind):
     """Those in a session of their own, too, as workers and servers are."""
