@@ -99,7 +99,7 @@ class BeatLock:
         super().__init__(*args, **kwargs)
         self.lock_key = None  # turns RedBeat's own lock off
         self._attempt: Attempt | None = None
-        self._claimed_us = 0
+        self._claimed_us = self._began_us = 0
         self._said = ""
         self._ticks = False
 
@@ -129,7 +129,7 @@ class BeatLock:
         """
         self._ticks = True
         try:
-            if not self.leads:
+            if not self.leads or self._clock_was_set():
                 self._take_over()
             pause: float = super().tick(*args, **kwargs)  # type: ignore[misc]
         except StandBy as exc:
@@ -202,9 +202,19 @@ class BeatLock:
         self._said = ""
         logger.info("Beat leads, lock %r.", self._lock.key)
 
+    def _clock_was_set(self) -> bool:
+        """Return whether it was since this beat leads; if it was set back, no entry is due."""
+        return abs(self._asked_us() - self._began_us) > self._lock.timeout * 1e6
+
+    def _asked_us(self) -> int:
+        """Return when the lease was asked for, as the wall clock has that now."""
+        lease = self._lease
+        return to_us(self.app.now()) - int(lease.held_for * 1e6) if lease else 0
+
     def _go_on(self) -> None:
         """Take over when each entry was last sent."""
         entries, now_us = self.schedule, to_us(self.app.now())
+        self._began_us = self._asked_us()
         mine = [part for name in entries for part in (name, to_us(entries[name].last_run_at))]
         told = iter(self._ask(TICKS, now_us, *mine))
         catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
