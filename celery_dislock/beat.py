@@ -155,14 +155,12 @@ class BeatLock:
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the message of a tick, under the task id of this tick."""
-        options, before_us = entry.options, to_us(entry.last_run_at)
+        before_us = to_us(entry.last_run_at)
         if before_us:  # else it was never sent, and may have the name of an entry before it
             tick = f"{self._lock.names[0]} {before_us} {entry.name}"
-            entry.options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(options or {})}
-        try:
-            sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            entry.options = options
+            options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(entry.options or {})}
+            entry = copy_of(entry, options=options)
+        sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
         with suppress(StandBy):  # a later claim says so
             self._ask(TICK, self._claimed_us, entry.name, HAS_GONE_OUT)
         return sent
@@ -218,18 +216,22 @@ class BeatLock:
         mine = [part for name in entries for part in (name, to_us(entries[name].last_run_at))]
         told = iter(self._ask(TICKS, now_us, *mine))
         catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
+        again = []
         for name, last, before in zip(told, told, told, strict=True):
             entry = entries.get(text(name)) or self._load(text(name))
             if entry is None:
                 continue
-            if before != HAS_GONE_OUT.encode() and catches_up:
-                entry.last_run_at = to_time(int(before), entry)
-                self._claimed_us = int(last)
-                self.apply_entry(entry, producer=self.producer)
             put(entry, int(last))
             if not catches_up and entry.is_due()[0]:
                 put(entry, now_us)
+            elif catches_up and before != HAS_GONE_OUT.encode():
+                again.append((copy_of(entry, last_run_at=to_time(int(before), entry)), int(last)))
         self._heap = None
+        # Sending may save the schedule, and read it anew from a file: what is put must be in it.
+        for entry, self._claimed_us in again:
+            if not self.leads:  # stopped for a while
+                raise StandBy(LOST)
+            self.apply_entry(entry, producer=self.producer)
 
     def _load(self, name: str) -> Any:
         """Return an entry that the schedule does not show, as RedBeat's does; None: not there."""
@@ -305,6 +307,17 @@ def to_time(us: int, entry: Any) -> datetime:
         return when
     # Celery takes a time without a zone for UTC.
     return when.astimezone(known.tzinfo) if known.tzinfo else when.replace(tzinfo=None)
+
+
+def copy_of(entry: Any, **changed: Any) -> Any:
+    """
+    Return a copy of an entry: one that is in the schedule is saved, with all that was changed.
+
+    The module ``copy`` would call its class as Celery's own is called, and without the app.
+    """
+    made = object.__new__(type(entry))
+    made.__dict__ = {**vars(entry), **changed}
+    return made
 
 
 def put(entry: Any, last_us: int) -> None:

@@ -118,6 +118,19 @@ def test_another_beat_takes_over(beats, how):
     assert len(beats.ids()) - len(set(beats.ids())) <= 1
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_a_beat_that_ends_as_it_sends(beats, how, when):
+    """What may not have gone out is sent again under its id, and later ticks have other ids."""
+    leader = beats.start(BEAT_DIES=f"{when} {how}")
+    leader.says(LEADS)
+    other = beats.start()
+    other.says(LEADS)
+    beats.go_on(8)
+    ids = beats.ids()
+    assert len(ids) - len(set(ids)) == (when == "after")
+
+
 def test_beats_stand_by_while_the_lock_server_is_away(beats):
     """They say so once, send nothing, and go on when it is back, without their records."""
     both = [beats.start(), beats.start()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from datetime import datetime, timedelta, timezone
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from celery import Celery
-from celery.beat import Scheduler
+from celery import Celery, current_app
+from celery.beat import PersistentScheduler, Scheduler
 
 from celery_dislock import Dislock, beat
 from celery_dislock.locks.lock import Lock
@@ -16,6 +17,7 @@ from tests.integration.lua_server import LuaServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 TIMEOUT = 3.0  # seconds; dislock_beat_timeout
 STEP = 0.25  # seconds between two rounds of the beats' loops
@@ -35,14 +37,20 @@ class Sent(NamedTuple):
     by: Beat
 
 
-class Recording(Scheduler):
-    """Celery's scheduler, whose messages are noted in place of being sent."""
+class Recording:
+    """Mixin over a scheduler: its messages are noted in place of being sent."""
 
     producer = None
     connection = None
 
     def send_task(self, name: str, *_args: Any, task_id: str = "", **_options: Any) -> None:
         self.app.sends(name, task_id)
+
+
+@cache
+def recording(scheduler: type) -> type:
+    """Return the class of a scheduler with ``--dislock``, whose messages are noted."""
+    return beat.with_lock(type("Recording" + scheduler.__name__, (Recording, scheduler), {}))
 
 
 class Beat:
@@ -52,6 +60,7 @@ class Beat:
     Args:
         world: Where it runs.
         clock_ahead: Seconds by which its wall clock is wrong.
+        file: Where Celery's scheduler keeps the schedule.
         conf: Settings.
 
     Attributes:
@@ -60,8 +69,10 @@ class Beat:
         around: Called with "before" and "after" each command, and around each message.
     """
 
-    def __init__(self, world: World, clock_ahead: float = 0.0, **conf: Any) -> None:
-        self.world, self.clock_ahead, self.alive = world, clock_ahead, True
+    def __init__(
+        self, world: World, clock_ahead: float = 0.0, file: Path | None = None, **conf: Any
+    ) -> None:
+        self.world, self.clock_ahead, self.alive, self.file = world, clock_ahead, True, file
         self.around: Callable[[str], None] = lambda _when: None
         self.app = app = Celery("beats", set_as_current=False)
         Dislock(app)
@@ -74,7 +85,7 @@ class Beat:
         )
         app.now = self.now
         app.sends = self._sends
-        self.scheduler = beat.with_lock(Recording)(app)
+        self.scheduler = recording(world.scheduler)(app, schedule_filename=str(file))
         store = world.server.store()
         store.lock_server = Wire(self)
         self.watchdog = Watchdog(store, clock=lambda: world.now, threaded=False)
@@ -100,12 +111,24 @@ class Beat:
 
     def go_round(self) -> None:
         """Let the watchdog and the loop go on, until there is nothing more to do now."""
+        interrupted = current_app._get_current_object()
+        self.app.set_current()  # what comes from a file or a table asks for it
         try:
             self.watchdog.tick()
             while self.alive and self.scheduler.tick() == 0 and self.leads:
                 pass
         except Killed:
-            self.alive = False
+            self.kill()
+        finally:
+            interrupted.set_current()
+
+    def kill(self) -> None:
+        """Stop it with SIGKILL: what it has not written is gone."""
+        self.alive = False
+        store = vars(self.scheduler).pop("_store", None)
+        if store is not None:
+            store.cache = {}
+            store.dict.close()
 
     def stop(self) -> None:
         """Stop it with SIGTERM."""
@@ -142,6 +165,7 @@ class World:
     Args:
         schedule: What they send.
         seed: Of what is random.
+        folder: Where each has a file for Celery's scheduler; None: they have none.
         conf: Settings of the beats.
 
     Attributes:
@@ -150,9 +174,16 @@ class World:
     """
 
     def __init__(
-        self, schedule: Mapping[str, Any], beats: int = 2, seed: int = 0, **conf: Any
+        self,
+        schedule: Mapping[str, Any],
+        beats: int = 2,
+        seed: int = 0,
+        folder: Path | None = None,
+        **conf: Any,
     ) -> None:
         self.server, self.rng = LuaServer(), random.Random(seed)
+        self.folder, self.files = folder, 0
+        self.scheduler = PersistentScheduler if folder else Scheduler
         self.schedule = {name: {"task": name, "schedule": one} for name, one in schedule.items()}
         self.sent: list[Sent] = []
         self._conf = conf
@@ -167,9 +198,12 @@ class World:
         """Let time pass."""
         self.server.advance(seconds)
 
-    def start(self, clock_ahead: float = 0.0, **conf: Any) -> Beat:
-        """Make one more beat."""
-        return Beat(self, clock_ahead, **{**self._conf, **conf})
+    def start(self, clock_ahead: float = 0.0, file: Path | None = None, **conf: Any) -> Beat:
+        """Make one more beat; *file*: the one of a beat that has ended."""
+        if self.folder and not file:
+            self.files += 1
+            file = self.folder / f"schedule{self.files}"
+        return Beat(self, clock_ahead, file, **{**self._conf, **conf})
 
     def run(self, seconds: float, but: Beat | None = None) -> None:
         """Let the beats run; *but*: one that is stopped meanwhile."""

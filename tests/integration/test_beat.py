@@ -45,13 +45,17 @@ def end_at_random(world, one):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_takeovers_at_random(seed):
+@pytest.mark.parametrize("keeps_a_file", [True, False])
+def test_takeovers_at_random(seed, keeps_a_file, tmp_path):
     """No tick has two ids, none is missing, and nothing is silent for longer than a timeout."""
-    world = World({"often": EVERY, "minutely": crontab()}, beats=3, seed=seed)
+    folder = tmp_path if keeps_a_file else None
+    world = World({"often": EVERY, "minutely": crontab()}, beats=3, seed=seed, folder=folder)
     world.run(5)
     for _ in range(TAKEOVERS // 4):
         end_at_random(world, world.leader)
+        ended = [one.file for one in world.beats if not one.alive and world.rng.random() < 0.5]
         world.beats = [one for one in world.beats if one.alive]
+        world.beats += [world.start(file=file) for file in ended]
         world.beats += [world.start() for _ in range(3 - len(world.beats))]
         world.run(TIMEOUT + 2 * STEP)
     world.run(61)

@@ -74,9 +74,12 @@ def test_a_clean_stop_hands_over_at_once():
     [("after", 1, 1), ("before", 2, 1), ("after", 2, 2), ("before", 3, 2)],
     ids=["claimed", "about to send", "sent", "about to note"],
 )
-def test_a_tick_of_a_killed_beat_goes_out_under_one_id(when, number, messages):
-    """Killed between claim and note, nobody knows whether it was sent: it is sent again."""
-    world = World({"often": 2.0})
+@pytest.mark.parametrize("keeps_a_file", [True, False])
+def test_a_tick_of_a_killed_beat_goes_out_under_one_id(
+    when, number, messages, keeps_a_file, tmp_path
+):
+    """Killed between claim and note, nobody knows whether it was sent: it is sent again, once."""
+    world = World({"often": 2.0}, folder=tmp_path if keeps_a_file else None)
     run_until_due(world)
     before, killed = len(world.sent), world.leader
     fail_at(killed, when, number)
@@ -87,6 +90,10 @@ def test_a_tick_of_a_killed_beat_goes_out_under_one_id(when, number, messages):
     again = [one for one in world.sent[before:] if one.tick == tick.tick]
     assert len(again) == messages
     assert len({one.id for one in again}) == 1
+    sent = len(world.sent)
+    world.run(8)
+    ids = [one.id for one in world.sent[sent:]]
+    assert len(set(ids)) == len(ids) == 4
 
 
 @pytest.mark.parametrize("catches_up", [True, False])
