@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 WAIT_MOST = 5.0  # seconds in line until beat's own loop goes round
 PAUSE = 1.0  # seconds until a beat that was refused asks again
-NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE = range(4)  # as in _beat.lua
+NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE, PAUSED = range(5)  # as in _beat.lua
 HAS_GONE_OUT = "-"
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 MICROSECOND = timedelta(microseconds=1)
 
 # Why a beat stands by.
-OTHER_LEADS = "Beat stands by, lock %r: it is led by %s."
+HELD = "Beat stands by, lock %r: it is held by %s."
 AWAY = "Beat stands by, lock %r: it sends nothing until the lock server answers: %s"
 LOST = "Beat stands by, lock %r: its lease has ended, and another beat may lead."
 CLOCK = (
@@ -191,7 +191,7 @@ class BeatLock:
         except StoreError as exc:
             raise StandBy(AWAY, exc) from exc
         if isinstance(answer, Conflict):
-            raise StandBy(OTHER_LEADS, in_words(answer.holder), level=logging.INFO, pause=0.0)
+            raise StandBy(HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
         try:
             self._go_on()
         except BaseException:
@@ -257,9 +257,9 @@ class BeatLock:
             )
         except StoreError as exc:
             raise StandBy(AWAY, exc) from exc
-        if told[0] == NOT_LEADING:
+        if told[0] in {NOT_LEADING, PAUSED}:
             self._give_up()
-            raise StandBy(LOST)
+            raise StandBy(LOST) if told[0] == NOT_LEADING else StandBy(pause=0.0)
         if told[0] == WRONG_CLOCK:
             self._give_up()
             raise StandBy(CLOCK, (now_us - int(told[1])) / 1e6, level=logging.ERROR)

@@ -12,6 +12,8 @@ from collections import Counter
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.servers.view import is_beat
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -91,6 +93,14 @@ def _limited(number: Callable[[LockState], Any]) -> Source:
         return [((state,), number(lock))] if lock.limit is not None else []
 
     return of
+
+
+def _beats(lock: LockState) -> Iterable[tuple[tuple[str], float]]:
+    if lock.ticked is None:
+        return []
+    leading = sum(map(is_beat, lock.holders))
+    known = {"leading": leading, "standing by": lock.waiting, "missing": lock.is_leaderless}
+    return [((state,), number) for state, number in known.items()]
 
 
 def _kind(kind: str) -> Callable[..., Metric]:
@@ -177,6 +187,12 @@ METRICS = (
         (STATE,),
         "Waiters and parked tasks in the lines of these keys.",
         _limited(attrgetter("waiting")),
+    ),
+    _gauge(
+        "beats",
+        (STATE,),
+        "Beats that are leading or standing by now; missing: keys of beats that no beat leads by.",
+        _beats,
     ),
     _gauge(
         "locks_cut", (), "1 if the gauges are of 50,000 locks, and there are more; else left out."

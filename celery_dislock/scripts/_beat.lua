@@ -5,9 +5,9 @@
 --     last_us     when it was last sent, by the clock of the beat that sent it
 --     before_us   when it was sent before that; "-" once the message of last_us has gone out
 
--- include: _lease
+-- include: _grant
 
-local NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE = 0, 1, 2, 3
+local NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE, PAUSED = 0, 1, 2, 3, 4
 local runs, owner, token, beat_us = KEYS[2], ARGV[1], ARGV[2], ARGV[3]
 
 local function leads(lock)

@@ -5,7 +5,7 @@
 -- ARGV[2]   most    places to tell; also of those that have their turn
 --                   -1: the leases alone, which are there while a cluster moves the slot
 --
--- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, limit, limit_ms}
+-- Returns   {now_ms, leases, waiting, line, turns, aside, reservation, ticked_ms, limit, limit_ms}
 --   now_ms         Redis TIME
 --   leases         {owner, expires_ms, token, mode, holder, acquired_ms, ...}   six for each live lease
 --   waiting        how many stand in line
@@ -13,6 +13,7 @@
 --                  ticket what is parked, see _parked.lua, without the body of its message
 --   turns          {ticket, ends_ms, record, ...}     of those whose message is on its way
 --   aside          how many tickets were set aside
+--   ticked_ms      since a beat that leads has claimed or noted a tick; -1: no beat has, for thirty days
 --   reservation, limit   see _unique.lua and limit.lua; empty: there is none
 --   limit_ms       until that ends; negative: it does not, or is not there
 -- Touches the lock, its line and what belongs to it; changes nothing.
@@ -60,13 +61,15 @@ end
 local seen, there = true, 0
 if most >= 0 then
   seen, there = pcall(redis.call, 'EXISTS',
-    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. LIMIT)
+    lock.line, lock.handed, name .. ASIDE, name .. UNIQUE, name .. BEAT, name .. LIMIT)
 end
-if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', '', -2} end
+if seen and there == 0 then return {now, leases(), 0, {}, {}, 0, '', -1, '', -2} end
 
+local ends_ms = redis.call('PTTL', name .. BEAT)
 return {
   now, leases(), redis.call('ZCARD', lock.line), listed(lock.line, first, waits_for),
   listed(lock.handed, 0, parked), redis.call('HLEN', name .. ASIDE),
   redis.call('GET', name .. UNIQUE) or '',
+  ends_ms < 0 and -1 or KEPT_MS - ends_ms,
   redis.call('GET', name .. LIMIT) or '', redis.call('PTTL', name .. LIMIT),
 }

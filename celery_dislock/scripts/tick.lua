@@ -13,6 +13,7 @@
 --           {1}            claimed, or noted
 --           {2, now_us}    the beat's clock is wrong; this is the server's
 --           {3, last_us}   another beat has claimed this tick, or a later one, at that time
+--           {4}            an operator has paused the lock: nothing was changed
 -- Touches the record of that entry, and reads the lock; see _beat.lua.
 -- Safe to send twice: who has written a record may write it again.
 
@@ -21,6 +22,7 @@
 local entry, before = ARGV[5], ARGV[6]
 if not leads(KEYS[1]) then return {NOT_LEADING} end
 if before ~= '-' then
+  if limit_set(open(KEYS[1])) == 0 then return {PAUSED} end
   if clock_is_wrong(ARGV[4]) then return {WRONG_CLOCK, string.format('%.0f', now_us)} end
   local by, last = read_run(redis.call('HGET', runs, entry))
   if by and by ~= token and tonumber(last) > tonumber(before) then return {SENT_SINCE, last} end

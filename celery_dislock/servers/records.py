@@ -69,6 +69,8 @@ def _in_words(holder: Mapping[str, Any]) -> str:
     if "parked" in holder:
         return f"task {task_id}, whose turn it is" if "id" in holder else "the waiters in line"
     who = f"thread {holder['thread']}" if "thread" in holder else f"{task}[{task_id}]"
+    if holder.get("thread") == LEADER:
+        who = LEADER
     return f"{who} on {worker} (pid {pid})"
 
 

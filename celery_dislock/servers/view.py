@@ -17,6 +17,7 @@ from celery_dislock.config.options import MISSED, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.names import task_id_of, task_id_of_reserved
 from celery_dislock.servers.records import (
+    LEADER,
     NAMES,
     bounded_text,
     holder_of,
@@ -123,6 +124,7 @@ class Waiter(NamedTuple):
         turns: How often the parked task was given its turn.
         who: The waiter in words.
         task, id: The task; None if a thread waits, or the message cannot be read.
+        thread: The thread; None if a task waits.
         args: The task's arguments, as Celery describes them in the message; None: not known.
         exchange, routing_key: Where its message goes when it has its turn; None: it is not parked,
             or its message cannot be read.
@@ -135,6 +137,7 @@ class Waiter(NamedTuple):
     who: str
     task: str | None
     id: str | None
+    thread: str | None = None
     parked: bool = False
     ticket: str = ""
     turns: int = 0
@@ -178,6 +181,7 @@ class LockState(NamedTuple):
         turns: Parked tasks that have their turn, and have not claimed it.
         aside: How many parked tasks were set aside because nobody could read or run them.
         reservation: The reservation of the key; None if there is none.
+        ticked: Seconds since a beat that leads has claimed or noted a tick; None: no beat has.
         limit: How many leases an operator admits, whatever the code says; 0: it is paused.  None:
             the code's limit holds.
         limit_remaining: Seconds until that ends; None: it lasts until it is taken back.
@@ -196,6 +200,7 @@ class LockState(NamedTuple):
     turns: Sequence[Waiter]
     aside: int
     reservation: ReservationState | None
+    ticked: float | None
     limit: int | None
     limit_remaining: float | None
     limit_since: float | None
@@ -212,6 +217,11 @@ class LockState(NamedTuple):
     def is_paused(self) -> bool:
         """Whether an operator admits nobody."""
         return self.limit == 0
+
+    @property
+    def is_leaderless(self) -> bool:
+        """Whether beats had the lock, and nobody holds it or has paused it."""
+        return self.ticked is not None and not (self.holders or self.is_paused)
 
     @property
     def is_stuck(self) -> bool:
@@ -253,7 +263,7 @@ def state_of(server: str, name: str, reply: Sequence[Any], first: int = 0) -> Lo
 
 
 def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
-    now_ms, leases, waiting, line, turns, aside, unique, limit, limit_ms, *differs = reply
+    now_ms, leases, waiting, line, turns, aside, unique, ticked, limit, limit_ms, *differs = reply
     limited = LIMIT_RECORD.fullmatch(limit)
     if limit and not limited:
         raise ValueError("its limit")
@@ -272,6 +282,7 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         ],
         aside=aside,
         reservation=parse_reservation(now_ms, unique),
+        ticked=ticked / 1000 if ticked >= 0 else None,
         limit=int(limited[1]) if limited else None,
         limit_remaining=limit_ms / 1000 if limited and limit_ms >= 0 else None,
         limit_since=int(limited[2]) / 1000 if limited else None,
@@ -279,6 +290,11 @@ def _state(name: str, reply: Sequence[Any], first: int) -> LockState:
         limit_differs=differs[0] if differs else 0,
         limit_age=(now_ms - int(limited[2])) / 1000 if limited else None,
     )
+
+
+def is_beat(one: Holder | Waiter) -> bool:
+    """Tell whether one of several beats holds a lock to lead, or waits for it."""
+    return one.thread == LEADER
 
 
 def differing(lock: LockState) -> str:
@@ -330,6 +346,7 @@ def _waiter(now_ms: int, nth: int, member: bytes, joined: bytes, record: bytes) 
         who=in_words(about),
         task=bounded_text(about.get("task")),
         id=bounded_text(about.get("id")),
+        thread=bounded_text(about.get("thread")),
     )
 
 

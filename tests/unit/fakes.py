@@ -300,7 +300,7 @@ class FakeStore:
         for owner, expires, about in leases:
             written = json.dumps(about).encode()
             found += [owner.encode(), round(expires * 1000), b"1", b"x", written, now]
-        return state_of("fake", lock, [now, found, 0, [], [], 0, b"", b"", -2]).holders
+        return state_of("fake", lock, [now, found, 0, [], [], 0, b"", -1, b"", -2]).holders
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:
         self._round_trip("take_over", *locks, left_by, owner)

@@ -13,6 +13,9 @@ from celery.schedules import crontab
 from celery_dislock import beat
 from celery_dislock.exceptions import StoreError
 from celery_dislock.plugin import beat_command
+from celery_dislock.scripts import LIMIT
+from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.view import is_beat
 from tests.integration.beats import STEP, TIMEOUT, Killed, World, kept
 
 HOUR = 3600
@@ -36,6 +39,11 @@ def fail_at(one, when, number=1, error=Killed):
             raise error if error is Killed else error("redis://nowhere", "away")
 
     one.around = around
+
+
+def limit(world, number):
+    """Pause the lock with "0", resume it with an empty text."""
+    world.server.run(LIMIT, ["dislock:{beat}"], number, 0, "")
 
 
 def run_until_due(world):
@@ -199,6 +207,39 @@ def test_a_handler_of_a_signal_does_not_release_in_the_middle_of_a_tick():
     assert leader.leads
     leader.scheduler.close()
     assert not leader.leads
+
+
+def test_a_pause_stops_the_leader_too():
+    """It sends nothing and has no lease until the lock is resumed; what became due is sent once."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    leader, sent = world.leader, len(world.sent)
+    limit(world, "0")
+    world.run(3 * TIMEOUT)
+    assert len(world.sent) == sent
+    assert not leader.leads
+    limit(world, "")
+    world.run(2 * STEP)
+    assert len(world.sent) == sent + 1
+    world.run(4.0)
+    assert len(world.sent) == sent + 3
+
+
+def test_who_leads_and_when_it_sent_is_on_the_lock_server():
+    """For the commands, doctor and metrics; also after the last beat has gone."""
+    world = World({"often": 2.0}, beats=1)
+    overview = Overview(world.server, "dislock")
+    assert overview.lock("dislock:{beat}").ticked is None
+    run_until_due(world)
+    led = overview.lock("dislock:{beat}")
+    assert [is_beat(one) for one in led.holders] == [True]
+    assert led.ticked == pytest.approx(2.0 - 2 * STEP, abs=0.1)
+    assert not led.is_leaderless
+    world.leader.stop()
+    world.advance(60.0)
+    left = overview.lock("dislock:{beat}")
+    assert left.is_leaderless
+    assert left.ticked == pytest.approx(led.ticked + 60.0, abs=0.1)
 
 
 def test_entries_that_are_long_gone_are_forgotten():

@@ -8,8 +8,7 @@ from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.operating.checks.table import Row, note, number, ok, serious, some, warning
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.scripts.names import sweep_lock
-from celery_dislock.servers.records import LEADER
-from celery_dislock.servers.view import REPEAT, differing
+from celery_dislock.servers.view import REPEAT, differing, is_beat
 from celery_dislock.words import for_people
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ LATELY = 600.0  # seconds: a task that has its turn elsewhere comes more often
 
 def _held_long(lock: LockState, _: Facts) -> str:
     """Say who holds a lock for which others wait, if the body may hang; a beat leads for long."""
-    bodies = [one for one in lock.holders if one.thread != LEADER]
+    bodies = [one for one in lock.holders if not is_beat(one)]
     long = [one for one in bodies if one.timeout and one.held > HELD_LONG * one.timeout]
     return "; ".join(
         f"for {for_people(one.held)} by {one.who}, with {lock.waiting} waiting"
@@ -48,6 +47,10 @@ def _stuck(lock: LockState, _: Facts) -> str | None:
     """Each release hands the lock on; the first in line may have come a moment ago."""
     first = lock.line[0].waiting if lock.is_stuck and lock.line else 0.0
     return f"the first waits for {for_people(first)}" if first > STUCK_LONG else None
+
+
+def _leaderless(lock: LockState, _: Facts) -> str | None:
+    return f"last tick {for_people(lock.ticked or 0.0)} ago" if lock.is_leaderless else None
 
 
 def _reserved(lock: LockState, _: Facts) -> str | None:
@@ -85,6 +88,14 @@ ROWS = (
         "Held unusually long while others wait",
         "If its body hangs: celery dislock free --terminate KEY. A task that takes that long on "
         "purpose is best given a time limit, and max_renew_times.",
+    ),
+    Row(
+        "beats",
+        warning,
+        _leaderless,
+        "No beat leads, so nothing of these schedules is sent",
+        "Start beats with --dislock. If some run, their logs say why they stand by. If beats "
+        "without --dislock send instead, delete the key :beat of the lock in Redis.",
     ),
     Row(
         "lines",

@@ -22,7 +22,7 @@ from celery_dislock.operating.cli.session import (
 from celery_dislock.operating.locks import as_data, rows
 from celery_dislock.scripts.names import aside_of
 from celery_dislock.servers.overview import PLACES, look_at_all
-from celery_dislock.servers.view import REPEAT, differing
+from celery_dislock.servers.view import REPEAT, differing, is_beat
 from celery_dislock.words import for_people, plain, to_json
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ LISTED: Mapping[str, Callable[[ListedLock, Holder | None], object]] = {
 # Columns of `line`.
 IN_LINE: Mapping[str, Callable[[Waiter], object]] = {
     "PLACE": lambda waiter: str(waiter.place),
-    "WAITING": lambda waiter: for_people(waiter.waiting),
+    "WAITING": lambda waiter: None if is_beat(waiter) else for_people(waiter.waiting),
     "TURNS": lambda waiter: str(waiter.turns) if waiter.parked else None,
     "TICKET": lambda waiter: waiter.ticket,
     "WHO": lambda waiter: waiter.who,
@@ -189,19 +189,21 @@ def write_lines(lines: Iterable[str]) -> None:
 def holder_lines(holder: Holder) -> Iterator[str]:
     """Yield all that is known of a lease, in words."""
     since = _as_date(holder.acquired_at)
+    leads = is_beat(holder)
+    host = holder.worker if holder.thread else holder.host
     known = {
         "task": holder.task,
         "id": holder.id,
-        "thread": holder.thread,
-        "worker": holder.worker,
-        "process": f"{holder.pid} on {holder.host or '?'}" if holder.pid else None,
-        "held for": f"{for_people(holder.held)}, since {since}",
+        "thread": None if leads else holder.thread,
+        "worker": None if holder.thread else holder.worker,
+        "process": f"{holder.pid} on {host or '?'}" if holder.pid else None,
+        "leads for" if leads else "held for": f"{for_people(holder.held)}, since {since}",
         "mode": holder.mode if holder.mode != "exclusive" else None,
         "lease": _lease_in_words(holder),
         "token": holder.token,
         "owner": holder.owner,
     }
-    yield f"  held by {holder.who}"
+    yield f"  {'led' if leads else 'held'} by {holder.who}"
     yield from (f"    {name:<9} {value}" for name, value in known.items() if value is not None)
 
 
@@ -244,7 +246,9 @@ def described(lock: LockState) -> Iterator[str]:
     for holder in lock.holders:
         yield from holder_lines(holder)
     if not lock.holders:
-        yield "  held by nobody"
+        yield f"  {'held' if lock.ticked is None else 'led'} by nobody"
+    if lock.ticked is not None:
+        yield f"  last tick {for_people(lock.ticked)} ago"
     if lock.limit_differs:
         yield f"  {differing(lock)}. {REPEAT}: celery dislock resume {lock.key}"
     if lock.limit is not None:
@@ -275,7 +279,8 @@ def _line_lines(lock: LockState) -> Iterator[str]:
         yield f"  {lock.waiting} in line"
     for place in lock.line:
         parked = f", parked as {place.ticket}" if place.parked else ""
-        yield f"    {place.place}. {place.who}, for {for_people(place.waiting)}{parked}"
+        waits = " stands by" if is_beat(place) else f", for {for_people(place.waiting)}"
+        yield f"    {place.place}. {place.who}{waits}{parked}"
     if lock.waiting > len(lock.line):
         yield f"    ... celery dislock line {lock.key} --first {len(lock.line) + 1}"
 

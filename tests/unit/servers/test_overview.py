@@ -123,7 +123,7 @@ def test_a_parked_task_is_searched_in_pages(monkeypatch):
 
 def test_a_damaged_lock_costs_one_row():
     """The others are listed; to look at it alone is an error."""
-    rubbish = [*NOTHING[:7], b"rubbish", -2]
+    rubbish = [*NOTHING[:8], b"rubbish", -2]
 
     class Damaged(Server):
         def run(self, _script, _keys, *_arguments):

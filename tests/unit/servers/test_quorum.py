@@ -197,7 +197,8 @@ class TestDecide:
         """An owner that a minority has left is no holder; the time is a majority's."""
         a = [[b"a/1", ms, b"7", b"x", b"{}", 0] for ms in (3000, 9000, 1000)]
         b = [b"b/1", 9000, b"8", b"x", b"{}", 0]
-        seen = [[0, leases, 0, [], [], 0, b"", b"", -2] for leases in ([*a[0], *b], a[1], a[2], b)]
+        nothing = [0, [], [], 0, b"", -1, b"", -2]
+        seen = [[0, leases, *nothing] for leases in ([*a[0], *b], a[1], a[2], b)]
         made, _ = quorum([*seen, AWAY])
         assert made.run(LOOK, [LOCK])[1] == [b"a/1", 1000, 7, b"x", b"{}", 0]
 

@@ -17,7 +17,7 @@ NOW = 1_700_000_000_000  # ms
 NAME = "dislock:{export:7}"
 SERVER = "redis://fake"
 HOLDER = {"task": "shop.export", "id": "9b1d", "worker": "w", "pid": 7, "host": "h", "timeout": 30}
-NOTHING = [NOW, [], 0, [], [], 0, b"", b"", -2]
+NOTHING = [NOW, [], 0, [], [], 0, b"", -1, b"", -2]
 
 
 def reply(**changed):
@@ -29,6 +29,7 @@ def reply(**changed):
         "turns",
         "aside",
         "unique",
+        "ticked",
         "limit",
         "limit_ms",
     )

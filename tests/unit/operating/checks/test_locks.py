@@ -31,6 +31,12 @@ NOTE = {"limit_note": "by ana: reindex", "limit_age": 7200.0}
         ({"holders": [holder(**RENEWED, held=601.0)]}, None),  # it bothers nobody
         # Of several beats one leads for months.
         ({"holders": [holder(**RENEWED, held=601.0, thread="beat")], "waiting": 1}, None),
+        ({"ticked": 240.0}, ("beats", "warning", "k (last tick 4 min ago)")),
+        ({"ticked": 240.0, "holders": [holder(**RENEWED)]}, None),
+        (
+            {"ticked": 240.0, "limit": 0, **NOTE},  # on purpose
+            ("limits", "note", "k (paused; by ana: reindex; for 2 h 00 min so far)"),
+        ),
         (
             {"holders": [holder()], "line": [place(turns=3, routing_key="pay")], "waiting": 1},
             ("lines", "warning", "k (ticket t:0:0, queue pay)"),

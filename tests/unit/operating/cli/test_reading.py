@@ -136,6 +136,21 @@ def test_what_belongs_to_a_lock(dislock, overview, changed, words):
     assert words in answer.stdout
 
 
+def test_beats_lead_and_stand_by(dislock, overview):
+    """What is shown of them is true: a beat that stands by asks anew every few seconds."""
+    beat = {"task": None, "id": None, "host": None, "thread": "beat", "worker": "h"}
+    waits = place(parked=False, task=None, id=None, thread="beat", who="beat on h2 (pid 8)")
+    leads = holder(**beat, who="beat on h (pid 7)")
+    overview.put(lock(holders=[leads], ticked=90.0, waiting=1, line=[waits]))
+    shown = dislock("show", "k").stdout
+    assert "led by beat on h (pid 7)\n    process   7 on h\n    leads for " in shown
+    assert "last tick 90 s ago" in shown
+    assert "    1. beat on h2 (pid 8) stands by\n" in shown
+    assert dislock("line", "k").stdout.splitlines()[1].split()[:2] == ["1", "-"]
+    overview.put(lock(ticked=90.0))
+    assert "  led by nobody\n  last tick 90 s ago\n" in dislock("show", "k").stdout
+
+
 def test_keys_that_are_reserved_together(dislock, overview):
     """A task with several keys reserves all of them under one name, which is shown, too."""
     about = {"name": "shop.move", "lock_key": ["a", "b"], "shared": False}

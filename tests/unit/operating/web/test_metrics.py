@@ -343,6 +343,15 @@ def reserved(state, since):
                 "limits_waiting": {("paused",): 4, ("limited",): 0},
             },
         ),
+        (
+            [
+                {"ticked": 1.0, "holders": [holder(thread="beat")], "waiting": 2},
+                {"ticked": 9.0},
+                {"ticked": 9.0, "limit": 0, "limit_age": 9.0},
+            ],
+            {"beats": {("leading",): 1, ("standing by",): 2, ("missing",): 1}},
+        ),
+        ([{"waiting": 1}], {"beats": {}}),
     ],
 )
 def test_locks_are_counted(server, read, monkeypatch, locks, gauges):
