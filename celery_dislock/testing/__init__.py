@@ -415,7 +415,7 @@ def _begin_anew(app: Celery) -> None:
     vars(app).pop("control", None)
     if backend is not None and "client" in vars(backend):  # that of a Redis
         backend.result_consumer.stop()
-        backend.result_consumer.subscribed_to.clear()  # or results of this test connect it again
+        backend.remove_pending_result = lambda result: result  # a late result connects it again
         backend.client.connection_pool.disconnect()
 
 

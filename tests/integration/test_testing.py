@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 
 import pytest
+import redis
 from celery import Celery
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError
@@ -290,6 +292,21 @@ class TestOfAnApp:
             declare().delay(7)
             server.run_parked()
         assert ran == [7]
+
+    def test_a_result_that_outlives_its_test_connects_to_nothing(self, app, declare, monkeypatch):
+        """Celery unsubscribes a result that is garbage, by a new connection that nobody closes."""
+        with DislockServer() as server:
+            server.use(app)
+            result = declare().delay(7)
+            server.run_parked()
+            assert result.get() == 7
+            unread = declare("raise").delay(7)
+            unread.then(print)
+        connected = []
+        monkeypatch.setattr(redis.Connection, "connect", connected.append)
+        del result, unread
+        gc.collect()
+        assert connected == []
 
     def test_another_broker_stays(self, dislock_server):
         """Only what is a Redis is replaced."""
