@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,16 +14,6 @@ from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError
 from celery_dislock.testing import DislockServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
-
-USERS_APP = """
-from celery import Celery
-from celery_dislock import Dislock, SingletonTask
-app = Celery("shop", broker="redis://localhost:1/0", backend="redis://localhost:1/1")
-dislock = Dislock(app)
-@app.task(base=SingletonTask, lock_key="export:<n>")
-def export(n):
-    return n
-"""
 
 
 @pytest.fixture
@@ -75,19 +62,6 @@ def declare(app, ran):
         return export
 
     return declare
-
-
-@pytest.fixture
-def users(tmp_path):
-    """Run pytest in a folder, as a user does: on one test, with these arguments."""
-
-    def run(test, *arguments):
-        (tmp_path / "shop.py").write_text(USERS_APP)
-        (tmp_path / "test_it.py").write_text("import pytest\nfrom shop import *\n" + test)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    return run
 
 
 def sleepless(monkeypatch):
@@ -352,134 +326,6 @@ def test_a_task_that_ran_was_not_skipped(server, declare):
         server.assert_skipped(declare().apply((7,)))
 
 
-def test_a_leak_fails_its_test(users):
-    """At its teardown, with the lock, the holder and the test; the next test begins empty."""
-    outcome = users(
-        "def test_leak(dislock_server):\n"
-        "    dislock_server.use(app)\n"
-        "    dislock.lock('k').acquire()\n"
-        "def test_next(dislock_server):\n"
-        "    dislock_server.assert_free('k')\n"
-    )
-    assert "2 passed, 1 error" in outcome.stdout
-    told = "test_it.py::test_leak has ended, and lock 'k' is still held by thread MainThread on "
-    assert told in outcome.stdout
-
-
-def test_an_unused_plugin_imports_nothing(tmp_path):
-    """Neither the package nor fakeredis, in a suite that does not ask for it."""
-    (tmp_path / "test_it.py").write_text(
-        "import sys\n"
-        "def test():\n"
-        "    assert 'pytest_dislock' in sys.modules\n"
-        "    assert not {'celery', 'celery_dislock', 'fakeredis'} & set(sys.modules)\n"
-    )
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_dislock", tmp_path]
-    subprocess.run(command, env=environment, check=True)
-
-
-WORKER = """
-import subprocess, sys
-from celery.exceptions import TaskRevokedError
-
-@pytest.fixture
-def worker(dislock_server):
-    dislock_server.use(app)
-    broker, backend = app.conf.broker_url, app.conf.result_backend
-    at = ["-b", broker, "--result-backend", backend]
-    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock", "-c", "1"]
-    worker = subprocess.Popen([*command, "--dislock-url", dislock_server.url])
-    yield
-    worker.terminate()
-    worker.wait()
-
-def test_a_process(dislock_server, worker):
-    assert export.delay(7).get(timeout=30) == 7
-    with dislock_server.hold("export:7"), pytest.raises(TaskRevokedError):
-        export.delay(7).get(timeout=30)
-"""
-
-
-def test_a_worker_process_uses_the_server(users):
-    """Under --dislock, and with the broker and the result backend on it, too."""
-    outcome = users(WORKER)
-    assert "1 passed" in outcome.stdout, outcome.stdout
-
-
-CELERYS = """
-@pytest.fixture
-def celery_app(dislock_server):
-    dislock_server.use(app)
-    return app
-
-@pytest.fixture
-def celery_worker_parameters():
-    return {"perform_ping_check": False}
-
-@pytest.mark.parametrize("n", [1, 2])
-def test(dislock_server, celery_worker, n):
-    assert export.delay(n).get(timeout=30) == n
-    with dislock_server.hold("export:7"):
-        result = export.delay(7)
-        result.get(timeout=30, propagate=False)
-    dislock_server.assert_skipped(result)
-"""
-
-
-def test_celerys_own_fixture_uses_the_server(users):
-    """A worker in a thread of the test's process, one after the other."""
-    outcome = users(CELERYS, "-p", "celery.contrib.pytest")
-    assert "2 passed" in outcome.stdout, outcome.stdout
-
-
-def test_each_process_of_xdist_has_a_server(users):
-    """Tests of one key do not meet."""
-    outcome = users(
-        "@pytest.mark.parametrize('n', range(6))\n"
-        "def test(dislock_server, n):\n"
-        "    with dislock_server.hold('k'):\n"
-        "        dislock_server.assert_locked('k')\n",
-        "-n2",
-    )
-    assert "6 passed" in outcome.stdout, outcome.stdout
-
-
-DJANGO = """
-from django.conf import settings
-settings.configure(CELERY_TASK_ALWAYS_EAGER=True)
-from celery import Celery
-from django.test import SimpleTestCase, override_settings
-from celery_dislock import Dislock, SingletonTask
-from celery_dislock.testing import DislockServer
-
-app = Celery("shop")
-app.config_from_object("django.conf:settings", namespace="CELERY")
-Dislock(app)
-
-@app.task(base=SingletonTask, lock_key="k")
-def export():
-    return 7
-
-class Tests(SimpleTestCase):
-    def test(self):
-        with DislockServer() as server:
-            server.use(app)
-            with server.hold("k"):
-                server.assert_skipped(export.delay())
-                with override_settings(CELERY_DISLOCK_ENABLED=False):
-                    self.assertEqual(export.delay().get(), 7)
-                server.assert_skipped(export.delay())
-"""
-
-
-def test_djangos_settings_are_heeded_at_each_task(tmp_path):
-    """In Django's own test cases, without pytest."""
-    pytest.importorskip("django")
-    (tmp_path / "test_it.py").write_text(DJANGO)
-    subprocess.run([sys.executable, "-m", "unittest", "-q", "test_it"], cwd=tmp_path, check=True)
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_coroutines_use_the_server(dislock_server):
@@ -490,28 +336,3 @@ async def test_coroutines_use_the_server(dislock_server):
         async with dislock.async_lock("k") as lease:
             dislock_server.assert_locked("k")
             assert lease.held
-
-
-def test_the_same_test_runs_on_a_real_server(users, redis_program):
-    """With --dislock-redis; there time takes its time, and nobody waits for an hour."""
-    outcome = users(
-        "def test(dislock_server):\n"
-        "    dislock_server.use(app)\n"
-        "    dislock_server.crash_holder('export:7', timeout=1)\n"
-        "    dislock_server.assert_skipped(export.apply((7,)))\n"
-        "    dislock_server.advance(1.1)\n"
-        "    assert export.apply((7,)).get() == 7\n"
-        "    with pytest.raises(Exception), dislock.lock('k') as lease:\n"
-        "        dislock_server.lose('k')\n"
-        "        assert not lease.held\n"
-        "    assert Dislock.from_url(dislock_server.url).runtime.process.store.ping()['executable']"
-        ".endswith('-server')\n"
-        "def test_long(dislock_server):\n"
-        "    dislock_server.use(app)\n"
-        "    @app.task(base=SingletonTask)\n"
-        "    def hour():\n"
-        "        dislock_server.advance(3600)\n"
-        "    hour.apply()\n",
-        "--dislock-redis",
-    )
-    assert "1 passed, 1 skipped" in outcome.stdout, outcome.stdout

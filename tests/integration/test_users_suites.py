@@ -1,0 +1,360 @@
+"""The kit in the suites of users: runs in an empty folder, beside everybody's plugins."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+# No warning is let through, but one of Celery's own result backend.
+STRICT = ["-W", "error", "-W", "ignore:Call to deprecated setex:DeprecationWarning"]
+
+USERS_APP = """
+from celery import Celery
+from celery_dislock import Dislock, SingletonTask
+app = Celery("shop", broker="redis://localhost:1/0", backend="redis://localhost:1/1")
+dislock = Dislock(app)
+@app.task(base=SingletonTask, lock_key="export:<n>")
+def export(n):
+    return n
+"""
+
+
+PLUGINS = {"pytest_asyncio": ["asyncio"], "pytest_celery": ["celery", "docker_tools"]}
+
+
+@pytest.fixture
+def users(tmp_path):
+    """Run pytest in a folder, as a user does: on one test, with these arguments."""
+
+    def run(test, *arguments, plugin=None):
+        (tmp_path / "shop.py").write_text(USERS_APP)
+        (tmp_path / "test_it.py").write_text("import pytest\nfrom shop import *\n" + test)
+        off = [f"-pno:{name}" for one in {*PLUGINS} - {plugin} for name in PLUGINS[one]]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *STRICT, *off]
+        return subprocess.run(
+            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def need(plugin):
+    """Skip a test where a plugin is not installed; in CI it is."""
+    if find_spec(plugin) is None:
+        assert not os.environ.get("CI"), plugin
+        pytest.skip(f"{plugin} is not installed")
+
+
+def test_a_leak_fails_its_test(users):
+    """At its teardown, with the lock, the holder and the test; the next test begins empty."""
+    outcome = users(
+        "def test_leak(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    dislock.lock('k').acquire()\n"
+        "def test_next(dislock_server):\n"
+        "    dislock_server.assert_free('k')\n"
+    )
+    assert "2 passed, 1 error" in outcome.stdout
+    told = "test_it.py::test_leak has ended, and lock 'k' is still held by thread MainThread on "
+    assert told in outcome.stdout
+
+
+def test_an_unused_plugin_imports_nothing(tmp_path):
+    """Neither the package nor fakeredis, in a suite that does not ask for it."""
+    (tmp_path / "test_it.py").write_text(
+        "import sys\n"
+        "def test():\n"
+        "    assert 'pytest_dislock' in sys.modules\n"
+        "    assert not {'celery', 'celery_dislock', 'fakeredis'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_dislock", tmp_path]
+    subprocess.run(command, env=environment, check=True)
+
+
+WORKER = """
+import subprocess, sys
+from celery.exceptions import TaskRevokedError
+
+@pytest.fixture
+def worker(dislock_server):
+    dislock_server.use(app)
+    broker, backend = app.conf.broker_url, app.conf.result_backend
+    at = ["-b", broker, "--result-backend", backend]
+    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock", "-c", "1"]
+    worker = subprocess.Popen([*command, "--dislock-url", dislock_server.url])
+    yield
+    worker.terminate()
+    worker.wait()
+
+def test_a_process(dislock_server, worker):
+    assert export.delay(7).get(timeout=30) == 7
+    with dislock_server.hold("export:7"), pytest.raises(TaskRevokedError):
+        export.delay(7).get(timeout=30)
+"""
+
+
+def test_a_worker_process_uses_the_server(users):
+    """Under --dislock, and with the broker and the result backend on it, too."""
+    outcome = users(WORKER)
+    assert "1 passed" in outcome.stdout, outcome.stdout
+
+
+CELERYS = """
+from celery.contrib.pytest import celery_worker  # pytest-celery has one for containers
+
+@pytest.fixture
+def celery_app(dislock_server):
+    dislock_server.use(app)
+    return app
+
+@pytest.fixture
+def celery_worker_parameters():
+    return {"perform_ping_check": False}
+
+@pytest.mark.parametrize("n", [1, 2])
+def test(dislock_server, celery_worker, n):
+    assert export.delay(n).get(timeout=30) == n
+    with dislock_server.hold("export:7"):
+        result = export.delay(7)
+        result.get(timeout=30, propagate=False)
+    dislock_server.assert_skipped(result)
+"""
+
+
+@pytest.mark.parametrize("plugin", [None, "pytest_celery"])
+def test_celerys_own_fixture_uses_the_server(users, plugin):
+    """A worker in a thread of the test's process, one after the other; Docker is not asked for."""
+    if plugin:
+        need(plugin)
+    outcome = users(CELERYS, "-p", "celery.contrib.pytest", plugin=plugin)
+    assert "2 passed" in outcome.stdout, outcome.stdout
+
+
+def test_each_process_of_xdist_has_a_server(users):
+    """Tests of one key do not meet."""
+    outcome = users(
+        "@pytest.mark.parametrize('n', range(6))\n"
+        "def test(dislock_server, n):\n"
+        "    with dislock_server.hold('k'):\n"
+        "        dislock_server.assert_locked('k')\n",
+        "-n2",
+    )
+    assert "6 passed" in outcome.stdout, outcome.stdout
+
+
+COROUTINES = """
+import asyncio, pytest_asyncio
+
+@pytest_asyncio.fixture
+async def own(dislock_server):
+    async with Dislock.from_url(dislock_server.url) as dislock:
+        yield dislock
+
+@pytest.mark.asyncio
+async def test_a_fixture(dislock_server, own):
+    with dislock_server.hold("k"):
+        assert not await own.async_lock("k").try_acquire()
+    async with own.async_lock("k"):
+        dislock_server.assert_locked("k")
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_loop_of_the_session(dislock_server, again):
+    dislock_server.use(app)
+    async with dislock.async_lock("k") as lease:
+        dislock_server.advance(100)
+        assert lease.held
+
+@pytest.mark.asyncio
+async def test_blocking_calls(dislock_server):
+    dislock_server.use(app)
+    with dislock_server.hold("export:7"):
+        dislock_server.assert_skipped(export.apply((7,)))
+        dislock_server.assert_skipped(await asyncio.to_thread(export.apply, (7,)))
+
+@pytest.mark.asyncio
+@pytest.mark.xfail(raises=ValueError, strict=True)
+async def test_a_failure(dislock_server):
+    dislock_server.use(app)
+    async with dislock.async_lock("k"):
+        raise ValueError
+"""
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_coroutines_of_pytest_asyncio(users, mode):
+    """With a loop for each test, and with one for all, after which the app's clients are others."""
+    need("pytest_asyncio")
+    outcome = users(COROUTINES, f"--asyncio-mode={mode}", plugin="pytest_asyncio")
+    assert "4 passed, 1 xfailed" in outcome.stdout, outcome.stdout
+
+
+DJANGO = {
+    "settings.py": """
+SECRET_KEY = "x"
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
+INSTALLED_APPS = ["orders"]
+DEFAULT_AUTO_FIELD = "django.db.models.AutoField"
+CELERY_BROKER_URL = "redis://localhost:1/0"
+CELERY_RESULT_BACKEND = "redis://localhost:1/1"
+""",
+    "orders/__init__.py": "",
+    "orders/models.py": """
+from django.db import models
+
+class Order(models.Model):
+    paid = models.BooleanField(default=False)
+""",
+    "orders/tasks.py": """
+from celery import Celery
+from celery_dislock import Dislock, SingletonTask
+from orders.models import Order
+
+app = Celery("shop")
+app.config_from_object("django.conf:settings", namespace="CELERY")
+Dislock(app)
+
+@app.task(base=SingletonTask, lock_key="pay:<n>", lock_unique_until="end")
+def pay(n):
+    Order.objects.filter(pk=n).update(paid=True)
+""",
+    "manage.py": """
+import os, sys
+from django.core.management import execute_from_command_line
+os.environ["DJANGO_SETTINGS_MODULE"] = "settings"
+execute_from_command_line(sys.argv)
+""",
+    # For Django's own test runner.
+    "orders/tests.py": """
+from django.db import transaction
+from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
+from celery_dislock.testing import DislockServer
+from orders.tasks import Order, app, pay
+
+class WithLocks:
+    def setUp(self):
+        super().setUp()
+        self.locks = DislockServer().__enter__()
+        self.addCleanup(self.locks.__exit__, None, None, None)
+        self.locks.use(app)
+
+class TestTransactions(WithLocks, TransactionTestCase):
+    def test_on_commit(self):
+        with transaction.atomic():
+            order = Order.objects.create()
+            transaction.on_commit(lambda: pay.delay(order.pk))
+            self.assertEqual(self.locks.run_parked(), 0)
+        self.assertEqual(self.locks.run_parked(), 1)
+        order.refresh_from_db()
+        self.assertTrue(order.paid)
+
+class TestCallbacks(WithLocks, TestCase):
+    def test_on_commit(self):
+        with self.captureOnCommitCallbacks(execute=True):
+            transaction.on_commit(lambda: pay.delay(1))
+        self.locks.assert_duplicate(pay.delay(1))
+
+class TestSettings(WithLocks, SimpleTestCase):
+    @override_settings(CELERY_TASK_ALWAYS_EAGER=True)
+    def test_eager(self):
+        with self.locks.hold("pay:1"):
+            self.locks.assert_skipped(pay.delay(1))
+            with override_settings(CELERY_DISLOCK_ENABLED=False), self.assertRaises(Exception):
+                pay.delay(1).get()  # it runs, and a SimpleTestCase has no database
+            self.locks.assert_skipped(pay.delay(1))
+""",
+    # For pytest-django.
+    "test_it.py": """
+import pytest
+from django.db import transaction
+from django.test import override_settings
+from orders.tasks import Order, app, pay
+
+@pytest.fixture
+def server(dislock_server):
+    dislock_server.use(app)
+    return dislock_server
+
+@pytest.mark.django_db(transaction=True)
+def test_a_transaction(server):
+    with transaction.atomic():
+        order = Order.objects.create()
+        transaction.on_commit(lambda: pay.delay(order.pk))
+        assert server.run_parked() == 0
+    assert server.run_parked() == 1
+    order.refresh_from_db()
+    assert order.paid
+
+@pytest.mark.django_db
+def test_callbacks(server, django_capture_on_commit_callbacks):
+    with django_capture_on_commit_callbacks(execute=True):
+        transaction.on_commit(lambda: pay.delay(1))
+    server.assert_duplicate(pay.delay(1))
+    assert server.run_parked() == 1
+
+@pytest.mark.parametrize("again", [False, True])
+def test_settings(server, db, settings, again):
+    with server.hold("pay:1"):
+        server.assert_skipped(pay.apply((1,)))
+        settings.CELERY_DISLOCK_ENABLED = False
+        assert pay.apply((1,)).successful()
+        with override_settings(CELERY_DISLOCK_ENABLED=True, CELERY_TASK_ALWAYS_EAGER=True):
+            server.assert_skipped(pay.delay(1))
+""",
+}
+
+
+def in_django(folder, *command):
+    for name, text in DJANGO.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_djangos_own_runner(tmp_path):
+    """What is sent on commit, and what a test overrides, in processes that were forked."""
+    need("django")
+    ran = in_django(tmp_path, *STRICT, "manage.py", "test", "--parallel", "2")
+    assert "Ran 3 tests" in ran.stderr, ran.stderr
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_pytest_django(tmp_path):
+    """The same with its marks and fixtures."""
+    need("pytest_django")
+    off = [f"-pno:{name}" for names in PLUGINS.values() for name in names]
+    ran = in_django(tmp_path, "-m", "pytest", "-q", "--ds", "settings", *STRICT, *off)
+    assert "4 passed" in ran.stdout, ran.stdout
+
+
+def test_the_same_test_runs_on_a_real_server(users, redis_program):
+    """With --dislock-redis; there time takes its time, and nobody waits for an hour."""
+    outcome = users(
+        "def test(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    dislock_server.crash_holder('export:7', timeout=1)\n"
+        "    dislock_server.assert_skipped(export.apply((7,)))\n"
+        "    dislock_server.advance(1.1)\n"
+        "    assert export.apply((7,)).get() == 7\n"
+        "    with pytest.raises(Exception), dislock.lock('k') as lease:\n"
+        "        dislock_server.lose('k')\n"
+        "        assert not lease.held\n"
+        "    assert Dislock.from_url(dislock_server.url).runtime.process.store.ping()['executable']"
+        ".endswith('-server')\n"
+        "def test_long(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    @app.task(base=SingletonTask)\n"
+        "    def hour():\n"
+        "        dislock_server.advance(3600)\n"
+        "    hour.apply()\n",
+        "--dislock-redis",
+    )
+    assert "1 passed, 1 skipped" in outcome.stdout, outcome.stdout
