@@ -33,6 +33,7 @@ UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be ack
 LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
 MOMENTS = 2.0  # seconds in which a cancellation takes effect, and what was cancelled is gone
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
+PROMPT = 1.0  # seconds in which a beat sends what is due, and goes round twice
 
 
 class Violation(NamedTuple):
@@ -41,7 +42,8 @@ class Violation(NamedTuple):
 
     Attributes:
         promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "cancelled",
-            "once", "nothing lost", "newest", "clean", "written".
+            "once", "nothing lost", "newest", "clean", "written", "tick", "again",
+            "missed", "silent".
         text: What happened, for people.
         at: When it happened, in seconds of the history's clock.
     """
@@ -256,18 +258,8 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if any(begin < hold.lost and since < end for begin, end in wrong):
             continue
         since = max(since, hold.begin)
-        stalled = [
-            who
-            for who in {hold.process, *({"server"} & ran.keys())}
-            if max(
-                later - at
-                for at, later in pairwise(
-                    [since, *(at for at in ran[who] if since < at < hold.lost), hold.lost]
-                )
-            )
-            > STALL * hold.timeout
-        ]
-        if stalled:
+        those = {hold.process, *({"server"} & ran.keys())}
+        if any(pause(ran[who], since, hold.lost) > STALL * hold.timeout for who in those):
             counts["losses while the process or the server did not run"] += 1
             continue
         # Trust counts from before the request: of one that took long, little was left to renew it.
@@ -275,6 +267,12 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
             counts["losses of leases that were granted late"] += 1
             continue
         yield Violation("kept", f"{hold.key}: {hold} is lost, and nothing was wrong", hold.lost)
+
+
+def pause(heard: Iterable[float], since: float, until: float) -> float:
+    """Return for how long at most nothing was heard of a process in that time."""
+    between = [at for at in heard if since < at < until]
+    return max(later - at for at, later in pairwise([since, *between, until]))
 
 
 @dataclass
@@ -397,7 +395,8 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if event.what == "process" and event.kind == "stuck":
             yield Violation("end", f"{event.about} does not end: {event.more}", event.at)
         if event.what == "process" and event.kind == "failed":
-            yield Violation("end", f"{event.process} ends by itself: {event.more}", event.at)
+            text = f"{event.about} of {event.process} ends by itself: {event.more}"
+            yield Violation("end", text, event.at)
     for one in operations(events).values():
         if one.end is None and one.cancelled is not None:
             one.end, one.outcome = one.cancelled, "cancelled"
@@ -548,6 +547,97 @@ def written(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation
             yield Violation("written", text, event.at)
 
 
+class Tick(NamedTuple):
+    """
+    A message of a beat.
+
+    Attributes:
+        at: When it was sent.
+        id: The task's.
+        by: The process that sent it.
+        entry: Of the schedule.
+        tick: When it was claimed, by that process's wall clock.
+        every: Seconds between two ticks of the entry.
+        by_wall: Whether it is due at multiples of them, and not so long after the last tick.
+        timeout: Of the beats' lock.
+    """
+
+    at: float
+    id: str
+    by: str
+    entry: str
+    tick: float
+    every: float
+    by_wall: bool
+    timeout: float
+
+    @property
+    def next_due(self) -> float:
+        """When the next tick is due, by the wall clock."""
+        since = self.tick // self.every * self.every if self.by_wall else self.tick
+        return since + self.every
+
+    def __str__(self) -> str:
+        return f"{self.entry} of {self.by} at {self.tick:.3f}, {self.id}"
+
+
+def beats(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
+    """Each tick has one id, and is not passed over; no message goes out again without a reason."""
+    forgot, wrong = faults(events, "loses_data"), faults(events, spares="spares_leases")
+    ended = [(e.about, e.at) for e in events if e.kind in ("killed", "terminated")]
+    first: dict[str, Tick] = {}
+    for again in (Tick(at=e.at, id=e.about, **e.more) for e in events if e.what == "tick"):
+        one = first.setdefault(again.id, again)
+        if one is again:
+            continue
+        noted = one.at + LATE
+        if (
+            any(one.by == who and one.at <= at <= noted for who, at in ended)
+            or any(begin <= noted and one.at <= end for begin, end in wrong)
+            or any(begin <= again.at and one.at <= end for begin, end in forgot)
+        ):
+            counts["ticks sent again, under one id"] += 1
+        else:
+            yield Violation("again", f"{one}; sent again by {again.by}", again.at)
+    ticks = sorted(first.values(), key=lambda one: one.tick)
+    counts["ticks"] += len(ticks)
+    counts["takeovers"] += sum(one.by != after.by for one, after in pairwise(ticks))
+    for entry in sorted({one.entry for one in ticks}):
+        for one, after in pairwise(one for one in ticks if one.entry == entry):
+            if any(one.at <= end + LATE and begin <= after.at for begin, end in forgot):
+                counts["ticks between which the server forgot"] += 1
+                continue
+            if after.tick < one.next_due:
+                yield Violation("tick", f"{one}; and {after}", after.at)
+            by_it = [x for x in ticks if x.by == after.by and one.next_due < x.tick <= after.tick]
+            since = by_it[0].at if by_it else after.at
+            calm = all(end < since or after.at < begin for begin, end in wrong)
+            if calm and after.at - since > PROMPT:
+                yield Violation("missed", f"{after}, and others before", after.at)
+
+
+def silences(events: Sequence[Event], _counts: Counter[str]) -> Iterator[Violation]:
+    """A timeout after a fault something is sent again, if two beats go round."""
+    wrong = sorted(faults(events, spares="spares_leases"))
+    ran: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.what == "beat":
+            ran[event.process].append(event.at)
+    sent = [e for e in events if e.what == "tick"]
+    every = min((e.more["every"] for e in sent), default=0.0)
+    last = max((at for seen in ran.values() for at in seen), default=0.0)
+    for one, next_at in zip(sent, [*(e.at for e in sent[1:]), last], strict=False):
+        since = one.at + every
+        for begin, end in [*wrong, (next_at, next_at)]:
+            until = min(begin, next_at)
+            if until - since > PROMPT:
+                well = [who for who in ran if pause(ran[who], since, until) < PROMPT]
+                if len(well) > 1:  # the clock of one may be wrong
+                    text = f"nothing is sent for {until - since:.1f} s, nor by {well}"
+                    yield Violation("silent", text, until)
+            since = max(since, end + one.more["timeout"])
+
+
 def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Nothing is left behind on the lock server."""
     for event in events:
@@ -566,5 +656,7 @@ JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ..
     tasks,
     newest,
     written,
+    beats,
+    silences,
     clean,
 )

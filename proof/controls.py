@@ -8,6 +8,7 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from celery_dislock.beat import BeatLock, StandBy
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.loop import Loop
@@ -20,6 +21,8 @@ from celery_dislock.scripts import (
     RELEASE,
     RELEASE_UNIQUE,
     RENEW,
+    TICK,
+    TICKS,
 )
 from celery_dislock.servers.connections import Wire
 from celery_dislock.servers.store import Store
@@ -140,6 +143,32 @@ def a_cancelled_acquisition_that_stays() -> None:
     setattr(Lock, "interrupted", lambda *_: None)
 
 
+def beats_without_a_record() -> None:
+    """Keep nothing of when the entries of a schedule were last sent."""
+    write = "local function write_run("
+    _rewrite([TICK, TICKS], write, f"local function write_run() end\n{write.replace('_', '_no_')}")
+
+
+def a_message_that_is_never_noted() -> None:
+    """Do not note that the message of a tick has gone out."""
+    claim = "local entry, before = "
+    _rewrite([TICK], claim, f"if ARGV[6] == '-' then return {{1}} end\n{claim}")
+
+
+def a_beat_that_leads_once() -> None:
+    """Stand by for ever after the first time."""
+    take_over = BeatLock._take_over  # noqa: SLF001
+    led: set[BeatLock] = set()
+
+    def once(beat: BeatLock) -> None:
+        if beat in led:
+            raise StandBy
+        take_over(beat)
+        led.add(beat)
+
+    setattr(BeatLock, "_take_over", once)
+
+
 class Control(NamedTuple):
     """
     A way to break the lock.
@@ -171,6 +200,9 @@ CONTROLS: dict[str, Control] = {
         # A server that forgets would excuse the loss.
         Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
         Control(a_reservation_that_never_ends, "free"),
+        Control(beats_without_a_record, "tick"),
+        Control(a_message_that_is_never_noted, "again"),
+        Control(a_beat_that_leads_once, "silent"),
         Control(a_limit_that_is_one_higher, "exclusion"),
         Control(a_cancelled_acquisition_that_stays, "free", "forget the scripts", alone=True),
     )

@@ -40,6 +40,10 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "| more tasks of a key": ("order", "once"),
     "What holds with `lock_unique_until`": ("nothing lost", "free"),
     "| the reply that a message is replaced is late": ("newest",),
+    "| several beats run": ("tick",),
+    "| the leader is killed | another": ("silent", "end"),
+    "| the leader is killed while": ("again",),
+    "| an entry became due while": ("missed",),
 }
 PARTS = {
     "exclusion": "two trust leases at a time that the lock does not admit together",
@@ -53,6 +57,10 @@ PARTS = {
     "nothing lost": "a task does not end, fails, or makes room for one that does not run",
     "once": "a task begins again after its end, and its message has not come again",
     "order": "somebody who came later to a line has the lock first",
+    "tick": "a tick of a beat has two ids",
+    "silent": "no beat sends, a timeout and a second after a fault, though two of them run",
+    "again": "a message of a beat goes out again, though its sender had the time to note it",
+    "missed": "a beat sends others for a second, and not what is due",
     "newest": "an older message runs after a newer one that replaces it",
 }
 

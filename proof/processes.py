@@ -34,6 +34,7 @@ LOCKING = (*PYTHON, "proof.locking")
 COROUTINES = (*PYTHON, "proof.coroutines")
 SENDING = (*PYTHON, "proof.sending")
 WORKER = (*PYTHON, "celery", "-A", "proof.tasking", "worker", "--dislock", "-c", "2", "-l", "INFO")
+BEAT = (*PYTHON, "celery", "-A", "proof.beating", "beat", "--dislock", "-l", "INFO")
 
 
 class Processes:
@@ -57,6 +58,7 @@ class Processes:
         clocks: Clocks | None = None,
     ) -> None:
         self._command = command
+        self._module = next(part for part in command if part.startswith("proof."))
         self._number = number
         self._site = site
         self._history = history
@@ -76,14 +78,14 @@ class Processes:
             process.send_signal(signal.SIGCONT)
             assert process.stdin is not None
             process.stdin.close()  # ends those that read it
-            if self._command is WORKER:
+            if self._command in (WORKER, BEAT):
                 process.terminate()
         until = time.monotonic() + ENDS_WITHIN
         for process in self._running:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._history.add("process", str(process.pid), "stuck", command=self._command[2])
+                self._history.add("process", str(process.pid), "stuck", command=self._module)
                 self._kill(psutil.Process(process.pid))
                 process.wait()
 
@@ -92,6 +94,10 @@ class Processes:
         with self._mutex:
             for at, process in enumerate(self._running):
                 if process.poll() is not None:
+                    if process.returncode not in (0, -signal.SIGTERM, -signal.SIGKILL):
+                        self._history.add(
+                            "process", str(process.pid), "failed", code=process.returncode
+                        )
                     assert process.stdin is not None
                     process.stdin.close()
                     self._running[at] = self._start(at)
@@ -133,6 +139,7 @@ class Processes:
         """
         for at in range(self._number):
             self._folders[at], old = folder, self._running[at]
+            self._history.add("process", str(old.pid), "terminated")
             old.terminate()
             until = time.monotonic() + DEPLOYED_WITHIN
             while old.poll() is None and time.monotonic() < until:
@@ -144,7 +151,7 @@ class Processes:
             self.revive()
 
     def _name(self, at: int) -> str:
-        return f"{self._command[2]}-clock-{at}"
+        return f"{self._module}-clock-{at}"
 
     def _kill(self, process: psutil.Process) -> None:
         at, children = time.monotonic(), process.children()
@@ -156,7 +163,7 @@ class Processes:
         self._started += 1
         clock = self._clocks.of(self._name(at)) if self._clocks else {}
         site = replace(self._site, seed=self._site.seed * 1000 + self._started)
-        name = f"{self._command[2]}-{self._started}"
+        name = f"{self._module}-{self._started}"
         command = list(self._command)
         if self._command is WORKER:
             command += ["-n", f"{name}@proof"]

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +23,9 @@ from proof.files import SharedFile
 from proof.history import History, read
 from proof.nemesis import HARMLESS, HOUR, LONG_PAUSE, Fault, Group, make_faults, of_processes
 from proof.previous import MISSING, unpack
-from proof.processes import COROUTINES, LOCKING, SENDING, WORKER, Processes
+from proof.processes import BEAT, COROUTINES, LOCKING, SENDING, WORKER, Processes
 from proof.servers import KINDS, ttls
-from proof.site import Site
+from proof.site import TICKS, Site
 from tests.acceptance.rabbitmq import find_rabbitmq, running
 from tests.redis_server import RedisServer
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tests.acceptance.rabbitmq import RabbitServer
 
 TIMEOUT = 1.0  # seconds of a lease
+BEATS = 3  # where the lock server can have lines
 ROUND = 20.0  # seconds after which a control is looked at, whether it was caught
 QUIET = 30.0  # seconds in which no task ends, after which those that are left are lost
 START_WITHIN = 90.0  # seconds until the processes work
@@ -103,13 +105,17 @@ def run(
                 Processes(LOCKING, 2, site, history, clocks) as locking,
                 Processes(COROUTINES, 2, site, history, clocks) as coroutines,
                 Processes(SENDING, 1, site, history, clocks) as sending,
+                Processes(BEAT, BEATS * servers.has_lines, site, history, clocks) as beats,
             ):
-                victims = (workers, locking, coroutines, sending)
+                victims = (workers, locking, coroutines, sending, *[beats] * servers.has_lines)
                 rare = [restart(broker), *([deploy(workers, earlier)] if earlier else [])]
+                rare += [replace(beats)] * servers.has_lines
                 groups = make_groups(seed, servers, victims, rare, CONTROLS.get(control))
                 stack.enter_context(repeating(ASKED, note_answers(servers, history)))
                 stack.enter_context(repeating(SEEN, note_unrest(servers, history)))
-                wait_for_work(path)
+                queue = stack.enter_context(results.client())
+                stack.enter_context(repeating(SEEN, note_ticks(queue, history)))
+                wait_for_work(path, {("tick", "sent")} if servers.has_lines else set())
                 until = time.monotonic() + seconds
                 while (now := time.monotonic()) < until:
                     make_faults(groups, history, min(until, now + ROUND) if enough else until)
@@ -180,11 +186,12 @@ def note_unrest(servers: LockServers, history: History) -> Callable[[], None]:
     return look
 
 
-def wait_for_work(path: Path) -> None:
-    """Wait until tasks run and locks are taken: what only starts cannot go wrong."""
+def wait_for_work(path: Path, more: set[tuple[str, str]]) -> None:
+    """Wait until tasks run, locks are taken, and *more*: what only starts cannot go wrong."""
+    work = {("task", "begin"), ("operation", "ok"), *more}
     until = time.monotonic() + START_WITHIN
     while time.monotonic() < until:
-        if {("task", "begin"), ("operation", "ok")} <= {(e.what, e.kind) for e in read(path)}:
+        if work <= {(e.what, e.kind) for e in read(path)}:
             return
         time.sleep(LOOK_EVERY)
 
@@ -230,6 +237,12 @@ def deploy(workers: Processes, earlier: Path) -> Fault:
     return Fault("deploy the version before, and this one again", there_and_back, more)
 
 
+def replace(beats: Processes) -> Fault:
+    """Return a deploy of the beats, which excuses no silence as long as some of them run."""
+    about = "replace the beats, one after the other"
+    return Fault(about, partial(beats.deploy, Path.cwd()), HARMLESS)
+
+
 def let_time_pass(servers: LockServers, workers: Processes, history: History) -> None:
     """
     Set the clocks forward, once nothing is wrong any more.
@@ -243,6 +256,17 @@ def let_time_pass(servers: LockServers, workers: Processes, history: History) ->
         workers.set_clocks(2 * HOUR)
         workers.deploy(Path.cwd())
         history.add("fault", about, "end", **more)
+
+
+def note_ticks(queue: redis.Redis, history: History) -> Callable[[], None]:
+    """Return what takes the messages of the beats out of the queue, and notes them."""
+
+    def take() -> None:
+        while isinstance(message := queue.rpop(TICKS), bytes):
+            headers = json.loads(message)["headers"]
+            history.add("tick", headers["id"], "sent", **headers["sent"])
+
+    return take
 
 
 def note_outcomes(history: History, path: Path, results: RedisServer, workers: Processes) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "DISLOCK_PROOF"
+TICKS = "ticks"  # the queue of what beats send
 ROOT = Path(__file__).parents[1]
 
 

@@ -63,6 +63,7 @@ def freed(at, **more):
     return [*made, Event(at, "a", "operation", "a", "freed", more)]
 
 
+DOT = {"every": 2.0, "by_wall": True}
 REFUSED = {"outcome": "refused"}
 
 
@@ -81,6 +82,17 @@ def replaced(asked, newer, older):
         *(Event(older + n, "w", "task", "old", kind, {}) for n, kind in enumerate(BODY)),
         *(Event(newer + n, "w", "task", "new", kind, {}) for n, kind in enumerate(BODY)),
     ]
+
+
+def tick(name, at, entry="often", **more):
+    """Make the event of a message that a beat sends; its clock says the time of the history."""
+    terms = {"entry": entry, "by": "b", "tick": at, "every": 1.0, "by_wall": False, "timeout": 1.0}
+    return [Event(at, "run", "tick", name, "sent", {**terms, **more})]
+
+
+def rounds(*beats, until=9):
+    """Make the events of beats that go round, each half a second."""
+    return [Event(n / 2, who, "beat", who, "goes round", {}) for who in beats for n in range(until)]
 
 
 def fault(begin, end, **more):
@@ -141,6 +153,16 @@ FAIR = {"fair": True, "timeout": 5}
             + fault(3, 4, spares_places=True),
         ),
         ("newest", replaced(3, 4, 5)),
+        ("tick", tick("t", 1) + tick("u", 1.9)),
+        ("tick", tick("t", 1, **DOT) + tick("u", 3.9, **DOT) + tick("v", 2, **DOT)),
+        ("tick", tick("t", 1) + tick("u", 1.9) + fault(2, 3, **FORGETS)),
+        ("again", tick("t", 1) + tick("t", 2)),
+        ("again", tick("t", 1) + tick("t", 2) + killed("b", 1.5) + killed("c", 1.1)),
+        ("again", tick("t", 1) + tick("t", 2) + fault(1.1, 1.9, **HARMLESS)),
+        ("missed", tick("t", 1, "rare") + tick("u", 2.5) + tick("v", 4, "rare")),
+        ("silent", tick("t", 1) + rounds("b", "c")),
+        ("silent", tick("t", 1) + tick("u", 4) + rounds("b", "c") + fault(1, 1.5)),
+        ("silent", tick("t", 1) + tick("u", 4) + rounds("b", "c") + fault(2, 3, **HARMLESS)),
         ("newest", replaced(3, 4, 5) + fault(2.5, 3.5)),
         ("end", operation("a", 1, **FAIR) + hold("b", 7 + SLACK, 8 + SLACK)),
         ("end", operation("a", 1, 7 + SLACK, **FAIR)),
@@ -234,6 +256,16 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", "outcome"),
         task("t", "sent", "begin", "begin", "end"),
         task("t", "sent", "begin", "end", "begin", "end") + killed("w", 3.5),
+        tick("t", 1) + tick("u", 2),
+        tick("t", 1, **DOT) + tick("u", 2, **DOT),
+        tick("t", 1) + tick("u", 1.9) + fault(1.5, 1.6, **FORGETS),
+        tick("t", 1) + tick("t", 2) + killed("b", 1.1),
+        tick("t", 1) + tick("t", 2) + fault(0.9, 1.1),
+        tick("t", 1) + tick("t", 9) + fault(5, 6, **FORGETS),
+        tick("t", 1, "rare") + tick("u", 2.5) + tick("v", 4, "rare") + fault(3, 3.5),
+        tick("t", 1, "rare") + tick("u", 2.5) + tick("v", 4, "rare") + fault(1, 2, **FORGETS),
+        tick("t", 1) + rounds("b"),
+        tick("t", 1) + tick("u", 4) + rounds("b", "c") + fault(2, 2.5),
         replaced(5, 6, 3),
         replaced(3, 5, 4),
         replaced(3, 4, 5) + fault(4.2, 4.5, **FORGETS),
