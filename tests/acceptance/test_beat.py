@@ -42,6 +42,11 @@ class Beat:
     def log(self) -> str:
         return self.log_file.read_text("utf-8", "replace")
 
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, as it has said last."""
+        return self.log.rfind(LEADS) > self.log.rfind(STANDS_BY)
+
     def says(self, words: str, times: int = 1) -> None:
         wait_for(f"{self.log_file.stem} says {words!r}", lambda: self.log.count(words) >= times)
 
@@ -129,6 +134,29 @@ def test_a_beat_that_ends_as_it_sends(beats, how, when):
     beats.go_on(8)
     ids = beats.ids()
     assert len(ids) - len(set(ids)) == (when == "after")
+
+
+def test_five_beats_of_which_one_is_left(beats):
+    """Whoever leads is killed or stopped until one is left; started again, others take over."""
+    left = [beats.start() for _ in range(5)]
+    ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
+    for one in left:
+        one.says("Beat ")
+    for how in [*ways, signal.SIGKILL]:
+        beats.go_on()
+        wait_for("one leads", lambda: any(one.leads for one in left))
+        leader = next(one for one in left if one.leads)
+        left.remove(leader)
+        if not left:
+            left = [beats.start(), beats.start()]
+            for one in left:
+                one.says(STANDS_BY)
+        leader.send(how)
+        leader.process.wait(60)
+    beats.go_on()
+    assert [one.process.poll() for one in left] == [None, None]
+    # Each signal may strike between a message and the note that it has gone out.
+    assert len(beats.ids()) - len(set(beats.ids())) <= len(ways) + 1
 
 
 def test_beats_stand_by_while_the_lock_server_is_away(beats):
