@@ -44,8 +44,9 @@ class Beat:
 
     @property
     def leads(self) -> bool:
-        """Whether it leads, as it has said last."""
-        return self.log.rfind(LEADS) > self.log.rfind(STANDS_BY)
+        """Whether it runs and leads, as it has said last."""
+        runs = self.process.poll() is None
+        return runs and self.log.rfind(LEADS) > self.log.rfind(STANDS_BY)
 
     def says(self, words: str, times: int = 1) -> None:
         wait_for(f"{self.log_file.stem} says {words!r}", lambda: self.log.count(words) >= times)
@@ -87,6 +88,14 @@ class Beats:
         """Wait for some more messages."""
         more = self.client.llen(QUEUE) + messages
         wait_for("more messages", lambda: self.client.llen(QUEUE) >= more)
+
+    def end_the_leader(self, number: int) -> None:
+        """Let it send some messages, and end it by a signal."""
+        self.go_on()
+        wait_for("one leads", lambda: any(one.leads for one in self.started))
+        leader = next(one for one in self.started if one.leads)
+        leader.send(number)
+        wait_for("it ends", lambda: leader.process.poll() is not None)
 
 
 @pytest.fixture
@@ -138,23 +147,16 @@ def test_a_beat_that_ends_as_it_sends(beats, how, when):
 
 def test_five_beats_of_which_one_is_left(beats):
     """Whoever leads is killed or stopped until one is left; started again, others take over."""
-    left = [beats.start() for _ in range(5)]
-    ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
-    for one in left:
+    for one in [beats.start() for _ in range(5)]:
         one.says("Beat ")
-    for how in [*ways, signal.SIGKILL]:
-        beats.go_on()
-        wait_for("one leads", lambda: any(one.leads for one in left))
-        leader = next(one for one in left if one.leads)
-        left.remove(leader)
-        if not left:
-            left = [beats.start(), beats.start()]
-            for one in left:
-                one.says(STANDS_BY)
-        leader.send(how)
-        leader.process.wait(60)
+    ways = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGTERM]
+    for how in ways:
+        beats.end_the_leader(how)
+    for one in [beats.start(), beats.start()]:
+        one.says(STANDS_BY)
+    beats.end_the_leader(signal.SIGKILL)
     beats.go_on()
-    assert [one.process.poll() for one in left] == [None, None]
+    assert sum(one.process.poll() is None for one in beats.started) == 2
     # Each signal may strike between a message and the note that it has gone out.
     assert len(beats.ids()) - len(set(beats.ids())) <= len(ways) + 1
 
