@@ -11,6 +11,9 @@ has gone out.  If it is killed in between, nobody knows whether the message went
 leader sends it again under the same task id.  The id of a tick is made from the entry and the time
 when that was sent before, so all messages of one tick have one id.
 
+The watchdog renews the lease of a beat whose loop goes round, or sleeps.  If a send or the database
+of the schedule hangs, the renewals end after ``HANGS`` timeouts, and another beat leads.
+
 A beat that cannot trust its lease, or gets no answer to a claim, sends nothing and stands by.  It
 says so once, and never exits.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,7 +31,7 @@ from uuid import NAMESPACE_OID, uuid5
 
 from celery.utils.time import maybe_make_aware
 
-from celery_dislock.config.options import TaskOptions
+from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
 
 WAIT_MOST = 5.0  # seconds in line until beat's own loop goes round
+HANGS = 4  # timeouts for which the loop may stand still, as in a send
 PAUSE = 1.0  # seconds until a beat that was refused asks again
 NOT_LEADING, DONE, WRONG_CLOCK, SENT_SINCE, PAUSED = range(5)  # as in _beat.lua
 HAS_GONE_OUT = "-"
@@ -59,6 +64,11 @@ LOST = "Beat stands by, lock %r: its lease has ended, and another beat may lead.
 CLOCK = (
     "Beat stands by, lock %r: its clock differs by %.0f s from the lock server's, which is more "
     "than dislock_beat_timeout. Set the clock right."
+)
+
+HUNG = (
+    "Beat hangs, lock %r: its loop has stood still for more than %g s, so its lease is renewed no "
+    "more, and another beat may lead. Look at its connections to the broker and to its schedule."
 )
 
 logger = logging.getLogger("celery_dislock")
@@ -106,9 +116,7 @@ class BeatLock:
     @cached_property
     def _lock(self) -> Lock:
         settings = runtime_of(self.app).settings
-        options = TaskOptions(
-            lock_watchdog_timeout=settings.dislock_beat_timeout, max_renew_times=0
-        )
+        options = TaskOptions(lock_watchdog_timeout=settings.dislock_beat_timeout)
         return runtime_of(self.app).lock([settings.dislock_beat_key], options)
 
     @property
@@ -137,9 +145,10 @@ class BeatLock:
             if exc.why and exc.why != self._said:
                 self._said = exc.why
                 logger.log(exc.level, exc.why, self._lock.key, *exc.about)
-            return exc.pause
+            pause = exc.pause
         finally:
             self._ticks = False
+        self._goes_on(pause)
         return pause
 
     def reserve(self, entry: Any) -> Any:
@@ -149,12 +158,12 @@ class BeatLock:
         if told:
             put(entry, int(told[0]))
             raise StandBy(pause=0.0)
-        if not self.leads:  # stopped for a while since the claim
-            raise StandBy(LOST)
         return super().reserve(entry)  # type: ignore[misc]
 
     def apply_async(self, entry: Any, *args: Any, **kwargs: Any) -> Any:
         """Send the message of a tick, under the task id of this tick."""
+        if not self.leads:  # stopped, or waiting for the broker, since the claim
+            raise StandBy(LOST)
         before_us = to_us(entry.last_run_at)
         if before_us:  # else it was never sent, and may have the name of an entry before it
             tick = f"{self._lock.names[0]} {before_us} {entry.name}"
@@ -192,6 +201,7 @@ class BeatLock:
             raise StandBy(AWAY, exc) from exc
         if isinstance(answer, Conflict):
             raise StandBy(HELD, in_words(answer.holder), level=logging.INFO, pause=0.0)
+        answer.on_end = self._says_if_it_hangs
         try:
             self._go_on()
         except BaseException:
@@ -199,6 +209,17 @@ class BeatLock:
             raise
         self._said = ""
         logger.info("Beat leads, lock %r.", self._lock.key)
+
+    def _goes_on(self, pause: float = 0.0) -> None:
+        """Let the lease be renewed for the pause, and for as long as the loop may stand still."""
+        if self._lease is not None:
+            more = math.ceil(pause / self._lock.timeout + HANGS) * RENEWALS_PER_TIMEOUT
+            most = self._lease.renewals + more
+            self._lock.options = replace(self._lock.options, max_renew_times=most)
+
+    def _says_if_it_hangs(self, lease: Lease, _action: str) -> None:
+        if lease.capped:
+            logger.error(HUNG, lease.key, HANGS * self._lock.timeout)
 
     def _clock_was_set(self) -> bool:
         """Return whether it was since this beat leads; if it was set back, no entry is due."""
@@ -229,8 +250,6 @@ class BeatLock:
         self._heap = None
         # Sending may save the schedule, and read it anew from a file: what is put must be in it.
         for entry, self._claimed_us in again:
-            if not self.leads:  # stopped for a while
-                raise StandBy(LOST)
             self.apply_entry(entry, producer=self.producer)
 
     def _load(self, name: str) -> Any:
@@ -249,6 +268,7 @@ class BeatLock:
         lease = self._lease
         if lease is None:
             raise StandBy(LOST)
+        self._goes_on()
         name, timeout = self._lock.names[0], self._lock.timeout
         keys, apart_us = [name, beat_of(name)], math.ceil(timeout * 1e6)
         try:

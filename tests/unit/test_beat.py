@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -155,6 +156,55 @@ def test_a_halted_leader_sends_nothing_more():
     assert not halted.leads
     ids = [one.id for one in world.sent]
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.parametrize("where", ["connecting", "sending"])
+def test_another_beat_leads_if_the_loop_hangs(where, monkeypatch, caplog):
+    """Though the watchdog runs.  A beat that comes back sends only what it had begun to send."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    hung, before, begun = world.leader, len(world.sent), []
+
+    def hang(one):
+        if one is hung.scheduler and not begun:
+            begun.append(world.now)
+            while world.now < begun[0] + (beat.HANGS + 2) * TIMEOUT:
+                world.run(STEP, but=hung)
+                hung.watchdog.tick()
+                assert hung.leads or world.now > begun[0] + beat.HANGS * TIMEOUT
+
+    def send(*about):
+        hang(hung.scheduler)
+        sends(*about)
+
+    sends, hung.app.sends = hung.app.sends, send if where == "sending" else hung.app.sends
+    if where == "connecting":
+        monkeypatch.setattr(type(hung.scheduler), "producer", property(hang))
+    while not begun:
+        world.advance(STEP)
+        hung.go_round()
+    assert world.leader is not hung
+    (said,) = [one for one in caplog.messages if one.startswith("Beat hangs, lock 'beat'")]
+    assert "for more than 12 s" in said
+    world.run(TIMEOUT)
+    times = Counter(one.id for one in world.sent[before:])
+    twice = [one.id for one in world.sent if one.by is hung and one.at >= begun[0]]
+    assert len(twice) == (where == "sending")
+    assert [one for one in times if times[one] > 1] == twice
+
+
+def test_a_beat_that_sleeps_for_long_leads_on(monkeypatch):
+    """Its next entry is due tomorrow, and its loop goes round each five minutes."""
+    world = World({"daily": crontab(hour=0, minute=0)})
+    world.run(2.0)
+    leader = world.leader
+    while (pause := leader.scheduler.tick()) == 0:
+        pass
+    assert pause > 2 * beat.HANGS * TIMEOUT
+    for _ in range(int(pause / STEP)):
+        world.advance(STEP)
+        leader.watchdog.tick()
+        assert leader.leads
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
