@@ -360,7 +360,11 @@ def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if event.what == "task" and event.kind == "duplicate":
             counts["duplicates"] += 1
             first = event.more["of"]
-            if begun.get(first, math.inf) < event.more["asked"]:
+            began = begun.get(first, math.inf)
+            if began < event.more["asked"]:
+                if any(begin <= began <= end for begin, end in forgot):
+                    counts["duplicates of a task that had begun, and the server forgot"] += 1
+                    continue
                 text = f"{event.more['key']}: {event.about} for {first}, which had begun"
                 yield Violation("free", text, event.at)
 

@@ -179,6 +179,12 @@ FAIR = {"fair": True, "timeout": 5}
         ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3)),
         ("end", [Event(9, "w", "process", "7", "failed", {})]),
         ("free", task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)),
+        (
+            "free",
+            task("t", "sent", "begin", "end")
+            + task("u", "duplicate", of="t", asked=2.5)
+            + fault(1, 1.9, **FORGETS),
+        ),
         ("nothing lost", task("t", "sent", "begin", "end", "outcome", state="FAILURE")),
         ("nothing lost", task("t", "sent", "outcome", **REVOKED)),
         ("nothing lost", task("t", "sent") + fault(2, 3, **FORGETS)),
@@ -247,6 +253,9 @@ def test_a_planted_violation_is_found(promise, events):
         cancellation("met", at=4 + MOMENTS, asked=3) + fault(3, 4),
         [*operation("a", 1, 2, outcome="refused"), PAUSE[0]._replace(at=0)],
         task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),
+        task("t", "sent", "begin", "end")
+        + task("u", "duplicate", of="t", asked=2.5)
+        + fault(1.5, 2.1, **FORGETS),
         task("t", "sent", "outcome", **REVOKED) + task("u", "sent", "begin", "end"),
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
         task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
