@@ -45,6 +45,8 @@ class Clock:
 class Connection(TCPFakeRequestHandler):
     """A client's connection, which an error leaves open: fakeredis closes it."""
 
+    disable_nagle_algorithm = True  # or a reply of several parts waits for 40 ms
+
     def setup(self) -> None:
         """Return errors as replies."""
         super().setup()

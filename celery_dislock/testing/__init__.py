@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from celery import states
 from celery.canvas import Signature
+from celery.concurrency.base import BasePool, apply_target
 from kombu.pools import connections, producers
 from kombu.utils.imports import symbol_by_name
 
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
 
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
 STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
+ROUNDS_MOST = 1000  # times that run_parked() looks into the queues; a line of tasks needs one each
 WORKER = "celery@test"  # what runs messages in the test's thread
 IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
 
@@ -289,6 +291,9 @@ class DislockServer:
 
         These are the turns of parked tasks, and any others in the queues of the apps in use; those
         that are put off are run after their time, which :meth:`advance` moves.
+
+        Raises:
+            AssertionError: Messages keep coming, as those of a task that always puts itself back.
         """
         for app in self._apps:  # what a worker does about holders that have died
             process = runtime_of(app).process
@@ -296,11 +301,17 @@ class DislockServer:
             sweep.step()
             sweep.end()
         ran = 0
-        while due := self._due():
+        for _ in range(ROUNDS_MOST):
+            if not (due := self._due()):
+                return ran
             for _, app, message in due:
                 _run(app, message)
             ran += len(due)
-        return ran
+        about = message.headers
+        raise AssertionError(
+            f"run_parked() has run {ran} messages, and there are still more: does one put itself "
+            f"back for ever? The last was task {about['task']}[{about['id']}]"
+        )
 
     def _due(self) -> list[tuple[float, Celery, Message]]:
         now = (self._server.clock or time.time)()
@@ -424,6 +435,15 @@ def _countdown_of(message: Message) -> float:
     return datetime.fromisoformat(eta).timestamp() - time.time() if eta else 0.0
 
 
+class InThread(BasePool):  # type: ignore[misc]
+    """A pool that runs a task at once, in the thread that has the message."""
+
+    def on_apply(self, target: Any, args: Any, kwargs: Any, **options: Any) -> None:
+        """Run it, and then do to the message what a worker does: acknowledge, reject, requeue."""
+        kwargs = {**kwargs, "app": self.app}  # or it is the current one
+        apply_target(target, args, kwargs, propagate=BaseException, **options)  # pytest's, too
+
+
 def _run(app: Celery, message: Message) -> None:
     task = app.tasks[message.headers["task"]]
     request = symbol_by_name(task.Request)(
@@ -434,7 +454,8 @@ def _run(app: Celery, message: Message) -> None:
         on_ack=message.ack_log_error,
         on_reject=message.reject_log_error,
     )
-    request.execute()
+    if not request.revoked():
+        request.execute_using_pool(InThread(app=app))
 
 
 def _told(result: AsyncResult) -> str:

@@ -9,6 +9,7 @@ import time
 import pytest
 import redis
 from celery import Celery
+from celery.exceptions import Reject
 
 from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError
 from celery_dislock.testing import DislockServer
@@ -213,6 +214,33 @@ class TestOfParkedTasks:
         server.advance(60)
         assert server.run_parked() == 1
         assert ran == [7]
+
+    def test_a_task_that_puts_itself_back_for_ever(self, server, app, monkeypatch):
+        """It is named, instead of a test that hangs."""
+        monkeypatch.setattr("celery_dislock.testing.ROUNDS_MOST", 50)
+
+        @app.task(bind=True, shared=False, name="boomerang", acks_late=True, max_retries=None)
+        def boomerang(self, how):
+            raise self.retry(countdown=0) if how == "retry" else Reject("later", requeue=True)
+
+        for how in ("reject", "retry"):
+            sent = boomerang.delay(how)
+            with pytest.raises(AssertionError, match=rf"50 messages.* boomerang\[{sent.id}\]"):
+                server.run_parked()
+            app.control.purge()
+
+    def test_a_task_that_is_put_back_once(self, server, app, ran):
+        """As a worker does, run_parked() heeds what a task says of its message."""
+
+        @app.task(bind=True, shared=False, acks_late=True)
+        def later(self):
+            ran.append(bool(self.request.delivery_info["redelivered"]))
+            if ran == [False]:
+                raise Reject("later", requeue=True)
+
+        later.delay()
+        assert server.run_parked() == 2
+        assert ran == [False, True]
 
     def test_a_duplicate_is_not_sent(self, server, declare, ran):
         """Until the first has ended."""
