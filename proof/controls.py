@@ -155,16 +155,17 @@ def a_message_that_is_never_noted() -> None:
     _rewrite([TICK], claim, f"if ARGV[6] == '-' then return {{1}} end\n{claim}")
 
 
-def a_beat_that_leads_once() -> None:
-    """Stand by for ever after the first time."""
+def a_beat_that_stands_by_for_ever() -> None:
+    """Never lead after the first time that another beat leads, or the lock server is away."""
     take_over = BeatLock._take_over  # noqa: SLF001
-    led: set[BeatLock] = set()
+    stand_by: set[BeatLock] = set()
 
     def once(beat: BeatLock) -> None:
-        if beat in led:
+        if beat in stand_by:
             raise StandBy
+        stand_by.add(beat)
         take_over(beat)
-        led.add(beat)
+        stand_by.remove(beat)
 
     setattr(BeatLock, "_take_over", once)
 
@@ -197,12 +198,12 @@ CONTROLS: dict[str, Control] = {
         Control(trust_without_an_end, "exclusion"),
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),
         Control(a_hand_off_that_forgets_the_token, "token"),
-        # A server that forgets would excuse the loss.
+        # A server that forgets would excuse these.
         Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
+        Control(beats_without_a_record, "tick", "forget the scripts"),
+        Control(a_message_that_is_never_noted, "again", "forget the scripts"),
+        Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
-        Control(beats_without_a_record, "tick"),
-        Control(a_message_that_is_never_noted, "again"),
-        Control(a_beat_that_leads_once, "silent"),
         Control(a_limit_that_is_one_higher, "exclusion"),
         Control(a_cancelled_acquisition_that_stays, "free", "forget the scripts", alone=True),
     )
