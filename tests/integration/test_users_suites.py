@@ -85,8 +85,8 @@ def worker(dislock_server):
     dislock_server.use(app)
     broker, backend = app.conf.broker_url, app.conf.result_backend
     at = ["-b", broker, "--result-backend", backend]
-    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock", "-c", "1"]
-    worker = subprocess.Popen([*command, "--dislock-url", dislock_server.url])
+    command = [sys.executable, "-m", "celery", "-A", "shop", *at, "worker", "--dislock"]
+    worker = subprocess.Popen([*command, "-P", "solo", "--dislock-url", dislock_server.url])
     yield
     worker.terminate()
     worker.wait()
