@@ -59,7 +59,8 @@ class Connection(TCPFakeRequestHandler):
             except ResponseError as exc:
                 if str(exc).startswith("unknown command 'info'"):
                     return INFO
-                exc.args = (" ".join(str(exc).splitlines()),)  # the protocol's errors have one line
+                told, *_ = str(exc).partition("\nstack traceback:")
+                exc.args = (" ".join(told.splitlines()),)  # the protocol's errors have one line
                 return exc
 
         client.read_response = read_response
@@ -73,6 +74,8 @@ class MemoryServer(TcpFakeServer):
         clock: Returns UNIX time, and the seconds by which :meth:`advance` has moved it.
         url: Its first database.
     """
+
+    request_queue_size = 128  # clients that connect at once; of a sixth, five would lose a second
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import redis
 
+from celery_dislock import Dislock, DislockError
 from tests.conftest import BOTH
 from tests.integration import driven_clock
 from tests.integration.loop_store import STORES
@@ -71,6 +72,18 @@ class TestOfKnownDifferences:
         with pytest.raises(redis.ResponseError):
             client.eval("return nil + 1", 0)
         assert client.ping()
+
+    def test_an_error_of_a_script_has_no_traceback(self, client):
+        """What an error message shows is what the script says."""
+        with pytest.raises(redis.ResponseError) as told:
+            client.eval("local function f() error('wrong') end f()", 0)
+        assert "traceback" not in str(told.value)
+
+    def test_a_key_of_another_type_is_no_lock(self, client, redis_url):
+        """It is refused, though fakeredis has another error for it."""
+        client.set("dislock:{k}", "by hand", ex=60)
+        with Dislock.from_url(redis_url) as dislock, pytest.raises(DislockError):
+            dislock.lock("k").try_acquire()
 
     def test_a_server_says_what_it_is(self, client):
         """Before a worker starts with --dislock."""

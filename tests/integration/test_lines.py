@@ -26,6 +26,7 @@ from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 from celery_dislock.servers.requests import Ending, Terms
 from celery_dislock.servers.store import Store
+from tests.conftest import BOTH
 from tests.holding import name_of
 from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, TURN, Broker, message_of, owner_of
@@ -796,6 +797,7 @@ class TestDamage:
             *("end", "token", "since", "year 3170843"),
         ],
     )
+    @BOTH
     def test_a_lease_that_cannot_be_read_is_told(self, broker, redis_client, record):
         """Nobody takes a lock of which nobody can tell whether it is held; the record is shown."""
         redis_client.hset(LOCK, "somebody", record)

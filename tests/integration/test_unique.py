@@ -1,4 +1,4 @@
-"""Uniqueness when sending: what goes to the broker, and what callers get; on a real Redis.
+"""Uniqueness when sending: what goes to the broker, and what callers get; on both servers.
 
 In the usual app, in apps that were set up in other ways, eagerly, and from fresh processes.
 """
@@ -19,8 +19,11 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.reservations import Reservations
 from celery_dislock.servers.store import Store
 from celery_dislock.tasks.sending import tell
+from tests.conftest import BOTH
 from tests.forked import ROOT, run_python
 from tests.unit.deliveries import deliver
+
+pytestmark = BOTH
 
 LOCK = "dislock:{edit:1}"
 HOUR = 3600.0
@@ -257,17 +260,18 @@ class TestIds:
 
 
 class TestApps:
-    def test_a_shared_task(self, make, client):
+    def test_a_shared_task(self, make, client, redis_url):
         """One function, a task of its own in each app, and each app its own keys."""
+        name = f"of-all-{redis_url}"
 
         @shared_task(
-            name="of-all", base=SingletonTask, lock_key="edit:<doc>", lock_unique_until="start"
+            name=name, base=SingletonTask, lock_key="edit:<doc>", lock_unique_until="start"
         )
         def edit(doc): ...
 
         for prefix in ("one", "two"):
             app = make(prefix, dislock_prefix=prefix)
-            task = app.tasks["of-all"]
+            task = app.tasks[name]
             assert [task.delay(1).duplicate for _ in range(2)] == [False, True]
             assert reserved_for(client, f"{prefix}:{{edit:1}}")
         assert messages(client) == 2
