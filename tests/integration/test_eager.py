@@ -45,6 +45,7 @@ def seven():
         ("wait", "FAILURE", LockHeldError),
         ("queue", "FAILURE", LockHeldError),
         ("reject", "REJECTED", Reject),
+        (lambda *_: None, "REVOKED", TaskRevokedError),
     ],
 )
 def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declare, strategy, state, error):

@@ -320,30 +320,6 @@ def test_a_callable_can_spend_the_tasks_own_retries(app, world, broker):
     assert (sent["retries"], sent["countdown"]) == (1, 5)
 
 
-# Eager: there is no later, and no queue
-
-
-@pytest.mark.parametrize(
-    ("strategy", "state", "error"),
-    [
-        ("skip", "REVOKED", TaskRevokedError),
-        ("raise", "FAILURE", LockHeldError),
-        ("retry", "FAILURE", LockHeldError),
-        ("wait", "FAILURE", LockHeldError),
-        ("queue", "FAILURE", LockHeldError),
-        ("reject", "REJECTED", Reject),
-        (lambda *_: None, "REVOKED", TaskRevokedError),
-    ],
-)
-def test_an_eager_task_ends_at_once(app, world, strategy, state, error):
-    """apply() returns what became of the task; what would come again later fails."""
-    world.lease("k", "other", lock_expire=86_400)
-    result = declare(app, strategy).apply()
-    assert result.state == state
-    assert isinstance(result.result, error)
-    assert HELD in str(result.result)
-
-
 @pytest.mark.parametrize("task_id", [math.nan, "\ud800x", "x" * 5000, "a\x1b b", 7])
 @pytest.mark.parametrize("parked", [False, True])
 def test_a_copy_is_known_by_any_id(task_id, parked):
