@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
 STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
+LEAKS_MOST = 10  # locks that the error at the end of a test names
 ROUNDS_MOST = 1000  # times that run_parked() looks into the queues; a line of tasks needs one each
 WORKER = "celery@test"  # what runs messages in the test's thread
 IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
@@ -103,7 +104,7 @@ class DislockServer:
         self._test = test
         self._apps: list[Celery] = []
         self._watchdogs: WeakSet[Watchdog] = WeakSet()
-        self._crashed: set[str] = set()  # owners
+        self._crashed: list[Lease] = []
         self._channels: dict[Celery, Any] = {}
         self._waiting: list[tuple[float, Celery, Message]] = []  # with the time when it is due
         self._undo = ExitStack()
@@ -119,16 +120,22 @@ class DislockServer:
     def __exit__(self, *failure: object) -> None:
         process = self._runtime.process
         overview = Overview(process.store.lock_server, process.settings.dislock_prefix)
+        crashed = {lease.owner for lease in self._crashed}
         try:
             held = [
                 f"lock {row.key!r} is still held by {holder.who}"
                 for row in rows(overview)
                 for holder in row.holders
-                if not (holder.expiring or holder.turn or holder.owner in self._crashed)
+                if not (holder.expiring or holder.turn or holder.owner in crashed)
             ]
             self._send("FLUSHDB")
         finally:
+            for lease in self._crashed + self._renewed():
+                self._crash(lease)
+                lease.finished = True  # or its thread, which the next test has too, cannot wait
             self._undo.close()
+        if len(held) > LEAKS_MOST:
+            held[LEAKS_MOST:] = [f"{len(held) - LEAKS_MOST} more are"]
         if held and failure[0] is None:
             raise AssertionError(f"{self._test} has ended, and {'; '.join(held)}")
 
@@ -229,9 +236,12 @@ class DislockServer:
             AssertionError: Another process holds the lock: kill that one.
         """
         for lease in self._leases(key) or [self._take(key, watchdog_timeout=timeout)]:
-            self._crashed.add(lease.owner)
-            for watchdog in self._watchdogs:
-                watchdog.renewals.unwatch(lease)
+            self._crashed.append(lease)
+            self._crash(lease)
+
+    def _crash(self, lease: Lease) -> None:
+        for watchdog in self._watchdogs:
+            watchdog.renewals.unwatch(lease)
 
     def lose(self, key: Key) -> None:
         """Lose a lock, as a failover or an eviction does; holders in this process are told."""
@@ -305,7 +315,8 @@ class DislockServer:
             if not (due := self._due()):
                 return ran
             for _, app, message in due:
-                _run(app, message)
+                name = message.headers["task"]
+                _run(next((one for one in self._apps if name in one.tasks), app), message)
             ran += len(due)
         about = message.headers
         raise AssertionError(
@@ -377,8 +388,10 @@ class DislockServer:
     def _leases(self, key: Key) -> list[Lease]:
         """Return the leases of the lock that this process renews."""
         names = set(self._names(key))
-        every = [lease for watchdog in self._watchdogs for lease in watchdog.renewals]
-        return [lease for lease in every if not names.isdisjoint(lease.driver.names)]
+        return [one for one in self._renewed() if not names.isdisjoint(one.driver.names)]
+
+    def _renewed(self) -> list[Lease]:
+        return [lease for watchdog in self._watchdogs for lease in watchdog.renewals]
 
     def _failed(self, key: Key, why: str) -> AssertionError:
         lines = [line for lock in self._states(key) for line in described(lock)]

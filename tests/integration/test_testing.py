@@ -345,6 +345,24 @@ class TestOfAnApp:
         assert app.conf.broker_url == "memory://"
         assert app.conf.result_backend == "cache+memory://"
 
+    def test_two_apps(self, server, declare, ran):
+        """The queue is one, and each message is run by the app that has its task."""
+        other = Celery("other", broker="redis://localhost:1/5", set_as_current=False)
+        server.use(other)
+        mine = declare(lock_unique_until="end")
+
+        @other.task(base=SingletonTask, lock_key="k:<n>", shared=False)
+        def theirs(n):
+            ran.append(-n)
+
+        mine.delay(1)
+        theirs.delay(2)
+        with server.hold("k:3"):
+            server.assert_skipped(mine.apply((3,)))
+            server.assert_skipped(theirs.apply((3,)))
+        assert server.run_parked() == 2
+        assert ran == [1, -2]
+
     def test_each_test_begins_empty(self, server, dislock):
         """What an earlier test has left to expire is gone."""
         for _ in range(2):

@@ -55,12 +55,22 @@ def test_a_leak_fails_its_test(users):
         "def test_leak(dislock_server):\n"
         "    dislock_server.use(app)\n"
         "    dislock.lock('k').acquire()\n"
+        "def test_failure(dislock_server):\n"
+        "    dislock_server.use(app)\n"
+        "    for n in range(12):\n"
+        "        dislock.lock(f'k:{n}').acquire()\n"
+        "    assert not 'what failed'\n"
         "def test_next(dislock_server):\n"
+        "    dislock_server.use(app)\n"
         "    dislock_server.assert_free('k')\n"
+        "    with dislock.lock('k'), dislock.lock('k:7'):\n"
+        "        pass\n"
     )
-    assert "2 passed, 1 error" in outcome.stdout
+    assert "1 failed, 2 passed, 2 errors" in outcome.stdout, outcome.stdout
     told = "test_it.py::test_leak has ended, and lock 'k' is still held by thread MainThread on "
     assert told in outcome.stdout
+    assert "assert not 'what failed'" in outcome.stdout
+    assert "; 2 more are" in outcome.stdout
 
 
 def test_an_unused_plugin_imports_nothing(tmp_path):
