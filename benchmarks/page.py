@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import coroutines, idle, locks, tasks
+from benchmarks import beats, coroutines, idle, locks, tasks
 from benchmarks.environments import ROOT
 from benchmarks.many_leases import PEER_LOCKS
 from benchmarks.measuring import NETWORKS, Figure
@@ -36,6 +36,7 @@ SECTIONS: dict[
     "tasks": partial(tasks.measure, network="0 ms"),
     "tasks-delayed": partial(tasks.measure, network="1 ms"),
     "idle": idle.measure,
+    "beats": beats.measure,
 }
 KEPT = Path(__file__).with_name("measured.json")
 TEXT = Path(__file__).with_name("page.md")
@@ -157,7 +158,11 @@ def text(measured: dict[str, Measured]) -> str:
         table_worker=table(figures, idle.WORKER),
         table_parked=table(figures, idle.TICKETS),
         table_leases=table(figures, idle.LEASES),
+        table_kills=table(figures, beats.KILLED),
+        table_halts=table(figures, beats.HALTED),
         peer_locks=PEER_LOCKS,
+        timeout=beats.TIMEOUT,
+        halt=beats.HALT,
     )
 
 
