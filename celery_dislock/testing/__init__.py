@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
+from math import inf
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 from weakref import WeakSet
@@ -271,7 +272,12 @@ class DislockServer:
 
         Args:
             seconds: Seconds, >= 0.
+
+        Raises:
+            ValueError: *seconds* is negative or not finite.
         """
+        if not 0 <= seconds < inf:
+            raise ValueError(f"advance({seconds!r}): give finite seconds, >= 0")
         clock = self._server.clock
         if clock is None:
             self._server.advance(seconds)

@@ -160,6 +160,12 @@ class TestOfTime:
             server.lose("k")
             assert not lease.held
 
+    @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+    def test_time_goes_on_for_finite_seconds(self, server, seconds):
+        """Never back, and never for ever."""
+        with pytest.raises(ValueError, match="give finite seconds, >= 0"):
+            server.advance(seconds)
+
     def test_fakeredis_reads_no_other_clock(self, server):
         """Nor does a module of it that a newer release imports late, or by another name."""
         server.advance(1)
