@@ -79,6 +79,7 @@ class Lock:
         self.timeout = self.options.timeout
         self.interval = self.options.renewal_interval
         self.terms = Terms(self.options.lock_mode, self.options.lock_limit or 1)
+        self._is_unheard = False  # since the last release that was answered
 
     @property
     def observer(self) -> Observer:
@@ -381,10 +382,15 @@ class Lock:
             self.store.release(self.names, attempt.owner)
         except StoreError as exc:
             self.give_up(attempt)
-            logger.warning(
+            # A beat that stands by tries again each second, for as long as the server refuses.
+            level = logging.DEBUG if self._is_unheard else logging.WARNING
+            self._is_unheard = True
+            logger.log(
+                level,
                 "Lock %r may stay taken for up to %.1f s with no live holder, since %s gave it up "
                 "and could not release it: %s",
                 *(self.key, self.timeout, in_words(attempt.holder), exc),
             )
             return False
+        self._is_unheard = False
         return True

@@ -17,10 +17,19 @@ end
 
 local function clock_is_wrong(apart_us) return math.abs(beat_us - now_us) > tonumber(apart_us) end
 
--- Token, last_us, and before_us or "-"; nothing if there is no record, or it cannot be read.
-local function read_run(record) return string.match(record or '', '^1 (%d+) (%d+) ([%d-]+)$') end
+local RECORD_MOST = 100  -- bytes; an entry's own record has some 50
+
+-- Token, last_us, and before_us or "-"; nothing if there is no record, it cannot be read, or a time is to come.
+local function read_run(record)
+  if not record or #record > RECORD_MOST then return end
+  local by, last, before = string.match(record, '^1 (%d+) (%d+) (%S+)$')
+  if not by or before ~= '-' and not string.match(before, '^%d+$') then return end
+  if math.max(last, tonumber(before) or 0) - now_us > tonumber(ARGV[4]) then return end
+  return by, last, before
+end
 
 local function write_run(entry, last, before)
+  write_first(KEYS[1])
   redis.call('HSET', runs, entry, table.concat({'1', token, last, before}, ' '))
   redis.call('PEXPIRE', runs, KEPT_MS)
 end
