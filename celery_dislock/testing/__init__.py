@@ -19,6 +19,7 @@ from unittest import mock
 from weakref import WeakSet
 
 from celery import states
+from celery.backends.redis import RedisBackend
 from celery.canvas import Signature
 from celery.concurrency.base import BasePool, apply_target
 from kombu.pools import connections, producers
@@ -443,7 +444,7 @@ def _begin_anew(app: Celery) -> None:
     app._pool = app._backend_cache = amqp._producer_pool = None  # noqa: SLF001
     app._local = threading.local()  # noqa: SLF001
     vars(app).pop("control", None)
-    if backend is not None and "client" in vars(backend):  # that of a Redis
+    if isinstance(backend, RedisBackend) and "client" in vars(backend):
         backend.result_consumer.stop()
         backend.remove_pending_result = lambda result: result  # a late result connects it again
         backend.client.connection_pool.disconnect()

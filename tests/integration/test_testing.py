@@ -344,12 +344,21 @@ class TestOfAnApp:
         gc.collect()
         assert connected == []
 
-    def test_another_broker_stays(self, dislock_server):
-        """Only what is a Redis is replaced."""
+    def test_another_broker_stays(self):
+        """Only what is a Redis is replaced; messages and results go on there."""
         app = Celery("tested", broker="memory://", backend="cache+memory://", set_as_current=False)
-        dislock_server.use(app)
-        assert app.conf.broker_url == "memory://"
-        assert app.conf.result_backend == "cache+memory://"
+
+        @app.task(base=SingletonTask, shared=False)
+        def seven():
+            return 7
+
+        with DislockServer() as server:
+            server.use(app)
+            assert app.conf.broker_url == "memory://"
+            assert app.conf.result_backend == "cache+memory://"
+            sent = seven.delay()
+            assert server.run_parked() == 1
+            assert sent.get() == 7
 
     def test_two_apps(self, server, declare, ran):
         """The queue is one, and each message is run by the app that has its task."""
