@@ -29,11 +29,12 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
+from celery.beat import Scheduler
 from celery.utils.time import maybe_make_aware
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
-from celery_dislock.exceptions import SettingsError, StoreError
+from celery_dislock.exceptions import LockKeyError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.parking.process import runtime_of
@@ -292,8 +293,16 @@ class BeatLock:
 
 
 @cache
-def with_lock(scheduler: type) -> type:
-    """Extend the class of a scheduler, so that only the beat that leads runs it."""
+def with_lock(scheduler: Any) -> type:
+    """
+    Extend the class of a scheduler, so that only the beat that leads runs it.
+
+    Raises:
+        SettingsError: It is no class of Celery's schedulers.
+    """
+    if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
+        remedy = "with --dislock, give a class that extends celery.beat.Scheduler"
+        raise SettingsError("app.conf", "beat_scheduler", scheduler, remedy)
     if issubclass(scheduler, BeatLock):
         return scheduler
     return type("Dislock" + scheduler.__name__, (BeatLock, scheduler), {})
@@ -305,14 +314,17 @@ def check_beat(app: Celery) -> None:
 
     Raises:
         SettingsError: A setting cannot be used.
-        LockKeyError: ``dislock_beat_key`` cannot be used.
     """
     runtime = runtime_of(app)
-    check_key(runtime.settings.dislock_beat_key)
+    key = runtime.settings.dislock_beat_key
+    try:
+        check_key(key)
+    except LockKeyError as exc:
+        raise SettingsError("app.conf", "dislock_beat_key", key, exc.reason) from exc
     url = runtime.conf.get("dislock_url")
     if url == MEMORY or not runtime.process.store.lock_server.keeps_lines:
         remedy = "beats need one lock server, which all of them reach"
-        raise SettingsError("app.conf", "dislock_url", shown(url), remedy)
+        raise SettingsError("app.conf", "dislock_url", url if url == MEMORY else shown(url), remedy)
 
 
 def to_us(when: datetime | None) -> int:

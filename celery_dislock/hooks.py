@@ -391,7 +391,7 @@ def lead_beats(check: Callable[[Celery], None], with_lock: Callable[[type], type
 
     Args:
         check: Raises DislockError if the beats of an app cannot have a lock.
-        with_lock: Extends the class of a scheduler.
+        with_lock: Extends the class of a scheduler; raises DislockError if it cannot.
     """
     from celery.beat import Service  # noqa: PLC0415 -- other processes need none
 
@@ -400,12 +400,13 @@ def lead_beats(check: Callable[[Celery], None], with_lock: Callable[[type], type
     @wraps(original)
     def get_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
         if runtime_of(self.app).enabled:
+            aliases = dict(load_extension_class_names("celery.beat_schedulers"))
+            scheduler = symbol_by_name(self.scheduler_cls, aliases=aliases)
             try:
                 check(self.app)
+                self.scheduler_cls = with_lock(scheduler)
             except DislockError as exc:
                 raise SystemExit(f"Cannot start with locks: {exc}") from exc
-            aliases = dict(load_extension_class_names("celery.beat_schedulers"))
-            self.scheduler_cls = with_lock(symbol_by_name(self.scheduler_cls, aliases=aliases))
         return original(self, *args, **kwargs)
 
     Service.get_scheduler = get_scheduler

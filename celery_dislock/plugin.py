@@ -138,13 +138,26 @@ def _extend_workers() -> None:
     """Extend what a worker does when it is asked, and what its beat does."""
     from celery.worker.control import inspect_command  # noqa: PLC0415 -- see above
 
-    from celery_dislock.beat import check_beat, with_lock  # noqa: PLC0415
     from celery_dislock.operating.inspection import inspect_locks  # noqa: PLC0415
 
     # Celery's command line, too, must know the command, or "celery inspect dislock" is refused.
     inspect_command(name="dislock", variadic="shown", signature="[full]")(inspect_locks)
     hooks.receive_revokes()
+    _extend_beats()
+
+
+@cache
+def _extend_beats() -> None:
+    """Extend the beats of this process."""
+    from celery_dislock.beat import check_beat, with_lock  # noqa: PLC0415 -- see above
+
     hooks.lead_beats(check_beat, with_lock)
+
+
+def _extend_if_enabled(sender: Celery, **_kwargs: Any) -> None:
+    """Extend a beat that a program starts, with ``app.Beat().run()``; it makes the app final."""
+    if runtime_of(sender).enabled:
+        _extend_beats()
 
 
 class Dislock:
@@ -406,7 +419,8 @@ LOCK_OPTIONS = [
 def _follow(app: Celery) -> None:
     for blueprint, steps in STEPS.items():
         app.steps[blueprint].update(f"{__name__}:{step}" for step in steps)
-    app.on_after_finalize.connect(hooks.guard_if_enabled, weak=False)
+    for receiver in (hooks.guard_if_enabled, _extend_if_enabled):
+        app.on_after_finalize.connect(receiver, weak=False)
 
 
 Process.observer_type = Telemetry

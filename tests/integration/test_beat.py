@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -90,3 +92,23 @@ def test_a_beat_that_does_not_lead_claims_nothing(redis_client):
     assert claim("a/1", token) == beat.DONE
     redis_client.eval(scripts.RELEASE.text, 1, lock, "a/1", 0)
     assert claim("a/1", token) == beat.NOT_LEADING
+
+
+@pytest.mark.parametrize("enabled", [True, None])
+def test_a_program_that_starts_beat(enabled):
+    """As with --dislock, if locks are on for the app; nothing of Celery's command line is there."""
+    program = (
+        "import celery, celery_dislock\n"
+        "app = celery.Celery('beats', broker='memory://')\n"
+        "celery_dislock.Dislock(app)\n"
+        f"app.conf.update(dislock_enabled={enabled}, dislock_url='redis://nowhere')\n"
+        "beat = app.Beat()\n"
+        "beat.init_loader()\n"
+        "print(type(beat.Service(app).get_scheduler(lazy=True)).__name__)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert told.stdout.split() == [
+        "DislockPersistentScheduler" if enabled else "PersistentScheduler"
+    ]

@@ -325,9 +325,13 @@ def test_a_record_that_cannot_be_read_is_as_none():
 @pytest.mark.parametrize(
     ("conf", "told"),
     [
-        ({"dislock_beat_key": "a{b"}, "lock_key"),
+        (
+            {"dislock_beat_key": "a{b"},
+            "dislock_beat_key='a{b': the key holds '{', which no key may",
+        ),
+        ({"beat_scheduler": object}, "give a class that extends celery.beat.Scheduler"),
         ({"dislock_beat_timeout": 0}, "dislock_beat_timeout=0: give finite seconds above 0"),
-        ({"dislock_url": "memory://"}, "beats need one lock server"),
+        ({"dislock_url": "memory://"}, "dislock_url='memory://': beats need one lock server"),
         ({"dislock_url": ["redis://a", "redis://b", "redis://c"]}, "beats need one lock server"),
     ],
 )
@@ -336,7 +340,7 @@ def test_a_beat_that_cannot_have_its_lock_does_not_start(conf, told):
     app = Celery("beats", set_as_current=False)
     app.conf.update({"dislock_url": "redis://nowhere", "dislock_enabled": True, **conf})
     with pytest.raises(SystemExit, match="Cannot start with locks") as caught:
-        Service(app).get_scheduler(lazy=True)
+        Service(app, scheduler_cls=app.conf.beat_scheduler).get_scheduler(lazy=True)
     assert told in str(caught.value)
 
 
