@@ -39,6 +39,14 @@ def test_a_promise_has_a_verdict(result, verdict):
     assert page.index("> **At most one live lease") < page.index(verdict) < page.index("> **No exp")
 
 
+def test_runs_without_beats_prove_nothing_of_beats():
+    """Five servers have none, nor had the first runs."""
+    page = render([run(1), {**run(2, ticks=9), "server": "cluster"}])
+    verdict = page.partition("> Several beats run")[2].partition("It would be broken")[0]
+    assert "Cluster" in verdict
+    assert "one Redis" not in verdict
+
+
 def test_every_part_that_is_judged_is_of_a_promise():
     """The page leaves out none of what the checker and the controls are about."""
     judged = {part for parts in PROMISES.values() for part in parts}
