@@ -163,18 +163,19 @@ class DislockServer:
 
         self._undo.callback(restore)
         self._undo.enter_context(mock.patch.dict(os.environ, environment, clear=True))
-        conf.update(
-            dislock_url=self.url,
-            dislock_prefix=self._runtime.settings.dislock_prefix,
-            dislock_transport_options={},
-            dislock_min_replicas=0,
-        )
+        settings: dict[str, Any] = {
+            "dislock_url": self.url,
+            "dislock_prefix": self._runtime.settings.dislock_prefix,
+            "dislock_transport_options": {},
+            "dislock_min_replicas": 0,
+        }
         broker, backend = map(_is_redis, given)
         if broker:
             names = ("broker_url", "broker_read_url", "broker_write_url")
-            conf.update(dict.fromkeys(names, self._database(1)), broker_use_ssl=None)
+            settings |= {**dict.fromkeys(names, self._database(1)), "broker_use_ssl": None}
         if backend:
-            conf.update(result_backend=self._database(2), redis_backend_use_ssl=None)
+            settings |= {"result_backend": self._database(2), "redis_backend_use_ssl": None}
+        _set(app, settings)
         _begin_anew(app)
         if broker:
             app.control.purge()
@@ -184,7 +185,7 @@ class DislockServer:
         """Let the tasks of an app run without their locks until the test ends."""
         if app not in self._apps:
             self.use(app)
-        app.conf.dislock_enabled = False
+        _set(app, {"dislock_enabled": False})
 
     @contextmanager
     def hold(self, key: Key, *, timeout: float = 30.0, **options: Any) -> Iterator[Lease]:
@@ -422,6 +423,12 @@ def _known_to(known: WeakSet[Watchdog], clock: Callable[[], float] | None) -> ty
             known.add(self)
 
     return Known
+
+
+def _set(app: Celery, settings: dict[str, Any]) -> None:
+    app.conf.update(settings)
+    if prefix := app.conf.prefix:  # Celery 5.5 prefers what has it, such as Django's settings
+        app.conf.update({prefix + name.upper(): value for name, value in settings.items()})
 
 
 def _is_redis(url: str | None) -> bool:
