@@ -29,7 +29,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_OID, uuid5
 
-from celery.beat import Scheduler
+from celery.beat import ScheduleEntry, Scheduler
 from celery.utils.time import maybe_make_aware
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
@@ -61,6 +61,7 @@ MICROSECOND = timedelta(microseconds=1)
 # Why a beat stands by.
 HELD = "Beat stands by, lock %r: it is held by %s."
 AWAY = "Beat stands by, lock %r: it sends nothing until the lock server answers: %s"
+NO_SCHEDULE = "Beat stands by, lock %r: it cannot take over the schedule: %s: %s"
 LOST = "Beat stands by, lock %r: its lease has ended, and another beat may lead."
 CLOCK = (
     "Beat stands by, lock %r: its clock differs by %.0f s from the lock server's, which is more "
@@ -106,10 +107,12 @@ class BeatLock:
         producer: Any
         apply_entry: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    _attempt: Attempt | None = None  # a schedule is saved while it is set up, too
+
+    def __init__(self, app: Celery, *args: Any, **kwargs: Any) -> None:
+        self._made_us = to_us(app.now())
+        super().__init__(app, *args, **kwargs)  # type: ignore[call-arg]
         self.lock_key = None  # turns RedBeat's own lock off
-        self._attempt: Attempt | None = None
         self._claimed_us = self._began_us = 0
         self._said = ""
         self._ticks = False
@@ -157,7 +160,7 @@ class BeatLock:
         self._claimed_us = now_us = to_us(entry.default_now())
         told = self._ask(TICK, now_us, entry.name, to_us(entry.last_run_at))
         if told:
-            put(entry, int(told[0]))
+            self._put(entry, int(told[0]))
             raise StandBy(pause=0.0)
         return super().reserve(entry)  # type: ignore[misc]
 
@@ -205,9 +208,11 @@ class BeatLock:
         answer.on_end = self._says_if_it_hangs
         try:
             self._go_on()
-        except BaseException:
+        except BaseException as exc:
             self._give_up()
-            raise
+            if not isinstance(exc, Exception):
+                raise
+            raise StandBy(NO_SCHEDULE, type(exc).__name__, exc, level=logging.ERROR) from exc
         self._said = ""
         logger.info("Beat leads, lock %r.", self._lock.key)
 
@@ -240,24 +245,46 @@ class BeatLock:
         catches_up = runtime_of(self.app).settings.dislock_beat_catch_up
         again = []
         for name, last, before in zip(told, told, told, strict=True):
-            entry = entries.get(text(name)) or self._load(text(name))
-            if entry is None:
+            claimed = before != HAS_GONE_OUT.encode()
+            entry = entries.get(text(name)) or (claimed and self._load(text(name)))
+            if not entry:
                 continue
-            put(entry, int(last))
+            last_us, known_us = int(last), to_us(entry.last_run_at)
+            if not self._is_newer(known_us, last_us, claimed=claimed):
+                self._put(entry, last_us, runs=int(claimed))
             if not catches_up and entry.is_due()[0]:
-                put(entry, now_us)
-            elif catches_up and before != HAS_GONE_OUT.encode():
+                self._put(entry, now_us)
+            elif catches_up and claimed:
                 again.append((copy_of(entry, last_run_at=to_time(int(before), entry)), int(last)))
         self._heap = None
         # Sending may save the schedule, and read it anew from a file: what is put must be in it.
         for entry, self._claimed_us in again:
             self.apply_entry(entry, producer=self.producer)
 
+    def _is_newer(self, known_us: int, last_us: int, *, claimed: bool) -> bool:
+        """
+        Return whether what a scheduler knows of an entry is newer than the record.
+
+        The entries of django-celery-beat and RedBeat are kept where all beats see them, and are
+        saved before it is noted that a message has gone out.  Those of Celery are kept in a file,
+        and one that is in none has the time when it was made.
+        """
+        if self.Entry is not ScheduleEntry:
+            return not claimed or known_us >= last_us
+        return last_us <= known_us < self._made_us
+
     def _load(self, name: str) -> Any:
         """Return an entry that the schedule does not show, as RedBeat's does; None: not there."""
         with suppress(AttributeError, KeyError):
             return self.Entry.from_key(self.Entry.generate_key(self.app, name), app=self.app)
         return None
+
+    def _put(self, entry: Any, last_us: int, runs: int = 0) -> None:
+        """Set when an entry was last sent, also where RedBeat keeps it, and count more runs."""
+        entry.last_run_at = to_time(last_us, entry)
+        entry.total_run_count += runs
+        if hasattr(entry, "reschedule"):
+            entry.reschedule(entry.last_run_at)
 
     def _ask(self, script: Script, now_us: int, *more: str | int) -> list[bytes]:
         """
@@ -292,6 +319,43 @@ class BeatLock:
             attempt.end()
 
 
+class TableLock(BeatLock):
+    """
+    Mixin over django-celery-beat's scheduler, whose entries are rows of a table.
+
+    A row is read again when it was edited, and what is in the table is then taken for true.  So
+    what was sent is saved at once, and only by the beat that leads.
+    """
+
+    if TYPE_CHECKING:
+        _schedule: dict[str, Any]
+
+    def __init__(self, app: Celery, *args: Any, **kwargs: Any) -> None:
+        super().__init__(app, *args, **kwargs)
+        self.sync_every_tasks = 1
+
+    def reserve(self, entry: Any) -> Any:
+        """Claim a tick, and let the schedule have the entry that was sent."""
+        reserved = self._schedule[entry.name] = super().reserve(entry)
+        return reserved
+
+    def sync(self) -> None:
+        """Save what was sent, unless another beat may have saved something newer."""
+        if self.leads:
+            super().sync()  # type: ignore[misc]
+
+    def _go_on(self) -> None:
+        self._dirty: set[str] = set()  # others have sent since, and saved that:
+        self._initial_read = True
+        super()._go_on()
+
+    def _put(self, entry: Any, last_us: int, runs: int = 0) -> None:
+        super()._put(entry, last_us, runs)
+        row = entry.model
+        row.last_run_at, row.total_run_count = entry.last_run_at, entry.total_run_count
+        self._dirty.add(entry.name)
+
+
 @cache
 def with_lock(scheduler: Any) -> type:
     """
@@ -305,7 +369,8 @@ def with_lock(scheduler: Any) -> type:
         raise SettingsError("app.conf", "beat_scheduler", scheduler, remedy)
     if issubclass(scheduler, BeatLock):
         return scheduler
-    return type("Dislock" + scheduler.__name__, (BeatLock, scheduler), {})
+    mixin = TableLock if hasattr(scheduler, "Changes") else BeatLock
+    return type("Dislock" + scheduler.__name__, (mixin, scheduler), {})
 
 
 def check_beat(app: Celery) -> None:
@@ -350,14 +415,3 @@ def copy_of(entry: Any, **changed: Any) -> Any:
     made = object.__new__(type(entry))
     made.__dict__ = {**vars(entry), **changed}
     return made
-
-
-def put(entry: Any, last_us: int) -> None:
-    """Set when an entry was last sent, also where django-celery-beat and RedBeat keep it."""
-    when = to_time(last_us, entry)
-    if hasattr(entry, "reschedule"):
-        entry.reschedule(when)
-        return
-    entry.last_run_at = when
-    if hasattr(entry, "model"):
-        entry.model.last_run_at = when

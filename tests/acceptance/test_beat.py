@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -83,6 +85,10 @@ class Beats:
     def ids(self) -> list[str]:
         """Return the ids of all messages that were sent."""
         return [json.loads(one)["headers"]["id"] for one in self.client.lrange(QUEUE, 0, -1)]
+
+    def sent(self) -> list[str]:
+        """Return the tasks of all messages that were sent."""
+        return [json.loads(one)["headers"]["task"] for one in self.client.lrange(QUEUE, 0, -1)]
 
     def go_on(self, messages: int = 4) -> None:
         """Wait for some more messages."""
@@ -193,6 +199,81 @@ def test_a_beat_whose_clock_is_wrong_sends_nothing(beats, ahead):
     assert LEADS not in wrong.log
     assert wrong.log.count("differs by") == 1
     right.says(LEADS)
+
+
+DJANGO = """
+import os
+SECRET_KEY = "none"
+INSTALLED_APPS = ["django.contrib.contenttypes", "django_celery_beat"]
+USE_TZ = True
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.environ["DATABASE"]}}
+"""
+ROWS = """
+import django
+django.setup()
+from django.core.management import call_command
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+"""
+MAKE = """
+call_command("migrate", verbosity=0)
+second = IntervalSchedule.objects.create(every=1, period="seconds")
+for name in ("often", "other"):
+    PeriodicTask.objects.create(name=name, task=name, interval=second)
+"""
+EDIT = """
+other = PeriodicTask.objects.get(name="other")
+other.enabled = False
+other.save()
+often = PeriodicTask.objects.get(name="often")
+often.description = "edited while nobody led"
+often.save()
+PeriodicTask.objects.create(name="new", task="new", interval=often.interval)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_schedule_edited_in_djangos_admin_during_a_takeover(beats, when):
+    """One tick is sent again at most, and the edit holds."""
+    pytest.importorskip("django_celery_beat")
+    (beats.folder / "proj_settings.py").write_text(DJANGO)
+    env = {"DJANGO_SETTINGS_MODULE": "proj_settings", "DATABASE": str(beats.folder / "db")}
+
+    def in_django(program: str) -> None:
+        path = {"PYTHONPATH": str(beats.folder)}
+        command = [sys.executable, "-c", ROWS + program]
+        subprocess.run(command, env={**os.environ, **env, **path}, check=True)
+
+    in_django(MAKE)
+    beats.conf["beat_schedule"] = {}
+    command = ("beat", "--dislock", "--scheduler", "django")
+    leader = beats.start(*command, **env, BEAT_DIES=f"{when} SIGKILL")
+    leader.says(LEADS)
+    other = beats.start(*command, **env)
+    wait_for("the leader dies", lambda: leader.process.poll() is not None)
+    in_django(EDIT)
+    other.says(LEADS)
+    disabled = beats.sent().count("other")
+    beats.go_on(6)
+    ids = beats.ids()
+    assert len(ids) - len(set(ids)) == (when == "after")
+    assert beats.sent().count("other") - disabled <= 1  # what it claimed before it was killed
+    assert "new" in beats.sent()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_beats_over_redbeat(beats, when):
+    """RedBeat's own lock is off; what may not have gone out is sent again under its id."""
+    pytest.importorskip("redbeat")
+    beats.conf["redbeat_redis_url"] = beats.conf["broker_url"]
+    command = ("beat", "--dislock", "--scheduler", "redbeat.RedBeatScheduler")
+    leader = beats.start(*command, BEAT_DIES=f"{when} SIGKILL")
+    leader.says(LEADS)
+    other = beats.start(*command)
+    other.says(LEADS)
+    beats.go_on(8)
+    ids = beats.ids()
+    assert len(ids) - len(set(ids)) == (when == "after")
+    assert not beats.client.exists("redbeat::lock")
 
 
 def test_workers_may_have_the_beats(beats):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 from datetime import datetime, timedelta, timezone
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery, current_app
-from celery.beat import PersistentScheduler, Scheduler
 
 from celery_dislock import Dislock, beat
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.watchdog import Watchdog
 from tests.integration.lua_server import LuaServer
+from tests.integration.schedulers import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 TIMEOUT = 3.0  # seconds; dislock_beat_timeout
 STEP = 0.25  # seconds between two rounds of the beats' loops
@@ -44,7 +43,11 @@ class Recording:
     connection = None
 
     def send_task(self, name: str, *_args: Any, task_id: str = "", **_options: Any) -> None:
-        self.app.sends(name, task_id)
+        self.app.beat.sends(name, task_id)
+
+    def sync(self) -> None:
+        if self.app.beat.alive:
+            super().sync()  # type: ignore[misc]
 
 
 @cache
@@ -60,7 +63,7 @@ class Beat:
     Args:
         world: Where it runs.
         clock_ahead: Seconds by which its wall clock is wrong.
-        file: Where Celery's scheduler keeps the schedule.
+        made: Arguments of its scheduler, those of a beat that has ended.
         conf: Settings.
 
     Attributes:
@@ -70,9 +73,9 @@ class Beat:
     """
 
     def __init__(
-        self, world: World, clock_ahead: float = 0.0, file: Path | None = None, **conf: Any
+        self, world: World, clock_ahead: float = 0.0, made: Any = None, **conf: Any
     ) -> None:
-        self.world, self.clock_ahead, self.alive, self.file = world, clock_ahead, True, file
+        self.world, self.clock_ahead, self.alive = world, clock_ahead, True
         self.around: Callable[[str], None] = lambda _when: None
         self.app = app = Celery("beats", set_as_current=False)
         Dislock(app)
@@ -84,8 +87,9 @@ class Beat:
             **conf,
         )
         app.now = self.now
-        app.sends = self._sends
-        self.scheduler = recording(world.scheduler)(app, schedule_filename=str(file))
+        app.beat = self
+        self.made = made or world.kept.prepare(app)
+        self.scheduler = recording(world.kept.scheduler)(app, **self.made)
         store = world.server.store()
         store.lock_server = Wire(self)
         self.watchdog = Watchdog(store, clock=lambda: world.now, threaded=False)
@@ -99,7 +103,16 @@ class Beat:
         ahead = timedelta(seconds=self.world.now + self.clock_ahead)
         return datetime(1970, 1, 1, tzinfo=timezone.utc) + ahead
 
-    def _sends(self, name: str, task_id: str) -> None:
+    def command(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Send a command to a server, which this beat may not survive."""
+        if not self.alive:
+            raise Killed
+        self.around("before")
+        reply = call(*args, **kwargs)
+        self.around("after")
+        return reply
+
+    def sends(self, name: str, task_id: str) -> None:
         self.around("before")
         tick = self.scheduler._claimed_us / 1e6
         self.world.sent.append(Sent(self.world.now, name, task_id, tick, self))
@@ -147,15 +160,7 @@ class Wire:
         if name not in {"run", "exchange", "run_many", "pop"}:
             return found
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._of.alive:
-                raise Killed
-            self._of.around("before")
-            reply = found(*args, **kwargs)
-            self._of.around("after")
-            return reply
-
-        return call
+        return partial(self._of.command, found)
 
 
 class World:
@@ -165,7 +170,7 @@ class World:
     Args:
         schedule: What they send.
         seed: Of what is random.
-        folder: Where each has a file for Celery's scheduler; None: they have none.
+        kept: Where they keep the schedule.
         conf: Settings of the beats.
 
     Attributes:
@@ -178,12 +183,11 @@ class World:
         schedule: Mapping[str, Any],
         beats: int = 2,
         seed: int = 0,
-        folder: Path | None = None,
+        kept: Memory | None = None,
         **conf: Any,
     ) -> None:
         self.server, self.rng = LuaServer(), random.Random(seed)
-        self.folder, self.files = folder, 0
-        self.scheduler = PersistentScheduler if folder else Scheduler
+        self.kept = kept or Memory()
         self.schedule = {name: {"task": name, "schedule": one} for name, one in schedule.items()}
         self.sent: list[Sent] = []
         self._conf = conf
@@ -197,13 +201,11 @@ class World:
     def advance(self, seconds: float) -> None:
         """Let time pass."""
         self.server.advance(seconds)
+        self.kept.moved(self.now)
 
-    def start(self, clock_ahead: float = 0.0, file: Path | None = None, **conf: Any) -> Beat:
-        """Make one more beat; *file*: the one of a beat that has ended."""
-        if self.folder and not file:
-            self.files += 1
-            file = self.folder / f"schedule{self.files}"
-        return Beat(self, clock_ahead, file, **{**self._conf, **conf})
+    def start(self, clock_ahead: float = 0.0, made: Any = None, **conf: Any) -> Beat:
+        """Make one more beat; *made*: from the file of one that has ended."""
+        return Beat(self, clock_ahead, made, **{**self._conf, **conf})
 
     def run(self, seconds: float, but: Beat | None = None) -> None:
         """Let the beats run; *but*: one that is stopped meanwhile."""
@@ -229,7 +231,7 @@ class World:
         return sorted(first.values(), key=lambda one: one.tick)
 
 
-def kept(world: World) -> dict[str, str]:
+def records(world: World) -> dict[str, str]:
     """Return what the lock server has of the entries."""
     found = world.server.contents().get("dislock:{beat}:beat", {})
     return {name.decode(): record.decode() for name, record in found.items()}

@@ -13,6 +13,7 @@ from celery.schedules import crontab
 from celery_dislock import beat, scripts
 from celery_dislock.scripts.names import beat_of
 from tests.integration.beats import STEP, TIMEOUT, Killed, World
+from tests.integration.schedulers import KINDS, schedules_in
 
 TAKEOVERS = 200
 EVERY = 2.0  # seconds, of an entry that is due more often than a takeover takes
@@ -23,6 +24,13 @@ SLACK = 3 * STEP + 0.02  # seconds: rounds of the loops
 def _nobody_blocks(monkeypatch):
     """A beat that waits in line asks once in each round."""
     monkeypatch.setattr(beat, "WAIT_MOST", 0.0)
+
+
+@pytest.fixture(params=KINDS)
+def kept(request, tmp_path):
+    """Where the beats keep their schedule."""
+    with schedules_in(request.param, tmp_path) as kept:
+        yield kept
 
 
 def end_at_random(world, one):
@@ -47,17 +55,15 @@ def end_at_random(world, one):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("keeps_a_file", [True, False])
-def test_takeovers_at_random(seed, keeps_a_file, tmp_path):
+def test_takeovers_at_random(kept, seed):
     """No tick has two ids, none is missing, and nothing is silent for longer than a timeout."""
-    folder = tmp_path if keeps_a_file else None
-    world = World({"often": EVERY, "minutely": crontab()}, beats=3, seed=seed, folder=folder)
+    world = World({"often": EVERY, "minutely": crontab()}, beats=3, seed=seed, kept=kept)
     world.run(5)
     for _ in range(TAKEOVERS // 4):
         end_at_random(world, world.leader)
-        ended = [one.file for one in world.beats if not one.alive and world.rng.random() < 0.5]
+        ended = [one.made for one in world.beats if not one.alive and world.rng.random() < 0.5]
         world.beats = [one for one in world.beats if one.alive]
-        world.beats += [world.start(file=file) for file in ended]
+        world.beats += [world.start(made=made) for made in ended]
         world.beats += [world.start() for _ in range(3 - len(world.beats))]
         world.run(TIMEOUT + 2 * STEP)
     world.run(61)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
@@ -49,7 +50,7 @@ def beats():
             **conf,
         )
         app.sent = []
-        app.sends = lambda name, task_id: app.sent.append((name, task_id))
+        app.beat = SimpleNamespace(alive=True, sends=lambda *message: app.sent.append(message))
         made.append(recording(Scheduler)(app))
         return made[-1]
 

@@ -17,7 +17,8 @@ from celery_dislock.plugin import beat_command
 from celery_dislock.scripts import LIMIT
 from celery_dislock.servers.overview import Overview
 from celery_dislock.servers.view import is_beat
-from tests.integration.beats import STEP, TIMEOUT, Killed, World, kept
+from tests.integration.beats import STEP, TIMEOUT, Killed, World, records
+from tests.integration.schedulers import schedules_in
 
 HOUR = 3600
 
@@ -83,12 +84,11 @@ def test_a_clean_stop_hands_over_at_once():
     [("after", 1, 1), ("before", 2, 1), ("after", 2, 2), ("before", 3, 2)],
     ids=["claimed", "about to send", "sent", "about to note"],
 )
-@pytest.mark.parametrize("keeps_a_file", [True, False])
-def test_a_tick_of_a_killed_beat_goes_out_under_one_id(
-    when, number, messages, keeps_a_file, tmp_path
-):
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_a_tick_of_a_killed_beat_goes_out_under_one_id(when, number, messages, kind, tmp_path):
     """Killed between claim and note, nobody knows whether it was sent: it is sent again, once."""
-    world = World({"often": 2.0}, folder=tmp_path if keeps_a_file else None)
+    with schedules_in(kind, tmp_path) as kept:
+        world = World({"often": 2.0}, kept=kept)
     run_until_due(world)
     before, killed = len(world.sent), world.leader
     fail_at(killed, when, number)
@@ -177,7 +177,7 @@ def test_another_beat_leads_if_the_loop_hangs(where, monkeypatch, caplog):
         hang(hung.scheduler)
         sends(*about)
 
-    sends, hung.app.sends = hung.app.sends, send if where == "sending" else hung.app.sends
+    sends, hung.sends = hung.sends, send if where == "sending" else hung.sends
     if where == "connecting":
         monkeypatch.setattr(type(hung.scheduler), "producer", property(hang))
     while not begun:
@@ -300,14 +300,14 @@ def test_entries_that_are_long_gone_are_forgotten():
     world.leader.stop()
     world.beats = [world.start()]
     world.run(5)
-    assert set(kept(world)) == {"yearly", "once"}
+    assert set(records(world)) == {"yearly", "once"}
     del world.schedule["once"]
     for days in (16, 16, 0):
         world.beats[0].stop()
         world.beats = [world.start()]
         world.run(TIMEOUT)
         world.advance(days * 24 * HOUR)
-    assert set(kept(world)) == {"yearly"}
+    assert set(records(world)) == {"yearly"}
 
 
 def test_a_record_that_cannot_be_read_is_as_none():
