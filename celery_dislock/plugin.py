@@ -62,7 +62,7 @@ def _with_its_step(context: click.Context, _param: click.Parameter, value: Any) 
 def _for_beat(context: click.Context, param: click.Parameter, value: Any) -> None:
     """Apply a lock option of ``celery beat``, which has no steps; a click callback."""
     if value not in (None, ()):
-        apply_options(context.obj.app.conf, **{str(param.name): value})
+        apply_options(context.obj.app, **{str(param.name): value})
 
 
 # Steps of a worker, by their modules.

@@ -278,13 +278,22 @@ def app_settings(conf: Mapping[str, Any]) -> AppSettings:
 
 
 def apply_options(
-    conf: Any, *, dislock: bool | None = None, dislock_url: Sequence[str] = ()
+    app: Any, *, dislock: bool | None = None, dislock_url: Sequence[str] = ()
 ) -> None:
     """Write the options of a command line into an app's configuration; None, (): not given."""
     if dislock is not None:
-        conf.dislock_enabled = dislock
+        set_settings(app, {"dislock_enabled": dislock})
     if dislock_url:
-        conf.dislock_url = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+        url = dislock_url[0] if len(dislock_url) == 1 else dislock_url
+        set_settings(app, {"dislock_url": url})
+
+
+def set_settings(app: Any, settings: Mapping[str, Any]) -> None:
+    """Change an app's settings, whatever they were; reads none of them."""
+    app.conf.update(settings)
+    if app.namespace:  # Celery 5.5 prefers what has its prefix, such as Django's settings
+        prefixed = {f"{app.namespace}_{name}".upper(): settings[name] for name in settings}
+        app.conf.update(prefixed)
 
 
 def check_servers(owner: str, options: TaskOptions, conf: Mapping[str, Any]) -> None:

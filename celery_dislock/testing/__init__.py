@@ -25,7 +25,7 @@ from celery.concurrency.base import BasePool, apply_target
 from kombu.pools import connections, producers
 from kombu.utils.imports import symbol_by_name
 
-from celery_dislock.config.settings import task_options
+from celery_dislock.config.settings import set_settings, task_options
 from celery_dislock.config.urls import CLUSTER, SENTINEL, SINGLE
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.runtime import Process, Runtime
@@ -175,7 +175,7 @@ class DislockServer:
             settings |= {**dict.fromkeys(names, self._database(1)), "broker_use_ssl": None}
         if backend:
             settings |= {"result_backend": self._database(2), "redis_backend_use_ssl": None}
-        _set(app, settings)
+        set_settings(app, settings)
         _begin_anew(app)
         if broker:
             app.control.purge()
@@ -185,7 +185,7 @@ class DislockServer:
         """Let the tasks of an app run without their locks until the test ends."""
         if app not in self._apps:
             self.use(app)
-        _set(app, {"dislock_enabled": False})
+        set_settings(app, {"dislock_enabled": False})
 
     @contextmanager
     def hold(self, key: Key, *, timeout: float = 30.0, **options: Any) -> Iterator[Lease]:
@@ -423,12 +423,6 @@ def _known_to(known: WeakSet[Watchdog], clock: Callable[[], float] | None) -> ty
             known.add(self)
 
     return Known
-
-
-def _set(app: Celery, settings: dict[str, Any]) -> None:
-    app.conf.update(settings)
-    if prefix := app.conf.prefix:  # Celery 5.5 prefers what has it, such as Django's settings
-        app.conf.update({prefix + name.upper(): value for name, value in settings.items()})
 
 
 def _is_redis(url: str | None) -> bool:

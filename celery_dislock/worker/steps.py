@@ -52,7 +52,7 @@ class LockStep(bootsteps.StartStopStep):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(worker, **kwargs)
-        apply_options(worker.app.conf, dislock=dislock, dislock_url=dislock_url)
+        apply_options(worker.app, dislock=dislock, dislock_url=dislock_url)
         self._runtime = runtime_of(worker.app)
         self._check: Any = None
         try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from celery_dislock.config.settings import set_settings
 from celery_dislock.operating.cli.changing import drop, free, limit, pause, put_back, resume
 from celery_dislock.operating.cli.doctor import doctor
 from celery_dislock.operating.cli.draining import drain
@@ -38,7 +39,7 @@ def dislock(context: click.Context, dislock_url: tuple[str, ...]) -> None:
     app: Celery = context.obj.app
     if dislock_url:
         given: Any = dislock_url[0] if len(dislock_url) == 1 else list(dislock_url)
-        app.conf.dislock_url = given
+        set_settings(app, {"dislock_url": given})
 
 
 _READING = (ls, show, line, doctor, top, web)

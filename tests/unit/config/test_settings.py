@@ -16,6 +16,7 @@ from celery_dislock.config.options import TaskOptions
 from celery_dislock.config.settings import (
     AppSettings,
     app_settings,
+    apply_options,
     check_settings,
     task_options,
 )
@@ -251,6 +252,22 @@ def test_a_setting_that_nobody_reads_is_answered_with_the_name_that_is_read(name
         check_settings(configured(namespace, **{name: "raise"}))
     assert caught.value.option == name
     assert caught.value.remedy.endswith(told)
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(("namespace", "prefix"), [(None, ""), ("CELERY", "CELERY_")])
+def test_a_command_line_wins_over_the_settings(namespace, prefix, read):
+    """Also over Django's, before they are read and after; Celery 5.5 prefers those."""
+    app = Celery("shop", set_as_current=False)
+    given = {"dislock_url": "redis://a", "dislock_enabled": True}
+    given = {prefix + (name.upper() if prefix else name): given[name] for name in given}
+    app.config_from_object(SimpleNamespace(**given), namespace=namespace)
+    if read:
+        assert app.conf.dislock_url == "redis://a"
+    apply_options(app, dislock=False, dislock_url=["redis://b"])
+    assert app.conf.dislock_url == "redis://b"
+    assert app.conf.dislock_enabled is False
+    assert app_settings(app.conf).dislock_url == "redis://b"
 
 
 @pytest.mark.parametrize(
