@@ -200,8 +200,8 @@ CONTROLS: dict[str, Control] = {
         Control(a_hand_off_that_forgets_the_token, "token"),
         # A server that forgets would excuse these.
         Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
-        Control(beats_without_a_record, "tick", "forget the scripts"),
-        Control(a_message_that_is_never_noted, "again", "forget the scripts"),
+        Control(beats_without_a_record, "tick", "let no byte through"),
+        Control(a_message_that_is_never_noted, "again", "let no byte through"),
         Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
