@@ -327,7 +327,8 @@ class Lock:
         if ending.expires:
             # The main process of the worker may have renewed it until now.
             renewed_at = self.clock() if self.asks and not trusted else lease.renewed_at
-            at_least = max(at_least, renewed_at + self.timeout - lease.since)
+            # Subtracted first, or rounding errors would make a millisecond more of the sum.
+            at_least = max(at_least, self.timeout + (renewed_at - lease.since))
         if at_least != ending.at_least:
             ending = ending._replace(at_least=at_least)
         try:

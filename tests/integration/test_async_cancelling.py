@@ -532,7 +532,7 @@ def close_a_loop(redis_url: str) -> None:
         thread.submit(held.acquire).result(PATIENCE)
         loop = asyncio.new_event_loop()
         tasks = [loop.create_task(takes(dislock.async_lock(key))) for key in ("a", "a", "b")]
-        loop.run_until_complete(asyncio.sleep(0.05))
+        loop.run_until_complete(asyncio.wait_for(tasks[2], PATIENCE))
         loop.close()
         assert [task.done() for task in tasks] == [False, False, True]
         for task in tasks:

@@ -71,6 +71,13 @@ def store(urls):
 
 
 @pytest.fixture
+def patient(urls):
+    store = Store(urls, PATIENT)
+    yield store
+    store.close()
+
+
+@pytest.fixture
 def holding(urls):
     with Holding(urls, TRANSPORT) as holding:
         yield holding
@@ -182,40 +189,38 @@ class TestMinority:
 
         wait_for(on_all_five, "a lock on all servers")
 
-    def test_nobody_is_refused_because_of_servers_that_are_left_alone(self, servers, store):
+    def test_nobody_is_refused_because_of_servers_that_are_left_alone(self, servers, patient):
         """Two servers missed a release, two others failed a moment ago: a majority is free."""
         for server in servers[:2]:
             with contextlib.closing(Store(server.url)) as one:
                 take(one, "gone/1")
-        fail(servers[2:4], store)
-        take(store, "b/1")
+        fail(servers[2:4], patient)
+        take(patient, "b/1")
 
-    def test_no_lease_is_lost_because_of_servers_that_are_left_alone(self, servers, store):
+    def test_no_lease_is_lost_because_of_servers_that_are_left_alone(self, servers, patient):
         """A majority has the lease, and two of it failed a moment ago: it is renewed."""
-        take(store, "a/1")
+        take(patient, "a/1")
         for server in servers[:2]:
             with server.client() as client:
                 client.delete(LOCK)
-        fail(servers[2:4], store)
-        assert store.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
-        fail(servers[2:4], store)
-        assert store.extend([LOCK], "a/1", LONG) is True
+        fail(servers[2:4], patient)
+        assert patient.renew([([LOCK], "a/1", LONG)], within=WITHIN) == [True]
+        fail(servers[2:4], patient)
+        assert patient.extend([LOCK], "a/1", LONG) is True
 
-    def test_connections_that_were_cut_are_not_an_outage(self, servers, urls, caplog):
+    def test_connections_that_were_cut_are_not_an_outage(self, servers, patient, caplog):
         """A server that was restarted, or forgot its scripts, is asked anew without a word."""
-        store = Store(urls, PATIENT)
-        round_trip(store)
+        round_trip(patient)
         for server in servers[:3]:
             with server.client() as client:
                 client.script_flush()
         for server in servers[2:]:
             server.restart()
-        take(store, "a/1")
+        take(patient, "a/1")
         assert [names_on(server) for server in servers] == [[LOCK]] * 5
-        assert store.extend([LOCK], "a/1", LONG) is True
-        assert store.release([LOCK], "a/1") is True
+        assert patient.extend([LOCK], "a/1", LONG) is True
+        assert patient.release([LOCK], "a/1") is True
         assert not [said for said in caplog.messages if "server" in said]
-        store.close()
 
 
 class TestMajority:
