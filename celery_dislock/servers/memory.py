@@ -20,7 +20,8 @@ from redis.exceptions import ResponseError
 try:
     from fakeredis._clients._tcp_server import TCPFakeRequestHandler, TcpFakeServer
 except ImportError as exc:
-    raise ImportError(f"it needs fakeredis: pip install 'celery-dislock[testing]' ({exc})") from exc
+    remedy = "the server of tests needs fakeredis: pip install 'celery-dislock[testing]'"
+    raise ImportError(f"{remedy} ({exc})") from exc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
