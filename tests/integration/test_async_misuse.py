@@ -23,7 +23,7 @@ from celery_dislock.servers.replies import Parked
 from tests.holding import name_of, wait_for
 
 LIMIT = 30.0  # seconds
-SHORT = 3.0  # seconds: a lease that soon ends if nobody renews it
+SHORT = 1.0  # seconds: a lease that soon ends if nobody renews it
 
 
 @pytest.fixture
@@ -225,36 +225,28 @@ class TestBlocking:
         on_loop(main)
 
     def test_with_on_an_async_lock_is_refused(self, dislock):
+        assert repr(dislock.async_lock("k")) == "<AsyncLock 'k'>"
         with pytest.raises(TypeError, match="async with"), dislock.async_lock("k"):
             pytest.fail("it was taken")
 
-    def test_a_lease_that_is_released_directly(self, dislock, caplog):
+    @pytest.mark.parametrize("where", ["in the loop", "in a thread"])
+    def test_a_lease_that_is_released_directly(self, dislock, caplog, where):
         """Its connections can not be used there: the watchdog releases it, which is logged."""
 
         async def main():
             async with dislock.async_lock("k") as lease:
                 other = await dislock.async_lock("other").try_acquire()
                 for one in (other, lease):  # the second finds no idle connection
-                    one.release()
+                    if where == "in a thread":
+                        await asyncio.to_thread(one.release)
+                    else:
+                        one.release()
                     assert not one.held
             await use(dislock.async_lock("other", timeout=LIMIT))
             await use(dislock.async_lock("k", timeout=LIMIT))
 
         on_loop(main)
         assert "await the async lock's own methods" in caplog.text
-
-    def test_a_lease_that_is_released_in_another_thread(self, dislock):
-        """As in the loop's own."""
-
-        async def main():
-            async with dislock.async_lock("k") as lease:
-                other = await dislock.async_lock("other").try_acquire()
-                for one in (other, lease):  # the second finds no idle connection
-                    await asyncio.to_thread(one.release)
-            await use(dislock.async_lock("other", timeout=LIMIT))
-            await use(dislock.async_lock("k", timeout=LIMIT))
-
-        on_loop(main)
 
     def test_without_greenlet_the_command_is_named(self, redis_url):
         """No async lock is made, and blocking ones work."""
@@ -311,11 +303,11 @@ class TestOwners:
 
         on_loop(main)
 
-    def test_a_generator_that_is_dropped(self, dislock):
-        """The loop closes it in another task, and the lock ends with its owner."""
+    def test_a_generator_that_is_dropped(self, dislock, caplog):
+        """The loop closes it in another task, and the watchdog releases its lock."""
 
         async def numbers():
-            async with dislock.async_lock("k", watchdog_timeout=SHORT):
+            async with dislock.async_lock("k", watchdog_timeout=2 * LIMIT):
                 yield 1
 
         async def first():
@@ -329,6 +321,7 @@ class TestOwners:
             await use(dislock.async_lock("k", timeout=LIMIT))
 
         on_loop(main)
+        assert "await the async lock's own methods" in caplog.text
 
     @pytest.mark.parametrize("through", ["block", "stack"])
     def test_a_task_that_is_garbage(self, dislock, caplog, through):
