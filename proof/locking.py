@@ -42,7 +42,6 @@ KINDS: Mapping[str, tuple[int, tuple[Mapping[str, Any], ...]]] = {
 }
 # How a file is guarded; "unguarded" shows that a lost write would be seen.
 GUARDS = ("fenced", "locked", "unguarded")
-AWAY_PAUSE = 0.05  # seconds after an error: who is away is not asked all the time
 PERIOD = 5.0  # seconds for which a file is written, so that none grows too long
 
 

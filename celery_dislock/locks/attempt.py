@@ -43,7 +43,7 @@ class Attempt:
         owner: The string that identifies this acquisition.
         holder: Description of the owner for others: task, id, worker, pid.
         sender: Sender of the signals about this lock.
-        caller_ended: Returns whether the thread or greenlet that must release the lock has ended.
+        caller_ended: Returns whether the caller that must release the lock has ended.
             None: the lock of a task, which always ends with its execution.
 
     Attributes:

@@ -52,7 +52,7 @@ class CallerLease:
             the block.
         running: The ``with`` block that is interrupted when the lease is lost; None: no block is.
         block: The acquisition of that block.
-        caller: The thread or greenlet that has the lease.
+        caller: Who has the lease.
     """
 
     lock: Lock
@@ -228,7 +228,7 @@ def check_terms(
     Args:
         held: The lease that the caller has.
         asked: The requested options.
-        caller: The calling thread or greenlet.
+        caller: Who asks.
         stated: Names of the options that were given explicitly.
 
     Raises:

@@ -310,18 +310,6 @@ def test_entries_that_are_long_gone_are_forgotten():
     assert set(records(world)) == {"yearly"}
 
 
-def test_a_record_that_cannot_be_read_is_as_none():
-    """Somebody wrote it by hand, or a later version did."""
-    world = World({"often": 2.0}, beats=1)
-    world.run(5)
-    world.server.send("HSET", "dislock:{beat}:beat", "often", "2 what?")
-    world.leader.stop()
-    world.beats = [world.start()]
-    sent = len(world.sent)
-    world.run(5)
-    assert len(world.sent) > sent
-
-
 @pytest.mark.parametrize(
     ("conf", "told"),
     [
