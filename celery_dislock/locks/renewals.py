@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 BATCH = 500  # renewals in one round trip: about 5 ms of work for the server
 EARLY = 1 / 20  # fraction of the renewal interval by which a renewal may be early to join a batch
-RETRY_FIRST = 0.1  # seconds until the first retry of a renewal; doubled each time
+RETRY_FIRST = 0.1  # seconds from the second try to the third; doubled each time
 RETRY_MOST = 1.0  # maximum seconds until a retry
 WITHIN_LEAST = 0.05  # minimum seconds to wait for the server's reply
 
@@ -192,7 +192,7 @@ class Renewals:
             if lease not in self._due:  # its owner has ended it meanwhile
                 return None
             if isinstance(answer, StoreError):
-                self._due[lease] = self._retry_at(lease)
+                self._due[lease] = self._retry_at(lease, sent_at)
                 return None
             if not answer:
                 del self._due[lease]
@@ -202,11 +202,15 @@ class Renewals:
             self._due[lease] = lease.trusted_until if lease.due is None else lease.due
             return self._reports.renewed
 
-    def _retry_at(self, lease: Lease) -> float:
+    def _retry_at(self, lease: Lease, sent_at: float) -> float:
+        """Return when to try again; the time that the try has waited for a reply is pause, too."""
         now = self._loop.clock()
-        pause = min(RETRY_FIRST * 2 ** min(self.failures, 10), RETRY_MOST)
-        left = lease.kept_until - now
-        return now + (min(pause, left / 4) if left > WITHIN_LEAST else left)
+        left, pause = lease.kept_until - now, 0.0
+        if self.failures > 1:  # at first the connection may have been cut while nobody used it
+            pause = min(RETRY_FIRST * 2 ** min(self.failures - 2, 10), RETRY_MOST)
+        if left <= WITHIN_LEAST:
+            return lease.kept_until
+        return max(now, min(sent_at + pause, now + left / 4))
 
     def _report_outage(self, errors: list[StoreError]) -> None:
         if errors:

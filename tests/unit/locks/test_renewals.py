@@ -98,6 +98,39 @@ def test_the_pauses_of_an_outage_grow(world):
     assert 25 <= len(world.store.asked("renew")) <= 45
 
 
+@pytest.mark.parametrize("waits", [False, True], ids=["cut", "silent"])
+def test_the_first_retry_follows_at_once(world, waits):
+    """A connection that was cut while it was idle, or is silent, costs no pause beside."""
+    lease = world.lease(lock_watchdog_timeout=1)
+    tried = []
+
+    def fails(leases, *, within):
+        tried.append(world.clock.now - lease.since)
+        world.clock.advance(within if waits else 0)
+        raise StoreError("redis://fake", "no reply")
+
+    world.store.renew = fails
+    world.run(1)
+    assert tried[:2] == pytest.approx([1 / 3, 0.617 if waits else 1 / 3], abs=0.002)
+    assert lease.lost
+    assert len(tried) < 12
+
+
+def test_the_time_that_a_try_has_waited_is_part_of_the_pause(world):
+    """Of a server that is silent, and not away, nobody waits to ask it again."""
+    lease = world.lease(lock_watchdog_timeout=30)
+    tried = []
+
+    def silent(leases, *, within):
+        tried.append(world.clock.now - lease.since)
+        world.clock.advance(within)
+        raise StoreError("redis://fake", "no reply")
+
+    world.store.renew = silent
+    world.run(16)
+    assert tried[:5] == pytest.approx([10, 11, 12, 13, 14], abs=0.1)
+
+
 def test_a_lease_not_renewed_in_time_is_lost_at_its_deadline(world, heard):
     """Trust ends half a second before the expiry, counted from before the acquisition was sent."""
     lease = world.lease(lock_watchdog_timeout=30)
