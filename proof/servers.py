@@ -364,7 +364,8 @@ class Five(LockServers):
         return [
             *self._commands(chance),
             *self._network(chance, timeout),
-            *self._jumps(chance, timeout, **HARMLESS),
+            # It ends a lease that two of the others do not have.
+            *self._jumps(chance, timeout, ends_leases=True),
             Fault("one of five away", away(1)),
             Fault("two of five away", away(2)),
             Fault("three of five away", away(3)),

@@ -97,3 +97,18 @@ def test_one_of_five_ends_no_lease(start, clocks):
             clocks.set("c", seconds)
             assert isinstance(acquire(store, "b/1"), Refused)
             assert store.extend([LOCK], "a/1", LONG) is True
+
+
+def test_one_of_five_ends_a_lease_that_two_others_do_not_have(start, clocks):
+    """The three that have it are just a majority: without one of them, others can make another."""
+    urls = start("abcde")
+    with ExitStack() as stack:
+        quorum, *busy = (stack.enter_context(closing(Store(url))) for url in (urls, *urls[3:]))
+        for one in busy:
+            acquire(one, "before/1")
+        assert isinstance(acquire(quorum, "a/1"), Granted)
+        for one in busy:
+            one.release([LOCK], "before/1")
+        clocks.set("c", HOUR)
+        assert isinstance(acquire(quorum, "b/1"), Granted)
+        assert quorum.extend([LOCK], "a/1", LONG) is False
