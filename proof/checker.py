@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 SLACK = 30.0  # seconds beyond its limit after which a wait has no end
 CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
+TOLD = 0.6  # timeouts in which a lease has been renewed, and its reply has come
 UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
 LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
 MOMENTS = 2.0  # seconds in which a cancellation takes effect, and what was cancelled is gone
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
+MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
+AHEAD = 0.5  # seconds; a clock that is set is wrong by more
+SILENCE = 0.25  # seconds without an answer, after which the lock server is away
 PROMPT = 1.0  # seconds in which a beat sends what is due, and goes round twice
 
 
@@ -157,32 +161,39 @@ def check(events: Sequence[Event]) -> Verdict:
 def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """No lock has more holds that are trusted at a time than it admits, and its tokens grow."""
     by_key: dict[str, list[Hold]] = defaultdict(list)
-    for hold in holds(events):
+    granted = holds(events)
+    for hold in granted:
         by_key[hold.key].append(hold)
         counts["holds"] += 1
         counts["losses declared"] += hold.lost is not None
-    lost = faults(events, "loses_data")
+    wrong, lost = faults(events, spares="spares_leases"), faults(events, "loses_data")
     forgot = lost + faults(events, "ends_leases")
-    limits, back = limited(events), catching_up(events)
+    limits, jumps = limited(events), faults(events, "sets_clock")
+    right, first = clock_of(granted), min((begin for begin, _ in jumps), default=math.inf)
+
+    def token_of(one: Hold) -> int:
+        """Return the token of a hold; 0 if the clock may have been ahead: smaller ones follow."""
+        is_right = one.begin < first or ahead(one) < right + AHEAD
+        return one.token or 0 if is_right else 0
+
     for key, of_key in by_key.items():
         trusted: list[Hold] = []
         believed: list[Hold] = []  # also by bodies that were told of a loss, and went on
         by_end = sorted(of_key, key=lambda one: one.until)
         ended = [one.until for one in by_end]
-        largest = list(accumulate((one.token or 0 for one in by_end), max, initial=0))
+        largest = list(accumulate(map(token_of, by_end), max, initial=0))
         for hold in of_key:
             newest = largest[bisect_left(ended, hold.asked)]
             trusted = [one for one in trusted if one.until >= hold.begin]
             believed = [one for one in believed if (one.left or one.until) >= hold.begin]
-            remembered = [one for one in trusted if not was_forgotten(one, hold.begin, forgot)]
+            at = hold.begin
+            remembered = [one for one in trusted if not was_forgotten(one, at, forgot, wrong)]
             known = [n for n, begin, end in limits[key] if begin < hold.asked and hold.begin < end]
             hold.limit = min([hold.limit, *known])
-            if hold.excludes(remembered) and not was_forgotten(hold, hold.begin, forgot):
+            if hold.excludes(remembered) and not was_forgotten(hold, at, forgot, wrong):
                 beside = ", ".join(map(str, remembered)) or "a pause"
                 yield Violation("exclusion", f"{key}: {hold} beside {beside}", hold.begin)
-            elif hold.excludes(
-                [one for one in trusted if not was_forgotten(one, hold.begin, lost)]
-            ):
+            elif hold.excludes([one for one in trusted if not was_forgotten(one, at, lost, wrong)]):
                 counts["overlaps after a clock was set"] += 1
             elif hold.excludes(trusted):
                 counts["overlaps after the server forgot"] += 1
@@ -191,28 +202,43 @@ def exclusion(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violati
             if (
                 hold.token is not None
                 and hold.token <= newest
-                and not any(begin <= hold.begin <= end for begin, end in back)
+                and not any(begin <= hold.begin <= end + MOMENTS for begin, end in jumps)
             ):
                 yield Violation("token", f"{key}: {hold} after token {newest}", hold.begin)
             trusted.append(hold)
             believed.append(hold)
 
 
-def was_forgotten(hold: Hold, at: float, forgot: Iterable[tuple[float, float]]) -> bool:
-    """Return whether the server forgot this hold before that time, and the hold ended soon."""
+def was_forgotten(
+    hold: Hold,
+    at: float,
+    forgot: Iterable[tuple[float, float]],
+    wrong: Sequence[tuple[float, float]],
+) -> bool:
+    """
+    Return whether the server forgot this hold before that time, and the hold ended soon.
+
+    Its process is told at the next renewal; if something is wrong then, its timeout is the limit.
+    """
+
+    def is_told_by(end: float) -> float:
+        if any(since < hold.until and end < until for since, until in wrong):
+            return end + hold.timeout
+        return end + TOLD * hold.timeout
+
     return any(  # it was granted after it was asked for, and before that was known
-        hold.asked <= end and begin <= at and hold.until <= end + hold.timeout
-        for begin, end in forgot
+        hold.asked <= end and begin <= at and hold.until <= is_told_by(end) for begin, end in forgot
     )
 
 
-def catching_up(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """Return from when to when a clock that tokens go by was set, and has not caught up since."""
-    return [
-        (event.at, event.at + event.more["sets_clock"] + MOMENTS)
-        for event in events
-        if event.what == "fault" and event.more.get("sets_clock")
-    ]
+def clock_of(granted: Sequence[Hold]) -> float:
+    """Return by how much the clock that tokens go by is ahead of the history's, if it is right."""
+    return sorted(map(ahead, granted))[len(granted) // 2] if granted else 0.0  # it is seldom wrong
+
+
+def ahead(hold: Hold) -> float:
+    """Return by how many seconds a token is ahead of the history's clock."""
+    return (hold.token or 0) / MICROSECONDS - hold.since
 
 
 def limited(events: Iterable[Event]) -> dict[str, list[tuple[int, float, float]]]:
@@ -230,7 +256,12 @@ def limited(events: Iterable[Event]) -> dict[str, list[tuple[int, float, float]]
 def faults(
     events: Iterable[Event], which: str = "", *, spares: str = ""
 ) -> list[tuple[float, float]]:
-    """Return from when to when each fault lasted that does this, and does not spare that."""
+    """
+    Return from when to when each fault lasted that does this, and does not spare that.
+
+    A lock server that nobody has heard for a while is away, as on a machine that stands still: then
+    leases suffer, and nothing else does.
+    """
     begun: dict[str, float] = {}
     found = []
     for event in events:
@@ -240,6 +271,9 @@ def faults(
             begun[event.about] = event.at
         elif event.what == "fault":
             found.append((begun.pop(event.about, event.at), event.at))
+    if spares == "spares_leases":
+        heard = [event.at for event in events if event.what == "server"]
+        found += [one for one in pairwise(heard) if one[1] - one[0] > SILENCE]
     return found + [(at, math.inf) for at in begun.values()]
 
 
@@ -395,7 +429,14 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every wait with a limit ends, unless its process was killed."""
     killed = {event.about for event in events if event.what == "process" and event.kind == "killed"}
     last = max((event.at for event in events), default=0.0)
+    wrong = faults(events, spares="spares_leases")
     for event in events:
+        if event.what == "process" and event.kind == "refused":
+            if any(begin < event.at and event.more["since"] < end for begin, end in wrong):
+                counts["starts that were refused, as the server was away"] += 1
+            else:
+                text = f"{event.about} does not start: {event.more}"
+                yield Violation("end", text, event.at)
         if event.what == "process" and event.kind == "stuck":
             yield Violation("end", f"{event.about} does not end: {event.more}", event.at)
         if event.what == "process" and event.kind == "failed":
@@ -415,7 +456,9 @@ def ends(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 
 def cancellations(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """A cancellation is raised soon where it was asked for, counted once, and nowhere else."""
-    wrong = faults(events, spares="spares_leases")
+    ran: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        ran[event.process].append(event.at)
     for event in events:
         if event.what != "cancellation":
             continue
@@ -425,11 +468,9 @@ def cancellations(events: Sequence[Event], counts: Counter[str]) -> Iterator[Vio
             yield Violation("cancelled", text, event.at)
             continue
         counts[f"cancellations in {where}"] += 1
-        asked = event.more["asked"]
-        if event.at - asked > MOMENTS and all(
-            end < asked or event.at < begin for begin, end in wrong
-        ):
-            text = f"{event.process}: cancelled in {where} after {event.at - asked:.1f} s"
+        took = event.at - event.more["asked"]  # also while the server stands still
+        if took > MOMENTS + pause(ran[event.process], event.more["asked"], event.at):
+            text = f"{event.process}: cancelled in {where} after {took:.1f} s"
             yield Violation("cancelled", text, event.at)
 
 
@@ -499,8 +540,9 @@ def _beginning_again(
         if one.ended is None or again <= one.ended.at:
             continue
         # Before the message was acknowledged: the broker delivers it again, and says so.
-        if killed.get(one.ended.process, math.inf) < again or any(
-            one.sent <= end and begin - UNACKNOWLEDGED <= one.ended.at < again
+        acknowledged = one.ended.at + UNACKNOWLEDGED
+        if killed.get(one.ended.process, math.inf) < min(again, acknowledged) or any(
+            one.sent <= end and begin <= acknowledged and one.ended.at < again
             for begin, end in redelivers
         ):
             counts["runs again, as the message came again"] += 1

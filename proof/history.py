@@ -11,14 +11,18 @@ an end is open: its process died, or never got an answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+SHOWN_EVERY = 0.1  # seconds
 
 
 class Event(NamedTuple):
@@ -56,6 +60,17 @@ class History:
         at = time.monotonic() if at is None else at
         line = json.dumps([at, self._process, what, about, kind, more])
         os.write(self._file, line.encode() + b"\n")
+
+    def show_life(self) -> None:
+        """Note from now on that this process runs, whatever its other threads wait for."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while True:
+                    self.add("process", self._process, "runs")
+                    time.sleep(SHOWN_EVERY)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def close(self) -> None:
         """Close the file."""

@@ -243,6 +243,7 @@ def main() -> None:
     """Work until the standard input ends."""
     site, stop = Site.of_this_process(), threading.Event()
     history = History(Path(site.folder, "history"))
+    history.show_life()
     note_places(history)
     with Dislock.from_url(site.url, transport_options=site.options) as dislock:
         workers = [Worker(n, site, dislock, history, stop) for n in range(THREADS)]

@@ -239,10 +239,11 @@ def went_on(events: Sequence[Event]) -> float:
             begun.setdefault(event.at, event.about)
             ran[event.about].append(event.at)
     plain = [hold for hold in holds(events) if hold.key.startswith("plain:")]
-    forgot, longest = faults(events, "loses_data"), 0.0
+    wrong, forgot = faults(events, spares="spares_leases"), faults(events, "loses_data")
+    longest = 0.0
     for one, other in permutations(plain, 2):
         beside = one.key == other.key and one.begin < other.begin <= one.until
-        if beside and not was_forgotten(one, other.begin, forgot):
+        if beside and not was_forgotten(one, other.begin, forgot, wrong):
             since = [at for at in ran[begun[one.begin]] if at >= other.begin]  # it may have slept
             longest = max(longest, since[-1] - since[0])
     return longest

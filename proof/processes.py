@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 DEAD_WITHIN = 0.1  # seconds after which a killed process writes nothing any more
 DEPLOYED_WITHIN = 20.0  # seconds that a worker has for its warm shutdown in a deploy
+REFUSAL = b"Cannot start with locks"  # of a worker or a beat, while the lock server is away
 ENDS_WITHIN = 60.0  # seconds until a process has ended, once nothing is wrong any more
 
 PYTHON = (sys.executable, "-m")
@@ -66,6 +67,7 @@ class Processes:
         self.has_clocks = clocks is not None
         self._started = 0
         self._folders = [Path.cwd()] * number  # with the package that each has
+        self._logs, self._since = [Path()] * number, [0.0] * number
         self._mutex = threading.Lock()  # several kinds of faults start others in place of some
         self._running: list[subprocess.Popen[bytes]] = []
 
@@ -95,9 +97,9 @@ class Processes:
             for at, process in enumerate(self._running):
                 if process.poll() is not None:
                     if process.returncode not in (0, -signal.SIGTERM, -signal.SIGKILL):
-                        self._history.add(
-                            "process", str(process.pid), "failed", code=process.returncode
-                        )
+                        kind = "refused" if REFUSAL in self._logs[at].read_bytes() else "failed"
+                        more = {"code": process.returncode, "since": self._since[at]}
+                        self._history.add("process", str(process.pid), kind, **more)
                     assert process.stdin is not None
                     process.stdin.close()
                     self._running[at] = self._start(at)
@@ -167,7 +169,8 @@ class Processes:
         command = list(self._command)
         if self._command is WORKER:
             command += ["-n", f"{name}@proof"]
-        with open(f"{self._site.folder}/{name}.log", "ab") as log:  # noqa: PTH123
+        self._logs[at], self._since[at] = Path(self._site.folder, f"{name}.log"), time.monotonic()
+        with self._logs[at].open("ab") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from proof.checker import MOMENTS, SLACK, check
+from proof.checker import MOMENTS, SLACK, UNACKNOWLEDGED, check
 from proof.history import Event, History, read
 from proof.nemesis import HARMLESS
 
@@ -22,11 +22,16 @@ def hold(name, begin, end, *, key="k", token=None, process=None, lost=None, **te
 
 def calm_loss(since, lost, terms=None, **fault):
     """Make a hold that is lost at a time when its process ran and nothing was wrong."""
-    until = int(lost * 10)
-    ran = [Event(at / 10, "a", "thread", "t", "runs", {}) for at in range(since * 10, until)]
+    ran = runs("a", since, lost)
     wrong = [Event(at, "nemesis", "fault", "cut", kind, {}) for kind, at in fault.items()]
     terms = {"lost": lost, "timeout": 1.0, **(terms or {})}
     return hold("a", since, lost + 1, **terms) + ran + wrong
+
+
+def runs(process, since, until):
+    """Make the events of a process that runs."""
+    at = range(since * 10, int(until * 10))
+    return [Event(n / 10, process, "process", process, "runs", {}) for n in at]
 
 
 def answers(since, until):
@@ -73,6 +78,21 @@ def task(name, *kinds, process="w", state="SUCCESS", **more):
     return [Event(at, process, "task", name, kind, more) for at, kind in enumerate(kinds, 1)]
 
 
+def again(at):
+    """Make the events of a task that has ended, and begins again then."""
+    return [*task("t", "sent", "begin", "end"), Event(at, "w", "task", "t", "begin", {})]
+
+
+def granted(name, at, ahead=0):
+    """Make the events of a hold; the clock that its token goes by is ahead, or behind."""
+    return hold(name, at, at + 0.5, token=int((at + ahead) * 1e6))
+
+
+def refused_to_start(since, at):
+    """Make the event of a worker that does not start."""
+    return [Event(at, "run", "process", "7", "refused", {"since": since})]
+
+
 def replaced(asked, newer, older):
     """Make the events of a task that begins at *older*, and of one that was asked for later."""
     more = {"key": "k", "parks": True, "may_fail": False, "replaces": True, "asked": 0.5}
@@ -95,10 +115,10 @@ def rounds(*beats, until=9):
     return [Event(n / 2, who, "beat", who, "goes round", {}) for who in beats for n in range(until)]
 
 
-def fault(begin, end, **more):
+def fault(begin, end, about="f", **more):
     """Make the events of a fault."""
     kinds = (("begin", begin), ("end", end))
-    return [Event(at, "nemesis", "fault", "f", kind, more) for kind, at in kinds]
+    return [Event(at, "nemesis", "fault", about, kind, more) for kind, at in kinds]
 
 
 def killed(process, at):
@@ -120,6 +140,7 @@ BODY = ("begin", "end")
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
 JUMPS = {"ends_leases": True, "sets_clock": 2}
+AN_HOUR = {"ends_leases": True, "sets_clock": 3600}
 PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
 SHARED, PAIR = {"mode": "shared"}, {"limit": 2}
 FAIR = {"fair": True, "timeout": 5}
@@ -136,6 +157,8 @@ FAIR = {"fair": True, "timeout": 5}
         ("exclusion", hold("a", 1, 9, lost=7) + hold("b", 3, 5)),
         ("exclusion", hold("a", 1, 9, timeout=1) + hold("b", 4, 6) + fault(2, 3, **FORGETS)),
         ("exclusion", hold("a", 1, 4, timeout=1) + hold("b", 3, 6) + fault(5, 6, **FORGETS)),
+        ("exclusion", hold("a", 1, 3.8, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS)),
+        ("exclusion", hold("a", 1, 3.8, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS)),
         ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=8)),
         ("token", hold("a", 1, 2, token=8) + hold("b", 3, 4, token=9) + hold("c", 5, 6, token=7)),
@@ -157,6 +180,7 @@ FAIR = {"fair": True, "timeout": 5}
         ("tick", tick("t", 1, **DOT) + tick("u", 3.9, **DOT) + tick("v", 2, **DOT)),
         ("tick", tick("t", 1) + tick("u", 1.9) + fault(2, 3, **FORGETS)),
         ("again", tick("t", 1) + tick("t", 2)),
+        ("again", tick("t", 1) + tick("t", 2) + answers(0, 3)),
         ("again", tick("t", 1) + tick("t", 2) + killed("b", 1.5) + killed("c", 1.1)),
         ("again", tick("t", 1) + tick("t", 2) + fault(1.1, 1.9, **HARMLESS)),
         ("missed", tick("t", 1, "rare") + tick("u", 2.5) + tick("v", 4, "rare")),
@@ -176,7 +200,16 @@ FAIR = {"fair": True, "timeout": 5}
         ("free", freed(3) + operation("b", 6.5, 7, **REFUSED) + fault(2.5, 4, **FORGETS)),
         ("cancelled", cancellation("hidden")),
         ("cancelled", cancellation("not asked for")),
-        ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3)),
+        ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 3, 4 + MOMENTS)),
+        (
+            "cancelled",
+            cancellation("met", at=4 + MOMENTS, asked=3)
+            + runs("a", 3, 4 + MOMENTS)
+            + fault(3, 4 + MOMENTS),
+        ),
+        ("end", refused_to_start(8, 9)),
+        ("end", refused_to_start(8, 9) + fault(7, 7.9)),
+        ("end", refused_to_start(8, 9) + fault(8, 9, **HARMLESS)),
         ("end", [Event(9, "w", "process", "7", "failed", {})]),
         ("free", task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=2.5)),
         (
@@ -193,6 +226,7 @@ FAIR = {"fair": True, "timeout": 5}
         ("nothing lost", task("t", "sent", "begin")),
         ("once", task("t", "sent", "begin", "end", "begin", "end")),
         ("once", task("t", "sent", "begin", "end", "begin") + killed("w", 9)),
+        ("once", again(9.5) + killed("w", 3.5 + UNACKNOWLEDGED)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(9, 9.5, **REDELIVERS)),
         ("once", task("t", "sent", "begin", "end", "begin") + fault(3.2, 3.4, **FORGETS)),
         ("once", task("t", "sent", "begin", "end", "begin", parks=True) + fault(1, 2, **FORGETS)),
@@ -200,8 +234,9 @@ FAIR = {"fair": True, "timeout": 5}
         ("exclusion", hold("a", 1, 4, timeout=1) + hold("b", 2, 3) + fault(1, 2, **HARMLESS)),
         ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE + fault(9, 9.5, **JUMPS)),
         ("exclusion", hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 1.5, **FORGETS)),
-        ("token", hold("a", 1, 2) + hold("b", 9, 10, token=1) + fault(2, 3, **JUMPS)),
-        ("token", hold("a", 1, 2) + hold("b", 4, 5, token=1) + fault(2, 3, **HARMLESS)),
+        ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **JUMPS)),
+        ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **AN_HOUR)),
+        ("token", granted("a", 1) + granted("b", 4, -3.5) + fault(2, 3, **HARMLESS)),
         ("written", element("e") + element("f") + file("f")),
         ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
     ],
@@ -220,15 +255,25 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 5, **SHARED) + hold("b", 3, 6, **SHARED),
         hold("a", 1, 5, **PAIR) + hold("b", 2, 4, **PAIR) + hold("c", 6, 7, **PAIR),
         hold("a", 1, 9, lost=5) + hold("b", 6, 7),
-        hold("a", 1, 4, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
-        hold("a", 3.1, 4, timeout=1, asked=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        hold("a", 1, 3.6, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        hold("a", 1, 4, timeout=1)
+        + hold("b", 3.5, 6)
+        + fault(2, 3, **FORGETS)
+        + fault(3.1, 3.2, about="g"),
+        hold("a", 3.1, 3.6, timeout=1, asked=1) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
         hold("b", 3.1, 6, asked=3.05)
         + hold("a", 3.2, 3.3, timeout=1, token=1, asked=1)
         + fault(2, 3, **FORGETS),
         hold("a", 3, 4, asked=1.5) + PAUSE,
         hold("a", 6, 7, asked=2.5) + PAUSE,
-        hold("a", 1, 4, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS),
-        hold("a", 1, 2) + hold("b", 4, 5, token=1) + fault(2, 3, **JUMPS),
+        hold("a", 1, 3.6, timeout=1) + hold("b", 3.5, 6) + fault(2, 3, **JUMPS),
+        granted("a", 1) + granted("b", 4, -3.5) + fault(2, 3, **JUMPS),
+        granted("a", 1)
+        + granted("b", 2, 3600)
+        + granted("c", 9, 3593.1)  # one more than the token before it
+        + granted("d", 10)
+        + granted("e", 11)
+        + fault(1.9, 3, **AN_HOUR),
         hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 2.2, **JUMPS),
         hold("a", 3, 4, asked=2.5) + PAUSE + fault(1, 1.9, **FORGETS),
         freed(3, answered=False) + operation("b", 9, 9.5, **REFUSED) + fault(1, 2, **JUMPS),
@@ -250,7 +295,9 @@ def test_a_planted_violation_is_found(promise, events):
         cancelled(2) + operation("b", 3, 4, **REFUSED),
         cancelled(2) + operation("b", 9, 9.5, **REFUSED) + fault(1.5, 1.6),
         cancellation("met", asked=2.9),
-        cancellation("met", at=4 + MOMENTS, asked=3) + fault(3, 4),
+        cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 5, 4 + MOMENTS),
+        refused_to_start(8, 9) + fault(8.5, 9.5),
+        tick("t", 1) + tick("t", 2) + answers(0, 1) + answers(2, 3),
         [*operation("a", 1, 2, outcome="refused"), PAUSE[0]._replace(at=0)],
         task("t", "sent", "begin", "end") + task("u", "duplicate", of="t", asked=1.5),
         task("t", "sent", "begin", "end")
