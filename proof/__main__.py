@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from celery_dislock.testing.redis_server import ServerMissing, find_server
 from proof import results
 from proof.controls import CONTROLS
 from proof.page import render
@@ -30,6 +31,7 @@ from proof.peers import compare
 from proof.run import run
 from proof.servers import KINDS
 from proof.simulation import Script, simulate
+from tests.acceptance.rabbitmq import find_rabbitmq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     Noted = Callable[..., None]  # keeps a result, or does not
 
 SHOWN = 5  # violations of each promise
+NO_BROKER = (
+    "The proof needs RabbitMQ: install rabbitmq-server, which brings epmd. A Redis as the broker "
+    "loses messages itself. --simulate needs no server."
+)
 
 
 def _write_page(_context: click.Context, _option: click.Parameter, page: Path | None) -> None:
@@ -99,13 +105,14 @@ def main(  # noqa: PLR0913 -- one for each option
     noted = results.add if record else results.forget
     if simulates:
         raise SystemExit(not _is_simulated(minutes, seed, keep, noted))
+    _check_programs()
     # What ends a run from outside ends its servers, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="dislock-proof-") as name:
         folder = Path(name)
         if controls:
             caught = [
-                _is_caught(name, folder, seconds=60 * minutes, seed=seed, noted=noted)
+                _is_caught(name, keep or folder, seconds=60 * minutes, seed=seed, noted=noted)
                 for name in CONTROLS
             ]
             raise SystemExit(0 if all(caught) else 1)
@@ -114,7 +121,7 @@ def main(  # noqa: PLR0913 -- one for each option
                 noted("peers", seed=seed, minutes=minutes, **table._asdict())
             return
         verdict = run(
-            (keep or folder) / f"seed-{seed}",
+            _new((keep or folder) / f"seed-{seed}"),
             seconds=60 * minutes,
             seed=seed,
             kind=server,
@@ -136,6 +143,21 @@ def main(  # noqa: PLR0913 -- one for each option
     said = "Promises were broken" if broken else "No promise was broken"
     click.echo(f"{said}. Server {server}, seed {seed}, {minutes:g} minutes.")
     raise SystemExit(bool(broken))
+
+
+def _check_programs() -> None:
+    try:
+        find_server()
+    except ServerMissing as exc:
+        raise click.ClickException(f"The proof needs a Redis: {exc}.") from None
+    if find_rabbitmq() is None:
+        raise click.ClickException(NO_BROKER)
+
+
+def _new(folder: Path) -> Path:
+    if folder.exists():
+        raise click.ClickException(f"{folder} is there already; keep this history elsewhere.")
+    return folder
 
 
 def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) -> bool:
@@ -163,7 +185,7 @@ def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Not
         )
 
     began = time.monotonic()
-    verdict = run(folder / name, seconds=seconds, seed=seed, control=name, enough=is_caught)
+    verdict = run(_new(folder / name), seconds=seconds, seed=seed, control=name, enough=is_caught)
     took = time.monotonic() - began
     broken = Counter(violation.promise for violation in verdict.violations)
     what = ", ".join(f"{times} x {one}" for one, times in broken.items()) or "nothing"

@@ -254,7 +254,7 @@ def measure_tasks(
 ) -> tuple[Counter[str], float]:
     """Send and run a library's tasks under faults; returns counts, and how long keys are left."""
     programs = find_rabbitmq()
-    assert programs is not None, "the proof needs RabbitMQ: a Redis broker itself loses messages"
+    assert programs is not None
     path = folder / "history"
     history = History(path, "run")
     with ExitStack() as stack:

@@ -73,7 +73,7 @@ def run(
         say: Called with each kind of fault that cannot be made here.
     """
     programs = find_rabbitmq()
-    assert programs is not None, "the proof needs RabbitMQ: a Redis broker itself loses messages"
+    assert programs is not None
     if control and CONTROLS[control].promise == "nothing lost":
         seconds = min(seconds, ROUND)  # whether a task is lost is seen when all others have ended
     folder = folder.resolve()
