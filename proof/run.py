@@ -46,6 +46,9 @@ ANSWERS_WITHIN = 0.1  # seconds
 SEEN = 0.2  # seconds between two looks at whether a failover is under way
 LOOK_EVERY = 0.5  # seconds between two looks at what is waited for
 LEFT_WITHIN = 120.0  # seconds until what stays for a dead process has expired
+# Kept for copies of messages that may still come, or of the whole app.  A waiter that was killed
+# stays in a line that had parked tasks.
+STAYS = (":done:", ":running", ":unique", ":line", ":beat", "dislock:lines:")
 
 
 def run(
@@ -286,14 +289,10 @@ def note_outcomes(history: History, path: Path, results: RedisServer, workers: P
 
 
 def left_behind(servers: LockServers) -> list[str]:
-    """
-    Return the keys that are left; waits for those that expire soon.
-
-    What is kept for a copy of a message that may still come expires later, and is no rest.
-    """
+    """Return the keys that are left; waits for those that expire soon."""
     until = time.monotonic() + LEFT_WITHIN
     while True:
-        left = [key for key, ttl in ttls(servers) if ttl <= LEFT_WITHIN * 1000]
+        left = [k for k, ttl in ttls(servers) if ttl < 0 or not any(one in k for one in STAYS)]
         if not left or time.monotonic() > until:
             return left
         time.sleep(LOOK_EVERY)
