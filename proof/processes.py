@@ -178,6 +178,7 @@ class Processes:
                 stderr=log,
                 env={**site.environment(), **clock},
                 cwd=self._folders[at],
+                start_new_session=True,  # a Ctrl-C is for the run, which ends them in its order
             )
 
 
