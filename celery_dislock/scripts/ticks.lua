@@ -12,8 +12,9 @@
 --           {1, entry, last_us, before_us, ...}   all that was known; before_us as in the record
 --           {2, now_us}   the beat's clock is wrong; this is the server's
 -- Touches the records, and reads the lock; see _beat.lua.  Forgets what is not in the schedule, and was
--- not sent for thirty days.
--- Safe to send twice: what the first call has noted is not told as known by the second.
+-- not sent for thirty days.  Signs what has gone out: this beat knows of it, and may send it again if the
+-- schedule says so, as after an edit.
+-- Safe to send twice: what the first call has noted is told by the second, and is what this beat knows.
 
 -- include: _beat
 
@@ -31,9 +32,8 @@ for i = 1, #known, 2 do
     redis.call('HDEL', runs, entry)
   elseif by then
     mine[entry] = nil
-    if by ~= token then
-      for _, part in ipairs({entry, last, before}) do told[#told + 1] = part end
-    end
+    for _, part in ipairs({entry, last, before}) do told[#told + 1] = part end
+    if before == '-' then write_run(entry, last, before) end
   end
 end
 for entry, last in pairs(mine) do write_run(entry, last, '-') end

@@ -229,6 +229,28 @@ def test_an_entry_switched_off_in_a_takeover(table, how):
     assert {one.entry for one in world.sent[sent:]} == {"other"}
 
 
+@pytest.mark.parametrize("takes_over", [True, False])
+def test_an_entry_deleted_and_made_again(table, takes_over):
+    """It begins at its start time, whoever has sent the one of this name before."""
+    world = World({"often": 20.0}, kept=table)
+    world.run(45)
+    assert len(world.sent) == 2
+    table.row("often").delete()
+    del world.schedule["often"]
+    if takes_over:
+        world.leader.stop()
+        world.beats = [one for one in world.beats if one.alive]
+    world.run(5)
+    start = world.now + 5
+    begins = datetime.fromtimestamp(start, timezone.utc)
+    kind = interval(20)
+    table.scheduler.Model.objects.create(
+        name="often", task="often", interval=kind, start_time=begins
+    )
+    world.run(30)
+    assert [round(one.tick - start) for one in world.sent[2:]] == [0, 20]
+
+
 def test_an_entry_switched_on_again_waits_for_its_time(table):
     """Its record is older than the row, as after a time with a beat without --dislock."""
     world = World({"often": 60.0}, kept=table)
@@ -329,6 +351,20 @@ def test_an_entry_that_redbeat_hides(redbeat, removed):
         entry.from_key(entry.generate_key(app, "often"), app=app).delete()
     world.run(TIMEOUT + 1)
     assert len(world.sent) == (not removed)
+
+
+def test_an_entry_rescheduled_in_redbeat(redbeat):
+    """It is sent at once, though another beat has sent it later than it is now said to have run."""
+    world = World({"often": 60.0}, kept=redbeat)
+    world.run(61)
+    world.leader.stop()
+    world.beats = [one for one in world.beats if one.alive]
+    world.run(STEP)
+    app, entries = world.beats[0].app, redbeat.scheduler.Entry
+    entry = entries.from_key(entries.generate_key(app, "often"), app=app)
+    entry.reschedule(entry.last_run_at - timedelta(hours=1))
+    world.run(STEP)
+    assert len(world.sent) == len({one.id for one in world.sent}) == 2
 
 
 def test_an_entry_that_is_added_to_redbeat(redbeat):
