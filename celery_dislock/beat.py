@@ -158,7 +158,7 @@ class BeatLock:
     def reserve(self, entry: Any) -> Any:
         """Claim a tick of the entry, before the scheduler takes note that it was sent."""
         self._claimed_us = now_us = to_us(entry.default_now())
-        told = self._ask(TICK, now_us, entry.name, to_us(entry.last_run_at))
+        told = self._ask(TICK, now_us, name_of(entry), to_us(entry.last_run_at))
         if told:
             self._put(entry, int(told[0]))
             raise StandBy(pause=0.0)
@@ -170,12 +170,12 @@ class BeatLock:
             raise StandBy(LOST)
         before_us = to_us(entry.last_run_at)
         if before_us:  # else it was never sent, and may have the name of an entry before it
-            tick = f"{self._lock.names[0]} {before_us} {entry.name}"
+            tick = f"{self._lock.names[0]} {before_us} {name_of(entry)}"
             options = {"task_id": str(uuid5(NAMESPACE_OID, tick)), **(entry.options or {})}
             entry = copy_of(entry, options=options)
         sent = super().apply_async(entry, *args, **kwargs)  # type: ignore[misc]
         with suppress(StandBy):  # a later claim says so
-            self._ask(TICK, self._claimed_us, entry.name, HAS_GONE_OUT)
+            self._ask(TICK, self._claimed_us, name_of(entry), HAS_GONE_OUT)
         return sent
 
     def close(self) -> None:
@@ -238,7 +238,8 @@ class BeatLock:
 
     def _go_on(self) -> None:
         """Take over when each entry was last sent."""
-        entries, now_us = self.schedule, to_us(self.app.now())
+        entries = {name_of(entry): entry for entry in self.schedule.values()}
+        now_us = to_us(self.app.now())
         self._began_us = self._asked_us()
         mine = [part for name in entries for part in (name, to_us(entries[name].last_run_at))]
         told = iter(self._ask(TICKS, now_us, *mine))
@@ -390,6 +391,11 @@ def check_beat(app: Celery) -> None:
     if url == MEMORY or not runtime.process.store.lock_server.keeps_lines:
         remedy = "beats need one lock server, which all of them reach"
         raise SettingsError("app.conf", "dislock_url", url if url == MEMORY else shown(url), remedy)
+
+
+def name_of(entry: Any) -> str:
+    """Return an entry's name as text that can be sent: any key of a dict may be one."""
+    return str(entry.name).encode(errors="backslashreplace").decode()
 
 
 def to_us(when: datetime | None) -> int:

@@ -105,6 +105,19 @@ def test_a_tick_of_a_killed_beat_goes_out_under_one_id(when, number, messages, k
     assert len(set(ids)) == len(ids) == 4
 
 
+@pytest.mark.parametrize("name", [7, ("a", 1), b"\xff", None, "\ud800"], ids=repr)
+def test_an_entry_may_be_called_anything(name):
+    """Celery takes any key of a dict for a name, also one that is no text that can be sent."""
+    world = World({name: 2.0})
+    world.run(STEP)
+    killed = world.leader
+    run_until_due(world)
+    fail_at(killed, "after", 2)
+    world.run(TIMEOUT + 4 * STEP)
+    assert not killed.alive
+    assert sorted(Counter(one.id for one in world.sent).values())[-2:] == [1, 2]
+
+
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_what_became_due_meanwhile_is_sent_once_or_not_at_all(catches_up):
     """As dislock_beat_catch_up says; later ticks are not concerned."""
@@ -273,6 +286,18 @@ def test_a_pause_stops_the_leader_too():
     assert len(world.sent) == sent + 1
     world.run(4.0)
     assert len(world.sent) == sent + 3
+
+
+def test_two_that_lead_send_each_tick_once():
+    """An operator has let two lead: the claim of one refuses that of the other."""
+    world = World({"often": 2.0})
+    run_until_due(world)
+    limit(world, "2")
+    world.run(20)
+    assert [one.leads for one in world.beats] == [True, True]
+    assert len({one.id for one in world.sent}) == len(world.sent)
+    ticks = [one.tick for one in world.ticks("often")]
+    assert min(b - a for a, b in pairwise(ticks)) >= 2 - STEP
 
 
 def test_who_leads_and_when_it_sent_is_on_the_lock_server():
