@@ -11,7 +11,6 @@ and replacements, and those start a wait of their own.
 from __future__ import annotations
 
 import logging
-import math
 import re
 import reprlib
 from dataclasses import dataclass, field
@@ -48,6 +47,7 @@ LOCK_MOST = 1000  # characters of a lock's name, with its prefix
 ID_MOST = 1000  # characters of a task's id in a reservation
 MESSAGES_MOST = 10**12  # of one key, that replace each other
 MARK = re.compile("[0-9a-f]{1,32}|-")
+SURROGATE = re.compile("[\ud800-\udfff]")
 STORE_NAME = re.compile("[0-9a-f]{16}")
 
 logger = logging.getLogger("celery_dislock")
@@ -167,7 +167,7 @@ def reservation_of(request: Context, prefix: str, ttl: float = 0.0) -> Reservati
     if not isinstance(given, (list, tuple)) or len(given) not in {2, 4}:
         return None
     lock, until, mark, number = (*given, "-", 0)[:4]  # without a number: nothing replaces it
-    if not (isinstance(lock, str) and _is_under(prefix, lock) and len(lock) <= LOCK_MOST):
+    if not (_is_text(lock, LOCK_MOST) and _is_under(prefix, lock)):
         return None
     if until not in UNIQUE_UNTIL or not (isinstance(mark, str) and MARK.fullmatch(mark)):
         return None
@@ -186,6 +186,11 @@ def forget_notes(request: Context) -> None:
             request.headers.pop(header, None)
 
 
+def _is_text(given: object, most: int) -> bool:
+    """Tell whether a note is text that the lock server can be told; JSON has surrogates, too."""
+    return isinstance(given, str) and len(given) <= most and not SURROGATE.search(given)
+
+
 def _is_under(prefix: str, lock: str) -> bool:
     return lock.startswith(f"{prefix}:{{")
 
@@ -195,15 +200,14 @@ def _times(given: Any, _task_id: str) -> int | None:
 
 
 def _time(given: Any, _task_id: str) -> float | None:
-    is_number = type(given) in {int, float} and math.isfinite(given)
+    is_number = type(given) in {int, float}
     return float(given) if is_number and 0 < given < UNTIL_MOST else None
 
 
 def _owner(given: Any, task_id: str) -> str | None:
-    if not isinstance(given, str):
-        return None
     start = owners_start(task_id)
-    return given if given.startswith(start) and len(given) - len(start) <= OWNER_MOST else None
+    is_own = _is_text(given, len(start) + OWNER_MOST) and given.startswith(start)
+    return str(given) if is_own else None
 
 
 def _owners(given: Any, task_id: str) -> list[str] | None:
@@ -217,7 +221,7 @@ def _ticket(given: Any, task_id: str) -> tuple[str, str] | None:
     if not isinstance(given, (list, tuple)) or len(given) != 2:  # noqa: PLR2004 -- a pair
         return None
     lock, ticket = given
-    if not isinstance(lock, str) or not isinstance(ticket, str) or len(lock) > LOCK_MOST:
+    if not _is_text(lock, LOCK_MOST) or not isinstance(ticket, str):
         return None
     is_lock = re.fullmatch(r"[^{}]+:\{[^{}]+\}", lock)
     numbers = ticket.removeprefix(task_name(task_id))

@@ -9,6 +9,8 @@ from celery_dislock.messages.headers import (
     GIVEN_UP_HEADER,
     HELD_HEADER,
     REPLACED_HEADER,
+    TICKET_HEADER,
+    UNIQUE_HEADER,
 )
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import LIMIT, PREFORK
@@ -50,3 +52,14 @@ def test_forged_owners_end_no_lease(fleet, scene):
     scene.open_gates(holder)
     assert holder.get(timeout=LIMIT)
     scene.wait_for_report("end", 4)
+
+
+@PREFORK
+def test_a_name_that_cannot_be_encoded_ends_no_worker(fleet, scene):
+    """The main process reads the headers before any child does; the tasks run, with locks or not."""
+    lock = "dislock:{\ud800}"
+    for task, args in [(scenarios.gather, [[]]), (scenarios.step, [scene.key])]:
+        task_id = f"{scene.key}-{task.name}"
+        headers = {TICKET_HEADER: [lock, f"{task_id}:0:0"], UNIQUE_HEADER: [lock, "end"]}
+        sent = fleet.send(task, *args, task_id=task_id, headers=headers)
+        sent.get(timeout=LIMIT)

@@ -31,16 +31,18 @@ from tests.unit.deliveries import deliver
 
 LOCK = "dislock:{k}"
 LONG_LOCK = f"dislock:{{{'k' * 10_000}}}"
+SURROGATE = "\ud800"  # which JSON takes, and UTF-8 does not: nothing can be told the lock server
 DEEP: list = []
 for _ in range(sys.getrecursionlimit() // 2):
     DEEP = [DEEP]
+NO_TIMES = [-1, 0, math.inf, math.nan, 1e300, 10**400, "9", True, {}]
 
 FORGED = [
     *((PUT_OFF_HEADER, one) for one in [-1, 10**400, "3", 1.5, True, [], math.nan]),
-    *((RETRY_UNTIL_HEADER, one) for one in [-1, 0, math.inf, math.nan, 1e300, "9", True, {}]),
-    *((SINCE_HEADER, one) for one in [-1, 0, math.inf, math.nan, 1e300, "9", True, {}]),
+    *((RETRY_UNTIL_HEADER, one) for one in NO_TIMES),
+    *((SINCE_HEADER, one) for one in NO_TIMES),
     *((HELD_HEADER, one) for one in ["other@w:1/n.1", "1", "", 7, ["1@w:1/n.1"]]),
-    (HELD_HEADER, "1@" + "x" * 10_000),
+    *((HELD_HEADER, one) for one in ["1@" + "x" * 10_000, f"1@{SURROGATE}:1/n.1"]),
     *((GIVEN_UP_HEADER, one) for one in ["1@w:1/n.1", [7, 8], ["other@w:1/n.1"], {"a": 1}, 7]),
     (GIVEN_UP_HEADER, ["1@w:1/n.1", "other@w:1/n.1"]),
     (GIVEN_UP_HEADER, [f"1@w:1/n.{n}" for n in range(100_000)]),
@@ -53,6 +55,7 @@ FORGED = [
         (TICKET_HEADER, [lock, "1:0:0"])
         for lock in ["dislock:lines:home", "dislock:{k}:line", "dislock:{k}{l}", LONG_LOCK]
     ),
+    (TICKET_HEADER, [f"dislock:{{{SURROGATE}}}", "1:0:0"]),
     *((LEFT_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["a tag"]]),
     *((STORE_HEADER, one) for one in ["", "x" * 16, "0123456789ABCDEF", "0" * 17, 7, ["0" * 16]]),
     *((REPLACED_HEADER, one) for one in ["", "x" * 10_000, "two\nlines", 7, ["why"]]),
@@ -147,6 +150,7 @@ def test_a_turn_under_another_prefix_says_in_which_store_it_was_parked(caplog):
                 *(None, "forged", {}, [LOCK], [LOCK, "end", "ab"], [LOCK, "end", "ab", 7, 7]),
                 *([7, "end"], ["other:{k}", "end"], [LOCK, "never"], [LOCK, ["end"]]),
                 *([f"dislock:{{{'x' * 1000}}}", "end"], [LOCK, "end", "a b", 7]),
+                [f"dislock:{{{SURROGATE}}}", "end"],
                 *([LOCK, "end", "x" * 33, 7], [LOCK, "end", "", 7], [LOCK, "end", 7, 7]),
                 *([LOCK, "end", "ab", "7"], [LOCK, "end", "ab", True], [LOCK, "end", "ab", 7.0]),
                 *([LOCK, "end", "ab", -1], [LOCK, "end", "ab", 10**13]),
