@@ -34,6 +34,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from weakref import ref
 
+from billiard.exceptions import SoftTimeLimitExceeded
+
+from celery_dislock.exceptions import LockLostError
 from celery_dislock.servers.bridge import current_call
 
 if TYPE_CHECKING:
@@ -41,6 +44,10 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from celery_dislock.servers.bridge import Call
+
+# What may be raised in a body at any instruction, and must end it: who catches all errors there of
+# something else lets these pass.  The others, such as SystemExit, are no subclasses of Exception.
+THROWN = (SoftTimeLimitExceeded, LockLostError)
 
 SIGNAL = getattr(signal, "SIGURG", None)
 MOST_JUMPS = 1000  # loop iterations within which a pending asynchronous exception is raised

@@ -237,10 +237,19 @@ def delay_of(options: Mapping[str, Any]) -> float:
 
 
 def seconds_until(when: Any) -> float:
-    """Return the seconds until a time, which is given as Celery takes it; 0 if it is over."""
-    if isinstance(when, str):
-        when = maybe_iso8601(when)
-    if isinstance(when, datetime):
-        now = datetime.now(when.tzinfo or timezone.utc)
-        return max(0.0, (when.replace(tzinfo=now.tzinfo) - now).total_seconds())
-    return max(0.0, float(when or 0.0))
+    """
+    Return the seconds until a time, which is given as Celery takes it.
+
+    0 if it is over, or cannot be read: then Celery, or the worker, refuses the message.
+    """
+    try:
+        if hasattr(when, "isoformat"):  # Celery asks for no more
+            when = when.isoformat()
+        if isinstance(when, str):
+            when = maybe_iso8601(when)
+        if isinstance(when, datetime):
+            now = datetime.now(when.tzinfo or timezone.utc)
+            return max(0.0, (when.replace(tzinfo=now.tzinfo) - now).total_seconds())
+        return max(0.0, float(when or 0.0))
+    except (TypeError, ValueError):
+        return 0.0

@@ -16,9 +16,9 @@ from contextlib import closing
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 
+from celery_dislock.locks.interruption import THROWN
 from celery_dislock.locks.observer import FOREVER, Observer
 from celery_dislock.locks.running import is_pool_process
 from celery_dislock.messages.events import send
@@ -46,7 +46,7 @@ def _harmless(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Telemetry, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except SoftTimeLimitExceeded:
+        except THROWN:
             raise
         except Exception:
             logger.exception("Unexpected error in telemetry; locks are not affected.")

@@ -29,6 +29,7 @@ from celery.app.task import Context
 from celery.result import EagerResult
 from celery.utils import uuid
 
+from celery_dislock.config.options import LONGEST
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,
@@ -37,6 +38,7 @@ from celery_dislock.exceptions import (
     StoreError,
 )
 from celery_dislock.keys.names import reserved_lock, reserved_name, task_id_of_reserved
+from celery_dislock.locks.interruption import THROWN
 from celery_dislock.messages.delivery import (
     Delivery,
     delay_of,
@@ -110,7 +112,7 @@ class Sending(NamedTuple):
     def _send(self, **options: Any) -> Any:
         guard = self.guard
         if guard.options.lock_queue_overflow == "replace":  # in line, the message sent last counts
-            headers = options.get("headers") or {}
+            headers = dict(options.get("headers") or {})
             options["headers"] = {SENT_HEADER: int(time.time() * 1e6), **headers}
         if guard.options.lock_unique_until is None:
             return self.publish(**options)
@@ -130,6 +132,8 @@ class Sending(NamedTuple):
         """Return the names of the task's locks; none if its key cannot be built."""
         try:
             return self.guard.lock_names(tuple(self.args or ()), dict(self.kwargs or {}))
+        except THROWN:
+            raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
             logger.warning("A message is sent without a reservation, its key is unknown: %r", exc)
             return ()
@@ -185,7 +189,7 @@ class Sender:
             sending.count_as("unreserved")
             return publish(**options)
         task_id = options["task_id"] = options.get("task_id") or uuid()
-        again, headers = is_sent_again(options), options.get("headers") or {}
+        again, headers = is_sent_again(options), dict(options.get("headers") or {})
         wanted = Reservation(
             reserved_lock(locks),
             reserved_name(task_id),
@@ -391,7 +395,7 @@ def _number_in(
 
 def _kept_for(declared: TaskOptions, options: Mapping[str, Any]) -> float:
     """Return the seconds for which a message that was sent keeps its key."""
-    kept = declared.lock_unique_for + delay_of(options)
+    kept = min(declared.lock_unique_for + delay_of(options), LONGEST)
     expires = options.get("expires")
     if expires is None or declared.lock_unique_until == "expiry":
         return kept

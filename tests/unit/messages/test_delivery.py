@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta, timezone
+from unittest.mock import Mock
 
 import pytest
 from celery import Task
@@ -233,10 +235,15 @@ def test_only_a_retry_keeps_the_lease(app, world, broker, error):
         ({"eta": lambda now: (now + HUNDRED).isoformat()}, 100),
         ({"eta": lambda now: now.replace(tzinfo=None) + HUNDRED}, 100),
         ({"eta": lambda now: now - HUNDRED}, 0),
+        ({"eta": lambda now: Mock(isoformat=(now + HUNDRED).isoformat)}, 100),  # as Arrow's
+        ({"eta": lambda now: now.date() - HUNDRED}, 0),
+        ({"eta": lambda _now: "tomorrow"}, 0),  # Celery, or the worker, refuses these
+        ({"countdown": "5"}, 0),
+        ({"countdown": math.nan}, 0),
     ],
 )
 def test_the_time_of_a_retry_is_known_however_it_is_given(options, seconds):
-    """A countdown, or a time of day with or without its zone, in the past, too."""
+    """A countdown, or a time with or without its zone, in the past, too: as Celery takes it."""
     if "eta" in options:
         options = {"eta": options["eta"](datetime.now(timezone.utc))}
     outbox = Outbox()

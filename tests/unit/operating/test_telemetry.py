@@ -16,7 +16,7 @@ from celery.worker import state
 import celery_dislock
 from celery_dislock import SingletonTask
 from celery_dislock.config.settings import AppSettings
-from celery_dislock.exceptions import StoreError
+from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.locks.attempt import Attempt
 from celery_dislock.locks.observer import FOREVER
 from celery_dislock.operating import telemetry
@@ -51,10 +51,11 @@ def test_a_defect_is_logged_and_harms_no_lock(broken, caplog):
     assert "locks are not affected" in caplog.text
 
 
-def test_a_time_limit_that_comes_in_the_middle_is_not_swallowed(broken):
+@pytest.mark.parametrize("thrown", [SoftTimeLimitExceeded(), LockLostError("k", "gone")])
+def test_what_is_thrown_into_the_body_in_the_middle_is_not_swallowed(broken, thrown):
     """It is for the task, and no defect."""
-    with pytest.raises(SoftTimeLimitExceeded):
-        broken(SoftTimeLimitExceeded()).begin()
+    with pytest.raises(type(thrown)):
+        broken(thrown).begin()
 
 
 def test_every_counter_is_counted(world):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from celery.exceptions import SoftTimeLimitExceeded
 from celery.result import EagerResult
 from redis import ResponseError
 
-from celery_dislock.config.options import TaskOptions
-from celery_dislock.exceptions import DamagedLockError, DuplicateTaskError, StoreError
+from celery_dislock.config.options import LONGEST, TaskOptions
+from celery_dislock.exceptions import (
+    DamagedLockError,
+    DuplicateTaskError,
+    LockLostError,
+    StoreError,
+)
 from celery_dislock.servers.connections import store_error
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.sending import (
@@ -306,6 +313,21 @@ def test_a_key_that_cannot_be_built_sends_all_the_same(sending, caplog):
     assert "its key is unknown: ValueError('no document')" in caplog.text
 
 
+@pytest.mark.parametrize("thrown", [SoftTimeLimitExceeded(), LockLostError("k", "gone")])
+def test_what_is_thrown_into_a_body_that_sends_is_no_error_of_its_key(sending, thrown):
+    """It comes at any instruction, also while the key is built: it ends the body, not the wait."""
+    sending.guard.lock_names = Mock(side_effect=thrown)
+    with pytest.raises(type(thrown)):
+        sending.send()
+    assert sending.sent == []
+
+
+def test_headers_may_be_pairs(sending):
+    """Celery takes whatever a dict can be made of."""
+    sending.send(headers=[("tenant", 7)])
+    assert sending.sent[0]["headers"]["tenant"] == 7
+
+
 # What is sent again
 
 
@@ -380,6 +402,12 @@ def test_what_is_sent_again_without_a_number_of_this_key_has_none(sending, heade
         ({"lock_unique_until": "end"}, {"expires": 9000}, 3600.0),
         ({"lock_unique_until": "end"}, {"expires": -5}, 0.001),
         ({"lock_unique_until": "expiry"}, {"expires": 60}, 3600.0),
+        (
+            {},
+            {"eta": datetime.max.replace(tzinfo=timezone.utc)},
+            LONGEST,
+        ),  # the script can write it
+        ({}, {"eta": "tomorrow"}, 3600.0),  # the worker refuses the message
     ],
 )
 def test_for_how_long_a_message_keeps_its_key(declared, sent, kept):
