@@ -56,7 +56,7 @@ def test_forged_owners_end_no_lease(fleet, scene):
 
 @PREFORK
 def test_a_name_that_cannot_be_encoded_ends_no_worker(fleet, scene):
-    """The main process reads the headers before any child does; the tasks run, with locks or not."""
+    """The main process reads the headers before any child does; the tasks run, locked or not."""
     lock = "dislock:{\ud800}"
     for task, args in [(scenarios.gather, [[]]), (scenarios.step, [scene.key])]:
         task_id = f"{scene.key}-{task.name}"
