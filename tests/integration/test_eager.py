@@ -63,6 +63,16 @@ def test_a_conflict_ends_an_eager_task_at_once(dislock_server, declare, strategy
     assert task.delay().get() == 7
 
 
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
+def test_what_ends_an_eager_task_is_stored_if_results_are(dislock_server, app, declare):
+    """Celery stores an eager task's result if it is told to, and so is that of a skipped one."""
+    app.conf.task_store_eager_result = True
+    task = declare(seven)
+    with dislock_server.hold("k"):
+        dislock_server.assert_skipped(app.AsyncResult(task.delay().id))
+    assert app.AsyncResult(task.delay().id).get() == 7
+
+
 def test_a_message_is_a_duplicate_until_the_first_has_ended(dislock_server, declare):
     """In the body the first has not ended; after it, it has."""
     found = []
