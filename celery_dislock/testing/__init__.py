@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from math import inf
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 from weakref import WeakSet
@@ -25,7 +24,8 @@ from celery.concurrency.base import BasePool, apply_target
 from kombu.pools import connections, producers
 from kombu.utils.imports import symbol_by_name
 
-from celery_dislock.config.settings import set_settings, task_options
+from celery_dislock.config.options import seconds
+from celery_dislock.config.settings import set_settings
 from celery_dislock.config.urls import CLUSTER, SENTINEL, SINGLE
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.runtime import Process, Runtime
@@ -41,6 +41,7 @@ from celery_dislock.tasks.task import lock_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
+    from datetime import timedelta
     from typing import Protocol, TypeAlias
 
     from celery import Celery
@@ -74,8 +75,10 @@ if TYPE_CHECKING:
 
 
 BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL")
+MAY_PASS = seconds(at_least=0)  # check of a time that passes
 STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
 LEAKS_MOST = 10  # locks that the error at the end of a test names
+LINE_MOST = 10**9  # places in line, more than any has
 ROUNDS_MOST = 1000  # times that run_parked() looks into the queues; a line of tasks needs one each
 WORKER = "celery@test"  # what runs messages in the test's thread
 IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
@@ -178,7 +181,8 @@ class DislockServer:
         set_settings(app, settings)
         _begin_anew(app)
         if broker:
-            app.control.purge()
+            with app.connection_for_write() as connection:
+                app.amqp.TaskConsumer(connection, _queues(app)).purge()
         self._apps.append(app)
 
     def off(self, app: Celery) -> None:
@@ -188,19 +192,22 @@ class DislockServer:
         set_settings(app, {"dislock_enabled": False})
 
     @contextmanager
-    def hold(self, key: Key, *, timeout: float = 30.0, **options: Any) -> Iterator[Lease]:
+    def hold(
+        self, key: Key, *, timeout: float | timedelta | None = None, **options: Any
+    ) -> Iterator[Lease]:
         """
         Have a lock held by somebody else while the block runs.
 
         Args:
             key: The key, a list of keys, or a signature of the task that takes the lock.
-            timeout: Seconds after which the lease ends if its holder crashes.
+            timeout: Seconds after which the lease ends if its holder crashes; None: 30.
             options: How it is held, as for ``Dislock.lock()``: ``mode="shared"``, ``limit=3``.
 
         Raises:
             AssertionError: The lock is taken.
+            SettingsError: An option is unknown, or cannot be used.
         """
-        lease = self._take(key, watchdog_timeout=timeout, **options)
+        lease = self._take(key, **{"watchdog_timeout": timeout, **options})
         try:
             yield lease
         finally:
@@ -210,9 +217,8 @@ class DislockServer:
         # By an app's own way to the server, where there is one: a release publishes turns.
         runtime = runtime_of(self._apps[-1]) if self._apps else self._runtime
         process = runtime.process
-        declared = {f"lock_{name}": value for name, value in options.items()}
-        resolved = task_options(f"hold({key!r})", declared, {})
-        lock = runtime.lock(self._handle(key).keys, resolved)
+        asked = self._dislock.lock(self._handle(key).keys, **options)
+        lock = runtime.lock(asked.keys, asked._options)  # noqa: SLF001 -- not this thread's
         about = {
             "thread": "somebody else",
             "worker": process.host,
@@ -225,7 +231,7 @@ class DislockServer:
             raise self._failed(key, "is taken already")
         return answer
 
-    def crash_holder(self, key: Key, *, timeout: float = 30.0) -> None:
+    def crash_holder(self, key: Key, *, timeout: float | timedelta | None = None) -> None:
         """
         Have the holder of a lock die: nobody renews its lease or releases it any more.
 
@@ -233,7 +239,7 @@ class DislockServer:
 
         Args:
             key: See :meth:`hold`.
-            timeout: Seconds after which the lease of that somebody ends.
+            timeout: Seconds after which the lease of that somebody ends; None: 30.
 
         Raises:
             AssertionError: Another process holds the lock: kill that one.
@@ -264,7 +270,7 @@ class DislockServer:
             watchdog.clearing.hurry()
         self.advance(0)
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds: float | timedelta) -> None:
         """
         Let time pass: for the server, all expiries, and the watchdogs of this process.
 
@@ -276,18 +282,17 @@ class DislockServer:
             seconds: Seconds, >= 0.
 
         Raises:
-            ValueError: *seconds* is negative or not finite.
+            ValueError: *seconds* is negative, not finite, or no duration.
         """
-        if not 0 <= seconds < inf:
-            raise ValueError(f"advance({seconds!r}): give finite seconds, >= 0")
+        left = MAY_PASS(seconds)
         clock = self._server.clock
         if clock is None:
-            self._server.advance(seconds)
+            self._server.advance(left)
             return
         watchdogs = list(self._watchdogs)
         for watchdog in watchdogs:
             watchdog.stop()
-        until = clock() + seconds
+        until = clock() + left
         while True:
             waits = [wait for one in watchdogs if (wait := one.tick()) is not None]
             left = until - clock()
@@ -299,9 +304,8 @@ class DislockServer:
 
     def parked(self, key: Key) -> list[str]:
         """Return the ids of the tasks that are parked for a lock, in order."""
-        return [
-            str(waiter.id) for lock in self._states(key) for waiter in lock.line if waiter.parked
-        ]
+        line = self._handle(key).line(LINE_MOST)
+        return [str(waiter.id) for waiter in line if waiter.parked]
 
     def run_parked(self) -> int:
         """
@@ -339,7 +343,7 @@ class DislockServer:
             if channel is None:
                 connection = self._undo.enter_context(app.connection_for_read())
                 channel = self._channels[app] = connection.default_channel
-            for queue in app.amqp.queues.consume_from.values():
+            for queue in _queues(app):
                 while message := queue(channel).get():
                     self._waiting.append((now + _countdown_of(message), app, message))
         due = [one for one in self._waiting if one[0] <= now]
@@ -391,7 +395,7 @@ class DislockServer:
         return self._handle(key).state()
 
     def _holders(self, key: Key) -> list[Sequence[Holder]]:
-        return [lock.holders for lock in self._states(key)]
+        return [lock.holders() for lock in self._handle(key)]  # a shared reservation is no lock
 
     def _leases(self, key: Key) -> list[Lease]:
         """Return the leases of the lock that this process renews."""
@@ -425,8 +429,14 @@ def _known_to(known: WeakSet[Watchdog], clock: Callable[[], float] | None) -> ty
     return Known
 
 
-def _is_redis(url: str | None) -> bool:
+def _is_redis(given: str | Sequence[str] | None) -> bool:
+    url = given if isinstance(given, str) else next(iter(given or ""), "")  # a list is a failover
     return not url or url.startswith((*SINGLE, *SENTINEL, *CLUSTER))
+
+
+def _queues(app: Celery) -> list[Any]:
+    """Return the queues that the app knows; a worker may choose some of them."""
+    return [*app.amqp.queues.values()]
 
 
 def _begin_anew(app: Celery) -> None:

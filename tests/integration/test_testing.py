@@ -6,13 +6,14 @@ import gc
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import redis
 from celery import Celery
 from celery.exceptions import Reject
 
-from celery_dislock import Dislock, LockLostError, SingletonTask, StoreError
+from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask, StoreError
 from celery_dislock.testing import DislockServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
@@ -104,6 +105,19 @@ class TestOfSomebodyElse:
         with server.hold("k", mode="shared"), dislock.lock("k", mode="shared", timeout=0) as lease:
             assert lease
 
+    def test_it_is_held_as_a_lock_is(self, server):
+        """All options of a lock, by their names; an unknown one is refused by the name it has."""
+        with server.hold("k", expire=60, on_lost="warn"):
+            server.advance(59)
+            server.assert_locked("k")
+            server.advance(2)
+            server.assert_free("k")
+        with server.hold("k", max_renew_times=1):
+            server.advance(60)
+            server.assert_free("k")
+        with pytest.raises(SettingsError, match=r" mod='shared': .* did you mean 'mode'"):
+            server.hold("k", mod="shared").__enter__()
+
     def test_it_is_no_lock_of_this_thread(self, server, dislock):
         """A thread may take its own lock again, and somebody else's not."""
         with server.hold("k"):
@@ -160,11 +174,17 @@ class TestOfTime:
             server.lose("k")
             assert not lease.held
 
-    @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+    @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), None])
     def test_time_goes_on_for_finite_seconds(self, server, seconds):
         """Never back, and never for ever."""
-        with pytest.raises(ValueError, match="give finite seconds, >= 0"):
+        with pytest.raises(ValueError, match="seconds of 0 or more"):
             server.advance(seconds)
+
+    def test_time_is_a_timedelta_too(self, server):
+        """As everywhere."""
+        server.crash_holder("k", timeout=timedelta(minutes=1))
+        server.advance(timedelta(seconds=61))
+        server.assert_free("k")
 
     def test_fakeredis_reads_no_other_clock(self, server):
         """Nor does a module of it that a newer release imports late, or by another name."""
@@ -208,6 +228,26 @@ class TestOfParkedTasks:
         assert server.run_parked() == 2
         assert ran == [7, 7]
         assert first.get() == 7
+
+    def test_a_long_line(self, server, declare, ran):
+        """All ids are told."""
+        task = declare("queue")
+        with server.hold("k:7"):
+            ids = [task.delay(7).id for _ in range(25)]
+            server.run_parked()
+            assert server.parked("k:7") == ids
+
+    def test_a_message_in_another_queue(self, server, app, declare, ran):
+        """It is run, and what waits there is purged as in the first."""
+        task = declare("queue")
+        task.apply_async((1,), queue="exports")
+        with DislockServer() as later:
+            later.use(app)
+            with later.hold("k:7"):
+                task.apply_async((7,), queue="exports")
+                later.run_parked()
+            assert later.run_parked() == 1
+        assert ran == [7]
 
     def test_a_parked_task_runs_after_a_dead_holder(self, server, declare, ran):
         """A worker would look after the line, and so does run_parked()."""
@@ -360,6 +400,13 @@ class TestOfAnApp:
             assert server.run_parked() == 1
             assert sent.get() == 7
 
+    def test_several_brokers(self):
+        """A list of them is replaced by one."""
+        app = Celery("tested", broker=["redis://localhost:1", "redis://localhost:2"])
+        with DislockServer() as server:
+            server.use(app)
+            assert app.conf.broker_url == f"{server.url[:-1]}1"
+
     def test_two_apps(self, server, declare, ran):
         """The queue is one, and each message is run by the app that has its task."""
         other = Celery("other", broker="redis://localhost:1/5", set_as_current=False)
@@ -407,6 +454,20 @@ def test_the_keys_of_signatures_are_compared(server, declare):
     server.assert_same_key(task.s(1), task.s(n=1))
     with pytest.raises(AssertionError, match=r"k:1: .*\n.*k:2: "):
         server.assert_same_key(task.s(1), task.s(2))
+
+
+def test_several_locks_that_are_reserved_together(server, app):
+    """The reservation is no lock."""
+
+    @app.task(base=SingletonTask, lock_key=["a", "b"], lock_unique_until="end", shared=False)
+    def both():
+        server.assert_locked(["a", "b"])
+        return 7
+
+    sent = both.delay()
+    server.assert_free(both.s())
+    server.run_parked()
+    assert sent.get() == 7
 
 
 def test_a_task_that_ran_was_not_skipped(server, declare):
