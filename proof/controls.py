@@ -193,7 +193,9 @@ CONTROLS: dict[str, Control] = {
         Control(release_without_looking_at_the_owner, "exclusion"),
         Control(a_renewal_that_revives, "exclusion", "delete everything"),
         Control(
-            an_acquisition_that_is_not_safe_to_send_twice, "free", "lose the reply of a script"
+            an_acquisition_that_is_not_safe_to_send_twice,
+            "free",
+            "lose the replies of three scripts",
         ),
         Control(trust_without_an_end, "exclusion"),
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),

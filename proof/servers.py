@@ -115,10 +115,11 @@ class LockServers(ExitStack):
             finally:
                 proxy.heal()
 
-        def replies(happens: str) -> Callable[[], None]:
+        def replies(happens: str, many: int = 1) -> Callable[[], None]:
             def some() -> None:
                 proxy = chance.choice(self._in_use())
-                proxy.fault(_is_of_a_lock, happens, nth=chance.randint(1, 20))
+                for _ in range(many):
+                    proxy.fault(_is_of_a_lock, happens, nth=chance.randint(1, 20))
                 time.sleep(COMES_WITHIN)
                 proxy.forget_faults()
 
@@ -133,7 +134,7 @@ class LockServers(ExitStack):
                 proxy.delay = 0.0
 
         return [
-            Fault("lose the reply of a script", replies(lose_reply)),
+            Fault("lose the replies of three scripts", replies(lose_reply, 3)),
             Fault("lose a script", replies(cut)),
             Fault("never send the reply of a script", replies(swallow_reply)),
             Fault("reset all connections", lambda: chance.choice(self._in_use()).cut_all()),
