@@ -28,6 +28,7 @@ from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import set_settings
 from celery_dislock.config.urls import CLUSTER, SENTINEL, SINGLE
 from celery_dislock.locks.attempt import Attempt, Conflict
+from celery_dislock.locks.lease import GONE_WHEN_RENEWED
 from celery_dislock.locks.runtime import Process, Runtime
 from celery_dislock.locks.watchdog import Watchdog
 from celery_dislock.operating.cli.reading import described
@@ -256,8 +257,12 @@ class DislockServer:
         """Lose a lock, as a failover or an eviction does; holders in this process are told."""
         for name in self._names(key):
             self._send("DEL", name)
-        for lease in self._leases(key):
-            lease.driver.renew(lease)
+        leases = self._leases(key)
+        for watchdog in self._watchdogs:
+            for lease in [one for one in watchdog.renewals if one in leases]:
+                watchdog.renewals.unwatch(lease)
+                lease.lose(GONE_WHEN_RENEWED)
+                watchdog.reports.lost(lease)
 
     @contextmanager
     def outage(self) -> Iterator[None]:

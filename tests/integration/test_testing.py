@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 
+import anyio
 import pytest
 import redis
 from celery import Celery
@@ -486,3 +487,7 @@ async def test_coroutines_use_the_server(dislock_server):
         async with dislock.async_lock("k") as lease:
             dislock_server.assert_locked("k")
             assert lease.held
+        with pytest.raises(LockLostError):
+            async with dislock.async_lock("k"):
+                dislock_server.lose("k")
+                await anyio.sleep_forever()
