@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from celery_dislock.config.urls import MEMORY
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
 from celery_dislock.operating.locks import AppLocks
@@ -36,6 +37,7 @@ NO_SERVER = (
     "Name the app, as in `celery -A proj dislock ls`, or the lock server, as in "
     "`celery dislock --dislock-url redis://localhost ls`"
 )
+ELSEWHERE = "its locks are inside the process that uses them, and no command can see them"
 
 as_json = click.option("--json", "json_", is_flag=True, help="Write JSON, for programs.")
 
@@ -62,6 +64,8 @@ def session(context: click.Context) -> Iterator[AppLocks]:
     """Open the app's lock server for a command; an error ends the command with its exit code."""
     opened = AppLocks(context.obj.app)
     try:
+        if opened.runtime.conf.get("dislock_url") == MEMORY:
+            raise SettingsError("app.conf", "dislock_url", MEMORY, ELSEWHERE)
         yield opened
     except (StoreError, BrokerError) as exc:
         failed = click.ClickException if isinstance(exc, DamagedLockError) else _Away

@@ -44,6 +44,14 @@ def test_an_app_without_a_lock_server_is_told_what_to_give(dislock):
     assert "--dislock-url" in answer.stderr
 
 
+def test_locks_inside_another_process_are_out_of_reach(dislock):
+    """An empty list would be a lie."""
+    dislock.app.conf.dislock_url = "memory://"
+    answer = dislock("ls")
+    assert answer.exit_code == 2
+    assert "inside the process that uses them" in answer.stderr
+
+
 @pytest.fixture
 def tasks(dislock):
     app = dislock.app
