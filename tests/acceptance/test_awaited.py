@@ -128,6 +128,20 @@ def test_a_coroutine_whose_worker_is_killed_runs_again_when_its_lock_has_expired
     scene.assert_exclusive([pid])
 
 
+def test_a_warm_shutdown_waits_for_the_coroutine(start_fleet, scene):
+    """Its lease is renewed until it has ended."""
+    fleet = start_fleet("aio", app=APP, queue=scene.key)
+    (worker,) = fleet.workers
+    result = scene.begin(fleet, tasks.hold_renewed)
+    worker.terminate()
+    worker.wait_until_it_says("Warm shutdown")
+    wait_for("it has outlived two timeouts", lambda: scene.lease.extended_by > 3 * BRIEF)
+    scene.open_gate()
+    assert worker.wait_until_it_ends() == 0
+    assert result.get(timeout=LIMIT)["held"] is True
+    assert scene.is_free
+
+
 @pytest.mark.parametrize("task", [tasks.hold_or_wait, tasks.hold_or_retry, tasks.hold_or_queue])
 def test_a_task_that_comes_second_runs_later(pair, scene, task):
     """It waits in its slot, comes again, or is parked, as in other pools."""

@@ -16,7 +16,7 @@ from functools import partial
 import pytest
 from celery import Celery
 
-from celery_dislock import Dislock, EventLoopError, signals
+from celery_dislock import Dislock, EventLoopError, LockHeldError, LockLostError, signals
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.store import Ticket
 from celery_dislock.servers.replies import Parked
@@ -133,7 +133,10 @@ class TestLoops:
         loop.close()
 
     def test_anyio_on_asyncio(self, dislock):
-        """A task group's tasks are owners; a cancelled scope leaves no lock."""
+        """A task group's tasks are owners; a cancelled scope leaves no lock.
+
+        Such a scope, as those of Starlette, cancels each wait in it, so also that for the release.
+        """
         anyio = pytest.importorskip("anyio")
 
         async def main():
@@ -141,10 +144,19 @@ class TestLoops:
             async with anyio.create_task_group() as tasks:
                 for _ in range(5):
                     tasks.start_soon(use, lock)
-            async with lock:
-                with anyio.move_on_after(0.05) as scope:
-                    await asyncio.shield(asyncio.create_task(use(lock)))
-                assert scope.cancelled_caught
+            with anyio.CancelScope() as around:
+                async with lock:
+                    with anyio.move_on_after(0.05) as scope:
+                        await asyncio.shield(asyncio.create_task(use(lock)))
+                    assert scope.cancelled_caught
+                    around.cancel()
+                    await anyio.sleep_forever()
+            assert around.cancelled_caught
+            await use(lock)
+            with pytest.raises(LockLostError), anyio.fail_after(LIMIT):
+                async with dislock.async_lock("k", watchdog_timeout=SHORT):
+                    await asyncio.to_thread(dislock.lock_of("k").free)
+                    await anyio.sleep_forever()
             await use(lock)
 
         anyio.run(main, backend="asyncio")
@@ -223,6 +235,11 @@ class TestBlocking:
                     pytest.fail("it was taken")
 
         on_loop(main)
+
+    def test_a_lock_of_the_thread_that_runs_the_loop_is_not_waited_for(self, dislock):
+        """As in the body of a task that calls asyncio.run(): it would wait for itself."""
+        with dislock.lock("k"), pytest.raises(LockHeldError, match="this very thread"):
+            on_loop(lambda: use(dislock.async_lock("k")))
 
     def test_with_on_an_async_lock_is_refused(self, dislock):
         assert repr(dislock.async_lock("k")) == "<AsyncLock 'k'>"
