@@ -22,6 +22,7 @@ MISSED = 2  # renewals in a row after which nobody is thought to renew a lease
 
 NEAR_MISS = 0.75  # minimum difflib ratio at which a name counts as misspelt, not unrelated
 
+LIMIT_MOST = 10**9  # leases; Lua writes a number of fifteen digits in a way that nobody can read
 LONGEST = threading.TIMEOUT_MAX  # seconds: the maximum wait of a thread, mostly 292 years
 
 Check = Callable[[Any], Any]
@@ -54,12 +55,14 @@ def whole_number(value: object) -> int:
     return value
 
 
-def number_from(least: int) -> Check:
-    """Make a check of an integer that is not below *least*."""
+def number_from(least: int, most: int | None = None) -> Check:
+    """Make a check of an integer that is not below *least*, and not above *most*."""
 
     def check(value: object) -> int:
         if whole_number(value) < least:
             raise ValueError(f"give {least} or more")
+        if most is not None and whole_number(value) > most:
+            raise ValueError(f"give {most} or less")
         return whole_number(value)
 
     return check
@@ -179,7 +182,7 @@ def lock_on_conflict(value: object) -> object:
 def _is_key(value: object) -> bool:
     if isinstance(value, Key):
         try:
-            number_from(1)(value.limit)
+            number_from(1, LIMIT_MOST)(value.limit)
         except ValueError as exc:
             raise ValueError(f"the limit of {value!r}: {exc}") from exc
         value = value.key
@@ -281,7 +284,7 @@ class TaskOptions:
     #: while the lock is held, present holders keep their leases, and each acquisition is judged by
     #: its own limit. None: the task takes no lock when it runs, and is only unique when it is sent
     #: (`lock_unique_until`).
-    lock_limit: int | None = declare(1, optional(number_from(1)))
+    lock_limit: int | None = declare(1, optional(number_from(1, LIMIT_MOST)))
     #: No second message of the same key is sent. `start`: while one waits. `end`: while one waits
     #: or runs. `expiry`: for `lock_unique_for`, whatever becomes of the first. None: every message
     #: is sent.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
+from celery_dislock.config.options import LIMIT_MOST, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
 from celery_dislock.keys.templates import key_of
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
@@ -329,7 +329,7 @@ def resume(context: click.Context, /, which: WhichLock, *, json_: bool) -> None:
 
 @click.command()
 @click.argument("key")
-@click.argument("number", type=click.IntRange(min=0))
+@click.argument("number", type=click.IntRange(0, LIMIT_MOST))
 @for_
 @note
 @as_json

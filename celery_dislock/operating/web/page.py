@@ -17,6 +17,7 @@ from werkzeug.routing import Map, Rule
 from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
+from celery_dislock.config.options import LIMIT_MOST
 from celery_dislock.exceptions import (
     DamagedLockError,
     DislockError,
@@ -60,7 +61,6 @@ LISTED = 50  # locks of a page of the list
 PLACES = 50  # places of a line that are shown at once
 HOLDERS_LISTED = 3  # of a lock in the list; its own view has more
 PAGES_MOST = 10**6
-LIMIT_MOST = 10**6  # of leases
 TOKEN_MOST = 2**63
 
 # The page loads its own files only, runs no inline script, and is shown in no frame.
@@ -362,7 +362,7 @@ def root_of(request: Request) -> str:
 def _number(fields: Mapping[str, str], name: str, most: int) -> int:
     """Return a field as a number from 0 to *most*."""
     given = fields[name]
-    if not (given.isascii() and given.isdigit()) or int(given[:20]) > most:
+    if not re.fullmatch("[0-9]{1,20}", given) or int(given) > most:
         raise BadRequest(f"{name} is not a number from 0 to {most}.")
     return int(given)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from celery_dislock import Key, SettingsError
@@ -53,6 +55,8 @@ def test_a_key_may_have_a_limit_of_its_own(declared, keys, limits):
     ("declared", "words"),
     [
         ({"lock_key": Key("a", limit=0)}, "give 1 or more"),
+        ({"lock_key": Key("a", limit=sys.maxsize)}, "give 1000000000 or less"),
+        ({"lock_limit": sys.maxsize}, "give 1000000000 or less"),  # no script could read it again
         ({"lock_key": [Key("a", limit="3"), "b"]}, "whole number"),
         ({"lock_key": [Key(7, limit=3)]}, "one template or callable"),
         ({"lock_key": Key(Key("a", 2), 2)}, "give a template"),

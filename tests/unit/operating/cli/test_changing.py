@@ -365,6 +365,12 @@ def test_a_pattern_is_refused(dislock, actions, command):
     assert actions.done == []
 
 
+def test_a_limit_that_no_script_could_read_is_refused(dislock, actions):
+    """It would make the lock unusable, until somebody deletes the record of its limit."""
+    assert dislock("limit", "k", "1000000001").exit_code == 2
+    assert actions.done == []
+
+
 def test_a_key_that_only_looks_like_a_pattern_can_be_paused(dislock, actions, overview):
     """A value of an argument may have a star in it."""
     overview.put(lock("export:*", waiting=1))
