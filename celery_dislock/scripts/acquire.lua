@@ -82,6 +82,16 @@ local function take(lock, limit)
   end
 end
 
+-- If its lease on an earlier lock was ended meanwhile, the asker must not keep a later one: it would wait
+-- for somebody who waits for that.
+local function give_up(lock)
+  local mine = lease_of(lock, owner)
+  if not mine then return end
+  drop(lock, mine)
+  local seen, line_is_there = pcall(line_exists, lock)
+  if seen and line_is_there then hand_off(lock) end
+end
+
 local limits = {}
 for one in string.gmatch(ARGV[5], '%d+') do limits[#limits + 1] = tonumber(one) end
 
@@ -107,6 +117,7 @@ for nth, lock in ipairs(locks) do
     if not waits then
       for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end
     end
+    for later = nth + 1, #locks do give_up(locks[later]) end
     if copy then return {REFUSED, nth - 1, about(copy)} end
     return {REFUSED, nth - 1, in_the_way(lock)}
   end

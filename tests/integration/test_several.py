@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -238,6 +239,19 @@ asked = st.lists(
     ),
     max_size=30,
 )
+
+
+def test_who_has_lost_a_lock_before_waits_without_those_after_it(redis_url):
+    """An operator frees the first of two: its owner would wait for one who waits for the second."""
+    with closing(Store(redis_url)) as store:
+        store.acquire([C], "other/1", LONG, HOLDER)
+        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).nth == 1
+        assert store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG).nth == 0
+        (holder,) = store.holders(B)
+        store.free(B, holder.owner, holder.token)
+        store.release([C], "other/1")
+        assert store.acquire([B, C], "first/1", LONG, HOLDER, place=LONG).nth == 0
+        assert isinstance(store.acquire([B, C], "second/1", LONG, HOLDER, place=LONG), Granted)
 
 
 def test_the_lease_is_one(redis_url, redis_client):
