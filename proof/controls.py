@@ -9,6 +9,7 @@ from hashlib import sha1
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.beat import BeatLock, StandBy
+from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.lease import Lease
 from celery_dislock.locks.lock import Lock
 from celery_dislock.locks.loop import Loop
@@ -30,7 +31,6 @@ from celery_dislock.servers.store import Store
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from celery_dislock.exceptions import StoreError
     from celery_dislock.scripts import Script
     from celery_dislock.servers.requests import Terms
 
@@ -108,6 +108,16 @@ def a_watchdog_that_dies_at_its_first_error() -> None:
 
     setattr(Renewals, "_report_outage", die)
     setattr(Loop, "start", start_once)
+
+
+def a_loss_that_nobody_is_told_of() -> None:
+    """Take it for an outage when the server says that a lease is gone."""
+    renew = Store.renew
+
+    def deaf(*args: Any, **kwargs: Any) -> Any:
+        return [answer or StoreError("?", "no reply") for answer in renew(*args, **kwargs)]
+
+    setattr(Store, "renew", deaf)
 
 
 def a_hand_off_that_forgets_the_token() -> None:
@@ -198,6 +208,7 @@ CONTROLS: dict[str, Control] = {
             "lose the replies of three scripts",
         ),
         Control(trust_without_an_end, "exclusion"),
+        Control(a_loss_that_nobody_is_told_of, "exclusion", "delete everything"),
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),
         Control(a_hand_off_that_forgets_the_token, "token"),
         # A server that forgets would excuse these.
