@@ -289,6 +289,7 @@ class Guard:
         delivery.settle()
         if ending.reservation is None:
             delivery.end_reservation()
+        delivery.reservation = None
         outbox.send()
 
     def _begin(self, delivery: Delivery, lease: Lease | None = None) -> None:

@@ -214,6 +214,8 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     if delivery is not None:
         for call in delivery.after_result:
             call(state)
+        if state in {states.SUCCESS, states.FAILURE}:
+            delivery.end_reservation()  # which an exception at any instruction may have left
     elif request.headers and state in ENDED:
         if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
             return

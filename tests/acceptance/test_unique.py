@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from billiard.exceptions import WorkerLostError
 from celery import states
-from celery.exceptions import TaskRevokedError
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
@@ -151,6 +151,16 @@ class TestDeaths:
         with pytest.raises(WorkerLostError):
             first.get(timeout=LIMIT)
         assert_the_next_is_sent(fleet, scene, scenarios.unique_to_the_end)
+
+
+@PREFORK
+def test_a_time_limit_that_ends_a_wait_frees_its_key(fleet, scene):
+    """No body has begun that could end the reservation."""
+    scene.begin(fleet)
+    second = fleet.send(scenarios.unique_in_line, scene.key, soft_time_limit=1)
+    wait_for("its limit is over", second.ready)
+    assert isinstance(second.result, SoftTimeLimitExceeded)
+    assert_the_next_is_sent(fleet, scene, scenarios.unique_in_line)
 
 
 @PREFORK

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 from celery.app.task import Context
@@ -33,6 +34,7 @@ from celery_dislock.messages.headers import (
 )
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.replies import Replaced
+from celery_dislock.tasks.guard import Guard
 from tests.unit.deliveries import Broker, deliver
 from tests.unit.fakes import FakeLines, FakeRecord
 
@@ -526,6 +528,32 @@ def test_a_reserved_task_frees_its_key_however_it_ends(app, world, error, option
     with suppress(SystemExit):
         deliver(declare(app, body, **options), headers=reserved(world))
     assert (world.store.reservations.of("dislock:{k}") is None) == (error is not SystemExit)
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_time_limit_before_its_body_frees_its_key(app, world, monkeypatch, granted):
+    """While it asks, or waits in line, for instance: its message does not come again."""
+    acquire = world.store.acquire
+
+    def cut_short(*args, **kwargs):
+        if granted:
+            acquire(*args, **kwargs)
+        raise SoftTimeLimitExceeded
+
+    monkeypatch.setattr(world.store, "acquire", cut_short)
+    result = deliver(declare(app), headers=reserved(world))
+    assert result.info.state == "FAILURE"
+    assert world.store.leases == {}
+    assert world.store.reservations.of("dislock:{k}") is None
+
+
+def test_a_time_limit_after_its_body_frees_its_key(app, world, monkeypatch):
+    """Before it is known how the lease has to end."""
+    cut = Mock(side_effect=SoftTimeLimitExceeded)
+    monkeypatch.setattr(Guard, "_kept_for_retry", cut)
+    assert deliver(declare(app), headers=reserved(world)).info.state == "FAILURE"
+    assert world.store.leases == {}
+    assert world.store.reservations.of("dislock:{k}") is None
 
 
 @pytest.mark.parametrize("options", [{}, {"lock_limit": None}])
