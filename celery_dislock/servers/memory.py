@@ -18,6 +18,7 @@ from weakref import WeakSet
 from redis.exceptions import ResponseError
 
 try:
+    import lupa  # type: ignore[import-untyped] # noqa: F401 -- fakeredis needs it for scripts
     from fakeredis._clients._tcp_server import TCPFakeRequestHandler, TcpFakeServer
 except ImportError as exc:
     remedy = "the server of tests needs fakeredis: pip install 'celery-dislock[testing]'"

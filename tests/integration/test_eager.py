@@ -164,10 +164,11 @@ class TestOfMemory:
         with pytest.raises(SettingsError, match="neither the broker nor the result backend"):
             Dislock(app).lock("k").try_acquire()
 
-    def test_without_fakeredis_it_says_what_to_install(self, app, monkeypatch):
-        """It is an extra; the command is said once."""
+    @pytest.mark.parametrize("missing", ["fakeredis._clients._tcp_server", "lupa"])
+    def test_without_fakeredis_it_says_what_to_install(self, app, monkeypatch, missing):
+        """It is an extra, of which a part may be there; the command is said once."""
         monkeypatch.delitem(sys.modules, "celery_dislock.servers.memory", raising=False)
-        monkeypatch.setitem(sys.modules, "fakeredis._clients._tcp_server", None)
+        monkeypatch.setitem(sys.modules, missing, None)
         with pytest.raises(SettingsError) as refused:
             Dislock(app).lock("k").try_acquire()
         assert str(refused.value).count("pip install 'celery-dislock[testing]'") == 1
