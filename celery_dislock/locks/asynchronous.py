@@ -6,6 +6,7 @@ They are the locks of :mod:`celery_dislock.locks.reentrant`, run by
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import ref
@@ -123,8 +124,8 @@ class AsyncLock:
     def __repr__(self) -> str:
         return f"<AsyncLock {self._lock.key!r}>"
 
-    def __aenter__(self) -> Coroutine[Any, Any, Lease]:
-        return self._run(self._lock.__enter__)
+    async def __aenter__(self) -> Lease:
+        return await self._run(self._lock.__enter__)
 
     async def _leave(
         self,
@@ -168,11 +169,8 @@ class _Exit:
 
     def __get__(self, lock: AsyncLock | None, kind: type[AsyncLock]) -> Callable[..., Any]:
         leaving = Leaving(None if lock is None else lock._lock)  # noqa: SLF001 -- its other half
-        try:
+        with suppress(RuntimeError):  # no task runs here: nothing can be entered
             caller_of(task_here()).entering = ref(leaving)
-        except RuntimeError:  # no task runs here: nothing can be entered
-            if lock is not None:
-                raise
         if lock is None:
             return lambda lock, *exc_info: lock._leave(leaving, *exc_info)  # noqa: SLF001
         return partial(lock._leave, leaving)  # noqa: SLF001

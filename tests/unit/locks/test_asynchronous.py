@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import sys
 from contextlib import suppress
 from itertools import count
@@ -454,3 +455,8 @@ async def test_an_error_of_the_lock_server_is_the_caller_s(make, world):
     world.store.away = True
     with pytest.raises(StoreError):
         await make().acquire()
+
+
+def test_pyright_takes_it_for_an_asynchronous_context_manager():
+    """It tells what ``async def`` returns from other coroutines, as AsyncExitStack's types do."""
+    assert inspect.iscoroutinefunction(AsyncLock.__aenter__)
