@@ -7,7 +7,6 @@ from collections import Counter
 from datetime import datetime, timedelta, timezone
 from itertools import pairwise
 
-import celery
 import pytest
 from celery.schedules import crontab
 
@@ -383,8 +382,6 @@ def test_an_entry_that_is_added_to_redbeat(redbeat):
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
 def test_a_kill_at_the_minute_of_a_crontab(kept, offset, zone):
     """The minute goes out once, also in a time zone whose clocks are set an hour ahead then."""
-    if celery.VERSION < (5, 6) and zone != "UTC" and hasattr(kept, "row"):
-        pytest.skip("open: after other tests this never ends with Celery 5.5, and alone it does")
     summer = datetime(2024, 3, 31, 1, tzinfo=timezone.utc).timestamp()
     world = World({"minutely": crontab()}, kept=kept, timezone=zone, enable_utc=zone == "UTC")
     world.advance(summer - 150 - world.now)

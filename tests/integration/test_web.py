@@ -61,7 +61,7 @@ def in_django(page, stack):
     import django
 
     if not settings.configured:
-        settings.configure()
+        settings.configure(TIME_ZONE="UTC")  # as in schedulers.py
     django.setup()
     stack.enter_context(
         override_settings(
