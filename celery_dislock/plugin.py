@@ -186,7 +186,6 @@ class Dislock:
             raise SettingsError("Dislock(app)", "app", given, remedy)
         self._app: Celery | None = app
         self.runtime = runtime_of(app)
-        self.runtime.for_python = True
         _follow(app)
         if app.finalized:  # the signal may have been sent before
             hooks.guard_if_enabled(app)

@@ -59,7 +59,6 @@ class Runtime(Generic[P]):
 
     Attributes:
         resolved: Options of locks in plain Python that were resolved before.
-        for_python: Whether somebody made a ``Dislock`` for plain Python.
         unawaited_by: Who does not await the bodies of tasks here: a worker's pool; None: it does.
     """
 
@@ -72,7 +71,6 @@ class Runtime(Generic[P]):
         self._make_process = make_process or cast("Callable[..., P]", Process)
         self._by_pid: dict[int, P] = {}
         self.resolved = ResolvedOptions()
-        self.for_python = False
         self.unawaited_by: str | None = "no worker"
 
     @property
