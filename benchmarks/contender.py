@@ -136,11 +136,12 @@ def kind(name: str, url: str) -> Callable[[Job, int], Contender]:
 
         dislock = Dislock.from_url(url)
         return lambda job, _: dislock.lock(job.key)
-    client = redis.Redis.from_url(url, **CLIENT)
     if name == "python-redis-lock":
         import redis_lock  # noqa: PLC0415  # as above
 
-        return lambda job, _: redis_lock.Lock(client, job.key, expire=EXPIRE)
+        waits = redis.Redis.from_url(url, **CLIENT)
+        return lambda job, _: redis_lock.Lock(waits, job.key, expire=EXPIRE)
+    client = redis.Redis.from_url(url, max_connections=CLIENT["max_connections"])
     return lambda job, _: client.lock(job.key, timeout=EXPIRE)
 
 

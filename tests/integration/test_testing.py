@@ -16,6 +16,7 @@ from celery.exceptions import Reject
 
 from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask, StoreError
 from celery_dislock.testing import DislockServer
+from tests.holding import wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
 
@@ -187,6 +188,13 @@ class TestOfTime:
         server.advance(timedelta(seconds=61))
         server.assert_free("k")
 
+    def test_threads_renew_after_it(self, server, dislock):
+        """Time that passes by itself is heeded again, too."""
+        with dislock.lock("k", watchdog_timeout=1.5) as lease:
+            server.advance(0.1)
+            before = lease.renewals
+            wait_for(lambda: lease.renewals > before, "a renewal")
+
     def test_fakeredis_reads_no_other_clock(self, server):
         """Nor does a module of it that a newer release imports late, or by another name."""
         server.advance(1)
@@ -208,6 +216,22 @@ class TestOfOutages:
             held.release()
         server.assert_free("k")
         assert task.apply((7,)).get() == 7
+
+    def test_senders_ask_again_after_an_outage(self, dislock_server):
+        """They leave a server that is away alone for some seconds, but not in a test."""
+        urls = {"broker": "memory://", "backend": "cache+memory://"}
+        app = Celery("elsewhere", **urls, set_as_current=False)
+        dislock_server.use(app)
+
+        @app.task(base=SingletonTask, lock_unique_until="end", shared=False)
+        def export(n): ...
+
+        with dislock_server.outage():
+            assert not export.delay(7).duplicate
+        first = export.delay(7)
+        second = export.delay(7)
+        dislock_server.assert_duplicate(second)
+        assert second.id == first.id
 
     def test_an_outage_longer_than_the_timeout_loses_the_lock(self, server, dislock):
         """The holder is told while the server is still away."""
@@ -425,6 +449,14 @@ class TestOfAnApp:
             server.assert_skipped(theirs.apply((3,)))
         assert server.run_parked() == 2
         assert ran == [1, -2]
+
+    def test_a_thread_forgets_what_it_held_in_an_earlier_test(self, server, dislock):
+        """It may wait for a lock whose lease it has lost with the test."""
+        with DislockServer() as again:
+            dislock.lock("k").acquire()
+            again.crash_holder("k")
+        with server.hold("k"):
+            assert not dislock.lock("k").acquire(timeout=0.01)
 
     def test_each_test_begins_empty(self, server, dislock):
         """What an earlier test has left to expire is gone."""
