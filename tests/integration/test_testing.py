@@ -221,6 +221,7 @@ class TestOfOutages:
         """They leave a server that is away alone for some seconds, but not in a test."""
         urls = {"broker": "memory://", "backend": "cache+memory://"}
         app = Celery("elsewhere", **urls, set_as_current=False)
+        app.conf.task_default_queue = "elsewhere"  # other tests have this broker, too
         dislock_server.use(app)
 
         @app.task(base=SingletonTask, lock_unique_until="end", shared=False)
