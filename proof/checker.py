@@ -334,7 +334,8 @@ class Operation:
 
         Args:
             wrong: All faults.
-            forgot: Those in which the server loses data: also that a lease was released.
+            forgot: Those in which the server loses data, or one of several misses what it is told:
+                also that a lease was released.
             jumps: Those in which its clock is set: what expires by itself may do so much later.
         """
         if self.cancelled is not None:
@@ -373,7 +374,7 @@ def operations(events: Iterable[Event]) -> dict[str, Operation]:
 def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Nobody is refused a lock that nobody can have, nor a message that nobody waits for."""
     wrong, forgot = faults(events, spares="spares_leases"), faults(events, "loses_data")
-    jumps = faults(events, "ends_leases")
+    jumps, missed = faults(events, "ends_leases"), forgot + faults(events, "misses_releases")
     by_key: dict[str, list[Operation]] = defaultdict(list)
     for one in operations(events).values():
         by_key[one.more["key"]].append(one)
@@ -388,7 +389,7 @@ def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
             if one.outcome == "refused" and in_the_way < one.begin and not met:
                 counts["refused by nobody"] += 1
                 yield Violation("free", f"{key}: {one.process} is refused by nobody", one.begin)
-            in_the_way = max(in_the_way, one.over(wrong, forgot, jumps))
+            in_the_way = max(in_the_way, one.over(wrong, missed, jumps))
     begun = {name: min(one.begins) for name, one in all_tasks(events).items() if one.begins}
     for event in events:
         if event.what == "task" and event.kind == "duplicate":

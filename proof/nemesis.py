@@ -35,9 +35,9 @@ class Fault(NamedTuple):
         name: For the history.
         make: Makes it, and blocks until it is over.
         more: What it excuses, as the checker knows it: "loses_data", "redelivers", "ends_leases"
-            (too early, or too late); by how many seconds it "sets_clock" that tokens go by; or
-            that those who wait keep their places in line ("spares_places"), and all others what
-            they have ("spares_leases").
+            (too early, or too late), "misses_releases"; by how many seconds it "sets_clock" that
+            tokens go by; or that those who wait keep their places in line ("spares_places"), and
+            all others what they have ("spares_leases").
     """
 
     name: str

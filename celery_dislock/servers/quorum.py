@@ -156,7 +156,7 @@ class Quorum(Server):
             raise SettingsError("lock", "dislock_url", asked, ONLY_EXCLUSIVE)
         pause = ATTEMPT_PAUSE
         if place_ms:  # a waiter asks again anyway
-            return self._attempt(keys, owner, ttl_ms, holder)[0]
+            return self._attempt(keys, owner, ttl_ms, holder, self._agree_on_holder)[0]
         for _ in range(ATTEMPTS - 1):
             answer, settled = self._attempt(keys, owner, ttl_ms, holder)
             if settled:

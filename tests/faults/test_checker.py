@@ -139,6 +139,7 @@ def file(*names):
 BODY = ("begin", "end")
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
+MISSES = {"misses_releases": True}
 JUMPS = {"ends_leases": True, "sets_clock": 2}
 AN_HOUR = {"ends_leases": True, "sets_clock": 3600}
 PAUSE = [Event(2, "operator", "limit", "k", "set", {"limit": 0, "until": 5})]
@@ -198,6 +199,7 @@ FAIR = {"fair": True, "timeout": 5}
         ("free", freed(3) + operation("b", 4, 4.5, **REFUSED)),
         ("free", freed(3, answered=False) + operation("b", 5.5, 6, **REFUSED)),
         ("free", freed(3) + operation("b", 6.5, 7, **REFUSED) + fault(2.5, 4, **FORGETS)),
+        ("free", freed(3) + operation("b", 6.5, 7, **REFUSED) + fault(2.5, 4, **MISSES)),
         ("cancelled", cancellation("hidden")),
         ("cancelled", cancellation("not asked for")),
         ("cancelled", cancellation("met", at=4 + MOMENTS, asked=3) + runs("a", 3, 4 + MOMENTS)),
@@ -292,6 +294,7 @@ def test_a_planted_violation_is_found(promise, events):
         operation("a", 1) + operation("b", 2, 3, outcome="refused") + killed("a", 1.5),
         freed(3, answered=False) + operation("b", 4, 4.5, **REFUSED),
         freed(3) + operation("b", 5, 6, **REFUSED) + fault(2.5, 4, **FORGETS),
+        freed(3) + operation("b", 5, 6, **REFUSED) + fault(2.5, 4, **MISSES),
         cancelled(2) + operation("b", 3, 4, **REFUSED),
         cancelled(2) + operation("b", 9, 9.5, **REFUSED) + fault(1.5, 1.6),
         cancellation("met", asked=2.9),

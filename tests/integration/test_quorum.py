@@ -189,13 +189,14 @@ class TestMinority:
 
         wait_for(on_all_five, "a lock on all servers")
 
-    def test_nobody_is_refused_because_of_servers_that_are_left_alone(self, servers, patient):
+    @pytest.mark.parametrize("place", [0.0, LONG], ids=["asks", "waits"])
+    def test_nobody_is_refused_because_of_servers_left_alone(self, servers, patient, place):
         """Two servers missed a release, two others failed a moment ago: a majority is free."""
         for server in servers[:2]:
             with contextlib.closing(Store(server.url)) as one:
                 take(one, "gone/1")
         fail(servers[2:4], patient)
-        take(patient, "b/1")
+        assert isinstance(patient.acquire([LOCK], "b/1", LONG, HOLDER, place=place), Granted)
 
     def test_no_lease_is_lost_because_of_servers_that_are_left_alone(self, servers, patient):
         """A majority has the lease, and two of it failed a moment ago: it is renewed."""
