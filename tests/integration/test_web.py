@@ -11,6 +11,7 @@ from celery import Celery
 from werkzeug.wrappers import Response
 
 from celery_dislock import Dislock
+from celery_dislock.locks.runtime import Process
 from celery_dislock.operating.locks import AppLocks, rows
 from celery_dislock.operating.web import Page
 from celery_dislock.parking.process import runtime_of
@@ -24,11 +25,20 @@ HOLDER = json.dumps({"task": "shop.export", "id": "id-1", "worker": "celery@w1",
 
 
 @pytest.fixture
-def app(redis_url):
+def app(redis_url, monkeypatch):
     """An app that has never made a Dislock."""
+    stores, new_store = [], Process.new_store
+
+    def kept(process, most=None):
+        stores.append(new_store(process, most))
+        return stores[-1]
+
+    monkeypatch.setattr(Process, "new_store", kept)
     app = Celery("shop", broker=redis_url, set_as_current=False)
     yield app
     runtime_of(app).close()
+    for store in stores:  # a page keeps its own for as long as the process lives
+        store.close()
 
 
 @pytest.fixture
