@@ -11,6 +11,7 @@ of Celery's                              is wrapped or replaced because
 ``Control.revoke``, a worker's revoke    a revoked message gives its key back
 ``filter_hidden_settings``               it hides the broker's password alone
 ``AsyncResult.duplicate``                a caller can ask it of every result
+``Backend.mark_as_done`` and the like    a task's key is free before anybody sees that it has ended
 ``Task.bind``                            each task that locks is guarded when it is made
 a task class's ``__call__``              the lock is taken around all of the body
 its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
 from celery.app import utils
+from celery.backends.base import Backend
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
@@ -53,6 +55,7 @@ from celery_dislock.tasks.task import (
     SingletonTask,
     apply_uniquely,
     custom_call,
+    free_key,
     lease_of,
     lock_for,
     make_guard,
@@ -135,9 +138,8 @@ def _revoking() -> None:
 
     @wraps(original)
     def revoke(self: Control, task_id: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = original(self, task_id, *args, **kwargs)
         sender_of(self.app).revoked(map(str, maybe_list(task_id) or ()))
-        return answer
+        return original(self, task_id, *args, **kwargs)
 
     Control.revoke = revoke
 
@@ -155,14 +157,35 @@ def receive_revokes() -> None:
 
         from celery_dislock.tasks.request import scheduled  # noqa: PLC0415
 
-        answer = received(control, task_id, *args, **kwargs)
         ids = set(maybe_list(task_id) or ())
         for request in [*state.reserved_requests, *scheduled(control.consumer)]:
             if request.id in ids and request not in state.active_requests:
                 tell(control.app, "end_waiting", request._context)  # noqa: SLF001
-        return answer
+        return received(control, task_id, *args, **kwargs)
 
     Panel.data["revoke"] = on_revoke
+
+
+def _ending() -> None:
+    """
+    Wrap what stores how a task has ended: who sees that may send the next message of its key.
+
+    That comes first at each end but Ignore and Reject: also without a guard or a stored result,
+    and in the main process for a child that died.
+    """
+    for name in ("mark_as_done", "mark_as_failure", "mark_as_revoked"):
+        setattr(Backend, name, _freeing_key(getattr(Backend, name)))
+
+
+def _freeing_key(original: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @wraps(original)
+    def mark(self: Backend, *args: Any, **kwargs: Any) -> Any:
+        free_key(self.app, {**dict(zip(names, args, strict=False)), **kwargs}.get("request"))
+        return original(self, *args, **kwargs)
+
+    return mark
 
 
 def _reporting() -> None:
@@ -432,6 +455,7 @@ def watch_consumer(
 
 _sending_uniquely()
 _controlling()
+_ending()
 _reporting()
 _binding()
 logging.getLogger("celery.app.trace").addFilter(is_news)  # we have logged the same, with reasons

@@ -101,7 +101,7 @@ def acknowledge(delivery: Delivery, reason: str) -> NoReturn:
 
 def skip(delivery: Delivery, reason: str) -> NoReturn:
     """End a task: store REVOKED with the reason, notify its chord and chain, and raise Ignore."""
+    delivery.end_reservation()
     if not delivery.is_eager or delivery.task.store_eager_result:
         store_end(delivery.task, delivery.request, TaskRevokedError(reason), states.REVOKED)
-    delivery.end_reservation()
     raise delivery.logged(TaskSkipped(reason), f"skipped: {reason}. It does not run.")

@@ -127,8 +127,8 @@ class Publisher:
                 reason = readable_reason(message.headers.get(REPLACED_HEADER)) or newer
                 known = message.alone and message.headers.get("task") in self._app.tasks
                 if known:
-                    self._revoke(message, reason)
                     end_reservation(Context(message.headers, headers=message.headers))
+                    self._revoke(message, reason)
                 else:  # its own worker tells its chord and chain
                     self._publish(message, {REPLACED_HEADER: reason})
                 if lines.leave(lock, ticket) and known:  # otherwise that worker logs it

@@ -30,7 +30,6 @@ from celery_dislock.keys.names import execution_start
 from celery_dislock.messages.events import revoked, worker_tells_revoked
 from celery_dislock.messages.headers import LEFT_HEADER, TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped, keep_message
-from celery_dislock.tasks.sending import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +86,6 @@ def release_after_death(request: Any) -> None:
     def release() -> None:
         try:
             if not is_alive(pid):
-                tell(request.app, "end", request._context)  # noqa: SLF001 -- no other way
                 if guard.release_dead(request.args, request.kwargs, start):
                     logger.info("Released %s.", what)
             elif time.monotonic() < deadline:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery import Task, states
 from celery._state import get_current_task
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, TaskRevokedError
 from celery.result import EagerResult
 from celery.signals import task_postrun, task_prerun, task_revoked
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery import Celery
-    from celery.app.task import Context
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.tasks.duplicates import Sent
@@ -214,15 +214,31 @@ def _after_result(task: Task, state: str, retval: Any, **_kwargs: Any) -> None:
     if delivery is not None:
         for call in delivery.after_result:
             call(state)
-        if state in {states.SUCCESS, states.FAILURE}:
-            delivery.end_reservation()  # which an exception at any instruction may have left
     elif request.headers and state in ENDED:
         if isinstance(retval, Reject) and retval.requeue:  # the message will be redelivered
             return
-        if state != states.RETRY:
+        if state in {states.IGNORED, states.REJECTED}:  # else it was freed when that was stored
             tell(task.app, "end", request)
         if _is_guarded(task):
             _leave_unclaimed(task.dislock_guard, request, state, retval)
+
+
+def free_key(app: Celery, request: object) -> None:
+    """
+    End the reservation of a message, because it is about to be stored how its task has ended.
+
+    Does nothing for a task whose guard has done so.  Logs a StoreError.
+
+    Args:
+        app: The app of this process.
+        request: Celery's request of the delivery; for something else, nothing is done.
+    """
+    if isinstance(request, Context):
+        delivery = Delivery.of(request)
+        if delivery is not None:
+            delivery.end_reservation()  # which an exception at any instruction may have left
+        else:
+            tell(app, "end", request)
 
 
 def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) -> None:
@@ -244,15 +260,13 @@ def _leave_unclaimed(guard: Guard, request: Context, state: str, retval: Any) ->
     store.withdraw(lines, turn, what, why, request.task, delivery)
 
 
-def _leave_revoked(sender: Task, request: Context, *, terminated: bool, **_kwargs: Any) -> None:
+def _leave_revoked(sender: Task, request: Context, **_kwargs: Any) -> None:
     """
-    Take a task that was revoked or has expired out of line, and end its reservation.
+    Take a task that was revoked or has expired out of line.
 
     Logs a StoreError instead of raising it: the task stays in line, and is revoked again at its
     next turn.  Blocks for a round trip.
     """
-    if not terminated:  # else the end of its process ends it
-        tell(sender.app, "end", request)
     guard: Guard | None = getattr(sender, "dislock_guard", None)
     if guard is None or not guard.can_park:
         return

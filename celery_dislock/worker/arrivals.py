@@ -69,12 +69,13 @@ class ArrivalStep(bootsteps.Step):  # type: ignore[misc]
         """
 
         def dropped(*args: Any) -> Any:
+            request = _request_of(args[nth])
+            if request is not None:
+                tell(self._app, "end", request)  # before it can be seen that the task has ended
             try:
                 return drop(*args)
             finally:
-                request = _request_of(args[nth])
                 if request is not None:
-                    tell(self._app, "end", request)
                     self._dropped(request, _why(args[-1]), tells=tells)
 
         return dropped

@@ -421,6 +421,7 @@ REPLACE = {"lock_on_duplicate": "replace"}
 unique_in_queue = locked("unique_in_queue", **UNTIL_START)
 unique_in_queue_renewed = locked("unique_in_queue_renewed", **UNTIL_START, **BRIEFLY)
 unique_to_the_end = locked("unique_to_the_end", **UNTIL_END, **BRIEFLY)
+unique_that_fails = locked("unique_that_fails", raise_error, **UNTIL_END)
 unique_in_line = locked("unique_in_line", **UNTIL_END, **WAITING)
 unique_beyond_its_lock = locked("unique_beyond_its_lock", lock_expire=BRIEF, **UNTIL_END)
 unique_newest_until_start = locked("unique_newest_until_start", **NEWEST, **UNTIL_START)

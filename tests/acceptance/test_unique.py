@@ -15,11 +15,12 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError
 from celery_dislock import NoResultError
 from celery_dislock.tasks import duplicates
 from tests.acceptance import scenarios
-from tests.acceptance.fleet import LIMIT, PREFORK, Scene, fleets, wait_for
+from tests.acceptance.fleet import CONCURRENCY, LIMIT, PREFORK, Scene, fleets, wait_for
 
 pytestmark = pytest.mark.acceptance
 
 EDITIONS = 20
+SENT_AGAIN = 20  # times; without the order that is proved, every third met its own key
 SOON = 0.3  # seconds of a countdown
 
 
@@ -110,6 +111,33 @@ class TestUntilEnd:
         assert again.get(timeout=LIMIT)["held"] is True
         scene.wait_until_unreserved()
         assert len(scene.reported("begin")) == 1
+
+
+class TestLocksOff:
+    """With --no-dislock there is no guard that frees a key."""
+
+    @pytest.mark.parametrize("pool", CONCURRENCY)
+    def test_who_has_its_result_and_sends_again_is_sent(self, start_fleet, scene, pool):
+        """The key is free before the result is stored, for one that fails, too."""
+        fleet = start_fleet(pool, "--no-dislock")
+        scene.open_gate()
+        for task in [scenarios.unique_to_the_end, scenarios.unique_that_fails] * SENT_AGAIN:
+            sent = fleet.send(task, scene.key)
+            assert sent.duplicate is False
+            sent.get(timeout=LIMIT, propagate=False)
+
+    def test_who_sees_that_a_process_has_died_and_sends_again_is_sent(self, start_fleet, scene):
+        """The main process stores that, and frees the key before."""
+        fleet = start_fleet("prefork", "--no-dislock")
+        first = scene.begin(fleet, scenarios.unique_to_the_end)
+        assert fleet.send(scenarios.unique_to_the_end, scene.key).duplicate is True
+        os.kill(scene.wait_for_report("begin", id=first.id)["pid"], signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            first.get(timeout=LIMIT)
+        scene.open_gate()
+        second = fleet.send(scenarios.unique_to_the_end, scene.key)
+        assert second.duplicate is False
+        second.get(timeout=LIMIT)
 
 
 class TestRenewals:

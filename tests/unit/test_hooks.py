@@ -8,13 +8,17 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock as Mock
 
 import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
 from celery import Celery
+from celery.exceptions import Ignore, Reject, Retry
 from celery.worker.control import Panel
 from celery.worker.request import Request
 
 from celery_dislock import SingletonTask, hooks
+from celery_dislock.messages.headers import UNIQUE_HEADER
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from tests.unit.deliveries import Broker, deliver
+from tests.unit.deliveries import Broker, arrived, deliver
 from tests.unit.fakes import FakeRecord
 
 LOCK = "dislock:{edit:1}"
@@ -159,25 +163,35 @@ def test_a_task_that_another_thread_is_making_is_waited_for(app, monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["result", "list", "nothing"])
-def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, by):
-    """A result does it itself; a list is one message to all workers."""
+def test_a_revoke_names_its_tasks_in_several_ways(app, broker, there, monkeypatch, by):
+    """A result does it itself; a list is one message to all workers, which may store the end."""
     first = declare(app).delay(1)
+    freed = []
+    monkeypatch.setattr(
+        app.control, "broadcast", lambda *_, **__: freed.append(there.of(LOCK) is None)
+    )
     if by == "result":
         first.revoke()
     else:
         app.control.revoke([first.id, "other"] if by == "list" else [])
-    assert (there.of(LOCK) is None) == (by != "nothing")
+    assert freed == [by != "nothing"]
 
 
 @pytest.fixture
-def worker(app, monkeypatch):
+def worker(app, there, monkeypatch):
     """A worker's tasks, and its command to revoke one."""
     timer = SimpleNamespace(schedule=SimpleNamespace(queue=[]))
     told = SimpleNamespace(reserved_requests=[], active_requests=[], app=app)
     told.consumer = SimpleNamespace(timer=timer)
     monkeypatch.setattr("celery.worker.state", told)
     told.revoke = lambda *ids: Panel.data["revoke"](told, list(ids))
-    monkeypatch.setattr("celery.worker.control._revoke", lambda _state, ids, *_, **__: ids)
+    told.freed_before = []  # the result is stored: whether the key was free by then
+
+    def revoke(_state, ids, *_, **__):
+        told.freed_before.append(there.of(LOCK) is None)
+        return ids
+
+    monkeypatch.setattr("celery.worker.control._revoke", revoke)
     return told
 
 
@@ -197,7 +211,7 @@ def test_a_worker_that_is_told_frees_the_key_of_what_it_has(app, there, worker, 
     worker.reserved_requests = [request]
     worker.active_requests = [request] if runs else []
     assert "flagged as revoked" in worker.revoke(*ids)["ok"]
-    assert (there.of(LOCK) is None) == freed
+    assert worker.freed_before == [freed]
     assert len(there.asked) == freed
 
 
@@ -265,3 +279,131 @@ def test_a_report_says_which_lock_server_it_is():
     assert told["dislock_url"] == [f"redis://:***@{host}:1/0" for host in "abc"]
     assert told["broker_url"] == "redis://:********@broker:1/0"
     assert app.conf.table(censored=False)["dislock_url"] == app.conf.dislock_url
+
+
+# Storing how a task has ended
+
+
+@pytest.fixture
+def seen(app, there, monkeypatch):
+    """Each state that is stored or told to a chord, and whether the key is free by then."""
+    seen = []
+
+    def see(state):
+        seen.append((state, there.of(LOCK) is None))
+
+    monkeypatch.setattr(app.backend, "store_result", lambda _, __, state, **___: see(state))
+    monkeypatch.setattr(app.backend, "on_chord_part_return", lambda _, state, __: see(state))
+    return seen
+
+
+def reserved(there):
+    """Reserve the key for a message; return the headers that the message has."""
+    there.records[LOCK] = FakeRecord("ab", "waiting", "1", number=1, newest=1, ends=9999.0)
+    return {UNIQUE_HEADER: [LOCK, "end", "ab", 1]}
+
+
+def plain(app, name="edit", **options):
+    """Declare a task that no guard knows, as after a deploy that has changed it."""
+
+    @app.task(name=name, shared=False, **options)
+    def edit(doc): ...
+
+    return edit
+
+
+ENDS = {
+    "value": ("SUCCESS", None, True),
+    "error": ("FAILURE", ValueError, True),
+    "ignore": (None, Ignore, True),
+    "reject": (None, Reject, True),
+    "retry": ("RETRY", Retry, False),
+    "requeue": (None, Reject(requeue=True), False),
+}
+
+
+@pytest.mark.parametrize("to", ["caller", "chord", "nobody"])
+@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("locks", ["on", "off", "no guard"])
+def test_a_key_is_free_when_the_end_of_its_task_can_be_seen(
+    app, broker, there, seen, locks, way, to
+):
+    """Who has the result and sends again is sent; what comes again keeps its key."""
+    state, error, ends = ENDS[way]
+    app.conf.dislock_enabled = False if locks == "off" else None
+    task = plain(app) if locks == "no guard" else declare(app)
+    task.ignore_result = to == "nobody"
+    task.run = Mock(side_effect=error if error is not Retry else lambda *_: task.retry())
+    chord = {"task": "t"} if to == "chord" else None
+    deliver(task, "1", 1, headers=reserved(there), chord=chord)
+    stored = state is not None and to != "nobody"
+    told = to == "chord" and state in {"SUCCESS", "FAILURE"}
+    assert seen == [(state, ends)] * (stored + told)
+    assert (there.of(LOCK) is None) == ends
+    assert [call[0] for call in there.asked].count("end") == ends
+
+
+@pytest.mark.parametrize(("strategy", "state"), [("skip", "REVOKED"), ("raise", "FAILURE")])
+def test_a_key_is_free_when_it_can_be_seen_that_its_lock_was_refused(
+    app, world, there, seen, strategy, state
+):
+    """Its body never began."""
+    world.store.acquire([LOCK], "another", 30, "{}")
+    deliver(declare(app, lock_on_conflict=strategy), "1", 1, headers=reserved(there))
+    assert seen == [(state, True)]
+
+
+def test_a_key_is_free_when_it_can_be_seen_that_its_guard_was_never_entered(app, there, seen):
+    """No key can be built from its arguments."""
+    deliver(declare(app), headers=reserved(there))
+    assert seen == [("FAILURE", True)]
+
+
+def lose_process(request):
+    """Tell a request what billiard tells the main process of a child that was killed."""
+    try:
+        Mock(side_effect=WorkerLostError("x"))()
+    except WorkerLostError:
+        request.on_failure(ExceptionInfo())
+
+
+BY_MAIN = {
+    "expired": ("REVOKED", lambda request: request.revoked()),
+    "terminated": ("REVOKED", lambda one: one._announce_revoked("terminated", True, "9", False)),
+    "too long": ("FAILURE", lambda request: request.on_timeout(False, 1.0)),
+    "lost": ("FAILURE", lose_process),
+}
+
+
+@pytest.mark.parametrize("how", BY_MAIN)
+@pytest.mark.parametrize("make", [declare, plain])
+def test_a_key_is_free_when_the_main_process_says_how_its_task_has_ended(
+    app, there, seen, how, make
+):
+    """No guard sees that in a pool process; the key is free also where no guard knows the task."""
+    state, end = BY_MAIN[how]
+    about = {"expires": "2001-01-01T00:00:00"} if how == "expired" else {}
+    end(arrived(make(app), "1", 1, **reserved(there), **about))
+    assert seen == [(state, True)]
+
+
+@pytest.mark.parametrize("make", [declare, plain])
+def test_a_message_that_goes_back_to_its_queue_keeps_its_key(app, there, seen, make):
+    """Its process has died, and it runs again."""
+    task = make(app, acks_late=True, reject_on_worker_lost=True)
+    request = arrived(task, "1", 1, **reserved(there))
+    request.reject = Mock()
+    lose_process(request)
+    assert (seen, there.asked) == ([], [])
+    request.reject.assert_called_once_with(requeue=True)
+
+
+def test_a_lock_server_that_is_away_does_not_keep_an_end_from_being_stored(
+    app, there, seen, caplog
+):
+    """The key is left to expire, and the log says so."""
+    headers = reserved(there)
+    there.away = True
+    deliver(plain(app), "1", 1, headers=headers)
+    assert seen == [("SUCCESS", False)]
+    assert "A key may stay reserved until its reservation expires" in caplog.text

@@ -196,8 +196,8 @@ def test_a_task_that_is_alone_ends_as_revoked(app, task, postman, producer, line
     assert caplog.text.count(f"Task t[1] skipped: {why}. It does not run.") == 1
 
 
-def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lines):
-    """Its key is free then; that of a task which a worker ends is freed there."""
+def test_its_reservation_ends_before_its_result_is_stored(app, task, postman, lines):
+    """Who sees that it has ended may send again; that of one which a worker ends is freed there."""
     ended = []
 
     def end_reservation(request):
@@ -210,7 +210,7 @@ def test_its_reservation_ends_after_its_result_is_stored(app, task, postman, lin
         "2:0:0": parked("2", alone=False, **{UNIQUE_HEADER: header}),
     }
     tell_replaced(postman, lines, told, end_reservation)
-    assert ended == [("1", header, "REVOKED", [])]
+    assert ended == [("1", header, "PENDING", [])]
 
 
 @pytest.mark.parametrize(

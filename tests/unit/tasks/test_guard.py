@@ -11,7 +11,6 @@ from unittest.mock import Mock
 import pytest
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
-from celery.signals import task_revoked
 
 from celery_dislock import (
     DislockError,
@@ -702,13 +701,3 @@ def test_a_task_that_takes_no_lock_any_more_frees_its_key(app, world, is_guarded
     deliver(task, headers=reserved(world))
     assert told(world) == ["begin", "end"]
     assert world.store.reservations.of("dislock:{k}") is None
-
-
-@pytest.mark.parametrize("how", ["revoked", "expired", "terminated"])
-def test_a_task_that_is_revoked_or_expired_frees_its_key(app, world, how):
-    """Unless it is terminated: its key is free when its process has ended."""
-    task = declare(app)
-    request = Context(id="1", task="t", headers=reserved(world))
-    told_of = {"signum": None, "expired": how == "expired", "terminated": how == "terminated"}
-    task_revoked.send(task, request=request, **told_of)
-    assert told(world) == ["end"] * (how != "terminated")

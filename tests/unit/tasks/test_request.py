@@ -18,9 +18,7 @@ from celery_dislock.exceptions import StoreError
 from celery_dislock.hooks import recovering
 from celery_dislock.messages.headers import TICKET_HEADER
 from celery_dislock.messages.message import TaskParked, TaskSkipped
-from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import request as recovery
-from tests.unit.fakes import FakeRecord
 
 CHILD = os.getpid() + 1
 
@@ -87,23 +85,6 @@ def test_a_dead_childs_lock_is_released_before_celery_hears_of_it(alive, exc):
     guard = Guard()
     recovering(Base)(guard).on_failure(failure(exc))
     assert guard.events == [RELEASED, "on_failure"]
-
-
-def test_a_dead_child_s_key_is_free_before_celery_hears_of_it(app, world, alive):
-    """Whatever lock it has: an execution without one leaves no lease to release."""
-
-    @app.task(base=SingletonTask, lock_key="k", lock_unique_until="end")
-    def export(number): ...
-
-    there = world.store.reservations
-    mine = Reservation("dislock:{k}", "1", mark="ab", number=3)
-    there.records[mine.lock] = FakeRecord("ab", "running", "1", number=3, ends=2000.0)
-    request = recovering(Base)(Guard())
-    request.app, request.task = app, export
-    request._context.headers = {"dislock_unique": [mine.lock, "end", "ab", 3]}
-    request.on_failure(failure(WorkerLostError("x")))
-    assert there.asked == [("end", mine)]
-    assert there.of(mine.lock) is None
 
 
 def test_a_failed_body_has_released_by_itself(alive):
