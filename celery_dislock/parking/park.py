@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from celery_dislock.parking.process import ParkingProcess
     from celery_dislock.parking.store import Lines
 
-LISTED_FOR = 30.0  # seconds for which a line is listed that is still empty: half of enlist.lua's
 PARKED = "PARKED"  # state of the result while a task is in line
 
 logger = logging.getLogger("celery_dislock")
@@ -79,11 +78,7 @@ class Parking:
             Ignore: The task is in line already, or this is a copy of work that is done.
             StoreError: The lock server did not answer.
         """
-        try:
-            answer = self._answer()
-        except TaskParked:  # maybe by a request that came late, when the line was listed no more
-            self._lines.enlist(self._delivery.lock.names[0])
-            raise
+        answer = self._answer()
         assert not isinstance(answer, Full)  # noqa: S101 -- only parking is answered Full
         return answer
 
@@ -115,15 +110,7 @@ class Parking:
         message.headers[STORE_HEADER] = self._process.identity.name()
         place = min(conflict.place, bounds.most or conflict.place)
         self._store_state(conflict, place)
-        clock, name = self._delivery.lock.clock, self._delivery.lock.names[0]
-        listed_at = clock()
-        self._lines.enlist(name)
-        try:
-            return self._answer(message.to_bytes(), bounds)
-        except TaskParked:
-            if clock() - listed_at > LISTED_FOR:
-                self._lines.enlist(name)
-            raise
+        return self._answer(message.to_bytes(), bounds)
 
     def result_stored(self, _state: str) -> None:
         """

@@ -3,9 +3,8 @@
 A parked task is stored under its ticket as the bytes of its message; see ``_parked.lua``.
 
 An index lists the locks that have parked tasks, so that the sweep finds a line whose holder died.
-It is a hash outside the cluster slots of the locks.  A lock is added before its first task is
-parked.  Each broker has its own index, because only a process with that broker can publish the
-tasks.
+The script that parks a task lists its lock; see ``_index.lua``.  Each broker has its own index,
+because only a process with that broker can publish the tasks.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Lines:
         Take a lock for a task or claim its turn; otherwise park the task if it has a message.
 
         Args:
-            lock: Name of the lock in Redis; call :meth:`enlist` before a task is parked.
+            lock: Name of the lock in Redis.
             owner: Name of this acquisition; no two acquisitions share it.
             ttl: Expiry of the lease in seconds, > 0.
             holder: JSON object that describes the holder to others.
@@ -138,15 +137,23 @@ class Lines:
             StoreError: The server did not answer.  The lock may have been taken, or the task
                 parked.
         """
-        reservation = ticket.reservation
-        state, *rest = self._asked(
-            scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
-            lock,
-            *(owner, milliseconds(ttl), holder, MODES[ticket.mode], ticket.limit, self._home),
-            *(ticket.name, ticket.owners, ticket.marked + ticket.drained, ticket.message),
-            *(*ticket.bounds, ticket.goes_on, _written(ticket.task)),
-            *(() if reservation is None else reservation.begins),
-        )
+        reservation, listed = ticket.reservation, b"0"
+        is_apart = len(self._server.together([lock, self._names])) > 1
+        while True:
+            state, *rest = self._asked(
+                scripts.PARK if reservation is None else scripts.PARK_UNIQUE,
+                lock,
+                *(owner, milliseconds(ttl), holder, MODES[ticket.mode], ticket.limit, self._home),
+                *(ticket.name, ticket.owners, ticket.marked + ticket.drained, ticket.message),
+                *(*ticket.bounds, ticket.goes_on, _written(ticket.task)),
+                *("" if is_apart else self._names, listed),
+                *(() if reservation is None else reservation.begins),
+            )
+            if is_apart and state in {scripts.UNLISTED, scripts.PARKED}:
+                self.enlist(lock)  # also afterwards: a failover of the index may have lost it
+            if state != scripts.UNLISTED:
+                break
+            (listed,) = rest
         if state == scripts.REPLACED_BY:
             raise Replaced(text(rest[0]))
         if state == scripts.GRANTED:
@@ -282,7 +289,7 @@ class Lines:
         return turns(self._server.run(scripts.LEAVE, [lock], *call)[1])
 
     def enlist(self, lock: str) -> None:
-        """Add a lock to the index, before a task is parked for it."""
+        """Add a lock to the index."""
         self._server.run(scripts.ENLIST, [self._names], lock)
 
     def delist(self, lock: str, number: bytes) -> None:
@@ -291,9 +298,11 @@ class Lines:
 
         Args:
             lock: Name of the lock in Redis.
-            number: The lock's number from :meth:`page`, read before the line was found empty.
+            number: The lock's number from :meth:`page`, read before the line was found empty;
+                empty: it was enlisted lately, and stays.
         """
-        self._server.run(scripts.ENLIST, [self._names], lock, number)
+        if number:
+            self._server.run(scripts.ENLIST, [self._names], lock, number)
 
     def page(self, cursor: bytes, count: int) -> tuple[int, bytes, Mapping[str, bytes]]:
         """

@@ -86,6 +86,7 @@ TICKS = Script.load("ticks")
 # First element of replies that have more than one shape; the same numbers are in _states.lua.
 REFUSED, GRANTED, PARKED, DONE, FULL = range(5)  # of acquire.lua and park.lua
 REPLACED_BY = 5  # of _begins.lua
+UNLISTED = 6  # of park.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])

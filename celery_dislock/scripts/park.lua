@@ -13,6 +13,8 @@
 --                      that is the one that comes, if it was sent before the first in line
 --           goes_on    the delivery that has taken the task out of this line; *: any   empty: none
 --           task       its name: "task":"...", as its message writes it; empty: not known
+--           index      of lines, see _index.lua; empty: on another node, and the client lists the line
+--           listed     Redis TIME in microseconds of this node before that; 0: it is not listed yet
 --
 -- Returns   {state, turns, ...}
 --   {1, turns, token, claimed}              granted; claimed: 1 a parked task's turn   0 no ticket
@@ -21,14 +23,15 @@
 --   {2, turns, place, replaced, lease...}   parked; replaced: {ticket, message, ...}
 --   {3, turns}                              this work is done: a mark says so, and nothing else does
 --   {4, turns, waiting, lease...}           the line is full, or was when this owner asked before
--- Touches all keys of the lock.  A task that waits already keeps its place, and so does one that ran in a
+--   {6, turns, listed}                      it was not put in line: list the line, and ask again with this time
+-- Touches all keys of the lock, and the index.  A task that waits already keeps its place, and so does one that ran in a
 -- process that died.  Safe to send twice: the owner is given the same token, the ticket has the same place.
 
 -- include: _states
 -- include: _free
 
 local owner, ttl, holder, mode, limit, its_home, ticket, same_task, marked, message, most, most_bytes,
-  overflow, goes_on, task = unpack(ARGV)
+  overflow, goes_on, task, index, listed = unpack(ARGV)
 ttl = tonumber(ttl)
 local name = KEYS[1]
 if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TICKETS, name .. HANDED,
@@ -37,6 +40,7 @@ if marked == '0' and message == '' and count_keys(name, name .. LINE, name .. TI
 end
 
 -- include: _parked
+-- include: _index
 
 home, limit, most, most_bytes = its_home, tonumber(limit), tonumber(most), tonumber(most_bytes)
 
@@ -60,7 +64,14 @@ local function claim(joined)
   return token
 end
 
+local function list() if index ~= '' then list_line(index, name) end end
+
+-- Whether the line may not be listed any more when something is put in it.
+local function is_unlisted() return index == '' and now_us >= listed + LISTED_US end
+local function list_first() return {UNLISTED, turns, string.format('%.0f', now_us)} end
+
 local function put_in_line(joined, its_home, its_message)
+  list()
   write_ticket(lock, ticket, {
     joined = joined, times = 0, ttl = ttl, mode = mode, limit = limit, home = its_home,
     message = its_message,
@@ -141,6 +152,7 @@ local function ran_before(record)
     return {GRANTED, turns, token, 1}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
+  if is_unlisted() then return list_first() end
   redis.call('HDEL', lock.running, ticket)
   return put_in_line(joined, home, message)
 end
@@ -155,12 +167,14 @@ local function new()
     return {GRANTED, turns, grant(lock, owner, ttl, mode, holder), 0}
   end
   if message == '' then return {REFUSED, turns, waiting() + 1, in_the_way(lock)} end
+  if is_unlisted() then return list_first() end
   local room = was_full and NO_ROOM or make_room(#message + 80)  -- with what is written before it
   if room == NO_ROOM then
     if marked == '0' then mark_done(lock, owner, DONE_WITH_LOCK) end  -- else it is put off
     return {FULL, turns, waiting(), in_the_way(lock)}
   end
   if room == OLDEST then  -- it is parked, and replaced at once
+    list()
     replace(lock, ticket, message)
     return in_line()
   end

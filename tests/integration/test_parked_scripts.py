@@ -9,6 +9,8 @@ import pytest
 from lupa.lua51 import LuaError
 
 from celery_dislock.parking.store import ANYBODY, ENDED, Bounds
+from celery_dislock.scripts import PARK
+from celery_dislock.scripts.names import index_of_lines
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from tests.holding import name_of
@@ -16,6 +18,7 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, TURN, Broker
 
 OTHER = name_of("other")
+INDEX = index_of_lines("dislock", "here")
 
 
 @pytest.fixture
@@ -97,42 +100,121 @@ class TestWhoHasLeftItsLineUnrun:
         assert isinstance(broker.ask("a", copy=2, marked=True), Granted)
 
 
+class Apart(LuaServer):
+    """As a cluster: the index of lines may be on another node than a lock; keeps all requests."""
+
+    def __init__(self):
+        super().__init__()
+        self.requests = []
+
+    def together(self, keys):
+        return [[key] for key in keys]
+
+    def run(self, *request):
+        self.requests.append(request)
+        return super().run(*request)
+
+
 class TestIndex:
     """The index of the lines that a sweep visits."""
 
-    def listed(self, broker):
-        _, _, found = broker.lines.page(b"0", 100)
-        return found
+    @pytest.fixture
+    def look(self, broker, server):
+        """Sweep all lines, as a worker does; whoever is told later has seen them before."""
 
-    def test_a_line_into_which_somebody_is_about_to_park_is_not_struck_off(self, broker, held):
-        """It is listed, found empty and struck off, all of that just before it has a task."""
-        broker.lines.enlist(LOCK)
-        found = self.listed(broker)
-        assert broker.lines.sweep(list(found))[LOCK].parked == 0
-        broker.lines.delist(LOCK, found[LOCK])
+        def look(late=0):
+            _, _, found = broker.lines.page(b"0", 100)
+            swept = broker.lines.sweep(list(found))
+            server.advance(late)
+            for lock, number in found.items():
+                if not swept[lock].parked:
+                    broker.lines.delist(lock, number)
+            return set(broker.lines.page(b"0", 100)[2])
+
+        return look
+
+    @pytest.fixture(params=[LuaServer, Apart])
+    def server(self, request):
+        return request.param()
+
+    def test_what_is_put_in_line_is_listed(self, broker, held, look):
+        """With its lock on the same node or not; and as often as somebody is parked."""
         broker.park("a")
-        assert LOCK in self.listed(broker)
+        assert look() == {LOCK}
+        broker.leave("a")
+        broker.park("b")
+        assert look() == {LOCK}
 
-    def test_an_empty_line_is_struck_off_later(self, broker, server):
-        """After a minute nobody is about to park."""
-        broker.lines.enlist(LOCK)
+    def test_one_that_is_replaced_at_once_is_listed(self, broker, held, look, server):
+        """It was sent before the oldest, and its end is not reported yet."""
+        bounds = Bounds(1, overflow="replace")
+        broker.park("a", message=sent(2), bounds=bounds)
+        server.send("DEL", INDEX)
+        assert "b:0:0" in broker.park("b", message=sent(1), bounds=bounds).replaced
+        assert look() == {LOCK}
+
+    def test_an_empty_line_is_struck_off_after_a_minute(self, broker, held, look, server):
+        """Until then somebody may be about to park."""
+        broker.park("a")
+        broker.leave("a")
+        assert look() == {LOCK}
         server.advance(60)
-        broker.lines.delist(LOCK, self.listed(broker)[LOCK])
-        assert self.listed(broker) == {}
+        assert look() == set()
+
+    def test_who_strikes_off_late_has_looked_when_nobody_could_come_any_more(
+        self, broker, held, look, server
+    ):
+        """It read the list and found the line empty; then its request was held back."""
+        broker.lines.enlist(LOCK)
+        server.advance(1)
+        assert look(late=3600) == {LOCK}
+
+    def test_a_request_that_comes_late_leaves_no_line_that_nobody_sweeps(
+        self, broker, held, look, server
+    ):
+        """It lists its line, or puts nothing in it if that is listed on another node."""
+        broker.park("a")
+        broker.leave("a")
+        server.advance(60)
+        assert look() == set()
+        server.send("DEL", f"{LOCK}:done:a:0:0")  # a failover has lost that it is done
+        if isinstance(server, Apart):
+            for request in [one for one in server.requests if one[0] is PARK]:
+                server.run(*request)
+        else:
+            broker.park("a")
+        assert look() == (set() if isinstance(server, Apart) else {LOCK})
+        assert (broker.sweep().parked > 0) == (LOCK in look())
+
+    def test_one_that_takes_long_to_park_lists_its_line_again(self, held, look, monkeypatch):
+        """A sweep has found the line empty meanwhile, and has struck it off."""
+        server, times = Apart(), []
+        broker = Broker(server)
+        broker.ask("first")
+        enlist = broker.lines.enlist
+
+        def slowly(lock):
+            enlist(lock)
+            times.append(lock)
+            server.advance(31 if len(times) == 1 else 0)
+
+        monkeypatch.setattr(broker.lines, "enlist", slowly)
+        assert isinstance(broker.park("a"), Parked)
+        assert len(times) >= 2
 
     def test_no_number_comes_again(self, broker, server):
         """Who read one before the line was struck off strikes nothing off afterwards."""
         numbers = []
         for _ in range(2):
             broker.lines.enlist(LOCK)
-            numbers.append(self.listed(broker)[LOCK])
             server.advance(60)
+            numbers.append(broker.lines.page(b"0", 100)[2][LOCK])
             broker.lines.delist(LOCK, numbers[0])
         assert int(numbers[0]) < int(numbers[1])
-        assert self.listed(broker) == {LOCK: numbers[1]}
+        assert list(broker.lines.page(b"0", 100)[2]) == [LOCK]
         server.advance(-3600)  # as a failover may set the clock
         broker.lines.enlist(LOCK)
-        assert int(self.listed(broker)[LOCK]) > int(numbers[1])
+        assert int(server.send("HGET", INDEX, LOCK)) > int(numbers[1])
 
 
 def sent(at):

@@ -438,9 +438,6 @@ class FakeLines:
         self.store._round_trip("set_aside", lock, ticket, message)
         return self.next_turns.pop(0) if self.next_turns else []
 
-    def enlist(self, lock: str) -> None:
-        self.store._round_trip("enlist", lock)
-
     def delist(self, lock: str, number: bytes) -> None:
         self.store._round_trip("delist", lock, number)
 

@@ -138,32 +138,12 @@ def test_a_task_whose_lock_is_held_is_parked_with_its_message(app, world, lines,
     assert runtime_of(app).process._publisher.told == []
 
 
-def test_the_state_is_stored_and_the_line_listed_before_the_task_is_in_line(
-    app, world, lines, backend
-):
+def test_the_state_is_stored_before_the_task_is_in_line(app, world, lines, backend):
     """Once in line it may run and end anywhere: its result would be overwritten."""
     world.lease("k", "other")
     come(declare(app))
     calls = [call[0] for call in world.store.calls if call[0] != "acquire"]
-    assert calls == ["park", "store_result", "enlist", "park"]
-    assert world.store.asked("enlist") == [(LOCK,)]
-
-
-@pytest.mark.parametrize(("seconds", "times"), [(29.0, 1), (31.0, 2)])
-def test_a_line_is_listed_again_by_one_that_took_long_to_park(
-    app, world, lines, monkeypatch, seconds, times
-):
-    """A sweep may have found the line empty meanwhile, and have struck it off."""
-    park = lines.park
-
-    def slowly(*given):
-        world.clock.advance(seconds if given[-1].message else 0.0)
-        return park(*given)
-
-    monkeypatch.setattr(lines, "park", slowly)
-    lines.answers = [OTHERS, Parked(1, OTHERS)]
-    assert isinstance(ended(come(declare(app))), TaskParked)
-    assert world.store.asked("enlist") == [(LOCK,)] * times
+    assert calls == ["park", "store_result", "park"]
 
 
 @pytest.mark.parametrize(("limit", "place"), [(None, 3), (2, 2), (3, 3), (9, 3)])
@@ -225,7 +205,6 @@ def test_a_task_that_is_in_line_already_stays_there(app, world, lines, backend):
     parked = ended(come(declare(app)))
     assert (type(parked), parked.place) == (TaskParked, 2)
     assert world.store.asked("store_result") == []
-    assert world.store.asked("enlist") == [(LOCK,)], "a request that came late may have parked it"
 
 
 @pytest.mark.parametrize(
@@ -325,17 +304,11 @@ def test_a_task_that_may_be_in_line_does_not_run_without_its_lock(
     assert caplog.text.count("answers again") == 1
 
 
-@pytest.mark.parametrize("at", ["ask", "enlist", "park"])
-def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, monkeypatch, at):
+@pytest.mark.parametrize("at", ["ask", "park"])
+def test_nothing_is_lost_with_the_lock_server_away(app, world, lines, broker, at):
     """Whenever it goes away, the task is put off with what belongs to it, its ticket too."""
     away = StoreError("redis://fake", "away")
-    if at == "enlist":
-
-        def enlist(_):
-            raise away
-
-        monkeypatch.setattr(lines, "enlist", enlist)
-    lines.answers = {"ask": [away], "enlist": [OTHERS], "park": [OTHERS, away]}[at]
+    lines.answers = {"ask": [away], "park": [OTHERS, away]}[at]
     assert (
         come(declare(app), tenant="seven", retries=2, **marked(ticket="2:2:0")).info.state
         == "RETRY"
@@ -357,7 +330,6 @@ def test_without_its_message_a_task_is_put_off(app, world, lines, broker):
     assert deliver(declare(app), "2").info.state == "RETRY"
     assert [sent["task_id"] for sent in broker.sent] == ["2"]
     assert isinstance(stored(app)[1], LockHeldError)
-    assert world.store.asked("enlist") == []
     assert lines.parked == {}
 
 

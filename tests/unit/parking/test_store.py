@@ -8,7 +8,7 @@ import pytest
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.parking.store import Dropped, Lines, Ticket
-from celery_dislock.scripts import DROP, SWEEP
+from celery_dislock.scripts import DROP, ENLIST, PARK, SWEEP
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 
 LOCK = "dislock:{k}"
@@ -32,6 +32,9 @@ class Server:
         if isinstance(self.reply, Exception):
             raise self.reply
         return self.reply
+
+    def together(self, keys):
+        return [keys]
 
     def run_many(self, script, calls, *, within):
         assert within > 0
@@ -125,3 +128,13 @@ def test_the_index_is_read_in_pages(server, lines):
     pages = [[3, b"7", [b"a", b"1", b"b", b"1"]], [3, b"0", [b"b", b"1", b"c", b"1"]]]
     server.run = lambda _script, _keys, cursor, _count: pages[cursor == b"7"]
     assert list(lines.names()) == ["a", "b", "c"]
+
+
+def test_a_line_on_another_node_than_the_index_is_listed_by_the_client(lines, server):
+    """Before a task is put in it, with the lock's own time of that; and after: it may be lost."""
+    asked, replies = [], [[6, [], b"7"], None, [2, [], 3, [], *LEASE], None]
+    server.together = lambda keys: [[key] for key in keys]
+    server.run = lambda script, _keys, *given: asked.append((script, given[-2:])) or replies.pop(0)
+    assert lines.park(LOCK, "owner", 30.0, "{}", TICKET) == Parked(3, HELD, {})
+    listed = (ENLIST, (LOCK,))
+    assert asked == [(PARK, ("", b"0")), listed, (PARK, ("", b"7")), listed]

@@ -1,0 +1,19 @@
+-- _index.lua: how the sweep knows which lines there are.
+--   <prefix>:lines:<home>   hash: lock -> a number that each who parks raises: Redis TIME in microseconds, or
+--                           more if the clock was set back, so that none comes again
+--
+-- A line that is not listed is never swept: behind a holder that died it would stand still.  park.lua lists the line
+-- itself.  In a cluster it may not, as the index is on another node than most locks.  There the client lists it
+-- first, and park.lua refuses to put anything in line LISTED_US after that.  A line is struck off if
+-- it was found empty YOUNG_US after it was listed, which is after all that could be put in it.
+
+-- include: _record
+
+local LISTED_US = 30000000
+local YOUNG_US = 60000000
+
+local function list_line(index, lock)
+  local number = redis.call('HGET', index, lock)
+  redis.call('HSET', index, lock, string.format('%.0f', math.max((number or 0) + 1, now_us)))
+  redis.call('PEXPIRE', index, KEPT_MS)
+end
