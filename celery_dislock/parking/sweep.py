@@ -2,9 +2,9 @@
 
 A holder that crashed does not hand off its lock, and a process may die before it has published a
 parked task.  Therefore one worker at a time sweeps the lines of its broker, under a lease of its
-own.  The sweep runs in the worker's timer, one page at a time, and visits each line once within a
-third of the watchdog timeout.  Each line costs one script call.  A line whose lock is held is left
-as it is.
+own.  The sweep runs in the worker's timer, some lines at a time, and visits each line once within
+a third of the watchdog timeout.  Each line costs one script call.  A line whose lock is held is
+left as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 
     from celery_dislock.config.options import TaskOptions
     from celery_dislock.parking.process import ParkingProcess
+    from celery_dislock.parking.store import Lines
 
-PAGE = 100  # lines per step, which blocks the worker's event loop
+PAGE = 100  # lines per step at most; a step blocks the worker's event loop
 
 logger = logging.getLogger("celery_dislock")
 
@@ -43,9 +45,54 @@ def interval(tasks: Iterable[TaskOptions]) -> float | None:
     return min(timeouts) / RENEWALS_PER_TIMEOUT if timeouts else None
 
 
+class Round:
+    """
+    The lines that one round of the sweep visits: each once.
+
+    A page of the index has any number of names: a small hash comes whole, whatever is asked for.
+
+    Args:
+        lines: The parked tasks of one broker.
+        until: Time of the sweep's clock at which the next round begins.
+
+    Attributes:
+        total: Number of lines, as the last page said.
+    """
+
+    def __init__(self, lines: Lines, until: float) -> None:
+        self.until = until
+        self.total = 0
+        self._lines = lines
+        self._cursor: bytes | None = None  # FIRST: all pages were read
+        self._seen: set[str] = set()
+        self._waiting: list[tuple[str, bytes]] = []
+
+    def take(self) -> dict[str, bytes]:
+        """
+        Return the lines to visit now, PAGE at most, with their numbers in the index.
+
+        Blocks for a round trip at most.
+
+        Raises:
+            StoreError: The server did not answer.
+        """
+        if len(self._waiting) < PAGE and self._cursor != FIRST:
+            self.total, self._cursor, page = self._lines.page(self._cursor or FIRST, PAGE)
+            self._waiting += [(lock, page[lock]) for lock in page if lock not in self._seen]
+            self._seen.update(page)
+        now, self._waiting = self._waiting[:PAGE], self._waiting[PAGE:]
+        return dict(now)
+
+    @property
+    def steps_left(self) -> int:
+        """Number of steps that are still to come; 0: all lines were visited."""
+        to_read = 0 if self._cursor == FIRST else max(1, self.total - len(self._seen))
+        return math.ceil((to_read + len(self._waiting)) / PAGE)
+
+
 class Sweep:
     """
-    Sweeps the lines of one broker, a page per step.
+    Sweeps the lines of one broker, some of them per step.
 
     Use it from one thread only.
 
@@ -80,12 +127,12 @@ class Sweep:
         self._every = every
         self._looks_first = looks_first
         self.tell: Callable[[Mapping[str, str]], None] = lambda _replaced: None
-        self._cursor = FIRST
+        self._round: Round | None = None  # None: it begins with the next step
         self._sweeps = False  # it has the lease
 
     def step(self) -> float:
         """
-        Sweep one page of lines, unless another worker sweeps; blocks for a few round trips.
+        Sweep PAGE lines at most, unless another worker sweeps; blocks for a few round trips.
 
         Errors are logged, and the next step tries again.
 
@@ -94,7 +141,7 @@ class Sweep:
         """
         began, swept_before = self._clock(), self._sweeps
         try:
-            pages = self._look()
+            due = self._look(began)
         except StoreError as exc:
             self._process.lock_server_failed(exc)
             self._sweeps = False
@@ -102,25 +149,34 @@ class Sweep:
             logger.exception("The sweep of parked tasks failed, and will be tried again.")
         else:
             self._process.lock_server_answered(took=self._sweeps and not swept_before)
-            # The interval includes the time that this step took.
-            return max(0.0, self._every / pages - (self._clock() - began))
-        self._cursor = FIRST
+            return max(0.0, due - self._clock())
+        self._round = None
         return self._every
 
-    def _look(self) -> int:
-        """Sweep one page; return the number of pages."""
-        process = self._process
-        if self._looks_first and self._cursor == FIRST and not process.lines.page(FIRST, 1)[0]:
-            return 1
+    def _look(self, now: float) -> float:
+        """Sweep the lines that are next; return the time at which the step after that is due."""
+        process, later = self._process, now + self._every
+        if self._looks_first and self._round is None and not process.lines.page(FIRST, 1)[0]:
+            return later
         ttl = 2 * self._every  # expires before the lease of a task that dies with this worker
         if not isinstance(
             process.store.acquire([self._name], self._owner, ttl, self._holder), Granted
         ):
-            self._cursor, self._sweeps = FIRST, False
-            return 1
+            self._round, self._sweeps = None, False
+            return later
         self._sweeps = True
-        is_first = self._cursor == FIRST
-        total, self._cursor, found = process.lines.page(self._cursor, PAGE)
+        is_first = self._round is None
+        this = self._round = self._round or Round(process.lines, until=later)
+        self._sweep(this.take())
+        if is_first and this.total:
+            self._confirm_name()
+        left = this.steps_left
+        if not left:
+            self._round = None
+        return now + (this.until - now) / (left + 1)
+
+    def _sweep(self, found: Mapping[str, bytes]) -> None:
+        process = self._process
         for lock, swept in process.lines.sweep(list(found)).items():
             if isinstance(swept, DamagedLockError):
                 process.lock_server_failed(swept)
@@ -131,9 +187,6 @@ class Sweep:
             process.end_unclaimed(lock, swept.unclaimed)
             if not swept.parked and not swept.replaced:
                 process.lines.delist(lock, found[lock])
-        if is_first and total:
-            self._confirm_name()
-        return 1 if total < PAGE else 2 + total // PAGE  # one more, as page sizes vary
 
     def _confirm_name(self) -> None:
         """Keep the store's name, which ends by itself; the lines do not wait for that."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ from celery_dislock.keys.names import execution_start, owners_start, shown_id, t
 from celery_dislock.messages.message import Message
 from celery_dislock.parking.identity import StoreIdentity
 from celery_dislock.parking.store import ENDED, Bounds, Ticket
+from celery_dislock.parking.sweep import PAGE, Sweep
 from celery_dislock.scripts import Script
+from celery_dislock.scripts.names import sweep_lock
 from celery_dislock.servers.records import in_words
 from celery_dislock.servers.replies import Done, Full, Granted, Parked, Refused, Swept, Turn
 from celery_dislock.servers.requests import Ending, Terms
@@ -32,6 +35,8 @@ from tests.integration.lua_server import LuaServer
 from tests.integration.parked import LOCK, LONG, TURN, Broker, message_of, owner_of
 from tests.integration.servers import RedisCluster
 from tests.integration.strange import FAR
+from tests.unit.fakes import FakeClock
+from tests.unit.parking.test_sweep import Process as SweepingProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -964,6 +969,34 @@ class TestIndex:
             broker.lines.sweep(list(found))
         assert line(client) == ["a"]
         assert list(broker.lines.page(b"0", 100)[2]) == [LOCK]
+
+
+class TestRound:
+    @pytest.mark.parametrize("lines", [PAGE + 1, 512, 513, 1500])
+    def test_a_round_visits_each_line_once(self, redis_url, monkeypatch, lines):
+        """A small hash comes whole from the server, however many names are asked for."""
+        process = SweepingProcess(Store(redis_url))
+        process.lines = Broker(real(redis_url)).lines
+        locks = {name_of(f"key{number}") for number in range(lines)}
+        for lock in locks:
+            process.lines.enlist(lock)
+        visited, sweep, clock = [], process.lines.sweep, FakeClock()
+
+        def visit(some):
+            visited.append(some)
+            return sweep(some)
+
+        monkeypatch.setattr(process.lines, "sweep", visit)
+        sweeping = Sweep(process, sweep_lock("dislock", "here"), "w", 10.0, clock=clock)
+        for _ in range(2):
+            visited.clear()
+            until = clock() + 10.0
+            while clock() < until - 0.01:
+                clock.advance(sweeping.step())
+            assert sorted(chain.from_iterable(visited)) == sorted(locks)
+            assert max(map(len, visited)) == PAGE
+            assert len(visited) <= 2 + 3 * lines / PAGE
+        sweeping.end()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from itertools import count
+import random
+from itertools import chain, count
 
 import pytest
 
@@ -24,6 +25,7 @@ class Process:
     Attributes:
         told: What tell_replaced was given; it raises what is an error.
         answered: Whether the lock server answered, each time.
+        took: Whether it granted the sweep's lease anew, each time that it answered.
     """
 
     pid = 42
@@ -35,6 +37,7 @@ class Process:
         self.told = []
         self.error = None
         self.answered = []
+        self.took = []
         self._numbers = count(1)
 
     def owner_name(self, start):
@@ -55,6 +58,7 @@ class Process:
 
     def lock_server_answered(self, *, took=True):
         self.answered.append(True)
+        self.took.append(took)
 
 
 @pytest.fixture
@@ -126,14 +130,44 @@ def test_where_another_worker_sweeps_it_waits_for_a_whole_interval(world, proces
     assert process.answered == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("total", "steps"), [(0, 1), (1, 1), (PAGE - 1, 1), (PAGE, 3), (PAGE * 5, 7)]
-)
-def test_the_pages_are_spread_over_the_interval(process, sweep, total, steps):
-    """However many lines there are, each is looked at once within it; pages are uneven."""
-    process.lines.pages = [(total, b"17", {})]
-    assert sweep.step() == EVERY / steps
-    assert process.store.asked("page") == [(FIRST, PAGE)]
+def whole(names):
+    """Answer as a server does whose hash is small: all in one page, whatever is asked for."""
+    return lambda _cursor, _count: (len(names), FIRST, names)
+
+
+def uneven(names):
+    """Answer as for a large hash that is being resized: pages of any size, some names twice."""
+    chance, pages, there = random.Random(7), {FIRST: {}}, list(names)
+    cursor, done = FIRST, 0
+    while done < len(there):
+        size = chance.randrange(2 * PAGE)
+        pages[cursor] = dict.fromkeys(there[max(0, done - 5) : done + size], b"1")
+        cursor, done = b"%d" % (len(pages) + 1), done + size
+        pages[cursor] = {}
+    following = dict(zip(pages, [*list(pages)[1:], FIRST], strict=True))
+    return lambda cursor, _count: (len(names), following[cursor], pages[cursor])
+
+
+@pytest.mark.parametrize("pages", [whole, uneven])
+@pytest.mark.parametrize("total", [0, 1, PAGE, PAGE + 1, 2 * PAGE, 512, 3012])
+def test_each_line_is_visited_once_within_the_interval(process, sweep, world, total, pages):
+    """However many there are, and whatever a page has: some in each step, spread evenly."""
+    process.lines.page = pages(empty(*map(str, range(total))))
+    ends = world.clock() + EVERY
+    for _ in range(3):
+        visited, pauses = [], []
+        while world.clock() < ends - 1e-6:
+            pauses.append(sweep.step())
+            visited.append([one for call in process.store.asked("sweep") for one in call])
+            process.store.calls.clear()
+            world.clock.advance(pauses[-1])
+        assert world.clock() == pytest.approx(ends)
+        assert sorted(chain.from_iterable(visited)) == sorted(map(str, range(total)))
+        assert max(map(len, visited)) <= PAGE
+        assert len(visited) <= 2 + 3 * total / PAGE
+        if pages is whole:
+            assert max(pauses) == pytest.approx(min(pauses))
+        ends += EVERY
 
 
 def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
@@ -149,11 +183,11 @@ def test_the_name_of_the_store_is_kept_once_a_round(process, sweep):
 
 def test_what_a_step_takes_is_part_of_its_time(process, sweep, world):
     """A server that is slow does not put the round off."""
-    process.lines.pages = [(PAGE * 5, b"17", {})] * 2
+    process.lines.pages = [(PAGE * 4, b"17", {})] * 2
     world.store.latency = 0.1
     began = world.clock()
     left = sweep.step()
-    assert left == pytest.approx(EVERY / 7 - (world.clock() - began))
+    assert left == pytest.approx(EVERY / 5 - (world.clock() - began))
     world.store.latency = EVERY
     assert sweep.step() == 0.0
 
@@ -194,6 +228,16 @@ def test_a_lock_server_that_is_away_is_asked_again_from_the_first_page(process, 
     assert cursors(process) == [FIRST, FIRST]
     assert process.answered == [True, False, False, True]
     assert caplog.text == ""
+
+
+def test_the_first_step_after_an_error_of_the_lock_server_takes_the_sweep_over(process, sweep):
+    """A server that keeps a lease may refuse new ones still: the outage ends with one it grants."""
+    process.lines.pages = [(0, FIRST, {})] * 4
+    for away in (False, False, True, False, False):
+        process.store.away = away
+        sweep.step()
+    assert process.answered == [True, True, False, True, True]
+    assert process.took == [True, False, True, False]
 
 
 def test_an_unexpected_error_does_not_end_it(process, sweep, caplog):
