@@ -57,7 +57,14 @@ class InvalidTemplate(ValueError):  # noqa: N818  # always turned into a Setting
 
 
 class KeyBuilder(Protocol):
-    """Builds the key of each call from its arguments, as a ``lock_key`` declares it."""
+    """
+    Builds the key of each call from its arguments, as a ``lock_key`` declares it.
+
+    Attributes:
+        reads: Names of the arguments that it reads; None: all.
+    """
+
+    reads: frozenset[str] | None = None
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """
@@ -127,6 +134,8 @@ class KeyTemplate:
         ]
         encoded = re.compile(f"[{ENCODED}{re.escape(markers)}]")
         self._needs_encoding, self._encode = encoded.search, encoded.sub
+        read = frozenset(name for name, *_ in names)
+        self.reads = None if self._extra in read else read  # None: all that **kwargs has, at least
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
@@ -169,6 +178,8 @@ class KeyTemplate:
 class CallableKey:
     """A key that a user's callable returns; its exceptions are passed on unchanged."""
 
+    reads: frozenset[str] | None = None
+
     def __init__(self, function: Callable[..., str]) -> None:
         self._function = function
         self._name = getattr(function, "__qualname__", None) or repr(function)
@@ -189,6 +200,8 @@ class DigestKey:
     serializers keep them distinct.  A list and a tuple give the same key.  So do a UUID, Decimal,
     date or datetime and its text, and an Enum and its value, because serializers convert them.
     """
+
+    reads: frozenset[str] | None = None
 
     def __init__(self, task_name: str, signature: inspect.Signature) -> None:
         self._name = re.sub(f"[{ENCODED}]", percent_encoded, task_name)

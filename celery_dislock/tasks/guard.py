@@ -31,6 +31,7 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
+from celery_dislock.tasks.received import Received
 from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ class Guard:
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._received = Received(self._keys, _signature(task))
         self._looks_for_copies = (
             options.lock_mode == "shared"
             or options.admits_several
@@ -155,7 +157,9 @@ class Guard:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        built = [builder.key(args, kwargs) for builder in self._keys]
+        eager = request.is_eager  # then no serializer has changed them
+        of = self._received.of(args, kwargs, task.serializer) if eager else (args, kwargs)
+        built = [builder.key(*of) for builder in self._keys]
         delivery = self._delivery(task, request, in_order(built))
         if self._limits is not None:
             limits = limits_in_order(built, self._limits)
@@ -407,23 +411,31 @@ class Guard:
         """Whether this process can park tasks."""
         return not self.runtime.off and self.runtime.process.can_park
 
-    def keys(self, args: Any, kwargs: Any) -> Sequence[str]:
+    def keys(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
         """
         Return the keys that the task locks for these arguments, in the order of their locks.
+
+        Args:
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            serializer: What a caller's arguments will be sent with; empty: they have come with a
+                message.
 
         Raises:
             Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
+        if serializer:
+            args, kwargs = self._received.of(args, kwargs, serializer)
         return in_order([builder.key(args, kwargs) for builder in self._keys])
 
-    def lock_names(self, args: Any, kwargs: Any) -> Sequence[str]:
+    def lock_names(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
         """
         Return the names in Redis of the locks that the task takes for these arguments.
 
         Raises:
-            Exception: As for :meth:`keys`.
+            Exception: As for :meth:`keys`, whose arguments it takes.
         """
-        return self.runtime.lock_names(self.keys(args, kwargs))
+        return self.runtime.lock_names(self.keys(args, kwargs, serializer))
 
     def release_dead(self, args: Any, kwargs: Any, owner_start: str) -> int:
         """

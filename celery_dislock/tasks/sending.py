@@ -128,10 +128,13 @@ class Sending(NamedTuple):
         ignored = options.get("ignore_result")
         return not (self.task.ignore_result if ignored is None else ignored)
 
-    def locks(self) -> Sequence[str]:
+    def locks(self, options: Mapping[str, Any]) -> Sequence[str]:
         """Return the names of the task's locks; none if its key cannot be built."""
+        usual = self.task.serializer if self.eager else self.app.conf.task_serializer
+        sent_with = options.get("serializer") or usual
         try:
-            return self.guard.lock_names(tuple(self.args or ()), dict(self.kwargs or {}))
+            given = tuple(self.args or ()), dict(self.kwargs or {})
+            return self.guard.lock_names(*given, sent_with)
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
@@ -184,7 +187,7 @@ class Sender:
             StoreError: The lock server is away, and ``dislock_on_unavailable`` is "raise".
             Exception: What publishing raises.
         """
-        guard, publish, locks = sending.guard, sending.publish, sending.locks()
+        guard, publish, locks = sending.guard, sending.publish, sending.locks(options)
         if not locks or self._clock() < self._away_until:
             sending.count_as("unreserved")
             return publish(**options)

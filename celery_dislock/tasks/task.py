@@ -129,7 +129,7 @@ def lock_for(task: Task, *args: Any, **kwargs: Any) -> LockHandle:
     from celery_dislock.tasks.handle import LockHandle  # noqa: PLC0415 -- few processes look
 
     guard = guard_of(task)
-    return LockHandle(guard.keys(args, kwargs), guard.runtime, task.app)
+    return LockHandle(guard.keys(args, kwargs, task.serializer), guard.runtime, task.app)
 
 
 def guard_of(task: Task) -> Guard:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from celery_dislock.exceptions import DamagedLockError, StoreError
-from celery_dislock.locks.clearing import BATCH, CLEAR_FOR
+from celery_dislock.locks.clearing import BATCH, CLEAR_FOR, RETRY_EVERY
 from celery_dislock.servers.requests import Ending, LateRelease
 
 
@@ -89,3 +91,20 @@ def test_what_waits_is_sent_when_the_watchdog_s_thread_ends(world):
     world.watchdog.clearing.clear(LateRelease(["dislock:{k}"], "gone"))
     world.watchdog._run(object())  # a thread that is not the current one ends
     assert world.store.asked("clear") == [(["gone"],)]
+
+
+@pytest.mark.parametrize("hurries", [False, True])
+def test_a_late_release_goes_out_though_no_lease_keeps_the_watchdog_awake(world, hurries):
+    """It sleeps for good where there is none, and is woken; also if it is to come at once."""
+    clearing, bell = world.watchdog.clearing, world.watchdog._bell
+    assert world.watchdog.tick() is None
+    clearing.clear(LateRelease(["dislock:{k}"], "gone"))
+    if hurries:
+        assert world.watchdog.tick() == RETRY_EVERY
+        bell.wait(0)
+        clearing.hurry()
+    assert bell._silent.acquire(blocking=False), "nobody has woken it"
+    bell.ring()
+    world.run(RETRY_EVERY)
+    assert world.store.asked("clear") == [(["gone"],)]
+    assert world.watchdog.tick() is None

@@ -70,7 +70,8 @@ class Sending:
             pause=self.clock.advance,
         )
 
-    def names(self, args, kwargs):
+    def names(self, args, _kwargs, serializer):
+        assert serializer == "json"
         if not args:
             raise ValueError("no document")
         return (f"dislock:{{edit:{args[0]}}}",)
@@ -86,8 +87,9 @@ class Sending:
         return Result(options.get("task_id"))
 
     def sending(self, args, publish, *, eager=False):
-        task = SimpleNamespace(ignore_result=False)
-        return Call(None, task, self.guard, args, {}, publish, eager)
+        task = SimpleNamespace(ignore_result=False, serializer="json")
+        app = SimpleNamespace(conf=SimpleNamespace(task_serializer="json"))
+        return Call(app, task, self.guard, args, {}, publish, eager)
 
     def send(self, *args, publish=None, **options):
         return self.sender.send(self.sending(args or (1,), publish or self.publish), options)
