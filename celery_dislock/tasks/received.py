@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.keys.templates import KeyBuilder
 
-UNCHANGED = {str, int, float, bool, type(None)}  # but not their subclasses
+UNCHANGED: set[type] = {str, int, float, bool, type(None)}  # but not their subclasses
 
 
 class Received:
@@ -47,17 +47,13 @@ class Received:
 
         What cannot be serialized is left as it is: such a message is not sent.
         """
-        if self._are_unchanged(args) and self._are_unchanged(kwargs.values()):
+        if UNCHANGED.issuperset(map(type, (*args, *kwargs.values()))):
             return args, kwargs
         names = chain(self._names, repeat(self._names[-1] if self._names else ""))  # of *args
         return (
             [self._one(name, value, serializer) for name, value in zip(names, args, strict=False)],
             {name: self._one(name, value, serializer) for name, value in kwargs.items()},
         )
-
-    @staticmethod
-    def _are_unchanged(values: Iterable[Any]) -> bool:
-        return all(type(value) in UNCHANGED for value in values)
 
     def _one(self, name: str, value: Any, serializer: str) -> Any:
         if type(value) in UNCHANGED or not any(it is None or name in it for it in self._reads):
