@@ -58,8 +58,8 @@ _SOCKET = re.compile(
     rf"(?P<scheme>unix|redis\+socket)://{_LOGIN}(?P<place>/[^@:?#]*)(?:\?[^@:#]*)?", re.ASCII
 )
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,20}://)")
-# What somebody gives who has forgotten the scheme, or a part of it, and that is no password: the path
-# of a socket, or a host with a port or a domain.
+# What somebody gives who has forgotten the scheme, or a part of it, and that is no password: a
+# socket's path, or a host with a port or a domain.
 _BARE = re.compile(
     r"(?:(?:rediss?|sentinel)(?:\+cluster)?:?/{0,2}(?=\w))?"
     r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,}|(?:\d+\.){3}\d+|[\w.-]+(?=:\d))"
@@ -180,8 +180,8 @@ def without_password(url: str) -> str:
     """
     Return the URL without its password and query, for a log line; never raises.
 
-    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, it is hidden
-    entirely, unless it is a path or a host that cannot be a password.
+    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, it is
+    hidden entirely, unless it is a path or a host that cannot be a password.
     """
     if _BARE.fullmatch(url):
         return url

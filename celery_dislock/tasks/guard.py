@@ -133,7 +133,8 @@ class Guard:
         self.interval = None if options.lock_limit is None else options.renewal_interval
         try:
             self._keys = [
-                key_builder(one, signature=_signature(task), task_name=name) for one in options.keys
+                key_builder(one, signature=signature_of(task), task_name=name)
+                for one in options.keys
             ]
         except InvalidTemplate as exc:
             raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
@@ -484,7 +485,8 @@ def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequenc
     return ordered[0] if len(set(ordered)) == 1 else ordered
 
 
-def _signature(task: type[Task]) -> inspect.Signature:
+def signature_of(task: type[Task]) -> inspect.Signature:
+    """Return the signature of a task's body, without ``self``."""
     signature = inspect.signature(task.run)
     if isinstance(inspect.getattr_static(task, "run"), staticmethod):
         return signature

@@ -215,7 +215,7 @@ def test_an_option_is_shown_but_for_what_may_be_secret_in_it(given, shown):
 
 def test_a_misspelt_setting_is_shown_with_its_value():
     """Nothing is secret in a strategy."""
-    with pytest.raises(SettingsError, match="^app.conf: dislock_on_conflikt='raise': no such"):
+    with pytest.raises(SettingsError, match=r"^app\.conf: dislock_on_conflikt='raise': no such"):
         check_settings({"dislock_on_conflikt": "raise"})
 
 
