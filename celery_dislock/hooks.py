@@ -12,6 +12,7 @@ of Celery's                              is wrapped or replaced because
 ``filter_hidden_settings``               it hides the broker's password alone
 ``AsyncResult.duplicate``                a caller can ask it of every result
 ``Task.bind``                            each task that locks is guarded when it is made
+``pydantic_wrapper``                     a key is made of the models that the body gets
 a task class's ``__call__``              the lock is taken around all of the body
 its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
 its ``Request``                          the main process learns there that a child has died
@@ -36,6 +37,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
+from celery.app import base as apps
 from celery.app import utils
 from celery.exceptions import Ignore, Reject, Retry
 from celery.result import AsyncResult
@@ -48,6 +50,7 @@ from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
+from celery_dislock.tasks.keys import validating
 from celery_dislock.tasks.sending import Sending, sender_of, tell
 from celery_dislock.tasks.task import (
     SingletonTask,
@@ -175,6 +178,11 @@ def _reporting() -> None:
         return dict(original(shown))
 
     utils.filter_hidden_settings = filter_hidden_settings
+
+
+def _validating() -> None:
+    """Wrap what makes models of the arguments of a task that has ``pydantic=True``."""
+    apps.pydantic_wrapper = validating(apps.pydantic_wrapper)
 
 
 def _binding() -> None:
@@ -433,6 +441,7 @@ def watch_consumer(
 _sending_uniquely()
 _controlling()
 _reporting()
+_validating()
 _binding()
 logging.getLogger("celery.app.trace").addFilter(is_news)  # we have logged the same, with reasons
 AsyncResult.duplicate = False  # so that a caller can always ask whether a result is another's

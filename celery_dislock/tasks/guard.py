@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
-from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
+from celery_dislock.keys.templates import in_order
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.running import Running, StopTask
@@ -31,6 +31,7 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
+from celery_dislock.tasks.keys import TaskKeys
 from celery_dislock.tasks.redelivery import Copies
 
 if TYPE_CHECKING:
@@ -131,13 +132,7 @@ class Guard:
         self.runtime = runtime
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
-        try:
-            self._keys = [
-                key_builder(one, signature=signature_of(task), task_name=name)
-                for one in options.keys
-            ]
-        except InvalidTemplate as exc:
-            raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._keys = TaskKeys(name, task, options)
         self._looks_for_copies = (
             options.lock_mode == "shared"
             or options.admits_several
@@ -156,7 +151,7 @@ class Guard:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        built = [builder.key(args, kwargs) for builder in self._keys]
+        built = self._keys.of(args, kwargs)
         delivery = self._delivery(task, request, in_order(built))
         if self._limits is not None:
             limits = limits_in_order(built, self._limits)
@@ -415,7 +410,7 @@ class Guard:
         Raises:
             Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
-        return in_order([builder.key(args, kwargs) for builder in self._keys])
+        return in_order(self._keys.of(args, kwargs))
 
     def lock_names(self, args: Any, kwargs: Any) -> Sequence[str]:
         """
@@ -483,11 +478,3 @@ def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequenc
         smallest[key] = min(limit, smallest.get(key, limit))
     ordered = [smallest[key] for key in in_order(keys)]
     return ordered[0] if len(set(ordered)) == 1 else ordered
-
-
-def signature_of(task: type[Task]) -> inspect.Signature:
-    """Return the signature of a task's body, without ``self``."""
-    signature = inspect.signature(task.run)
-    if isinstance(inspect.getattr_static(task, "run"), staticmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -31,7 +31,8 @@ from celery_dislock.messages.headers import Notes
 from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
-from celery_dislock.tasks.guard import Guard, signature_of
+from celery_dislock.tasks.guard import Guard
+from celery_dislock.tasks.keys import signature_of
 from celery_dislock.tasks.sending import Sending, outbox_of, tell
 
 if TYPE_CHECKING:

@@ -106,7 +106,9 @@ class WhichLock(NamedTuple):
         guard = self.guard(opened)
         try:
             return guard.keys(self.args, self.kwargs)
-        except TypeError as exc:  # the arguments are not the task's
+        except DislockError:
+            raise
+        except Exception as exc:  # the arguments are not the task's, or its callable refuses them
             raise click.UsageError(f"task {self.task}: {plain(exc)}") from exc
 
     def guard(self, opened: AppLocks) -> Guard:
