@@ -45,6 +45,7 @@ from celery.utils.functional import maybe_list
 from celery.utils.imports import load_extension_class_names
 from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.settings import app_settings, reported
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
@@ -367,8 +368,8 @@ def guard_for_sending(task: Task, app: Celery) -> Guard | None:
     """
     guard: Guard | None = getattr(task, "dislock_guard", None)
     if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
-        until = time.monotonic() + BOUND_WITHIN
-        while task.request_stack is None and time.monotonic() < until:
+        until = monotonic() + BOUND_WITHIN
+        while task.request_stack is None and monotonic() < until:
             time.sleep(BOUND_WITHIN / 1000)
         _guard_if_keyed(task, app)
         guard = getattr(task, "dislock_guard", None)

@@ -29,6 +29,7 @@ from celery.app.task import Context
 from celery.result import EagerResult
 from celery.utils import uuid
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.options import LONGEST
 from celery_dislock.exceptions import (
     DamagedLockError,
@@ -160,7 +161,7 @@ class Sender:
         app: Celery,
         reservations: Callable[[], Reservations],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app
