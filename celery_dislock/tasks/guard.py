@@ -33,6 +33,7 @@ from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
 from celery_dislock.tasks.keys import TaskKeys
 from celery_dislock.tasks.redelivery import Copies
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -447,7 +448,7 @@ class Guard:
         try:
             return ", ".join(map(repr, self.keys(args, kwargs)))
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-            return f"unknown: {exc!r}"
+            return f"unknown: {plain(repr(exc))}"
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""

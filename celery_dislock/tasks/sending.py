@@ -52,6 +52,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.duplicates import First, duplicate_of
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,7 +137,9 @@ class Sending(NamedTuple):
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-            logger.warning("A message is sent without a reservation, its key is unknown: %r", exc)
+            logger.warning(
+                "A message is sent without a reservation, its key is unknown: %s", plain(repr(exc))
+            )
             return ()
 
     def count_as(self, outcome: str) -> None:

@@ -70,7 +70,7 @@ class Messages:
         original = Control.broadcast
 
         def broadcast(control: Control, command: str, *args: Any, **options: Any) -> Any:
-            self._hear(control, command, options.get("arguments") or {})
+            self._hear(control, command, (args[0] if args else options.get("arguments")) or {})
             return original(control, command, *args, **options)
 
         self._undo.enter_context(mock.patch.object(Control, "broadcast", broadcast))
@@ -83,7 +83,7 @@ class Messages:
 
     def _note(self, headers: dict[str, Any], **_kwargs: Any) -> None:
         moved = self._moved()
-        self._sent.update(((headers["id"], headers[n]), moved) for n in TIMES if headers.get(n))
+        self._sent.update(((headers.get("id"), headers[n]), moved) for n in TIMES if headers.get(n))
 
     def _hear(self, control: Control, command: str, told: dict[str, Any]) -> None:
         """Do what a worker does about a revoke; nothing runs at the same time."""

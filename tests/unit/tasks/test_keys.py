@@ -112,3 +112,11 @@ def test_arguments_that_are_not_valid_fail_the_task_as_they_do_without_a_lock(ap
     assert type(failed) is type(expected) is ValidationError
     assert failed.errors() == expected.errors()
     assert world.store.asked("acquire") == []
+
+
+def test_what_is_said_of_arguments_that_are_not_valid_is_one_line(app, world):
+    """The error of pydantic has several."""
+    guard = export(app).dislock_guard
+    told = guard.keys_in_words(({"customer": {}},), {})
+    assert told.startswith("unknown: 1 validation error for Order\\ncustomer.id\\n")
+    assert "\n" not in told
