@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
@@ -226,6 +227,16 @@ class TestOfFrozenTime:
             server.crash_holder("k", timeout=0.2)
             assert dislock.lock("k", timeout=60).acquire()
             dislock.lock("k").release()
+
+    def test_the_wait_of_a_coroutine_ends(self, server, frozen):
+        """The same for its lock."""
+
+        async def wait():
+            async with Dislock.from_url(server.url) as own:
+                return await own.async_lock("k").acquire(timeout=0.05)
+
+        with frozen(), server.hold("k"):
+            assert not asyncio.run(wait())
 
     def test_a_task_that_waits_fails_in_time(self, server, declare, ran, frozen):
         """With "wait" it is run as in a worker."""
