@@ -35,7 +35,7 @@ from celery.utils.time import maybe_make_aware
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT, TaskOptions
 from celery_dislock.config.urls import MEMORY, shown
 from celery_dislock.exceptions import LockKeyError, SettingsError, StoreError
-from celery_dislock.keys.templates import check_key
+from celery_dislock.keys.templates import check_written
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.scripts import TICK, TICKS
@@ -384,7 +384,7 @@ def check_beat(app: Celery) -> None:
     runtime = runtime_of(app)
     key = runtime.settings.dislock_beat_key
     try:
-        check_key(key)
+        check_written(key)
     except LockKeyError as exc:
         raise SettingsError("app.conf", "dislock_beat_key", key, exc.reason) from exc
     url = runtime.conf.get("dislock_url")

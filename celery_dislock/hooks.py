@@ -13,6 +13,7 @@ of Celery's                              is wrapped or replaced because
 ``AsyncResult.duplicate``                a caller can ask it of every result
 ``Backend.mark_as_done`` and the like    a task's key is free before anybody sees that it has ended
 ``Task.bind``                            each task that locks is guarded when it is made
+``pydantic_wrapper``                     a key is made of the models that the body gets
 a task class's ``__call__``              the lock is taken around all of the body
 its ``apply``, ``on_replace``            uniqueness, and the order of release and replacement
 its ``Request``                          the main process learns there that a child has died
@@ -37,6 +38,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
+from celery.app import base as apps
 from celery.app import utils
 from celery.backends.base import Backend
 from celery.exceptions import Ignore, Reject, Retry
@@ -45,11 +47,13 @@ from celery.utils.functional import maybe_list
 from celery.utils.imports import load_extension_class_names
 from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.settings import app_settings, reported
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.messages.delivery import Delivery, running_request
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.reporting import is_news
+from celery_dislock.tasks.keys import validating
 from celery_dislock.tasks.sending import Sending, sender_of, tell
 from celery_dislock.tasks.task import (
     SingletonTask,
@@ -198,6 +202,11 @@ def _reporting() -> None:
         return dict(original(shown))
 
     utils.filter_hidden_settings = filter_hidden_settings
+
+
+def _validating() -> None:
+    """Wrap what makes models of the arguments of a task that has ``pydantic=True``."""
+    apps.pydantic_wrapper = validating(apps.pydantic_wrapper)
 
 
 def _binding() -> None:
@@ -382,8 +391,8 @@ def guard_for_sending(task: Task, app: Celery) -> Guard | None:
     """
     guard: Guard | None = getattr(task, "dislock_guard", None)
     if guard is None and (isinstance(task, SingletonTask) or runtime_of(app).enabled):
-        until = time.monotonic() + BOUND_WITHIN
-        while task.request_stack is None and time.monotonic() < until:
+        until = monotonic() + BOUND_WITHIN
+        while task.request_stack is None and monotonic() < until:
             time.sleep(BOUND_WITHIN / 1000)
         _guard_if_keyed(task, app)
         guard = getattr(task, "dislock_guard", None)
@@ -457,6 +466,7 @@ _sending_uniquely()
 _controlling()
 _ending()
 _reporting()
+_validating()
 _binding()
 logging.getLogger("celery.app.trace").addFilter(is_news)  # we have logged the same, with reasons
 AsyncResult.duplicate = False  # so that a caller can always ask whether a result is another's

@@ -25,9 +25,9 @@ from celery_dislock.config.settings import (
     app_settings,
     apply_options,
     check_settings,
+    in_place_of_app,
     refuse_unknown,
 )
-from celery_dislock.config.urls import shown
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.asynchronous import AsyncLock
 from celery_dislock.locks.making import keys_of, make_lock
@@ -182,8 +182,7 @@ class Dislock:
     def __init__(self, app: Celery) -> None:
         if not isinstance(app, Celery):
             remedy = "give a Celery app; for locks without one, use Dislock.from_url(url)"
-            given = shown(app) if isinstance(app, (str, list, tuple)) else app
-            raise SettingsError("Dislock(app)", "app", given, remedy)
+            raise SettingsError("Dislock(app)", "app", in_place_of_app(app), remedy)
         self._app: Celery | None = app
         self.runtime = runtime_of(app)
         _follow(app)

@@ -369,24 +369,48 @@ NEED = {
     "lock_on_duplicate": "lock_unique_until",
 }
 
-# Options of other libraries, which have no effect here: whose, and what to give for them.
+# Options of other libraries, which have no effect here: whose, and what to do about them.
 OF_OTHERS = {
-    "unique_on": ("celery-singleton", "lock_key and lock_unique_until='end'"),
-    "raise_on_duplicate": ("celery-singleton", "lock_on_duplicate='raise' or lock_on_conflict"),
-    "lock_expiry": ("celery-singleton", "lock_unique_for, or lock_expire when running"),
-    "challenge_lock_on_startup": ("celery-singleton", "nothing, as locks end by themselves"),
-    "simulate": ("celery-singleton", "nothing, or set dislock_enabled=False"),
-    "once": ("celery-once", "lock_key, lock_unique_until, lock_on_duplicate, lock_unique_for"),
-    "heimdall": ("celery-heimdall", "lock_key, lock_unique_until; no limit of tasks per time"),
+    "unique_on": ("celery-singleton", "give lock_key and lock_unique_until='end'"),
+    "raise_on_duplicate": (
+        "celery-singleton",
+        "give lock_on_duplicate='raise', or lock_on_conflict='raise'",
+    ),
+    "lock_expiry": ("celery-singleton", "give lock_unique_for, or lock_expire when running"),
+    "challenge_lock_on_startup": ("celery-singleton", "leave it out, as locks end by themselves"),
+    "simulate": ("celery-singleton", "leave it out, or set dislock_enabled=False"),
+    "once": (
+        "celery-once",
+        "give lock_key, lock_unique_until, lock_on_duplicate and lock_unique_for",
+    ),
+    "heimdall": (
+        "celery-heimdall",
+        "give lock_key and lock_unique_until; there is no limit of tasks per time",
+    ),
 }
 MIGRATING = "https://celery-dislock.readthedocs.io/en/stable/migrating.html"  # option by option
 
-# Names that may be given for an option: attributes of Celery, without effect.
+# Names by which others call an option of a task, with or without `lock_`.  Without it they are
+# attributes of Celery, and would have no effect.
 MEANT = {
     "key": "give lock_key",
     "lock": "give lock_key",
+    "name": "give lock_key",
     "timeout": "give lock_wait_timeout, lock_watchdog_timeout or lock_expire",
+    "blocking_timeout": "give lock_on_conflict='wait' and lock_wait_timeout",
     "ttl": "leave it out, as locks end by themselves, or give lock_expire for a fixed expiry",
+    "lease_time": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
+    "auto_renewal": "leave it out, as leases are renewed, or give lock_expire for a fixed expiry",
+}
+# The same for a lock in plain Python.
+MEANT_IN_PYTHON = {
+    "wait_timeout": "give timeout",
+    "blocking_timeout": "give timeout",
+    "blocking": "give timeout=0, or call try_acquire()",
+    "ttl": "leave it out, as locks end by themselves, or give expire for a fixed expiry",
+    "lease_time": "leave it out, as leases are renewed, or give expire for a fixed expiry",
+    "auto_renewal": "leave it out, as leases are renewed, or give expire for a fixed expiry",
+    "sleep": "leave it out: a release wakes the next in line, and nobody polls",
 }
 
 # The only values of these options that several independent lock servers support.

@@ -23,6 +23,7 @@ from celery_dislock.config.options import (
     ALONE,
     BELONG_TO,
     MEANT,
+    MEANT_IN_PYTHON,
     MIGRATING,
     NEAR_MISS,
     NEED,
@@ -49,7 +50,7 @@ NEAR_SETTING = 0.91  # minimum difflib ratio of two settings, which share most o
 URL_WORDS = {"url", "urls", "uri"}
 
 # If a name contains one of these, its value is never shown.
-SECRETS = ("password", "credential", "transport_option", "kwargs")
+SECRETS = ("pass", "secret", "token", "credential", "transport_option", "kwargs")
 
 
 @dataclass(frozen=True)
@@ -186,15 +187,13 @@ class ResolvedOptions:
 def _check_names(owner: str, declared: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(TaskOptions)]
     for name, value in declared.items():
-        if name in MEANT:
-            raise _refused(owner, name, value, f"no such option: {MEANT[name]}")
         if name in OF_OTHERS:
-            remedy = (
-                f"no such option here; for ours in place of {OF_OTHERS[name]}'s see {MIGRATING}"
-            )
+            library, ours = OF_OTHERS[name]
+            remedy = f"an option of {library}, without effect here: {ours}; see {MIGRATING}"
             raise _refused(owner, name, value, remedy)
-        if name.startswith("lock_") or get_close_matches(name, known, 1, NEAR_MISS):
-            refuse_unknown(owner, {name: value}, known)
+        meant = name.startswith("lock_") or name in MEANT
+        if meant or get_close_matches(name, known, 1, NEAR_MISS):
+            refuse_unknown(owner, {name: value}, known, MEANT)
 
 
 def _check_together(owner: str, declared: Mapping[str, Any], options: TaskOptions) -> None:
@@ -244,17 +243,25 @@ def _overruled(name: str, value: object, own: Mapping[str, Any]) -> bool:
     return False
 
 
-def refuse_unknown(owner: str, given: Mapping[str, object], known: Sequence[str]) -> None:
+def refuse_unknown(
+    owner: str,
+    given: Mapping[str, object],
+    known: Sequence[str],
+    meant: Mapping[str, str] = MEANT_IN_PYTHON,
+) -> None:
     """
     Refuse options that do not exist.
 
     Raises:
-        SettingsError: Names the option, and suggests a known one with a similar name.
+        SettingsError: Names the option, and says what is meant, or which known one has a similar
+            name.
     """
     for name, value in given.items():
         if name not in known:
-            near = did_you_mean(name.removeprefix("lock_"), known) or did_you_mean(name, known)
-            raise _refused(owner, name, value, f"no such option{near}")
+            bare = name.removeprefix("lock_")
+            hint = f": {meant[bare]}" if bare in meant else did_you_mean(bare, known)
+            hint = hint or did_you_mean(name, known)
+            raise _refused(owner, name, value, f"no such option{hint}")
 
 
 def app_settings(conf: Mapping[str, Any]) -> AppSettings:
@@ -356,7 +363,9 @@ def check_settings(conf: Mapping[str, Any], *, strict: bool = False) -> None:
                     given,
                 )
             continue
-        raise SettingsError("app.conf", given, harmless(conf[given]), remedy)
+        value = conf[given]
+        shown_value = _censored(meant, value) if meant else harmless(value)
+        raise SettingsError("app.conf", given, shown_value, remedy)
 
 
 _ignored: set[str] = set()  # settings that this process has warned of
@@ -406,21 +415,33 @@ def _refused(owner: str, name: str, value: object, remedy: str) -> SettingsError
     return SettingsError(owner, name, _censored(name, value), remedy)
 
 
+def in_place_of_app(given: object) -> object:
+    """Return what was given in place of an app, for a message: perhaps its name, or a URL."""
+    if isinstance(given, str) and given.replace(".", "_").isidentifier():
+        return given
+    return _censored("url" if isinstance(given, (str, list, tuple)) else "app", given)
+
+
 def reported(name: str, value: object) -> object:
     """Return a setting for a report to people; one of this package without any password."""
     return _censored(name, value) if "dislock" in name.lower() else value
 
 
-def _censored(name: str, value: object, *, within: bool = False) -> object:
-    """Hide what may be secret; of the texts *within* a mapping any may be, so none is shown."""
+def _censored(name: str, value: object) -> object:
+    """Hide what may be secret: what such a name has, and the password of each URL."""
     if isinstance(value, Mapping):
-        return {key: _censored(str(key), one, within=True) for key, one in value.items()}
-    if any(word in name.lower() for word in SECRETS):
+        inner = {key: _censored(str(key), one) for key, one in value.items()}
+        if _is_secret(name):  # of the texts within connection options any may be one
+            return {key: harmless(one) for key, one in inner.items()}
+        return inner
+    if _is_secret(name) or (isinstance(value, bytes) and b"://" in value):
         return HIDDEN
-    if within:
-        return HIDDEN if "pass" in name.lower() else harmless(value)
     if "url" in name.lower() or (isinstance(value, str) and "://" in value):
         return shown(value)
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_censored(name, one) for one in value]
     return value
+
+
+def _is_secret(name: str) -> bool:
+    return any(word in name.lower() for word in SECRETS)

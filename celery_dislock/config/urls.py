@@ -50,14 +50,22 @@ HIDDEN = "***"  # shown instead of a value that a message must not contain
 _HOST = r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::[0-6]?\d{1,4})?"
 _LOGIN = r"(?P<login>(?:(?P<user>[\w.-]*):)?[^@/?#;,]+@|[^@/?#;,]*@)?"
 _HOSTS = re.compile(
-    rf"(?P<scheme>[a-z][a-z0-9+]{{0,20}})://{_LOGIN}"
+    rf"(?P<scheme>[A-Za-z][A-Za-z0-9+]{{0,20}})://{_LOGIN}"
     rf"(?P<place>{_HOST}(?:[;,](?:(?P=scheme)://)?{_HOST})*(?:/\d{{0,5}}/?)?)(?:\?[^@#]*)?",
     re.ASCII,
 )
 _SOCKET = re.compile(
     rf"(?P<scheme>unix|redis\+socket)://{_LOGIN}(?P<place>/[^@:?#]*)(?:\?[^@:#]*)?", re.ASCII
 )
-_SCHEME = re.compile(r"([a-z][a-z0-9+]{0,20}://)")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+]{0,20}://)")
+# What somebody gives who has forgotten the scheme, or a part of it, and that is no password: a
+# socket's path, or a host with a port or a domain.
+_BARE = re.compile(
+    r"(?:(?:rediss?|sentinel)(?:\+cluster)?:?/{0,2}(?=\w))?"
+    r"(?:localhost|(?:[a-z0-9-]+\.)+[a-z]{2,}|(?:\d+\.){3}\d+|[\w.-]+(?=:\d))"
+    r"(?::[0-6]?\d{1,4})?(?:/\d{0,5}/?)?|(?:unix:|redis\+socket:)?/[\w./-]*\.sock|",
+    re.ASCII,
+)
 
 
 class Group(NamedTuple):
@@ -172,9 +180,11 @@ def without_password(url: str) -> str:
     """
     Return the URL without its password and query, for a log line; never raises.
 
-    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, the URL is
-    hidden entirely.
+    If the URL cannot be parsed, the result has the scheme alone.  If there is no scheme, it is
+    hidden entirely, unless it is a path or a host that cannot be a password.
     """
+    if _BARE.fullmatch(url):
+        return url
     found = _SOCKET.fullmatch(url) or _HOSTS.fullmatch(url)
     if not found:
         begins = _SCHEME.match(url)

@@ -32,10 +32,11 @@ from datetime import date
 from decimal import Decimal
 from enum import Enum
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import UUID
 
 from celery_dislock.exceptions import LockKeyError
+from celery_dislock.keys.signatures import binder, keywords_name, passing
 
 MAX_KEY_BYTES = 200  # bytes of UTF-8
 DIGEST_CHARS = 32  # hex digits of a SHA-256 digest: 128 bits
@@ -47,6 +48,11 @@ CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff"
 ENCODED = r":%{}<>" + CONTROL
 FORBIDDEN = re.compile(rf"[{{}}{CONTROL}]")  # braces delimit the hash tag of the Redis name
 ALLOWED = "str, int, bool, UUID, Enum, date, datetime or Decimal"
+
+# What other templates have for a name: `%(name)s`, `%s`; `$name` if there is such an argument.
+PRINTF = re.compile(r"%\(\w+\)[a-z]?|%[sdr](?!\w)")
+DOLLAR = re.compile(r"\$([A-Za-z_]\w*)")
+PLACEHOLDER = re.compile(r"<([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)>")  # in a key: nobody filled it in
 
 _TOKEN = re.compile(r"<<|>>|<([^<>]*)>|[<>]")
 _NOT_GIVEN = inspect.Parameter.empty
@@ -96,7 +102,7 @@ def key_builder(
         return DigestKey(task_name, signature)
     if isinstance(declared, str):
         return KeyTemplate(declared, signature, task_name)
-    return CallableKey(declared)
+    return CallableKey(declared, signature, task_name)
 
 
 def key_of(lock: str) -> str:
@@ -121,12 +127,12 @@ class KeyTemplate:
     """
 
     def __init__(self, template: str, signature: inspect.Signature, task_name: str) -> None:
-        literals, paths = _parse(template)
+        literals, paths = _parse(template, signature)
         names = [_split(path, signature) for path in paths]
         markers = _markers(literals, paths)
         self._template = template
-        self._bind = _binder(signature, task_name)
-        self._extra = _keywords_name(signature)
+        self._bind = binder(signature, task_name)
+        self._extra = keywords_name(signature)
         self._head = literals[0]
         self._slots = [
             (path, name, walk, literal)
@@ -180,12 +186,20 @@ class CallableKey:
 
     reads: frozenset[str] | None = None
 
-    def __init__(self, function: Callable[..., str]) -> None:
+    def __init__(
+        self, function: Callable[..., str], signature: inspect.Signature, task_name: str
+    ) -> None:
         self._function = function
         self._name = getattr(function, "__qualname__", None) or repr(function)
+        try:
+            self._passed = passing(function, signature, task_name)
+        except ValueError as exc:
+            raise InvalidTemplate(str(exc)) from exc
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
+        if self._passed is not None:
+            args, kwargs = self._passed(*args, **kwargs)
         key = self._function(*args, **kwargs)
         if not isinstance(key, str):
             reason = f"it returned {reprlib.repr(key)}; a key is a str, not {kind_of(key)}"
@@ -206,7 +220,7 @@ class DigestKey:
     def __init__(self, task_name: str, signature: inspect.Signature) -> None:
         self._name = re.sub(f"[{ENCODED}]", percent_encoded, task_name)
         self._declared = f"{task_name}:<all arguments>"
-        self._bind = _binder(signature, task_name)
+        self._bind = binder(signature, task_name)
 
     def key(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
         """Return the key of a call; see `KeyBuilder.key`."""
@@ -222,7 +236,7 @@ class DigestKey:
         return check_key(key, declared=self._declared)
 
 
-def _parse(template: str) -> tuple[list[str], list[str]]:
+def _parse(template: str, signature: inspect.Signature) -> tuple[list[str], list[str]]:
     """Split a template into literals and placeholders; there is one literal more."""
     if not template:
         raise InvalidTemplate("the template is empty; name the lock, as in 'export:<corp_id>'")
@@ -239,7 +253,14 @@ def _parse(template: str) -> tuple[list[str], list[str]]:
             paths.append(token[1])
             literals.append("")
     literals[-1] += template[end:]
-    if wrong := FORBIDDEN.search("".join(literals)):
+    whole = "".join(literals)
+    dollar = DOLLAR.search(whole)
+    other = PRINTF.search(whole) or (
+        dollar if dollar and dollar[1] in signature.parameters else None
+    )
+    if other:
+        raise InvalidTemplate(f"{other[0]!r} stands for itself; write <name> for an argument")
+    if wrong := FORBIDDEN.search(whole):
         hint = "; write <name> for an argument" if wrong[0] in "{}" else ""
         raise InvalidTemplate(f"{wrong[0]!r} cannot stand in a key{hint}")
     # The value after a literal may be empty or begin with "#".
@@ -267,36 +288,12 @@ def _split(path: str, signature: inspect.Signature) -> list[str]:
     if private := [part for part in walk if part.startswith("_")]:
         raise InvalidTemplate(f"<{path}>: {private[0]!r} is private; name public attributes only")
     names = list(signature.parameters)
-    if name not in names and not _keywords_name(signature):
+    if name not in names and not keywords_name(signature):
         having = f"its arguments are {', '.join(names)}" if names else "it takes none"
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean <{'.'.join((*near, *walk))}>?" if near else ""
         raise InvalidTemplate(f"<{name}> is no argument of the task; {having}{hint}")
     return [name, *walk]
-
-
-def _keywords_name(signature: inspect.Signature) -> str:
-    """Return the name of ``**kwargs``; empty if the signature has none."""
-    return "".join(p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD)
-
-
-def _binder(signature: inspect.Signature, task_name: str) -> Callable[..., dict[str, Any]]:
-    """
-    Make a function of this signature that returns its arguments by name, defaults applied.
-
-    Python binds the arguments of a call many times faster than `inspect.Signature.bind`.
-    """
-    given = list(signature.parameters.values())
-    plain = [one.replace(annotation=one.empty, default=one.empty) for one in given]
-    head = str(inspect.Signature(plain))[1:-1]
-    body = ", ".join(f"{one.name!r}: {one.name}" for one in given)
-    bind: Any = eval(f"lambda {head}: {{{body}}}")  # noqa: S307 -- of names alone
-    by_name = {one.name for one in given if one.kind is one.KEYWORD_ONLY}
-    defaults = {one.name: one.default for one in given if one.default is not one.empty}
-    bind.__defaults__ = tuple(value for name, value in defaults.items() if name not in by_name)
-    bind.__kwdefaults__ = {name: defaults[name] for name in defaults if name in by_name}
-    bind.__qualname__ = task_name  # in the text of a TypeError
-    return bind  # type: ignore[no-any-return]
 
 
 class NotPlainError(Exception):
@@ -329,8 +326,24 @@ def check_key(key: str, *, declared: str | None = None) -> str:
     return f"{head}{DIGEST_MARK}{hashlib.sha256(raw).hexdigest()[:DIGEST_CHARS]}"
 
 
+def check_written(key: str) -> str:
+    """
+    Check a whole key, as somebody writes it, and shorten it; see :func:`check_key`.
+
+    Raises:
+        LockKeyError: See :func:`check_key`; or the key is the template of a task.
+    """
+    checked = check_key(key)
+    if found := PLACEHOLDER.search(key) or PRINTF.search(key):
+        why = f"{found[0]!r} stands for no value in a key: write the value, as in 'export:7'"
+        raise _refused(key, None, why)
+    return checked
+
+
 def _refused(key: object, declared: str | None, reason: str) -> LockKeyError:
-    return LockKeyError(reprlib.repr(key) if declared is None else declared, None, reason)
+    if declared is None:
+        declared = key[:MAX_KEY_BYTES] if isinstance(key, str) else reprlib.repr(key)
+    return LockKeyError(declared, None, reason)
 
 
 def percent_encoded(match: re.Match[str]) -> str:

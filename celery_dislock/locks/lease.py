@@ -16,6 +16,7 @@ import time
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import LockLostError, StoreError
 from celery_dislock.servers.requests import RELEASED
@@ -42,7 +43,8 @@ def trust_in(ttl: float) -> float:
 
 def wall_time(when: float, clock: Callable[[], float]) -> float:
     """Return the UNIX time of a time on *clock*; a clock that a test drives tells UNIX time."""
-    return when + time.time() - clock() if clock is time.monotonic else when
+    tells_monotonic = clock in (monotonic, time.monotonic)
+    return when + time.time() - clock() if tells_monotonic else when
 
 
 class End(str, Enum):

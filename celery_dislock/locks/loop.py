@@ -14,10 +14,10 @@ reported in the thread of the hub; see :mod:`celery_dislock.locks.native`.
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from celery_dislock.clock import monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.locks.native import Bell, Thread, at_once, in_hub, reentrant_lock
 from celery_dislock.locks.observer import FOREVER
@@ -67,7 +67,7 @@ class Loop:
     def __init__(
         self,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         threaded: bool = True,
         beside_greenlets: bool = False,
         close: Callable[[], None] | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock.config.options import seconds, yes_or_no
 from celery_dislock.config.settings import task_options
 from celery_dislock.exceptions import SettingsError
-from celery_dislock.keys.templates import check_key, in_order
+from celery_dislock.keys.templates import check_written, in_order
 from celery_dislock.locks.reentrant import ReentrantLock
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def keys_of(key: str | Sequence[str]) -> Sequence[str]:
     """
     given: Any = key
     several = not isinstance(given, (str, bytes)) and isinstance(given, Iterable)
-    return in_order([check_key(one) for one in given] if several else [check_key(given)])
+    return in_order([check_written(one) for one in (given if several else [given])])
 
 
 def _resolve(runtime: Runtime[Any], owner: str, stated: dict[str, Any]) -> TaskOptions:

@@ -6,9 +6,9 @@ and waits while renewals fail: the server is away, and the time is needed for le
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from celery_dislock.clock import monotonic
 from celery_dislock.locks.clearing import Clearing
 from celery_dislock.locks.loop import WITHIN_MOST, Loop
 from celery_dislock.locks.observer import FOREVER, Observer
@@ -43,7 +43,7 @@ class Watchdog(Loop):
         self,
         store: Store,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         threaded: bool = True,
         beside_greenlets: bool = False,
         asks: bool = False,

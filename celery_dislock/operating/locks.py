@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery
 
+from celery_dislock.config.settings import in_place_of_app
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.keys.templates import check_key
 from celery_dislock.parking.process import runtime_of
@@ -45,7 +46,8 @@ class AppLocks:
         elif hasattr(app, "runtime"):
             self.app, self.runtime = vars(app).get("_app"), app.runtime
         else:
-            raise SettingsError("locks", "app", app, "give a Celery app, or its Dislock")
+            given = in_place_of_app(app)
+            raise SettingsError("locks", "app", given, "give a Celery app, or its Dislock")
         self._overviews: dict[ParkingProcess, Overview] = {}  # one; a forked process makes its own
 
     @property

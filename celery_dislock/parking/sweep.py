@@ -13,9 +13,9 @@ import contextlib
 import json
 import logging
 import math
-import time
 from typing import TYPE_CHECKING
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.parking.store import FIRST
@@ -117,7 +117,7 @@ class Sweep:
         every: float,
         *,
         looks_first: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._process = process
         self._clock = clock

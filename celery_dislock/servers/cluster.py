@@ -13,7 +13,6 @@ not delay the renewals on the others.
 from __future__ import annotations
 
 import contextlib
-import time
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from redis.cluster import parse_cluster_slots
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group
 from celery_dislock.exceptions import SettingsError, StoreError
 from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, connection_maker
@@ -196,7 +196,7 @@ class Cluster(Server):
         A call is sent again only after a redirection.  *within* limits the time until the first
         reply of each node.
         """
-        until = time.monotonic() + within
+        until = monotonic() + within
         if not self._slots:
             self._find_slots(within=within)
         replies: dict[int, Any] = {}
@@ -211,7 +211,7 @@ class Cluster(Server):
         # Nodes that failed the last time come last: connecting to one may use up all of the time.
         order = sorted(batches, key=self._failing.__contains__)
         asked = {a: (self._node(a).batch, [calls[n] for n in batches[a]]) for a in order}
-        answers = ask_all(script, asked, within=max(until - time.monotonic(), LEAST))
+        answers = ask_all(script, asked, within=max(until - monotonic(), LEAST))
         self._failing = {at for at, answer in answers.items() if isinstance(answer, StoreError)}
         for at, answer in answers.items():
             each = repeat(answer) if at in self._failing else answer
@@ -227,7 +227,7 @@ class Cluster(Server):
         for number, reply in replies.items():
             cause = reply.raw if isinstance(reply, StoreError) else None
             unsettled = unsettled or isinstance(cause, UNSETTLED)
-            if isinstance(cause, AskError) and time.monotonic() < until:
+            if isinstance(cause, AskError) and monotonic() < until:
                 asking = not isinstance(cause, MovedError)
                 moved = moved or not asking
                 key, *arguments = calls[number]
@@ -240,7 +240,7 @@ class Cluster(Server):
                     replies[number] = exc
         if unsettled or moved:
             with contextlib.suppress(StoreError):
-                self._find_slots(within=max(until - time.monotonic(), LEAST))
+                self._find_slots(within=max(until - monotonic(), LEAST))
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -305,7 +305,7 @@ class Cluster(Server):
         order = sorted(dict.fromkeys(known), key=lambda a: a == last or a in self._failing)
         within = self._patience if within is None else within
         each = within / min(len(order), ASKED)
-        until = time.monotonic() + within
+        until = monotonic() + within
         error: StoreError | None = None
         for address in order:
             try:
@@ -314,7 +314,7 @@ class Cluster(Server):
                 error = exc
                 # The node that failed moves to the end.
                 self._known = sorted(self._known, key=address.__eq__)
-                if time.monotonic() < until:
+                if monotonic() < until:
                     continue
                 break
             if reply:

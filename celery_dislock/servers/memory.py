@@ -17,6 +17,8 @@ from weakref import WeakSet
 
 from redis.exceptions import ResponseError
 
+from celery_dislock.clock import monotonic
+
 try:
     import lupa  # type: ignore[import-untyped] # noqa: F401 -- fakeredis needs it for scripts
     from fakeredis._clients._tcp_server import TCPFakeRequestHandler, TcpFakeServer
@@ -32,16 +34,25 @@ INFO = b"redis_version:8.0.0\r\nrole:master\r\n"  # a command that fakeredis doe
 
 
 class Clock:
-    """What fakeredis has in place of the module :mod:`time`: it can be *ahead* by some seconds."""
+    """
+    What fakeredis has in place of the module :mod:`time`: it can be *ahead* by some seconds.
 
-    ahead = 0.0
+    As the clock of a server, it does not stop with Python's, which a test may freeze.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        self._began = time.time() - monotonic()
 
     def time(self) -> float:
         """Return UNIX time, and more."""
-        return time.time() + self.ahead
+        return self._began + monotonic() + self.ahead
 
     def __getattr__(self, name: str) -> Any:
         return getattr(time, name)
+
+
+CLOCK = Clock()  # of every fakeredis of the process
 
 
 class Connection(TCPFakeRequestHandler):
@@ -74,8 +85,11 @@ class MemoryServer(TcpFakeServer):
 
     Attributes:
         clock: Returns UNIX time, and the seconds by which :meth:`advance` has moved it.
+        is_for_tests: Whether what it has may be deleted.
         url: Its first database.
     """
+
+    is_for_tests = True
 
     request_queue_size = 128  # clients that connect at once; of a sixth, five would lose a second
 
@@ -83,14 +97,13 @@ class MemoryServer(TcpFakeServer):
         super().__init__(("127.0.0.1", 0))
         self.RequestHandlerClass = Connection
         self.daemon_threads = True
-        self._time = Clock()
-        self.clock = self._time.time
+        self.clock = CLOCK.time
         self.url = f"redis://127.0.0.1:{self.server_address[1]}/0"
         self._away = False
         self._connected: WeakSet[socket.socket] = WeakSet()
         for name, module in list(sys.modules.items()):
             if name.startswith("fakeredis.") and vars(module).get("time") is time:
-                vars(module)["time"] = self._time
+                vars(module)["time"] = CLOCK
         threading.Thread(target=self.serve_forever, name="dislock-memory", daemon=True).start()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
@@ -103,7 +116,7 @@ class MemoryServer(TcpFakeServer):
 
     def advance(self, seconds: float) -> None:
         """Let time pass; who waits in a blocking command looks at the clock again."""
-        self._time.ahead += seconds
+        CLOCK.ahead += seconds
         with self.fake_server.lock:
             for database in self.fake_server.dbs.values():
                 database.condition.notify_all()
@@ -122,6 +135,6 @@ class MemoryServer(TcpFakeServer):
 
 
 @cache
-def memory_server() -> MemoryServer:
-    """Return the server of this process; the first call starts it.  A forked child uses it, too."""
+def memory_server(purpose: str = "locks") -> MemoryServer:  # noqa: ARG001 -- what it is cached by
+    """Return a server of this process; the first call starts it.  A forked child uses it, too."""
     return MemoryServer()

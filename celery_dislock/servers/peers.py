@@ -13,13 +13,13 @@ does not decide, all servers are asked.
 from __future__ import annotations
 
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
 from redis.exceptions import NoScriptError, RedisError
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import without_password
 from celery_dislock.exceptions import DamagedLockError, StoreError
 from celery_dislock.redaction import reason_of
@@ -79,7 +79,7 @@ class Peer:
         self,
         url: str,
         options: Mapping[str, Any],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         driver: Driver = BLOCKING,
     ) -> None:
         self.name = without_password(url)
@@ -216,7 +216,7 @@ class Peers:
         majority: The smallest number that is more than half of the servers.
     """
 
-    def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peers: Sequence[Peer], clock: Callable[[], float] = monotonic) -> None:
         self._peers = peers
         self._clock = clock
         self.majority = len(peers) // 2 + 1

@@ -7,12 +7,12 @@ uses it.  Nothing is resent here, since that thread decides when to try again.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from celery_dislock.clock import monotonic
 from celery_dislock.exceptions import StoreError
 from celery_dislock.redaction import Ours
 from celery_dislock.servers.connections import AWAY, close, connect_within, read, store_error
@@ -125,7 +125,7 @@ def ask_each(
     read: Callable[[Key, Sent, float], Any],
     *,
     within: float,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = monotonic,
 ) -> dict[Key, Any]:
     """
     Ask several servers at once.

@@ -14,11 +14,11 @@ Source: https://redis.io/docs/latest/develop/clients/patterns/distributed-locks/
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from celery_dislock import scripts
+from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
 from celery_dislock.servers.driver import BLOCKING
@@ -77,7 +77,7 @@ class Quorum(Server):
         options: Mapping[str, Any],
         *,
         driver: Driver = BLOCKING,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._patience = options.get("socket_timeout") or PATIENCE
         limits = {"socket_timeout": PATIENCE, "socket_connect_timeout": self._patience}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +22,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import group, redis_options
 from celery_dislock.exceptions import SettingsError
 from celery_dislock.redaction import Ours, reason_of
@@ -143,7 +143,7 @@ class Sentinels:
         *,
         others: int = 0,
         timeout: float = SOCKET_TIMEOUT,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         driver: Driver = BLOCKING,
     ) -> None:
         self._sentinels = tuple(sentinels)

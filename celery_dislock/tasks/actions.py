@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE
 from celery_dislock.exceptions import DislockError, SettingsError
 from celery_dislock.keys.templates import key_of
@@ -67,7 +68,7 @@ class Actions:
         app: Celery | None,
         process: ParkingProcess,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app

@@ -16,7 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_dislock.exceptions import LockLostError, SettingsError, StoreError
 from celery_dislock.keys.names import execution_start, reserved_lock, shown_id
-from celery_dislock.keys.templates import InvalidTemplate, in_order, key_builder
+from celery_dislock.keys.templates import in_order
 from celery_dislock.locks.attempt import PUT_OFF, Attempt, Conflict, current
 from celery_dislock.locks.callers import CallerLease, current_caller
 from celery_dislock.locks.running import Running, StopTask
@@ -31,8 +31,9 @@ from celery_dislock.servers.replies import Replaced
 from celery_dislock.servers.requests import RELEASED
 from celery_dislock.tasks import conflicts
 from celery_dislock.tasks.acquisition import Acquisition
-from celery_dislock.tasks.received import Received
+from celery_dislock.tasks.keys import TaskKeys
 from celery_dislock.tasks.redelivery import Copies
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,13 +133,7 @@ class Guard:
         self.runtime = runtime
         self.timeout = options.timeout
         self.interval = None if options.lock_limit is None else options.renewal_interval
-        try:
-            self._keys = [
-                key_builder(one, signature=_signature(task), task_name=name) for one in options.keys
-            ]
-        except InvalidTemplate as exc:
-            raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
-        self._received = Received(self._keys, _signature(task))
+        self._keys = TaskKeys(name, task, options)
         self._looks_for_copies = (
             options.lock_mode == "shared"
             or options.admits_several
@@ -157,9 +152,8 @@ class Guard:
         """Run the body under the task's lock, or end the delivery if the lock cannot be taken."""
         if self.runtime.off:
             return body(*args, **kwargs)
-        eager = request.is_eager  # then no serializer has changed them
-        of = self._received.of(args, kwargs, task.serializer) if eager else (args, kwargs)
-        built = [builder.key(*of) for builder in self._keys]
+        # An eager task's arguments have taken no way through a serializer.
+        built = self._keys.of(args, kwargs, task.serializer if request.is_eager else "")
         delivery = self._delivery(task, request, in_order(built))
         if self._limits is not None:
             limits = limits_in_order(built, self._limits)
@@ -424,9 +418,7 @@ class Guard:
         Raises:
             Exception: They cannot be built: LockKeyError, or what a user's callable raises.
         """
-        if serializer:
-            args, kwargs = self._received.of(args, kwargs, serializer)
-        return in_order([builder.key(args, kwargs) for builder in self._keys])
+        return in_order(self._keys.of(args, kwargs, serializer))
 
     def lock_names(self, args: Any, kwargs: Any, serializer: str = "") -> Sequence[str]:
         """
@@ -463,7 +455,7 @@ class Guard:
         try:
             return ", ".join(map(repr, self.keys(args, kwargs)))
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-            return f"unknown: {exc!r}"
+            return f"unknown: {plain(repr(exc))}"
 
     def turn_of(self, request: Context) -> tuple[str, str] | None:
         """Return the lock and the ticket of the turn that a request brings; None if none."""
@@ -494,10 +486,3 @@ def limits_in_order(keys: Sequence[str], limits: Sequence[int]) -> int | Sequenc
         smallest[key] = min(limit, smallest.get(key, limit))
     ordered = [smallest[key] for key in in_order(keys)]
     return ordered[0] if len(set(ordered)) == 1 else ordered
-
-
-def _signature(task: type[Task]) -> inspect.Signature:
-    signature = inspect.signature(task.run)
-    if isinstance(inspect.getattr_static(task, "run"), staticmethod):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])

@@ -29,6 +29,7 @@ from celery.app.task import Context
 from celery.result import EagerResult
 from celery.utils import uuid
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.options import LONGEST
 from celery_dislock.exceptions import (
     DamagedLockError,
@@ -51,6 +52,7 @@ from celery_dislock.parking.process import runtime_of
 from celery_dislock.servers.outage import Outage
 from celery_dislock.servers.reservations import Reservation, Reserved, Taken
 from celery_dislock.tasks.duplicates import First, duplicate_of
+from celery_dislock.words import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,7 +140,9 @@ class Sending(NamedTuple):
         except THROWN:
             raise
         except Exception as exc:  # noqa: BLE001 -- any error of a user's callable
-            logger.warning("A message is sent without a reservation, its key is unknown: %r", exc)
+            logger.warning(
+                "A message is sent without a reservation, its key is unknown: %s", plain(repr(exc))
+            )
             return ()
 
     def count_as(self, outcome: str) -> None:
@@ -163,7 +167,7 @@ class Sender:
         app: Celery,
         reservations: Callable[[], Reservations],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self._app = app

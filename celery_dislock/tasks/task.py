@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from celery.signals import task_postrun, task_prerun, task_revoked
 from celery_dislock.config.options import MEANT, TaskOptions
 from celery_dislock.config.settings import nearer, task_options
 from celery_dislock.exceptions import DislockError, SettingsError, StoreError
+from celery_dislock.keys.signatures import passing
 from celery_dislock.keys.templates import key_of
 from celery_dislock.locks.attempt import current_lease
 from celery_dislock.locks.lease import NOT_LOCKED
@@ -31,6 +33,7 @@ from celery_dislock.messages.message import TaskSkipped
 from celery_dislock.parking import store
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.tasks.guard import Guard
+from celery_dislock.tasks.keys import signature_of
 from celery_dislock.tasks.sending import Sending, outbox_of, tell
 
 if TYPE_CHECKING:
@@ -164,7 +167,26 @@ def make_guard(name: str, task: type[Task], app: Celery) -> Guard:
     Raises:
         SettingsError: One of its options cannot be used.
     """
-    return Guard(name, task, task_options(name, declared_options(task), app.conf), runtime_of(app))
+    declared = declared_options(task)
+    if "lock_key" in declared:
+        declared["lock_key"] = _lock_key(task, _registered(app).get(name, task))
+    return Guard(name, task, task_options(name, declared, app.conf), runtime_of(app))
+
+
+def _lock_key(task: type[Task], instance: object) -> Any:
+    """Return the ``lock_key`` of a task; one that a class defines may be a method of it."""
+    owner = next(cls for cls in task.__mro__ if "lock_key" in vars(cls))
+    found = vars(owner)["lock_key"]
+    if "_decorated" in vars(owner) or not hasattr(found, "__get__"):
+        return found
+    method = found.__get__(instance, task)
+    if callable(found) and callable(method):
+        with suppress(
+            ValueError
+        ):  # a function that is no method, as `lock_key = lambda corp_id: ...`
+            passing(found, signature_of(task), task.__name__)
+            return found
+    return method
 
 
 def refuse(name: str, app: Celery, error: SettingsError) -> None:

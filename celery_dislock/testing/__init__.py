@@ -9,24 +9,21 @@ and the clock, which :meth:`DislockServer.advance` moves.
 from __future__ import annotations
 
 import os
-import threading
-import time
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 from weakref import WeakSet
 
-from celery import states
-from celery.backends.redis import RedisBackend
+import redis
+from celery import Task, states
 from celery.canvas import Signature
-from celery.concurrency.base import BasePool, apply_target
-from kombu.pools import connections, producers
-from kombu.utils.imports import symbol_by_name
 
+from celery_dislock.clock import monotonic
 from celery_dislock.config.options import seconds
 from celery_dislock.config.settings import set_settings
-from celery_dislock.config.urls import CLUSTER, SENTINEL, SINGLE
+from celery_dislock.config.urls import without_password
+from celery_dislock.exceptions import SettingsError
 from celery_dislock.locks.attempt import Attempt, Conflict
 from celery_dislock.locks.lease import GONE_WHEN_RENEWED
 from celery_dislock.locks.runtime import Process, Runtime
@@ -38,6 +35,8 @@ from celery_dislock.parking.sweep import Sweep
 from celery_dislock.plugin import Dislock
 from celery_dislock.servers.overview import Overview
 from celery_dislock.tasks.task import lock_for
+from celery_dislock.testing.apps import begin_anew, database, for_celery, is_redis
+from celery_dislock.testing.messages import WORKER, Messages, queues
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
     from celery import Celery
     from celery.result import AsyncResult
-    from kombu.message import Message
     from typing_extensions import Self
 
     from celery_dislock.locks.lease import Lease
@@ -79,9 +77,8 @@ BROKERS = ("CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_U
 MAY_PASS = seconds(at_least=0)  # check of a time that passes
 STEP_LEAST = 0.001  # seconds by which time moves at least, if something is due
 LEAKS_MOST = 10  # locks that the error at the end of a test names
+DATABASES = 3  # for locks, messages and results
 LINE_MOST = 10**9  # places in line, more than any has
-ROUNDS_MOST = 1000  # times that run_parked() looks into the queues; a line of tasks needs one each
-WORKER = "celery@test"  # what runs messages in the test's thread
 IN_THE_ENVIRONMENT = (*BROKERS, "CELERY_RESULT_BACKEND")  # wins over an app's settings
 
 
@@ -104,24 +101,52 @@ class DislockServer:
         if server is None:
             from celery_dislock.servers.memory import memory_server  # noqa: PLC0415 -- an extra
 
-            server = memory_server()
-        self.url = server.url
+            server, self._of_messages = memory_server(), memory_server("messages").url
+        else:
+            self._of_messages = server.url
         self._server = server
+        self._is_ours = getattr(server, "is_for_tests", False)
+        self._choose_databases()
         self._test = test
         self._apps: list[Celery] = []
         self._watchdogs: WeakSet[Watchdog] = WeakSet()
         self._crashed: list[Lease] = []
-        self._channels: dict[Celery, Any] = {}
-        self._waiting: list[tuple[float, Celery, Message]] = []  # with the time when it is due
+        self._messages = Messages(self._apps, self._moved)
         self._undo = ExitStack()
 
+    def _choose_databases(self) -> None:
+        """Choose databases that no other one uses, which may be open for a module or a session."""
+        used = {one._first for one in OPEN if one._server is self._server}  # noqa: SLF001
+        self._first: int = next(first for first in count(0, DATABASES) if first not in used)
+        self.url = database(self._server.url, self._first)
+
     def __enter__(self) -> Self:
-        watchdog = _known_to(self._watchdogs, self._server.clock)
-        self._undo.enter_context(mock.patch.object(Process, "watchdog_type", watchdog))
-        self._dislock = self._undo.enter_context(Dislock.from_url(self.url))
-        self._runtime = self._dislock.runtime
-        self._send("FLUSHDB")
+        self._choose_databases()
+        with ExitStack() as undo:
+            undo.enter_context(mock.patch.object(Process, "watchdog_type", Known))
+            OPEN.append(self)
+            undo.callback(OPEN.remove, self)
+            self._dislock = undo.enter_context(Dislock.from_url(self.url))
+            self._runtime = self._dislock.runtime
+            self._begin_empty()
+            undo.enter_context(self._messages)
+            self._undo = undo.pop_all()
         return self
+
+    def _begin_empty(self) -> None:
+        if self._is_ours:
+            self._send("FLUSHDB")
+            return
+        for url in self._databases():
+            with redis.Redis.from_url(url) as client:
+                keys = client.dbsize()
+            if keys:
+                first, last = self._first, self._first + DATABASES - 1
+                remedy = (
+                    f"it has {keys} keys, and tests empty its databases {first} to {last} at their "
+                    "end: give a server that is empty"
+                )
+                raise SettingsError("DislockServer", "server", without_password(url), remedy)
 
     def __exit__(self, *failure: object) -> None:
         process = self._runtime.process
@@ -134,7 +159,9 @@ class DislockServer:
                 for holder in row.holders
                 if not (holder.expiring or holder.turn or holder.owner in crashed)
             ]
-            self._send("FLUSHDB")
+            for url in [self.url] if self._is_ours else self._databases():
+                with redis.Redis.from_url(url) as client:
+                    client.flushdb()
         finally:
             for lease in self._crashed + self._renewed():
                 self._crash(lease)
@@ -163,7 +190,7 @@ class DislockServer:
         def restore() -> None:
             conf.changes.clear()
             conf.changes.update(before)
-            _begin_anew(app)
+            begin_anew(app)
 
         self._undo.callback(restore)
         self._undo.enter_context(mock.patch.dict(os.environ, environment, clear=True))
@@ -173,17 +200,19 @@ class DislockServer:
             "dislock_transport_options": {},
             "dislock_min_replicas": 0,
         }
-        broker, backend = map(_is_redis, given)
+        broker, backend = map(is_redis, given)
         if broker:
             names = ("broker_url", "broker_read_url", "broker_write_url")
-            settings |= {**dict.fromkeys(names, self._database(1)), "broker_use_ssl": None}
+            url = for_celery(database(self._of_messages, self._first + 1))
+            settings |= {**dict.fromkeys(names, url), "broker_use_ssl": None}
         if backend:
-            settings |= {"result_backend": self._database(2), "redis_backend_use_ssl": None}
+            url = for_celery(database(self._of_messages, self._first + 2))
+            settings |= {"result_backend": url, "redis_backend_use_ssl": None}
         set_settings(app, settings)
-        _begin_anew(app)
+        begin_anew(app)
         if broker:
             with app.connection_for_write() as connection:
-                app.amqp.TaskConsumer(connection, _queues(app)).purge()
+                app.amqp.TaskConsumer(connection, queues(app)).purge()
         self._apps.append(app)
 
     def off(self, app: Celery) -> None:
@@ -216,7 +245,8 @@ class DislockServer:
 
     def _take(self, key: Key, **options: Any) -> Lease:
         # By an app's own way to the server, where there is one: a release publishes turns.
-        runtime = runtime_of(self._apps[-1]) if self._apps else self._runtime
+        here = (runtime_of(app) for app in self._apps if app.conf.dislock_url == self.url)
+        runtime = next(here, self._runtime)
         process = runtime.process
         asked = self._dislock.lock(self._handle(key).keys, **options)
         lock = runtime.lock(asked.keys, asked._options)  # noqa: SLF001 -- not this thread's
@@ -294,7 +324,8 @@ class DislockServer:
         if clock is None:
             self._server.advance(left)
             return
-        watchdogs = list(self._watchdogs)
+        known = [one._watchdogs for one in OPEN if one._server is self._server]  # noqa: SLF001
+        watchdogs = list(chain(*known))
         for watchdog in watchdogs:
             watchdog.stop()
         until = clock() + left
@@ -327,33 +358,7 @@ class DislockServer:
             sweep = Sweep(process, process.sweep_name, WORKER, every=1.0)
             sweep.step()
             sweep.end()
-        ran = 0
-        for _ in range(ROUNDS_MOST):
-            if not (due := self._due()):
-                return ran
-            for _, app, message in due:
-                name = message.headers["task"]
-                _run(next((one for one in self._apps if name in one.tasks), app), message)
-            ran += len(due)
-        about = message.headers
-        raise AssertionError(
-            f"run_parked() has run {ran} messages, and there are still more: does one put itself "
-            f"back for ever? The last was task {about['task']}[{about['id']}]"
-        )
-
-    def _due(self) -> list[tuple[float, Celery, Message]]:
-        now = (self._server.clock or time.time)()
-        for app in self._apps:
-            channel = self._channels.get(app)
-            if channel is None:
-                connection = self._undo.enter_context(app.connection_for_read())
-                channel = self._channels[app] = connection.default_channel
-            for queue in _queues(app):
-                while message := queue(channel).get():
-                    self._waiting.append((now + _countdown_of(message), app, message))
-        due = [one for one in self._waiting if one[0] <= now]
-        self._waiting = [one for one in self._waiting if one not in due]
-        return due
+        return self._messages.run()
 
     def assert_locked(self, key: Key) -> None:
         """Fail unless somebody holds the lock."""
@@ -389,6 +394,9 @@ class DislockServer:
             raise AssertionError(f"different keys:\n{told}")
 
     def _handle(self, key: Key) -> LockHandle:
+        if isinstance(key, Task):
+            remedy = "a task has a lock for each call: give a signature, as in export.s(7)"
+            raise SettingsError("DislockServer", "key", key.name, remedy)
         if isinstance(key, Signature):
             key = lock_for(key.type, *key.args, **key.kwargs).keys
         return self._dislock.lock_of(key)
@@ -417,81 +425,27 @@ class DislockServer:
     def _send(self, *command: str) -> None:
         self._runtime.process.store.lock_server.send(*command)
 
-    def _database(self, number: int) -> str:
-        return f"{self.url.removesuffix('/0')}/{number}"
+    def _databases(self) -> list[str]:
+        """Return the URLs of all databases that tests write to."""
+        return [database(self._server.url, self._first + nth) for nth in range(DATABASES)]
+
+    def _moved(self) -> float:
+        """Return the seconds by which time has been moved, and a constant."""
+        clock = self._server.clock
+        return 0.0 if clock is None else clock() - monotonic()
 
 
-def _known_to(known: WeakSet[Watchdog], clock: Callable[[], float] | None) -> type[Watchdog]:
-    timed: Any = {} if clock is None else {"clock": clock}
-
-    class Known(Watchdog):
-        """A watchdog that a test finds, and whose time it drives."""
-
-        def __init__(self, store: Store, **options: Any) -> None:
-            super().__init__(store, **options, **timed)
-            known.add(self)
-
-    return Known
+OPEN: list[DislockServer] = []  # the newest last
 
 
-def _is_redis(given: str | Sequence[str] | None) -> bool:
-    url = given if isinstance(given, str) else next(iter(given or ""), "")  # a list is a failover
-    return not url or url.startswith((*SINGLE, *SENTINEL, *CLUSTER))
+class Known(Watchdog):
+    """A watchdog that a test finds, and whose time it drives."""
 
-
-def _queues(app: Celery) -> list[Any]:
-    """Return the queues that the app knows; a worker may choose some of them."""
-    return [*app.amqp.queues.values()]
-
-
-def _begin_anew(app: Celery) -> None:
-    """Make an app forget its settings, and close and forget its connections."""
-    runtime = runtime_of(app)
-    runtime.close()
-    vars(runtime).pop("settings", None)
-    vars(app).pop("_dislock_sender", None)
-    # Celery has no public way.
-    backend, amqp = app._backend, app.amqp  # noqa: SLF001
-    used = amqp._producer_pool, app._pool  # noqa: SLF001
-    for pools in (producers, connections):
-        for name, pool in [*pools.items()]:
-            if pool in used:
-                pools.pop(name).force_close_all()
-    app._pool = app._backend_cache = amqp._producer_pool = None  # noqa: SLF001
-    app._local = threading.local()  # noqa: SLF001
-    vars(app).pop("control", None)
-    if isinstance(backend, RedisBackend) and "client" in vars(backend):
-        backend.result_consumer.stop()
-        backend.remove_pending_result = lambda result: result  # a late result connects it again
-        backend.client.connection_pool.disconnect()
-
-
-def _countdown_of(message: Message) -> float:
-    eta = message.headers.get("eta")
-    return datetime.fromisoformat(eta).timestamp() - time.time() if eta else 0.0
-
-
-class InThread(BasePool):  # type: ignore[misc]
-    """A pool that runs a task at once, in the thread that has the message."""
-
-    def on_apply(self, target: Any, args: Any, kwargs: Any, **options: Any) -> None:
-        """Run it, and then do to the message what a worker does: acknowledge, reject, requeue."""
-        kwargs = {**kwargs, "app": self.app}  # or it is the current one
-        apply_target(target, args, kwargs, propagate=BaseException, **options)  # pytest's, too
-
-
-def _run(app: Celery, message: Message) -> None:
-    task = app.tasks[message.headers["task"]]
-    request = symbol_by_name(task.Request)(
-        message,
-        app=app,
-        task=task,
-        hostname=WORKER,
-        on_ack=message.ack_log_error,
-        on_reject=message.reject_log_error,
-    )
-    if not request.revoked():
-        request.execute_using_pool(InThread(app=app))
+    def __init__(self, store: Store, **options: Any) -> None:
+        its = [one for one in OPEN if without_password(one.url) == store.server] or OPEN
+        clock = its[-1]._server.clock  # noqa: SLF001 -- of this module
+        super().__init__(store, clock=clock or monotonic, **options)
+        its[-1]._watchdogs.add(self)  # noqa: SLF001
 
 
 def _told(result: AsyncResult) -> str:

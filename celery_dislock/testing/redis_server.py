@@ -90,6 +90,7 @@ class RedisServer:
     """
 
     clock = None  # nothing moves it
+    is_for_tests = True  # what it has may be deleted
     _args: Sequence[str] = ()  # more options of redis-server, which win over those below
     _environment: Mapping[str, str] | None = None  # of redis-server; None: that of this program
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import subprocess
 import sys
 import threading
 import time
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 
 import anyio
+import freezegun
 import pytest
 import redis
+import time_machine
 from celery import Celery
 from celery.exceptions import Reject
+from celery.worker import state
 
 from celery_dislock import Dislock, LockLostError, SettingsError, SingletonTask, StoreError
+from celery_dislock.servers.memory import MemoryServer
 from celery_dislock.testing import DislockServer
 from tests.holding import wait_for
 
@@ -203,6 +209,85 @@ class TestOfTime:
         assert clocks == []
 
 
+FROZEN = {
+    "freezegun": lambda: freezegun.freeze_time("2020-02-02"),
+    "time-machine": lambda: time_machine.travel(1_580_000_000, tick=False),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+class TestOfFrozenTime:
+    """As with a Redis, whose clock is its own."""
+
+    def test_a_wait_for_a_lock_ends(self, server, dislock, frozen):
+        """At its timeout, and when a dead holder's lease has ended."""
+        with frozen():
+            with server.hold("k"):
+                assert not dislock.lock("k").acquire(timeout=0.05)
+            server.crash_holder("k", timeout=0.2)
+            assert dislock.lock("k", timeout=60).acquire()
+            dislock.lock("k").release()
+
+    def test_the_wait_of_a_coroutine_ends(self, server, frozen):
+        """The same for its lock."""
+
+        async def wait():
+            async with Dislock.from_url(server.url) as own:
+                return await own.async_lock("k").acquire(timeout=0.05)
+
+        with frozen(), server.hold("k"):
+            assert not asyncio.run(wait())
+
+    def test_a_task_that_waits_fails_in_time(self, server, declare, ran, frozen):
+        """With "wait" it is run as in a worker."""
+        task = declare("wait", lock_wait_timeout=0.05)
+        with frozen(), server.hold("k:7"):
+            sent = task.delay(7)
+            assert server.run_parked() == 1
+            assert sent.state == "FAILURE"
+        assert ran == []
+
+    def test_time_that_stands_still_ends_no_lease(self, server, dislock, frozen):
+        """Nor does time that jumps: its holder renews it."""
+        with server.hold("k"), dislock.lock("mine") as lease:
+            with frozen():
+                server.advance(300)
+                server.assert_locked(["k", "mine"])
+            server.assert_locked(["k", "mine"])
+            assert lease.held
+
+    def test_an_eta_is_reached_as_time_is_moved(self, server, declare, ran, frozen):
+        """By advance(), also while Python's time stands still."""
+        with frozen():
+            declare().apply_async((7,), countdown=60)
+            server.advance(59)
+            assert server.run_parked() == 0
+            server.advance(2)
+            assert server.run_parked() == 1
+        assert ran == [7]
+
+
+def test_a_module_that_is_imported_in_frozen_time_has_a_clock():
+    """What a plugin imports late is often imported there."""
+    code = (
+        "import freezegun, time\n"
+        "with freezegun.freeze_time('2020-02-02'):\n"
+        "    from celery_dislock.testing import DislockServer\n"
+        "    with DislockServer() as server, server.hold('k'):\n"
+        "        assert not server._dislock.lock('k').acquire(timeout=0.05)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_frozen_time_can_be_moved_to_an_eta(server, declare, ran):
+    """A worker judges an ETA by Python's clock."""
+    with freezegun.freeze_time("2020-02-02") as frozen:
+        declare().apply_async((7,), countdown=60)
+        assert server.run_parked() == 0
+        frozen.tick(61)
+        assert server.run_parked() == 1
+
+
 class TestOfOutages:
     def test_while_the_server_is_away_nothing_is_locked(self, server, dislock, declare):
         """Locks that were held are kept, and what could not be released is released after it."""
@@ -233,6 +318,15 @@ class TestOfOutages:
         second = export.delay(7)
         dislock_server.assert_duplicate(second)
         assert second.id == first.id
+
+    def test_messages_are_sent_while_the_lock_server_is_away(self, server, declare, ran):
+        """The broker and the results are elsewhere; nothing is reserved."""
+        task = declare(lock_unique_until="end")
+        with server.outage():
+            first, second = task.delay(7), task.delay(7)
+            assert not second.duplicate
+        assert server.run_parked() == 2
+        assert [first.get(), second.get()] == [7, 7]
 
     def test_an_outage_longer_than_the_timeout_loses_the_lock(self, server, dislock):
         """The holder is told while the server is still away."""
@@ -295,9 +389,97 @@ class TestOfParkedTasks:
         assert server.run_parked() == 1
         assert ran == [7]
 
+    @pytest.mark.parametrize("option", ["countdown", "eta"])
+    def test_a_countdown_is_over_when_time_has_passed(self, server, declare, ran, option):
+        """Whether its message was looked at before or not, and whatever has passed before it."""
+        server.advance(1000)
+        given = 60 if option == "countdown" else datetime.now(timezone.utc) + timedelta(seconds=60)
+        declare().apply_async((7,), **{option: given})
+        server.advance(30)
+        declare("raise").apply_async((8,), countdown=60)
+        server.advance(31)
+        assert server.run_parked() == 1
+        assert ran == [7]
+        server.advance(30)
+        assert server.run_parked() == 1
+        assert ran == [7, 8]
+
+    def test_a_debounce(self, server, declare, ran):
+        """The newest of a burst runs, when its countdown is over."""
+        task = declare(lock_unique_until="start", lock_on_duplicate="replace")
+        first = task.apply_async((7,), countdown=60)
+        server.advance(30)
+        second = task.apply_async((7,), countdown=60)
+        server.advance(31)
+        assert server.run_parked() == 1
+        assert (first.state, ran) == ("REVOKED", [])
+        server.advance(30)
+        assert server.run_parked() == 1
+        assert (second.get(), ran) == (7, [7])
+
+    def test_a_message_expires_as_time_passes(self, server, declare, ran):
+        """Also while its task is parked."""
+        task = declare("queue")
+        gone = task.apply_async((7,), expires=60)
+        server.advance(61)
+        assert server.run_parked() == 1
+        assert gone.state == "REVOKED"
+        with server.hold("k:7"):
+            parked, kept = (task.apply_async((7,), expires=after) for after in (60, 600))
+            server.run_parked()
+            server.advance(61)
+        server.run_parked()
+        assert (parked.state, kept.state, ran) == ("REVOKED", "SUCCESS", [7])
+        server.assert_waiting("k:7", 0)
+
+    @pytest.mark.parametrize("how", ["result", "ids", "stamp"])
+    def test_a_task_that_is_revoked_does_not_run(self, server, app, declare, ran, how):
+        """It was sent, or is parked; its key is free again."""
+        task = declare("queue", lock_unique_until="end")
+
+        def revoke(sent):
+            if how == "result":
+                sent.revoke()
+            elif how == "ids":
+                app.control.revoke([sent.id, "another"])
+            else:
+                app.control.revoke_by_stamped_headers({"batch": ["b1"]})
+
+        def send():
+            sent = task.s(7)
+            sent.stamp(batch="b1")
+            return sent.apply_async()
+
+        revoke(first := send())
+        assert server.run_parked() == 1
+        with server.hold("k:7"):
+            app.control.revoke("another")
+            parked = task.delay(7)
+            assert not parked.duplicate
+            server.run_parked()
+            assert server.parked("k:7") == [parked.id]
+            parked.revoke()
+        server.run_parked()
+        assert (first.state, parked.state, ran) == ("REVOKED", "REVOKED", [])
+        server.assert_waiting("k:7", 0)
+
+    def test_a_revoke_ends_with_its_test(self, app, declare, ran):
+        """Tests give their tasks the same ids."""
+        task = declare()
+        for _ in range(2):
+            with DislockServer() as server:
+                server.use(app)
+                sent = task.apply_async((7,), task_id="same")
+                server.run_parked()
+                app.control.revoke("same")
+                app.control.revoke_by_stamped_headers({"batch": "b1"})
+        assert ran == [7, 7]
+        assert sent.id not in state.revoked
+        assert "batch" not in state.revoked_stamps
+
     def test_a_task_that_puts_itself_back_for_ever(self, server, app, monkeypatch):
         """It is named, instead of a test that hangs."""
-        monkeypatch.setattr("celery_dislock.testing.ROUNDS_MOST", 50)
+        monkeypatch.setattr("celery_dislock.testing.messages.ROUNDS_MOST", 50)
 
         @app.task(bind=True, shared=False, name="boomerang", acks_late=True, max_retries=None)
         def boomerang(self, how):
@@ -431,7 +613,7 @@ class TestOfAnApp:
         app = Celery("tested", broker=["redis://localhost:1", "redis://localhost:2"])
         with DislockServer() as server:
             server.use(app)
-            assert app.conf.broker_url == f"{server.url[:-1]}1"
+            assert app.conf.broker_url.startswith("redis://127.0.0.1:")
 
     def test_two_apps(self, server, declare, ran):
         """The queue is one, and each message is run by the app that has its task."""
@@ -451,13 +633,16 @@ class TestOfAnApp:
         assert server.run_parked() == 2
         assert ran == [1, -2]
 
-    def test_a_thread_forgets_what_it_held_in_an_earlier_test(self, server, dislock):
+    def test_a_thread_forgets_what_it_held_in_an_earlier_test(self, app, dislock):
         """It may wait for a lock whose lease it has lost with the test."""
-        with DislockServer() as again:
+        with DislockServer() as earlier:
+            earlier.use(app)
             dislock.lock("k").acquire()
-            again.crash_holder("k")
-        with server.hold("k"):
-            assert not dislock.lock("k").acquire(timeout=0.01)
+            earlier.crash_holder("k")
+        with DislockServer() as server:
+            server.use(app)
+            with server.hold("k"):
+                assert not dislock.lock("k").acquire(timeout=0.01)
 
     def test_each_test_begins_empty(self, server, dislock):
         """What an earlier test has left to expire is gone."""
@@ -465,6 +650,96 @@ class TestOfAnApp:
             with DislockServer() as again:
                 assert not again.parked("k")
                 again.crash_holder("k")
+
+
+class TestOfSeveral:
+    """One for a module, and one for a test in it."""
+
+    def test_one_inside_another_leaves_it_alone(self, app, dislock):
+        """Its locks, its holders and its messages; time passes for both."""
+        ran = []
+
+        @app.task(base=SingletonTask, lock_key="k", shared=False)
+        def export():
+            ran.append(1)
+
+        with DislockServer(test="a module") as module:
+            module.use(app)
+            with module.hold("k"), dislock.lock("mine") as lease:
+                export.delay()
+                for _ in range(2):
+                    with DislockServer() as server:
+                        assert server.url != module.url
+                        server.assert_free("k")
+                        with server.hold("k"):
+                            server.advance(100)
+                        server.crash_holder("mine")
+                module.assert_locked(["k", "mine"])
+                assert lease.held
+            assert module.run_parked() == 1
+        assert ran == [1]
+
+    def test_an_app_may_be_used_by_both(self, app, declare, ran):
+        """The inner one gives it back."""
+        task = declare()
+        with DislockServer() as module:
+            module.use(app)
+            task.delay(1)
+            with DislockServer() as server:
+                server.use(app)
+                task.delay(2)
+                with server.hold("k:3"), module.hold("k:4"):
+                    server.assert_skipped(task.apply((3,)))
+                    assert task.apply((4,)).get() == 4
+                assert server.run_parked() == 1
+            assert module.run_parked() == 1
+        assert ran == [4, 2, 1]
+
+
+class TheirServer(MemoryServer):
+    """A server of a user's: it may have data."""
+
+    is_for_tests = False
+
+
+class TestOfAUsersServer:
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    def test_it_is_refused_if_it_has_data(self, number):
+        """They stay."""
+        theirs = TheirServer()
+        with redis.Redis.from_url(f"{theirs.url[:-1]}{number}") as client:
+            client.set("theirs", "1")
+            with pytest.raises(SettingsError) as refused:
+                DislockServer(theirs).__enter__()
+            assert client.get("theirs") == b"1"
+        assert str(refused.value) == (
+            f"DislockServer: server='{theirs.url[:-1]}{number}': it has 1 keys, and tests empty "
+            "its databases 0 to 2 at their end: give a server that is empty"
+        )
+
+    def test_it_is_empty_again_after_each_test(self, app, declare):
+        """So that the next one may use it."""
+        theirs, task = TheirServer(), declare()
+        for _ in range(2):
+            with DislockServer(theirs) as server:
+                server.use(app)
+                task.delay(7)
+                server.run_parked()
+                server.crash_holder("k")
+            for number in range(3):
+                with redis.Redis.from_url(f"{theirs.url[:-1]}{number}") as client:
+                    assert client.keys() == []
+
+
+def test_a_task_is_no_key(server, declare):
+    """It has a lock for each call."""
+    task = declare()
+    with pytest.raises(SettingsError) as refused:
+        server.hold(task).__enter__()
+    assert str(refused.value) == (
+        f"DislockServer: key={task.name!r}: a task has a lock for each call: give a signature, as "
+        "in export.s(7)"
+    )
 
 
 FAILING = {

@@ -14,7 +14,7 @@ BY_OTHERS = {
     *("operating/checks/table", "operating/cli/group", "operating/locks", "operating/metrics"),
     *("operating/web", "locks/observer", "servers/driver"),
     *("servers/memory", "servers/outage", "servers/server"),
-    *("testing", "testing/redis_server"),
+    *("clock", "testing", "testing/apps", "testing/messages", "testing/redis_server"),
 }
 
 

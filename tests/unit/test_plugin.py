@@ -48,7 +48,12 @@ def test_the_options_bring_the_step_that_reads_them():
     ("wrong", "told"),
     [
         ("redis://:secret@x", "app='redis://:***@x'"),
-        ("secret", "app='***'"),
+        ("shop", "app='shop'"),
+        ("shop.celery", "app='shop.celery'"),
+        ("localhost:6379", "app='localhost:6379'"),
+        (":secret@x:6379", "app='***'"),
+        (["redis://:secret@x"], "app=['redis://:***@x']"),
+        ({"url": "redis://:secret@x"}, "app={'url': 'redis://:***@x'}"),
         (None, "app=None"),
         (Celery, "app=<class"),
     ],
@@ -176,7 +181,23 @@ class TestCommandLine:
         ("limi", "no such option; did you mean 'limit'?"),
         ("watchdog_timout", "no such option; did you mean 'watchdog_timeout'?"),
         ("lock_limit", "no such option; did you mean 'limit'?"),
-        ("ttl", "no such option"),
+        *(
+            (name, f"no such option: {what}, or give expire for a fixed expiry")
+            for name, what in [
+                ("ttl", "leave it out, as locks end by themselves"),
+                ("lock_ttl", "leave it out, as locks end by themselves"),
+                ("lease_time", "leave it out, as leases are renewed"),
+                ("auto_renewal", "leave it out, as leases are renewed"),
+            ]
+        ),
+        ("blocking_timeout", "no such option: give timeout"),
+        ("wait_timeout", "no such option: give timeout"),
+        ("blocking", "no such option: give timeout=0, or call try_acquire()"),
+        (
+            "sleep",
+            "no such option: leave it out: a release wakes the next in line, and nobody polls",
+        ),
+        ("expires", "no such option; did you mean 'expire'?"),
         ("shared", "no such option"),
     ],
 )

@@ -8,7 +8,7 @@ import click
 
 from celery_dislock.config.options import LIMIT_MOST, RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DamagedLockError
-from celery_dislock.keys.templates import key_of
+from celery_dislock.keys.templates import check_written, key_of
 from celery_dislock.operating.cli.reading import holder_lines, reservation_line, write_lines
 from celery_dislock.operating.cli.session import (
     FOUND,
@@ -279,7 +279,8 @@ def _parked(opened: AppLocks, wanted: str, key: str | None) -> Iterator[tuple[st
     """Yield each parked task of that ticket or id, with its lock's name in Redis."""
     if not opened.process.store.lock_server.keeps_lines:
         raise click.UsageError("Several independent lock servers keep no parked tasks.")
-    for name in opened.process.lines.names() if key is None else [opened.name_of(key)]:
+    names = opened.process.lines.names() if key is None else [opened.name_of(check_written(key))]
+    for name in names:
         try:
             for place in find_parked(opened.overview, name, wanted):
                 yield name, place

@@ -16,7 +16,7 @@ import click
 
 from celery_dislock.config.urls import MEMORY
 from celery_dislock.exceptions import DamagedLockError, DislockError, SettingsError, StoreError
-from celery_dislock.keys.templates import check_key
+from celery_dislock.keys.templates import check_written
 from celery_dislock.operating.locks import AppLocks
 from celery_dislock.tasks.actions import BrokerError
 from celery_dislock.tasks.task import guard_of
@@ -102,11 +102,13 @@ class WhichLock(NamedTuple):
             SettingsError: The task takes no lock.
         """
         if self.task is None:
-            return [check_key(self.key or "")]
+            return [check_written(self.key or "")]
         guard = self.guard(opened)
         try:
             return guard.keys(self.args, self.kwargs)
-        except TypeError as exc:  # the arguments are not the task's
+        except DislockError:
+            raise
+        except Exception as exc:  # the arguments are not the task's, or its callable refuses them
             raise click.UsageError(f"task {self.task}: {plain(exc)}") from exc
 
     def guard(self, opened: AppLocks) -> Guard:

@@ -154,19 +154,69 @@ def test_a_default_that_is_overruled_is_checked_all_the_same():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "library"),
+    ("name", "value", "library", "ours"),
     [
-        ("unique_on", None, "celery-singleton"),
-        ("lock_expiry", 60, "celery-singleton"),
-        ("once", {"graceful": True}, "celery-once"),
-        ("heimdall", {"unique": True}, "celery-heimdall"),
+        ("unique_on", None, "celery-singleton", "give lock_key and lock_unique_until='end'"),
+        (
+            "raise_on_duplicate",
+            True,
+            "celery-singleton",
+            "give lock_on_duplicate='raise', or lock_on_conflict='raise'",
+        ),
+        (
+            "lock_expiry",
+            60,
+            "celery-singleton",
+            "give lock_unique_for, or lock_expire when running",
+        ),
+        (
+            "challenge_lock_on_startup",
+            True,
+            "celery-singleton",
+            "leave it out, as locks end by themselves",
+        ),
+        ("simulate", True, "celery-singleton", "leave it out, or set dislock_enabled=False"),
+        (
+            "once",
+            {"keys": ["corp_id"], "graceful": True},
+            "celery-once",
+            "give lock_key, lock_unique_until, lock_on_duplicate and lock_unique_for",
+        ),
+        (
+            "heimdall",
+            {"unique": True, "key": "export"},
+            "celery-heimdall",
+            "give lock_key and lock_unique_until; there is no limit of tasks per time",
+        ),
     ],
 )
-def test_an_option_of_another_library_is_answered_with_where_to_find_ours(name, value, library):
-    """A task that was moved here has no options that are silently nothing."""
-    error = refused(**{name: value})
-    assert (error.option, error.value) == (name, value)
-    assert library in error.remedy
+def test_an_option_of_another_library_is_answered_with_ours(name, value, library, ours):
+    """A task that was moved here has no options that are silently nothing; what it has is shown."""
+    assert str(refused(**{name: value})) == (
+        f"shop.export: {name}={value!r}: an option of {library}, without effect here: {ours}; "
+        "see https://celery-dislock.readthedocs.io/en/stable/migrating.html"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"backend": "celery_once.backends.Redis"}, {"backend": "celery_once.backends.Redis"}),
+        ({"url": "redis://:s3cret@x/1"}, {"url": "redis://:***@x/1"}),
+        ({"settings": {"url": "s3cret"}}, {"settings": {"url": "***"}}),
+        ({"db_password": 12345, "keys": ["a", "b"]}, {"db_password": "***", "keys": ["a", "b"]}),
+        (["redis://:s3cret@x", b"redis://:s3cret@x"], ["redis://:***@x", "***"]),
+    ],
+)
+def test_an_option_is_shown_but_for_what_may_be_secret_in_it(given, shown):
+    """What hides everything leaves nobody the wiser."""
+    assert refused(once=given).value == shown
+
+
+def test_a_misspelt_setting_is_shown_with_its_value():
+    """Nothing is secret in a strategy."""
+    with pytest.raises(SettingsError, match=r"^app\.conf: dislock_on_conflikt='raise': no such"):
+        check_settings({"dislock_on_conflikt": "raise"})
 
 
 QUEUE, TWO_KEYS = {"lock_on_conflict": "queue"}, {"lock_key": ["a", "b"]}
@@ -203,6 +253,23 @@ def test_a_task_of_several_keys_or_servers_is_not_parked(declared, conf, remedy)
 def test_a_misspelt_option_suggests_the_near_miss(misspelt, meant):
     """An attribute that looks like an option of ours is not silently ignored."""
     assert f"did you mean {meant!r}" in refused(**{misspelt: 5}).remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        (
+            "lock_ttl",
+            "leave it out, as locks end by themselves, or give lock_expire for a fixed expiry",
+        ),
+        ("lock_timeout", "give lock_wait_timeout, lock_watchdog_timeout or lock_expire"),
+        ("lock_blocking_timeout", "give lock_on_conflict='wait' and lock_wait_timeout"),
+        ("lock_name", "give lock_key"),
+    ],
+)
+def test_an_option_that_others_call_so_is_answered_with_ours(name, remedy):
+    """The names of redis-py, Redisson and others, with lock_ in front."""
+    assert refused(**{name: 5}).remedy == f"no such option: {remedy}"
 
 
 def test_an_unknown_lock_option_is_refused_without_a_suggestion():

@@ -37,7 +37,17 @@ from celery_dislock.config import urls
         ("redis+cluster://a,", "redis+cluster://***"),
         ("http://u:s3cret@a/0", "http://u:***@a/0"),
         ("u:s3cret@a", "***"),
-        ("", "***"),
+        ("", ""),
+        ("localhost:6379", "localhost:6379"),
+        ("redis.example.com", "redis.example.com"),
+        ("redis:/localhost:6379/0", "redis:/localhost:6379/0"),
+        ("redis//localhost:6379", "redis//localhost:6379"),
+        ("/run/redis.sock", "/run/redis.sock"),
+        ("/s3cret", "***"),
+        ("s3cret", "***"),
+        ("redis:s3cret", "***"),
+        ("u:s3cret/0", "***"),
+        ("REDIS://:s3cret@h", "REDIS://:***@h"),
     ],
 )
 def test_a_message_shows_what_stands_in_its_place(url, shown):

@@ -238,6 +238,12 @@ class TestBadTemplates:
                 "<zebra> is no argument of the task; its arguments are corp_id, year, fmt",
             ),
             ("e:{corp_id}", "'{' cannot stand in a key; write <name> for an argument"),
+            ("e:%(corp_id)s", "'%(corp_id)s' stands for itself; write <name> for an argument"),
+            ("e:%(x)", "'%(x)' stands for itself; write <name> for an argument"),
+            ("e:%s", "'%s' stands for itself; write <name> for an argument"),
+            ("e:%d:<year>", "'%d' stands for itself; write <name> for an argument"),
+            ("e:$corp_id", "'$corp_id' stands for itself; write <name> for an argument"),
+            ("e:${corp_id}", "'{' cannot stand in a key; write <name> for an argument"),
             ("e:\n<corp_id>", "'\\n' cannot stand in a key"),
             ("<corp_id><year>", "separate <corp_id> and <year> with ':'"),
             ("<corp_id>a1é<year>", "separate <corp_id> and <year> with ':'"),
@@ -254,6 +260,12 @@ class TestBadTemplates:
         with pytest.raises(InvalidTemplate) as caught:
             key_builder(template, signature=signature(optional), task_name=TASK)
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("template", ["e:$usd", "100%", "5%sure", "%S", "%3A", "e:%-<corp_id>"])
+def test_a_dollar_or_a_percent_sign_is_no_placeholder_of_others(template):
+    """Unless a name of the task, or a conversion, follows it."""
+    assert key_builder(template, signature=signature(optional), task_name=TASK).key((7,), {})
 
 
 class TestCalls:
@@ -487,16 +499,21 @@ class TestCallables:
 
     def test_takes_the_arguments_of_the_task(self):
         """A callable gets the arguments as the call gave them, and its key is used as it is."""
-        builder = self.build(lambda a, *, b: f"{a}:<{b}>%")
-        assert builder.key((1,), {"b": 2}) == "1:<2>%"
+        builder = self.build(lambda a, b, *, c: f"{a}:<{b}>%{c}")
+        assert builder.key((1,), {"b": 2, "c": 3}) == "1:<2>%3"
+
+    def test_what_does_not_take_them_is_refused(self):
+        """When the task is declared, and not when it runs."""
+        with pytest.raises(InvalidTemplate, match=r"^give a callable .* takes \(self, a, b, c\)$"):
+            self.build(TestCallables.build_from)
+
+    def build_from(self, a, b, c): ...
 
     def test_what_is_no_str(self):
         """A callable that returns no str is named, with what it returned."""
         with pytest.raises(LockKeyError) as caught:
-            self.build(no_arguments).key((), {})
-        assert str(caught.value) == (
-            "lock_key 'no_arguments': it returned None; a key is a str, not None"
-        )
+            self.build(three).key((1, 2, 3), {})
+        assert str(caught.value) == "lock_key 'three': it returned None; a key is a str, not None"
 
     @pytest.mark.parametrize(
         ("key", "reason"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_dislock.exceptions import LockKeyError
-from celery_dislock.keys.templates import check_key
+from celery_dislock.keys.templates import check_key, check_written
 from tests.unit.keys.support import LoudText, assert_valid
 
 
@@ -56,3 +56,29 @@ class TestCheckKey:
             check_key(key)
         assert caught.value.reason == reason
         assert caught.value.argument is None
+
+
+class TestCheckWritten:
+    """A key that somebody writes, in a program or at the command line."""
+
+    @pytest.mark.parametrize("key", ["export:7", "a<5>", "a < b", "</b>", "x%3Ax", "5%", "$x"])
+    def test_a_key(self, key):
+        """It is what a key is elsewhere."""
+        assert check_written(key) == key
+
+    @pytest.mark.parametrize(
+        ("key", "found"),
+        [
+            ("export:<corp_id>", "<corp_id>"),
+            ("pay:<order.customer.id>:x", "<order.customer.id>"),
+            ("export:%(corp_id)s", "%(corp_id)s"),
+            ("export:%s", "%s"),
+            ("x" * 300 + "<corp_id>", "<corp_id>"),
+        ],
+    )
+    def test_a_template_that_nobody_has_filled_in(self, key, found):
+        """It would be the name of another lock."""
+        with pytest.raises(LockKeyError) as caught:
+            check_written(key)
+        why = "stands for no value in a key: write the value, as in 'export:7'"
+        assert caught.value.reason == f"{found!r} {why}"

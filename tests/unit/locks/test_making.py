@@ -18,7 +18,9 @@ def test_keys_are_taken_in_one_order(key, keys):
     assert list(keys_of(key)) == keys
 
 
-@pytest.mark.parametrize("key", ["", "a{b", [], ["a", ""], b"k", None, 7])
+@pytest.mark.parametrize(
+    "key", ["", "a{b", "a:<b>", "a:%(b)s", [], ["a", ""], ["a", "<b.c>"], b"k", None, 7]
+)
 def test_a_key_that_cannot_be_used(key):
     """The error is the same as for a task."""
     with pytest.raises(LockKeyError):

@@ -294,6 +294,65 @@ def test_a_body_that_the_tracer_runs_elsewhere_takes_its_lock(app, monkeypatch):
     assert held == [True, False, False]
 
 
+def by_function(corp_id):
+    return f"plain:{corp_id}"
+
+
+def by_method(self, corp_id):
+    return f"{self.prefix}:{corp_id}"
+
+
+def body(self, corp_id): ...
+
+
+def class_of(key):
+    return type("T", (SingletonTask,), {"name": "t", "prefix": "own", "lock_key": key, "run": body})
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        (by_method, "own:7"),
+        (by_function, "plain:7"),
+        (staticmethod(by_function), "plain:7"),
+        (classmethod(by_method), "own:7"),
+        (property(lambda self: f"{self.prefix}:<corp_id>"), "own:7"),
+        ("t:<corp_id>", "t:7"),
+    ],
+)
+@pytest.mark.parametrize("as_base", [False, True])
+def test_the_key_of_a_class_may_be_a_method(app, key, found, as_base):
+    """It takes the arguments of the task; a plain function in a class stays one."""
+    if as_base:
+        task = app.task(base=class_of(key), name="of a base", bind=True)(body)
+    else:
+        task = app.register_task(class_of(key)())
+    assert task.lock_for(7).key == found
+    assert task.apply((), {"corp_id": 7}).successful()
+
+
+@pytest.mark.parametrize("takes", ["", "args, kwargs"])
+def test_a_method_that_does_not_take_what_the_task_takes_is_refused(app, takes):
+    """When the task is bound; the message leaves `self` out."""
+    method = eval(f"lambda self, {takes}: 'k'")  # noqa: S307 -- of this file
+    with pytest.raises(SettingsError) as caught:
+        app.register_task(class_of(method)())
+    assert str(caught.value).startswith("t: lock_key=<bound method ")
+    assert caught.value.remedy == (
+        f"give a callable that takes the arguments of the task, (corp_id); this one takes ({takes})"
+    )
+
+
+def test_a_function_that_is_given_to_the_decorator_is_no_method(app):
+    """Nobody gives it the task, also if the task is bound."""
+
+    @app.task(name="t", bind=True, base=SingletonTask, lock_key=by_method)
+    def task(self, corp_id): ...
+
+    with pytest.raises(SettingsError, match=r"this one takes \(self, corp_id\)$"):
+        task.name  # noqa: B018 -- it is made now
+
+
 @pytest.mark.parametrize("option", ["lock_key", "lock_on_conflict"])
 def test_a_callable_that_nobody_awaits_is_refused(app, option):
     """Its coroutine would be no key, and no strategy."""

@@ -52,6 +52,29 @@ def test_locks_inside_another_process_are_out_of_reach(dislock):
     assert "inside the process that uses them" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "show",
+        "line",
+        "free --yes",
+        "pause",
+        "resume",
+        "limit {} 3",
+        "run {} -- true",
+        "put-back",
+        "drop id --key",
+    ],
+)
+@pytest.mark.parametrize("key", ["export:<corp_id>", "export:%s", "export:{corp_id}"])
+def test_the_template_of_a_task_is_no_key(dislock, asked, key):
+    """It would be another lock, which nobody holds."""
+    words = [key if word == "{}" else word for word in asked.split()]
+    answer = dislock(*words, *([] if key in words else [key]))
+    assert answer.exit_code == 2
+    assert f"lock_key {key!r}: " in answer.stderr
+
+
 @pytest.fixture
 def tasks(dislock):
     app = dislock.app

@@ -1,0 +1,21 @@
+"""The clock that all waits go by.
+
+It is asked for by its number.  What freezes the time of a test replaces the functions of
+:mod:`time`, and a wait that compares their times would never end.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: Returns monotonic seconds.
+monotonic: Callable[[], float] = (
+    partial(time.clock_gettime, time.CLOCK_MONOTONIC)
+    if hasattr(time, "clock_gettime")
+    else time.monotonic
+)

@@ -1,0 +1,128 @@
+"""How a function takes the arguments of a task: by name, with defaults, or as another does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+NOT_GIVEN = inspect.Parameter.empty
+NEVER_GIVEN = ("self", "cls", "args", "kwargs")  # what such callables of other libraries are given
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+Passed = Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+
+
+def passing(
+    function: Callable[..., Any], signature: inspect.Signature, task_name: str
+) -> Passed | None:
+    """
+    Find how a callable takes the arguments of a task.
+
+    Args:
+        function: The callable.
+        signature: Signature of the task's function, without ``self``.
+        task_name: Name of the task, for a TypeError.
+
+    Returns:
+        None: it takes what the task takes, by position and by name, so it can be called as the task
+        is.  Otherwise a function that takes the arguments of a call, and returns them in the only
+        way in which the callable takes them.
+
+    Raises:
+        ValueError: It does not take them; the message says what to give.
+    """
+    takes = _taken_by(function)
+    if takes is None:
+        return None
+    given = [one for one in signature.parameters.values() if one.kind not in VARIADIC]
+    placed, named = (_accepts(takes, given, by_name=by_name) for by_name in (False, True))
+    never = [one for one in _required(takes) if one.name in NEVER_GIVEN]
+    if [one for one in never if one.name not in signature.parameters] or not (placed or named):
+        raise ValueError(
+            f"give a callable that takes the arguments of the task, {_without_types(signature)}; "
+            f"this one takes {_without_types(takes)}"
+        )
+    if placed and named and _accepts(takes, _required(signature), by_name=False):
+        return None
+    bind = binder(signature, task_name)
+    by_place = [one.name for one in given if not _is_named(one, by_name=not placed)]
+    by_name = [one.name for one in given if _is_named(one, by_name=not placed)]
+    others, extra = _name_of(signature, inspect.Parameter.VAR_POSITIONAL), keywords_name(signature)
+
+    def passed(*args: Any, **kwargs: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        values = bind(*args, **kwargs)
+        more = values.get(others, ())
+        return (
+            [*(values[name] for name in by_place), *more],
+            {name: values[name] for name in by_name} | values.get(extra, {}),
+        )
+
+    return passed
+
+
+def _taken_by(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return the signature of a callable; None if it has none, as many built-in ones."""
+    for follow in (False, True):  # what a decorator takes may differ from what it wraps
+        try:
+            return inspect.signature(function, follow_wrapped=follow)
+        except (TypeError, ValueError):
+            pass
+    return None
+
+
+def _accepts(
+    takes: inspect.Signature, given: Iterable[inspect.Parameter], *, by_name: bool
+) -> bool:
+    """Tell whether a signature takes these arguments, each where it belongs."""
+    args = [one.name for one in given if not _is_named(one, by_name=by_name)]
+    kwargs = {one.name: one.name for one in given if _is_named(one, by_name=by_name)}
+    try:
+        bound = takes.bind(*args, **kwargs).arguments
+    except TypeError:
+        return False
+    # Each value is the name of its argument.
+    return all(value == name for name, value in bound.items() if name in {*args, *kwargs})
+
+
+def _required(signature: inspect.Signature) -> list[inspect.Parameter]:
+    given = signature.parameters.values()
+    return [one for one in given if one.default is NOT_GIVEN and one.kind not in VARIADIC]
+
+
+def _is_named(one: inspect.Parameter, *, by_name: bool) -> bool:
+    return one.kind is one.KEYWORD_ONLY or (by_name and one.kind is one.POSITIONAL_OR_KEYWORD)
+
+
+def _without_types(signature: inspect.Signature) -> str:
+    """Return a signature without its types, for a message."""
+    bare = [one.replace(annotation=NOT_GIVEN) for one in signature.parameters.values()]
+    return str(inspect.Signature(bare))
+
+
+def keywords_name(signature: inspect.Signature) -> str:
+    """Return the name of ``**kwargs``; empty if the signature has none."""
+    return _name_of(signature, inspect.Parameter.VAR_KEYWORD)
+
+
+def _name_of(signature: inspect.Signature, kind: Any) -> str:
+    return "".join(one.name for one in signature.parameters.values() if one.kind is kind)
+
+
+def binder(signature: inspect.Signature, task_name: str) -> Callable[..., dict[str, Any]]:
+    """
+    Make a function of this signature that returns its arguments by name, defaults applied.
+
+    Python binds the arguments of a call many times faster than `inspect.Signature.bind`.
+    """
+    given = list(signature.parameters.values())
+    plain = [one.replace(annotation=one.empty, default=one.empty) for one in given]
+    head = str(inspect.Signature(plain))[1:-1]
+    body = ", ".join(f"{one.name!r}: {one.name}" for one in given)
+    bind: Any = eval(f"lambda {head}: {{{body}}}")  # noqa: S307 -- of names alone
+    by_name = {one.name for one in given if one.kind is one.KEYWORD_ONLY}
+    defaults = {one.name: one.default for one in given if one.default is not one.empty}
+    bind.__defaults__ = tuple(value for name, value in defaults.items() if name not in by_name)
+    bind.__kwdefaults__ = {name: defaults[name] for name in defaults if name in by_name}
+    bind.__qualname__ = task_name  # in the text of a TypeError
+    return bind  # type: ignore[no-any-return]

@@ -1,0 +1,125 @@
+"""The keys of a task's calls, built of the arguments as its body gets them.
+
+The body of a task with ``pydantic=True`` gets models, which Celery makes of what the message has,
+with their defaults.  So the keys are built of these models, by the sender too, which sends plain
+data.  Arguments that are not valid raise here what they would raise in the body.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from celery_dislock.exceptions import LockKeyError, SettingsError
+from celery_dislock.keys.templates import InvalidTemplate, key_builder
+from celery_dislock.tasks.received import Received
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from celery import Task
+
+    from celery_dislock.config.options import TaskOptions
+
+
+class TaskKeys:
+    """
+    Builds the keys of a task's calls.
+
+    Args:
+        name: The task's name.
+        task: The task's class, bound to its app.
+        options: The task's options.
+
+    Raises:
+        SettingsError: ``lock_key`` cannot be used.
+    """
+
+    def __init__(self, name: str, task: type[Task], options: TaskOptions) -> None:
+        signature = signature_of(task)
+        try:
+            self._builders = [
+                key_builder(one, signature=signature, task_name=name) for one in options.keys
+            ]
+        except InvalidTemplate as exc:
+            raise SettingsError(name, "lock_key", options.lock_key, str(exc)) from exc
+        self._received = Received(self._builders, signature)
+        self._is_digest = options.keys == (None,)
+        self._validate = getattr(task.run, "dislock_validate", None)
+        self._before = () if _is_static(task) else (None,)  # for `self`
+
+    def __len__(self) -> int:
+        return len(self._builders)
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], serializer: str = "") -> list[str]:
+        """
+        Return the keys for these arguments, in the order of ``lock_key``.
+
+        Args:
+            args: The positional arguments.
+            kwargs: The others.
+            serializer: What a caller's arguments will be sent with; empty: they have come with a
+                message.
+
+        Raises:
+            Exception: They cannot be built: LockKeyError, or what a user's callable or the
+                validation raises.
+        """
+        if serializer:
+            args, kwargs = self._received.of(args, kwargs, serializer)
+        if self._validate is None:
+            return self._built(args, kwargs)
+        given, named = self._validate(*self._before, *args, **kwargs)
+        given = given[len(self._before) :]
+        if not self._is_digest:
+            return self._built(given, named)
+        try:
+            plain = {name: _dumped(one) for name, one in named.items()}
+            return self._built([*map(_dumped, given)], plain)
+        except LockKeyError:  # a model may have what cannot be digested
+            return self._built(args, kwargs)
+
+    def _built(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+        return [builder.key(args, kwargs) for builder in self._builders]
+
+
+def _dumped(argument: Any) -> Any:
+    """Return the plain data of a model, and any other argument as it is."""
+    return argument.model_dump() if hasattr(type(argument), "model_dump") else argument
+
+
+def signature_of(task: type[Task]) -> inspect.Signature:
+    """Return the signature of a task's body, without ``self``."""
+    signature = inspect.signature(task.run)
+    if _is_static(task):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _is_static(task: type[Task]) -> bool:
+    return isinstance(inspect.getattr_static(task, "run"), staticmethod)
+
+
+def validating(wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Extend what Celery wraps the body of a task with that has ``pydantic=True``.
+
+    Args:
+        wrap: Takes the app, the body and more, and returns the wrapped body.
+
+    Returns:
+        It, whose result has an attribute: a function that returns the arguments that the body gets.
+    """
+
+    @wraps(wrap)
+    def wrapped(app: Any, body: Any, *args: Any, **kwargs: Any) -> Any:
+        @wraps(body)  # Celery reads the types of its arguments
+        def given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return args, kwargs
+
+        made = wrap(app, body, *args, **kwargs)
+        made.dislock_validate = wrap(app, given, *args, **kwargs)
+        return made
+
+    return wrapped
