@@ -22,10 +22,10 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
+from celery_dislock.servers.trial import check_scripts
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
@@ -525,9 +525,9 @@ class TestReplicas:
                 f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1}
             )
             with pytest.raises(StoreError, match="may not run WAIT;"):
-                check_rights(store.lock_server, "dislock")
+                check_scripts(store.lock_server, "dislock")
             client.execute_command("ACL", "SETUSER", "limited", "+wait")
-            check_rights(store.lock_server, "dislock")
+            check_scripts(store.lock_server, "dislock")
             take(store, "a/1")
 
     def test_replicas_of_a_cluster_count_for_their_master(self, cluster):
@@ -701,9 +701,9 @@ class TestCluster:
             stack.callback(store.close)
             if missing:
                 with pytest.raises(StoreError, match=re.escape(missing)):
-                    check_rights(store.lock_server, "dislock")
+                    check_scripts(store.lock_server, "dislock")
                 return
-            check_rights(store.lock_server, "dislock")
+            check_scripts(store.lock_server, "dislock")
             for number in range(3):
                 round_trip(store, name_on(cluster.masters, number, "allowed"))
             lock = name_on(cluster.masters, 0, "allowed")

@@ -57,7 +57,7 @@ class Member(NamedTuple):
 def members_of(server: Server) -> list[Member]:
     """Ask each process of a lock server about itself; about twelve round trips to each."""
     try:
-        return [_member(name, send) for name, send in server.members()]
+        return [_member(one.name, one.send) for one in server.members()]
     except StoreError as exc:
         return [Member(server.name, away=exc.reason)]
 
