@@ -16,41 +16,23 @@ import secrets
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from redis.exceptions import AskError, ClusterDownError, TryAgainError
+from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgainError
 
-from celery_dislock import scripts
 from celery_dislock.exceptions import ForbiddenError, StoreError
-from celery_dislock.scripts.names import (
-    KINDS,
-    beat_of,
-    done_of,
-    index_of_counts,
-    index_of_lines,
-    mark_of,
-    store_of,
-    sweep_lock,
-    unique_of,
-    wake_list,
-)
+from celery_dislock.scripts.life import Life
 from celery_dislock.servers.connections import AROUND, Demoted, is_answer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from celery_dislock.scripts import Argument, Script
+    from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
     from celery_dislock.servers.server import Member, Server
 
-    Step = tuple[Script, list[str], tuple[Argument, ...]]  # with keys and arguments
-
-TTL_MS = 60_000  # of all that has an expiry and is forgotten if this process is killed
 TAGS_MOST = 100_000  # a node with one of 16,384 slots has one of them
 
-LATER = 1 << 53  # than any token
-MESSAGE = '{"headers":{}}'
-BYTES_MOST = 1_000_000  # of a line
-
-MOVES = (AskError, ClusterDownError, TryAgainError)  # the next moment it is another answer
+# The next moment it is another answer; what is not known by its digest is sent by its text.
+MOVES = (AskError, ClusterDownError, TryAgainError, NoScriptError)
 BUSY = re.compile(r"\b(BUSY|MASTERDOWN)\b")
 CALLED = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
 LINE = re.compile(r"user_script:\s*(\d+)")
@@ -119,26 +101,6 @@ CAUSES = (
 )
 
 
-class Refusal(NamedTuple):
-    """
-    What one process of the lock server refused.
-
-    Attributes:
-        server: Its name.
-        command: The Redis command, as far as is known.
-        text: The server's own words.
-    """
-
-    server: str
-    command: str
-    text: str
-
-    @property
-    def cause(self) -> Cause:
-        """Its kind."""
-        return next(cause for cause in CAUSES if cause.words.search(self.text))
-
-
 class Complaint(NamedTuple):
     """
     All refusals of one kind.
@@ -193,24 +155,28 @@ def complaints(server: Server, prefix: str) -> list[Complaint]:
     Raises:
         StoreError: The list of servers could not be read.
     """
-    found: dict[Cause, list[Refusal]] = {}
+    found: dict[Cause, list[tuple[str, str, str]]] = {}
     for member in server.members():
-        for refusal in _Trial(server, member, prefix).refusals():
-            found.setdefault(refusal.cause, []).append(refusal)
-    return [_complaint(cause, refused, prefix) for cause, refused in found.items()]
+        for command, text in _Trial(server, member, prefix).refused():
+            cause = next(cause for cause in CAUSES if cause.words.search(text))
+            found.setdefault(cause, []).append((member.name, command, text))
+    return [
+        _complaint(cause, prefix, *zip(*refused, strict=True)) for cause, refused in found.items()
+    ]
 
 
-def _complaint(cause: Cause, refused: Sequence[Refusal], prefix: str) -> Complaint:
-    commands = sorted({one.command for one in refused})
+def _complaint(
+    cause: Cause, prefix: str, servers: Sequence[str], refused: Sequence[str], texts: Sequence[str]
+) -> Complaint:
+    commands = sorted(set(refused))
     told = {
         "commands": ", ".join(commands),
         "rules": " ".join(f"+{command.lower()}" for command in commands),
         "prefix": prefix,
-        "text": refused[0].text,
+        "text": texts[0],
     }
-    servers = list(dict.fromkeys(one.server for one in refused))
     what, remedy = (text.format_map(told) for text in (cause.what, cause.remedy))
-    return Complaint(what, remedy, servers, cause.passes)
+    return Complaint(what, remedy, list(dict.fromkeys(servers)), cause.passes)
 
 
 class _Trial:
@@ -219,15 +185,15 @@ class _Trial:
     def __init__(self, server: Server, member: Member, prefix: str) -> None:
         self._member = member
         once = secrets.token_hex(4)
-        tags = [f"trial-{once}-{number}" for number in range(TAGS_MOST)]
+        tags = (f"trial-{once}-{number}" for number in range(TAGS_MOST))
         # With braces in the prefix, all names may be in a slot of another node.
-        tag = next((tag for tag in tags if member.has(f"{prefix}:{{{tag}}}")), tags[0])
+        tag = next((tag for tag in tags if member.has(f"{prefix}:{{{tag}}}")), once)
         life = Life(prefix, tag)
         self._steps, self._keys = list(life.steps()), life.keys()
         self._asks = [*server.asks(life.news), (b"SCAN", 0, b"COUNT", 1)]
 
-    def refusals(self) -> list[Refusal]:
-        """Return what the process refuses; nothing if it does not answer."""
+    def refused(self) -> list[tuple[str, str]]:
+        """Return each command that it refuses, and its words; nothing if it does not answer."""
         try:
             with closing(self._member.new_batch()) as batch:
                 replies = batch.ask([command for _, command in self._commands(cached=True)])
@@ -251,21 +217,21 @@ class _Trial:
         for key in self._keys:  # for the case that it may not delete
             yield None, (b"PEXPIRE", key, 1)
 
-    def _one_by_one(self) -> Iterator[Refusal]:
+    def _one_by_one(self) -> Iterator[tuple[str, str]]:
         for script, command in self._commands(cached=False):
             try:
                 self._member.send(*command)
             except StoreError as exc:
                 if not is_answer(exc):
                     if not isinstance(exc.raw, Demoted) and self._is_there():
-                        yield Refusal(self._member.name, _sent(command), exc.reason)
+                        yield _sent(command), exc.reason
                         with suppress(StoreError):  # it may have run the script
                             self._member.send(b"DEL", *self._keys)
                     return
                 if not isinstance(exc.raw, MOVES) and not BUSY.search(exc.reason):
                     text = AROUND.sub("", exc.reason)
                     for name in _names(script, command, exc.reason):
-                        yield Refusal(self._member.name, name, text)
+                        yield name, text
 
     def _is_there(self) -> bool:
         """Tell whether it answers, though not to the last command."""
@@ -281,98 +247,14 @@ def _names(script: Script | None, command: Command, text: str) -> list[str]:
     named, line = NAMED.search(text), LINE.search(text)
     if named:
         return [named[1].upper()]
-    called = CALLED.findall(script.text.splitlines()[int(line[1]) - 1]) if script and line else []
+    if script and line:
+        number = int(line[1])
+        called = CALLED.findall("".join(script.text.splitlines()[number - 1 : number]))
+    else:
+        called = []
     return called or [_sent(command)]
 
 
 def _sent(command: Command) -> str:
-    return str(command[0], "ascii")  # type: ignore[arg-type] -- the first word is bytes
-
-
-class Life:
-    """
-    The life of a lock in which each script runs, and calls each command that any script calls.
-
-    Args:
-        prefix: ``dislock_prefix``.
-        tag: The hash tag of all its keys.
-
-    Attributes:
-        news: The list by which a waiter is woken, which has an element.
-    """
-
-    def __init__(self, prefix: str, tag: str) -> None:
-        self._lock = lock = f"{prefix}:{{{tag}}}"
-        self._home = home = f"{{{tag}}}"
-        self.news = wake_list(lock, "b")
-        self._counts = f"{index_of_counts(prefix, tag)}:of"
-        self._lists = index_of_lines(prefix, home), f"{store_of(prefix)}:{home}"
-        self._sweep = sweep_lock(prefix, tag)
-        self._index = index_of_counts(prefix, tag)
-
-    def keys(self) -> list[str]:
-        """Return all keys that there may be."""
-        lock = self._lock
-        done = [done_of(lock, f"{task}{of}") for task in "tuv" for of in (":0:0", "@1")]
-        return [
-            *(lock + end for end in KINDS),
-            *(wake_list(lock, owner) for owner in "abcd"),
-            *(mark_of(lock, "t"), *done),
-            *(*self._lists, self._sweep, self._index, self._counts),
-        ]
-
-    def steps(self) -> Iterator[Step]:
-        """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
-        lock, home = [self._lock], self._home
-        lines, store = self._lists
-        terms = TTL_MS, "{}", "x", 1
-        yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
-        yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
-        yield scripts.COUNTS, [self._index], ()
-        yield scripts.ENLIST, [lines], (self._lock,)
-        yield scripts.LINES, [lines], (0, 1)
-        yield scripts.STORE, [store], ("name", "", "")
-        yield scripts.RELEASE, [self._sweep], ("a", 0)
-        # A lease, and a beat that has another token.
-        beat = [self._lock, beat_of(self._lock)]
-        yield scripts.ACQUIRE, lock, ("a", *terms, 0, 1)
-        yield scripts.RENEW, lock, ("a", TTL_MS)
-        yield scripts.RENEW_STALLED, lock, ("a", TTL_MS, 0, 0)
-        yield scripts.TICKS, beat, ("a", 0, 0, TTL_MS, "entry", 0)
-        yield scripts.TICK, beat, ("a", 0, 0, TTL_MS, "entry", 0)
-        yield scripts.LOOK, lock, (0, 1)
-        # A waiter that is handed the lock.
-        yield scripts.ACQUIRE, lock, ("b", *terms, TTL_MS, 1)
-        yield scripts.RELEASE_DEAD, lock, ("a", 0, home)
-        # Two tasks are parked, and leave the line.
-        yield _parking(scripts.PARK, lock, "t", *terms, home)
-        yield _parking(scripts.PARK, lock, "u", *terms, home)
-        yield scripts.FREE, lock, ("b", LATER, home, 1)
-        yield scripts.GIVE_BACK, lock, ("t:0:0",)
-        yield scripts.SWEEP, lock, (home,)
-        yield scripts.CLAIMS, lock, ()
-        yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
-        yield scripts.WITHDRAW, lock, (home, "u:0:0", "-", "")
-        yield scripts.LEAVE, lock, (home, "u:0:0", "message", 1, "", "")
-        yield scripts.ASIDE, lock, (0, 1, "u:0:0")
-        yield scripts.LIMIT, lock, ("", 0, "", home)
-        yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
-        # A task with a reservation.
-        unique, message = [unique_of(self._lock)], ("i", "mark", 0)
-        begins = *message, "end", TTL_MS
-        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1)
-        yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)
-        yield scripts.BEGIN, unique, (*begins, 0)
-        yield scripts.ACQUIRE_UNIQUE, lock, ("d", *terms, 0, 1, *begins)
-        yield _parking(scripts.PARK_UNIQUE, lock, "v", *terms, home, more=begins)
-        yield scripts.RELEASE_UNIQUE, lock, ("d", 0, home, "v:0:0", 0, *message, "end")
-        yield scripts.UNRESERVE, unique, (*message, "end")
-
-
-def _parking(
-    script: Script, lock: list[str], task: str, *terms: Argument, more: Sequence[Argument] = ()
-) -> Step:
-    """Park a task; *terms* end with its home."""
-    ticket = f"{task}:0:0", f"{task}@", 0, MESSAGE
-    bounds = 0, BYTES_MOST, "skip", "", ""
-    return script, lock, (f"{task}@1", *terms, *ticket, *bounds, *more)
+    first = command[0]
+    return first.decode() if isinstance(first, bytes) else str(first)

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 from celery_dislock.operating.checks.table import Row, note, ok, serious, warning
-from celery_dislock.servers.trial import complaints
 from celery_dislock.worker.startup import evicts, is_replica
 
 if TYPE_CHECKING:
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.checks.facts import Facts, Member
     from celery_dislock.operating.checks.table import Finding
+    from celery_dislock.servers.trial import Complaint
 
 SLOW = 0.05  # seconds: two of them are added to each task
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
@@ -142,19 +142,21 @@ def answers(facts: Facts) -> Iterator[Finding]:
 
 
 def rights(facts: Facts) -> Iterator[Finding]:
-    """Find what the server refuses, by trying all that locks need.  A round trip to each."""
-    if facts.away:
-        return
-    refused = complaints(facts.server, facts.prefix)
-    for one in refused:
-        found = serious(_sentence(f"{one.what}."), _sentence(f"{one.remedy}."), one.servers)
-        yield found._replace(check="writes") if one.passes else found
-    if all(one.passes for one in refused):
+    """Find what the server refuses: scripts, commands or keys."""
+    refused = [one for one in facts.complaints if not one.passes]
+    yield from map(_refused, refused)
+    if not refused and not facts.away:
         yield ok("The server runs all scripts, and its user may do all that locks need.")
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"
+def writes(facts: Facts) -> Iterator[Finding]:
+    """Find a server that refuses to write, as long as something is wrong with it."""
+    yield from map(_refused, (one for one in facts.complaints if one.passes))
+
+
+def _refused(one: Complaint) -> Finding:
+    what, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (one.what, one.remedy))
+    return serious(what, remedy, one.servers)
 
 
 def sentinels(facts: Facts) -> Iterator[Finding]:
@@ -200,6 +202,7 @@ def clocks(facts: Facts) -> Iterator[Finding]:
 CHECKS = (
     ("server", answers),
     ("rights", rights),
+    ("writes", writes),
     ("sentinels", sentinels),
     ("server", members),
     ("clock", clocks),
