@@ -11,6 +11,7 @@ import redis
 from proof.clocks import Clocks, can_be_set
 from proof.previous import unpack
 from proof.proxy import Proxy
+from tests.programs import NOT_HERE
 
 TELL = """
 import sys, time
@@ -19,7 +20,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(not can_be_set(), reason="no C compiler")
+@pytest.mark.skipif(not can_be_set(), reason=f"{NOT_HERE}a C compiler")
 def test_a_clock_is_set_while_its_process_runs(tmp_path):
     """Its wall clock jumps forth and back; the monotonic one, and other processes, go on."""
     clocks = Clocks(tmp_path)

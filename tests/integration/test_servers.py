@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import re
 import shutil
@@ -43,6 +42,7 @@ from tests.integration.servers import (
     wait_for_replicas,
 )
 from tests.leaks import SECRET
+from tests.programs import missing
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -73,13 +73,6 @@ def round_trip(store: Store, lock: str = LOCK) -> None:
     assert store.release([lock], "a/1") is False
 
 
-def missing(what: str) -> None:
-    """Skip the test for want of something; in CI that is a failure."""
-    if os.environ.get("CI"):
-        pytest.fail(f"CI must have {what}", pytrace=False)
-    pytest.skip(f"there is no {what} here")
-
-
 @pytest.fixture
 def connect():
     """Make stores that are closed at the end of the test."""
@@ -102,7 +95,7 @@ def connect_to(connect):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     if not shutil.which("openssl"):
-        missing("openssl command, to make certificates with")
+        missing("openssl")
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -113,7 +106,7 @@ def tls_server(
     asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     if "'tls-auth-clients" in said.stdout + said.stderr:
-        missing("redis-server that was built with TLS")
+        missing("a Redis with TLS")
     with TlsServer(tmp_path_factory.mktemp("tls"), certificates) as server:
         yield server
 
