@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgainError
@@ -219,27 +219,31 @@ class _Trial:
 
     def _one_by_one(self) -> Iterator[tuple[str, str]]:
         for script, command in self._commands(cached=False):
-            try:
-                self._member.send(*command)
-            except StoreError as exc:
-                if not is_answer(exc):
-                    if not isinstance(exc.raw, Demoted) and self._is_there():
-                        yield _sent(command), exc.reason
-                        with suppress(StoreError):  # it may have run the script
-                            self._member.send(b"DEL", *self._keys)
+            error = self._error_of(command)
+            if error and not is_answer(error):
+                if isinstance(error.raw, Demoted) or not self._is_there():
                     return
-                if not isinstance(exc.raw, MOVES) and not BUSY.search(exc.reason):
-                    text = AROUND.sub("", exc.reason)
-                    for name in _names(script, command, exc.reason):
-                        yield name, text
+                error = self._error_of(command)  # perhaps it was away for a moment
+            if error is None or isinstance(error.raw, MOVES) or BUSY.search(error.reason):
+                continue
+            text = AROUND.sub("", error.reason)
+            for name in _names(script, command, error.reason):
+                yield name, text
+            if not is_answer(error):  # nor will it answer to others; it may have run this one
+                self._error_of((b"DEL", *self._keys))
+                return
+
+    def _error_of(self, command: Command) -> StoreError | None:
+        try:
+            self._member.send(*command)
+        except StoreError as exc:
+            return exc
+        return None
 
     def _is_there(self) -> bool:
         """Tell whether it answers, though not to the last command."""
-        try:
-            self._member.send(b"PING")
-        except StoreError as exc:
-            return is_answer(exc)
-        return True
+        error = self._error_of((b"PING",))
+        return error is None or is_answer(error)
 
 
 def _names(script: Script | None, command: Command, text: str) -> list[str]:
