@@ -141,9 +141,10 @@ def check_scripts(server: Server, prefix: str) -> None:
 
 def complaints(server: Server, prefix: str) -> list[Complaint]:
     """
-    Try all that locks need.  One round trip to each process, or one per script if it has none yet.
+    Try all that locks need.  One round trip to each process, two if it has no scripts yet.
 
-    A process that does not answer is skipped.
+    A process that does not answer is skipped.  One that refuses something is asked once more, one
+    command at a time.
 
     Args:
         server: The lock server.
@@ -194,15 +195,18 @@ class _Trial:
 
     def refused(self) -> list[tuple[str, str]]:
         """Return each command that it refuses, and its words; nothing if it does not answer."""
-        try:
-            with closing(self._member.new_batch()) as batch:
-                replies = batch.ask([command for _, command in self._commands(cached=True)])
+        for cached in (True, False):  # at first it may not have the scripts
+            try:
+                with closing(self._member.new_batch()) as batch:
+                    replies = batch.ask([one for _, one in self._commands(cached=cached)])
+            except StoreError:
+                break
             if not any(isinstance(reply, StoreError) for reply in replies):
                 return []
-        except StoreError:
-            pass
-        # It has not got the scripts, or refuses something: one by one, which is sent again if lost.
-        return list(self._one_by_one())
+        try:
+            return list(self._one_by_one())  # what is lost is sent again
+        finally:
+            self._error_of((b"DEL", *self._keys))
 
     def _commands(self, *, cached: bool) -> Iterator[tuple[Script | None, Command]]:
         """Yield all commands, with the script that each runs."""
@@ -229,8 +233,7 @@ class _Trial:
             text = AROUND.sub("", error.reason)
             for name in _names(script, command, error.reason):
                 yield name, text
-            if not is_answer(error):  # nor will it answer to others; it may have run this one
-                self._error_of((b"DEL", *self._keys))
+            if not is_answer(error):  # nor will it answer to others
                 return
 
     def _error_of(self, command: Command) -> StoreError | None:

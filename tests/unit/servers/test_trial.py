@@ -82,6 +82,36 @@ def test_all_is_tried_in_one_round_trip():
     assert all(re.match(r"shop:.*\{trial-[0-9a-f]{8}-3\}", key) for key in keys)
 
 
+def test_a_server_without_the_scripts_is_brought_them_in_a_second_trip():
+    """It has been restarted, or is new."""
+    server = Server(EVALSHA=redis.exceptions.NoScriptError("No matching script"))
+    ask = server.ask
+
+    def learn(commands):
+        replies = ask(commands)
+        server.errors.clear()
+        return replies
+
+    server.ask = learn
+    assert complaints(server, "dislock") == []
+    assert server.trips == 2
+
+
+def test_what_interrupts_the_trial_leaves_nothing_behind():
+    """A signal, in the middle of it."""
+
+    class Interrupted(Server):
+        def send(self, *command):
+            if command[0] == b"BLPOP":
+                raise KeyboardInterrupt
+            return super().send(*command)
+
+    server = Interrupted(BLPOP=refused("no"))
+    with pytest.raises(KeyboardInterrupt):
+        complaints(server, "dislock")
+    assert server.sent[-1][0] == b"DEL"
+
+
 IN_SCRIPTS = [
     "@user_script: {line}: The user executing the script can't run this command or subcommand",
     "The user executing the script can't run this command script: 0, on @user_script:{line}.",
