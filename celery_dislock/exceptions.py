@@ -277,7 +277,7 @@ class DamagedLockError(StoreError):
 
 
 class ForbiddenError(StoreError):
-    """The lock server answered that its access rules (ACL) forbid a command or a key."""
+    """The lock server refuses a command, a script or a key: for everybody, or by its ACL."""
 
 
 class UnreachableError(StoreError):

@@ -48,6 +48,9 @@ class Processes:
         site: Where they work.
         history: Where it is noted which of them was killed.
         clocks: Their wall clocks; None: that of the machine.
+
+    Attributes:
+        number: The argument of that name; 0: there are none.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Processes:
     ) -> None:
         self._command = command
         self._module = next(part for part in command if part.startswith("proof."))
-        self._number = number
+        self.number = number
         self._site = site
         self._history = history
         self._clocks = clocks
@@ -72,7 +75,7 @@ class Processes:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
-        self._running = [self._start(at) for at in range(self._number)]
+        self._running = [self._start(at) for at in range(self.number)]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -125,12 +128,12 @@ class Processes:
     def clock_of_one(self, chance: random.Random) -> Callable[[int], None]:
         """Return what sets the clock of one, and of its children, by some seconds."""
         assert self._clocks is not None
-        return partial(self._clocks.set, self._name(chance.randrange(self._number)))
+        return partial(self._clocks.set, self._name(chance.randrange(self.number)))
 
     def set_clocks(self, seconds: int) -> None:
         """Set the clocks of all by some seconds."""
         assert self._clocks is not None
-        for at in range(self._number):
+        for at in range(self.number):
             self._clocks.set(self._name(at), seconds)
 
     def deploy(self, folder: Path) -> None:
@@ -139,7 +142,7 @@ class Processes:
 
         One that does not end in time is killed, as a supervisor does.
         """
-        for at in range(self._number):
+        for at in range(self.number):
             self._folders[at], old = folder, self._running[at]
             self._history.add("process", str(old.pid), "terminated")
             old.terminate()

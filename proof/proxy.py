@@ -37,6 +37,8 @@ pass_on = "pass on"  # noqa: S105 -- no password; nothing happens to it
 cut = "cut"  # it does not reach the server; the connection ends
 lose_reply = "lose reply"  # the server does it; the connection ends instead of its reply
 swallow_reply = "swallow reply"  # the server does it; the connection stays, and is silent
+REFUSED = "-"  # how an error begins that the client is told; the command does not reach the server
+INSTEAD = b"*1\r\n$4\r\nPING\r\n"  # is sent for a refused command, so that replies stay in order
 
 TELLS = {b"CLUSTER", b"SENTINEL"}  # commands whose replies name servers
 REDIRECTS = (b"-MOVED ", b"-ASK ")  # errors that do
@@ -187,7 +189,7 @@ class Proxy:
             if what == cut:
                 return False
             sent.put((what, command[0]))
-            server.sendall(frame)
+            server.sendall(INSTEAD if what.startswith(REFUSED) else frame)
             return True
 
         self._pump(client, server, forward)
@@ -207,6 +209,8 @@ class Proxy:
                 frame = PORT.sub(lambda found: self._ports.get(found[0], found[0]), frame)
             # What follows a reply that is held back waits behind it, or it would pass for it.
             silent = silent or what == swallow_reply
+            if what.startswith(REFUSED):
+                what, frame = pass_on, f"{what}\r\n".encode()
             if what == pass_on and not silent:
                 client.sendall(frame)
             return what != lose_reply

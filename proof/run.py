@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from proof.servers import LockServers
     from tests.acceptance.rabbitmq import RabbitServer
 
+NO_BROKER = (
+    "No RabbitMQ is here (rabbitmq-server, and epmd): tasks and beats are left out, only locks are "
+    "tried. A Redis as the broker would lose messages itself. --simulate has tasks, and no servers."
+)
 TIMEOUT = 1.0  # seconds of a lease
 BEATS = 3  # where the lock server can have lines
 ROUND = 20.0  # seconds after which a control is looked at, whether it was caught
@@ -73,52 +77,57 @@ def run(
         control: What is broken on purpose; empty: nothing is.
         enough: Asked now and then; the run ends early when the verdict is enough.
         previous: The revision that is deployed, and undone again; empty: a usual one.
-        say: Called with each kind of fault that cannot be made here.
+        say: Called with what cannot be tried here.
     """
     programs = find_rabbitmq()
-    assert programs is not None
+    tasks = int(programs is not None)  # without a broker there are none
     if control and CONTROLS[control].promise == "nothing lost":
         seconds = min(seconds, ROUND)  # whether a task is lost is seen when all others have ended
     folder = folder.resolve()
     folder.mkdir(parents=True)
-    earlier = None if control else unpack(folder / "previous", previous)
+    earlier = unpack(folder / "previous", previous) if tasks and not control else None
     clocks = Clocks(folder / "clocks") if can_be_set() and not control else None
     if not control:
-        for cannot in [MISSING] * (not earlier) + [CANNOT] * (not clocks):
+        no_deploy = MISSING if tasks else NO_BROKER
+        for cannot in [no_deploy] * (not earlier) + [CANNOT] * (not clocks):
             say(cannot)
     path = folder / "history"
     history = History(path, "run")
     with ExitStack() as stack:
-        broker = stack.enter_context(running(programs, folder / "broker"))
+        broker = stack.enter_context(running(programs, folder / "broker")) if programs else None
         results = stack.enter_context(RedisServer(folder / "results"))
         servers = stack.enter_context(KINDS[kind](folder / "locks", clocks))
         site = Site(
             url=servers.url,
             options=servers.options,
             has_lines=servers.has_lines,
-            broker=broker.url,
+            broker=broker.url if broker else "",
             results=results.url,
             folder=str(folder),
             seed=seed,
             timeout=TIMEOUT,
             control=control,
         )
-        with Processes(WORKER, 2, site, history, clocks) as workers:
+        has_beats = tasks * servers.has_lines
+        with Processes(WORKER, 2 * tasks, site, history, clocks) as workers:
             with (
                 Processes(LOCKING, 2, site, history, clocks) as locking,
                 Processes(COROUTINES, 2, site, history, clocks) as coroutines,
-                Processes(SENDING, 1, site, history, clocks) as sending,
-                Processes(BEAT, BEATS * servers.has_lines, site, history, clocks) as beats,
+                Processes(SENDING, tasks, site, history, clocks) as sending,
+                Processes(BEAT, BEATS * has_beats, site, history, clocks) as beats,
             ):
-                victims = (workers, locking, coroutines, sending, *[beats] * servers.has_lines)
-                rare = [restart(broker), *([deploy(workers, earlier)] if earlier else [])]
-                rare += [replace(beats)] * servers.has_lines
+                all_kinds = (workers, locking, coroutines, sending, beats)
+                victims = [one for one in all_kinds if one.number]
+                rare = [restart(broker)] if broker else []
+                rare += [deploy(workers, earlier)] if earlier else []
+                rare += [replace(beats)] * has_beats
                 groups = make_groups(seed, servers, victims, rare, CONTROLS.get(control))
                 stack.enter_context(repeating(ASKED, note_answers(servers, history)))
                 stack.enter_context(repeating(SEEN, note_unrest(servers, history)))
                 queue = stack.enter_context(results.client())
                 stack.enter_context(repeating(SEEN, note_ticks(queue, history)))
-                wait_for_work(path, {("tick", "sent")} if servers.has_lines else set())
+                more = [("task", "begin")] * tasks + [("tick", "sent")] * has_beats
+                wait_for_work(path, {("operation", "ok"), *more})
                 until = time.monotonic() + seconds
                 while (now := time.monotonic()) < until:
                     make_faults(groups, history, min(until, now + ROUND) if enough else until)
@@ -189,9 +198,8 @@ def note_unrest(servers: LockServers, history: History) -> Callable[[], None]:
     return look
 
 
-def wait_for_work(path: Path, more: set[tuple[str, str]]) -> None:
-    """Wait until tasks run, locks are taken, and *more*: what only starts cannot go wrong."""
-    work = {("task", "begin"), ("operation", "ok"), *more}
+def wait_for_work(path: Path, work: set[tuple[str, str]]) -> None:
+    """Wait until all of *work* is done once: what only starts cannot go wrong."""
     until = time.monotonic() + START_WITHIN
     while time.monotonic() < until:
         if work <= {(e.what, e.kind) for e in read(path)}:
@@ -216,7 +224,7 @@ def make_groups(
     return [
         Group(chances[0], of_processes(victims, chances[0], TIMEOUT)),
         Group(chances[1], of_servers),
-        Group(chances[2], rare, LONG_PAUSE),
+        *([Group(chances[2], rare, LONG_PAUSE)] if rare else []),
     ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from celery_dislock.servers.memory import memory_server
-from celery_dislock.testing.redis_server import ServerMissing, find_server
 from tests.leaks import Watch, remember
 from tests.orphans import pytest_configure, pytest_unconfigure  # noqa: F401 -- hooks
+from tests.programs import find_redis, not_tried
 from tests.redis_server import Client, RedisServer
 
 if TYPE_CHECKING:
@@ -47,15 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     items.sort(key=lambda item: (TURN[item.path.relative_to(TESTS).parts[0]], -sizes[group(item)]))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what this machine cannot try."""
+    if line := not_tried(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
 def redis_program() -> Path:
     """The redis-server to run.  Where there is none the test is skipped; in CI it fails."""
-    try:
-        return find_server()
-    except ServerMissing as exc:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have a Redis server: {exc}", pytrace=False)
-        pytest.skip(str(exc))
+    return find_redis()
 
 
 @pytest.fixture(scope="session")

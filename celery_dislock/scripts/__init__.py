@@ -13,12 +13,10 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
-from celery_dislock.scripts.files import FOLDER, read_lua
+from celery_dislock.scripts.files import read_lua
 
-CALL = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
 NUMBER = re.compile(r"^local TAKE_UP_MS = (\d+)", re.MULTILINE)
 
 if TYPE_CHECKING:
@@ -70,7 +68,6 @@ LINES = Script.load("lines")
 ASIDE = Script.load("aside")
 STORE = Script.load("store")
 CLAIMS = Script.load("claims")
-TRY = Script.load("try")
 RESERVE = Script.load("reserve")
 CONFIRM = Script.load("confirm")
 UNRESERVE = Script.load("unreserve")
@@ -90,10 +87,3 @@ UNLISTED = 6  # of park.lua
 NOT_THERE, LEFT, RAN_HERE = range(3)  # of leave.lua
 
 TAKE_UP_MS = int(NUMBER.findall(read_lua("_record"))[0])
-
-
-@cache
-def commands() -> tuple[str, ...]:
-    """Return the Redis commands that the scripts call."""
-    texts = [file.read_text("utf-8") for file in FOLDER.glob("*.lua")]
-    return tuple(sorted({name for text in texts for name in CALL.findall(text)}))

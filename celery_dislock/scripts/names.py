@@ -29,6 +29,11 @@ def mark_of(lock: str, task_id: str) -> str:
     return f"{lock}{_ENDS['MARK']}{task_id}"
 
 
+def done_of(lock: str, name: str) -> str:
+    """Name the mark of a parked task's ticket, or of a delivery, that is done."""
+    return f"{lock}{_ENDS['DONE']}{name}"
+
+
 def unique_of(lock: str) -> str:
     """Name the record of a lock's reservation."""
     return f"{lock}{_ENDS['UNIQUE']}"
@@ -64,9 +69,9 @@ def sweep_lock(prefix: str, home: str) -> str:
     return f"{prefix}:sweep:{{{home}}}"
 
 
-def index_of_counts(prefix: str) -> str:
+def index_of_counts(prefix: str, tag: str = "counts") -> str:
     """Name the index of the workers that have counted something, for metrics."""
-    return f"{prefix}:metrics:{{counts}}"
+    return f"{prefix}:metrics:{{{tag}}}"
 
 
 def counts_of(prefix: str, worker: str) -> str:

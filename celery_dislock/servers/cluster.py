@@ -13,6 +13,7 @@ not delay the renewals on the others.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from itertools import groupby, repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -28,7 +29,7 @@ from celery_dislock.servers.connections import AWAY, SOCKET_TIMEOUT, connection_
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.node import RESEND_PAUSE, RESENDS, Node
 from celery_dislock.servers.pipeline import LEAST, ask_all
-from celery_dislock.servers.server import Server
+from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -166,14 +167,20 @@ class Cluster(Server):
                 error = exc
         raise error
 
-    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+    def members(self) -> list[Member]:
         """Return the nodes that have slots; see :meth:`Server.members`."""
         if not self._slots or None in self._slots:
             self._find_slots()
             if None in self._slots:
                 raise self._uncovered(self._slots.index(None))
-        nodes = [self._node(one) for one in dict.fromkeys(self._slots) if one is not None]
-        return [(node.name, node.send) for node in nodes]
+        return [
+            self._node(address).members()[0]._replace(has=partial(self._has, address))
+            for address in dict.fromkeys(self._slots)
+            if address is not None
+        ]
+
+    def _has(self, address: Address, key: str) -> bool:
+        return self._slots[key_slot(key.encode())] == address
 
     def asks(self, key: str) -> list[Command]:
         """Return what the nodes are asked for, too; see :meth:`Server.asks`."""

@@ -34,7 +34,7 @@ from celery_dislock.servers.connections import (
 )
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.pipeline import Batch
-from celery_dislock.servers.server import Server
+from celery_dislock.servers.server import Member, Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +97,8 @@ class Node(Server):
         self.kind = "sentinel" if watched_by else "single"
         confirm = watched_by.confirm if watched_by else None
         self._wire = Wire(connect, confirm)
-        self.batch = Batch(name, connect, confirm)
+        self._new_batch = partial(Batch, name, connect, confirm)
+        self.batch = self._new_batch()
 
     def exchange(
         self,
@@ -144,9 +145,9 @@ class Node(Server):
         """Return the Sentinels, and what is wrong with each; see :meth:`Sentinels.roll_call`."""
         return self._watched_by.roll_call() if self._watched_by else []
 
-    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+    def members(self) -> list[Member]:
         """Return this server; see :meth:`Server.members`."""
-        return [(self.name, self.send)]
+        return [Member(self.name, self.send, self._new_batch)]
 
     def _exchange(
         self,

@@ -32,6 +32,7 @@ from celery_dislock.servers.connections import (
 )
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.pipeline import LEAST, Batch, ask_all, ask_each
+from celery_dislock.servers.server import Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,8 @@ class Peer:
 
     Attributes:
         name: The URL without its password, for messages.
-        batch: Sends pipelines to this server.
+        new_batch: Makes what sends pipelines to this server.
+        batch: The one that the watchdog uses.
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class Peer:
         self.name = without_password(url)
         make = connection_maker(self.name, url, options, driver)
         self._wire = Wire(lambda _within: make())
-        self.batch = Batch(self.name, lambda _within: make())
+        self.new_batch = partial(Batch, self.name, lambda _within: make())
+        self.batch = self.new_batch()
         self._clock = clock
         self._failures = 0
         self._retry_at = 0.0
@@ -252,9 +255,12 @@ class Peers:
         """Send a command to all servers; returns the same as :meth:`ask`."""
         return self._ask(partial(self._run, command, command, None), within)
 
-    def members(self, within: float) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the name of each server, and a function that sends that server a command."""
-        return [(peer.name, partial(peer.ask, within=within)) for peer in self._peers]
+    def members(self, within: float) -> list[Member]:
+        """Return the servers; see :meth:`celery_dislock.servers.server.Server.members`."""
+        return [
+            Member(peer.name, partial(peer.ask, within=within), peer.new_batch)
+            for peer in self._peers
+        ]
 
     def ask_many(
         self, script: Script, calls: Sequence[Call], *, within: float, decides: Decides

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from celery_dislock.scripts import Script
-    from celery_dislock.servers.connections import Confirm, Connect
+    from celery_dislock.servers.connections import Command, Confirm, Connect
 
     Call = tuple[str | bytes | int, ...]
 
@@ -101,6 +101,27 @@ class Batch:
         return [
             store_error(self._name, reply, [str(key)]) if isinstance(reply, Exception) else reply
             for reply, (key, *_) in zip(replies, calls, strict=True)
+        ]
+
+    def ask(self, commands: Sequence[Command]) -> list[Any]:
+        """
+        Send any commands, once, with the timeouts of the connection's options.
+
+        Returns:
+            The reply to each, or a StoreError if the reply is an error.
+
+        Raises:
+            StoreError: The server did not answer.  Each command may have run or not.
+        """
+        with self._connected():
+            connection = self._connection = self._connection or self._connect(None)
+            _send_packed(connection, commands)
+            replies = [_read_one(connection) for _ in commands]
+            if self._confirm:
+                self._confirm(connection, None)
+        return [
+            store_error(self._name, reply) if isinstance(reply, Exception) else reply
+            for reply in replies
         ]
 
     def close(self) -> None:
@@ -200,6 +221,10 @@ def _send_all(
     if bring:
         key, *arguments = calls[0]
         commands[0] = script.by_text([key], *arguments)
+    _send_packed(connection, commands)
+
+
+def _send_packed(connection: redis.Connection, commands: Sequence[Command]) -> None:
     packed = [b"".join(connection.pack_command(*command)) for command in commands]
     connection.send_packed_command([b"".join(packed)], check_health=False)
 

@@ -21,6 +21,7 @@ from celery_dislock import scripts
 from celery_dislock.clock import monotonic
 from celery_dislock.config.urls import ONLY_EXCLUSIVE, address, shown
 from celery_dislock.exceptions import DamagedLockError, SettingsError, StoreError
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.peers import NoReplyError, Peer, Peers, by_majority
 from celery_dislock.servers.server import Server
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from celery_dislock.servers.driver import Driver
     from celery_dislock.servers.peers import Decides
     from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.server import Member
 
 PATIENCE = 0.5  # seconds for the replies of all servers, unless `socket_timeout` is set
 PATIENCE_RATIO = 1 / 4  # of a lease's expiry: the limit for an acquisition if that is shorter
@@ -132,12 +134,18 @@ class Quorum(Server):
         Send a command that concerns no lock to all servers; return the reply of one.
 
         Raises:
-            StoreError: No majority of the servers answered.
+            StoreError: No majority of the servers answered; a refusal if a majority is there.
         """
         replies = self._peers.send(*command, within=self._patience)
-        return self._require_majority(replies)[0]
+        refusals = [one for one in replies if isinstance(one, StoreError) and is_answer(one)]
+        there = [one for one in replies if not isinstance(one, StoreError)] + refusals
+        if len(there) < self._peers.majority:
+            raise self._too_few(replies)
+        if there[0] in refusals:
+            raise refusals[0]
+        return there[0]
 
-    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+    def members(self) -> list[Member]:
         """Return all servers; see :meth:`Server.members`."""
         return self._peers.members(self._patience)
 

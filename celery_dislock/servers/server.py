@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from celery_dislock.scripts import Script
     from celery_dislock.servers.connections import Command
-    from celery_dislock.servers.pipeline import Call
+    from celery_dislock.servers.pipeline import Batch, Call
 
 SCANNED = 500  # names that a server examines in one step of a scan
+
+
+class Member(NamedTuple):
+    """
+    One Redis process that has locks.
+
+    Attributes:
+        name: Its URL without password.
+        send: Sends it a command; see :meth:`Server.send`.
+        new_batch: Makes what sends it many commands in one round trip.
+        has: Tells whether a key belongs there.
+    """
+
+    name: str
+    send: Callable[..., Any]
+    new_batch: Callable[[], Batch]
+    has: Callable[[str], bool] = lambda _key: True
 
 
 class Server(Protocol):
@@ -90,21 +107,21 @@ class Server(Protocol):
             StoreError: No reply arrived, or the reply is an error.  The command may have run.
         """
 
-    def members(self) -> list[tuple[str, Callable[..., Any]]]:
+    def members(self) -> list[Member]:
         """
-        Return the name of each server that has locks, and a function that sends it a command.
+        Return the processes that have locks.
 
         Raises:
             StoreError: The nodes of a cluster are not known, or a slot is on none of them.
         """
 
     def senders(self) -> list[Callable[..., Any]]:
-        """Return the functions of :meth:`members`."""
-        return [send for _, send in self.members()]
+        """Return what sends a command to each of :meth:`members`."""
+        return [one.send for one in self.members()]
 
     def asks(self, key: str) -> list[Command]:
-        """Return each command that is sent outside scripts, in a form that changes nothing."""
-        pops: list[Command] = [(b"BLPOP", key, b"no time")] if self.keeps_lines else []
+        """Return each command that is sent outside scripts, in a form that harms nobody."""
+        pops: list[Command] = [(b"BLPOP", key, 0.01)] if self.keeps_lines else []
         return pops + ([(b"WAIT", 0, 0)] if self.min_replicas else [])
 
     def watchers(self) -> list[tuple[str, str]]:

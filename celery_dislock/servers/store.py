@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery_dislock import scripts
 from celery_dislock.exceptions import StoreError
 from celery_dislock.scripts.names import mark_of, wake_list
+from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.driver import BLOCKING
 from celery_dislock.servers.kinds import server_for
 from celery_dislock.servers.records import text
@@ -364,12 +365,17 @@ class Store:
         Ask the server for information about itself.
 
         Returns:
-            The fields of ``INFO``, as text.
+            The fields of ``INFO``, as text; empty if the server refuses that command.
 
         Raises:
-            StoreError: The server did not answer, or refused the command.
+            StoreError: The server did not answer.
         """
-        info = self.lock_server.send(b"INFO").decode()
+        try:
+            info = self.lock_server.send(b"INFO").decode()
+        except StoreError as exc:
+            if not is_answer(exc):
+                raise
+            return {}
         return dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
 
     def take_over(self, locks: Sequence[str], left_by: str, owner: str, holder: str) -> int:

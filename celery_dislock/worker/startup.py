@@ -40,6 +40,10 @@ OUTLIVING = (
     "{visible_for:g} s, and are then delivered again, and run twice, one after the other: {tasks}. "
     "Raise broker_transport_options={{'visibility_timeout': ...}}, or set a lower time_limit."
 )
+UNKNOWN = (
+    "The lock server refuses INFO, so nobody knows whether it may evict locks that are held. Allow "
+    "it if the server has it: ACL SETUSER ... +info."
+)
 
 
 def about_tasks(app: Celery) -> Iterator[str]:
@@ -111,8 +115,10 @@ def about_server(info: Mapping[str, str]) -> list[str]:
     Warn of a lock server that may evict locks, or that is a replica and accepts none.
 
     Args:
-        info: The fields of the server's ``INFO`` reply.
+        info: The fields of the server's ``INFO`` reply; empty: it refuses that.
     """
+    if not info:
+        return [UNKNOWN]
     return [" ".join(found) for found in (evicts(info), is_replica(info)) if found]
 
 

@@ -14,7 +14,7 @@ from celery_dislock.hooks import guard_tasks
 from celery_dislock.messages.events import worker_tells_revoked
 from celery_dislock.parking.process import runtime_of
 from celery_dislock.parking.sweep import Sweep, interval
-from celery_dislock.servers.permissions import check_rights
+from celery_dislock.servers.trial import check_scripts
 from celery_dislock.tasks.task import SingletonTask, guards_of
 from celery_dislock.worker import startup
 from celery_dislock.worker.awaiting import check_bodies
@@ -150,7 +150,7 @@ def check_lock_server(app: Celery) -> tuple[str, list[str]]:
     if runtime.enabled:
         guard_tasks(app)
         warnings += startup.about_server(runtime.process.store.ping())
-        check_rights(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
+        check_scripts(runtime.process.store.lock_server, runtime.settings.dislock_prefix)
     if runtime.enabled is False:
         return "", []
     warnings += startup.about_tasks(app)

@@ -17,6 +17,7 @@ import redis
 from tests.acceptance import scenarios
 from tests.acceptance.fleet import CONCURRENCY, Fleet, Scene, Worker, wait_for
 from tests.acceptance.rabbitmq import RabbitServer, own_rabbitmq
+from tests.programs import missing
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -268,9 +269,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def _require(pool: str) -> None:
     module = {"aio": "celery_aio_pool"}.get(pool, pool)
     if pool in {"gevent", "eventlet", "aio"} and importlib.util.find_spec(module) is None:
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have {pool}", pytrace=False)
-        pytest.skip(f"{pool} is not installed")
+        missing(module)
 
 
 def _pool_options(pool: str) -> list[str]:

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import amqp
-import pytest
 from amqp.exceptions import AMQPError
+
+from tests.programs import missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,12 +41,10 @@ LOOPBACK = "127.0.0.1"
 
 def find_rabbitmq() -> Path | None:
     """Return the folder of rabbitmq-server and rabbitmqctl; None if they or epmd are not there."""
-    if not shutil.which("epmd"):
-        return None
-    if (PACKAGED / "rabbitmq-server").exists():
-        return PACKAGED
     found = shutil.which("rabbitmq-server")
-    return Path(found).parent if found else None
+    if not found or not shutil.which("epmd"):
+        return None
+    return PACKAGED if (PACKAGED / "rabbitmq-server").exists() else Path(found).parent
 
 
 class RabbitServer:
@@ -230,9 +229,7 @@ def own_rabbitmq(folder: Path) -> Iterator[RabbitServer]:
     """Run one for tests.  Where there is no RabbitMQ they are skipped; in CI they fail."""
     programs = find_rabbitmq()
     if programs is None:
-        if os.environ.get("CI"):
-            pytest.fail("CI must have RabbitMQ", pytrace=False)
-        pytest.skip("there is no rabbitmq-server, or no epmd: install RabbitMQ")
+        missing("RabbitMQ")
     with running(programs, folder) as rabbitmq:
         yield rabbitmq
 

@@ -20,6 +20,7 @@ import pytest
 from celery_dislock import Dislock
 from celery_dislock.operating.cli.session import user
 from tests.acceptance.fleet import LIMIT, ROOT, wait_for
+from tests.programs import missing
 
 pytestmark = pytest.mark.acceptance
 
@@ -195,10 +196,7 @@ def test_what_is_no_http_is_refused_and_others_are_served(serve):
 @pytest.fixture
 def nginx(tmp_path):
     """Start nginx with the block of the page about the page, in front of a port; gives its own."""
-    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
-    if program is None:
-        assert "CI" not in os.environ, "nginx is not installed"
-        pytest.skip("nginx is not installed")
+    program = shutil.which("nginx") or missing("nginx")
     text = (ROOT / "docs" / "how-to" / "web-page.md").read_text("utf-8")
     (block,) = re.findall(r"^location /locks/ \{.*?^\}$", text, re.MULTILINE | re.DOTALL)
     with contextlib.ExitStack() as stack:

@@ -123,14 +123,14 @@ class Terminal:
     def _processes(self) -> list[int]:
         """Return the processes of the shell's session, without the shell."""
         shell = self._shell.pid
-        listed = subprocess.run(
-            ["ps", "-o", "pid=,stat=", "-s", str(shell)],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        rows = [row.split() for row in listed.stdout.splitlines()]
-        return [int(pid) for pid, stat in rows if int(pid) != shell and not stat.startswith("Z")]
+        found = []
+        for about in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                after_name = about.read_text("utf-8", "replace").rpartition(")")[2]
+                state, _parent, _group, session, *_ = after_name.split()
+                if int(session) == shell and state != "Z":
+                    found.append(int(about.parent.name))
+        return [pid for pid in found if pid != shell]
 
 
 def _send(process: int, number: int) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.docs.page import DIRECTIVES, DOCS, PAGES, ROOT, RUN, SHOWN, Block, blocks_of
 from tests.docs.terminal import LIMIT, POLL, Prompt, Terminal, pattern_of
+from tests.programs import find_redis_cli
 from tests.redis_server import RedisServer
 
 HERE = Path(__file__).parent
@@ -169,7 +170,7 @@ def reader(servers, dist, tmp_path, page):
         "PYTHONUNBUFFERED": "1",
         "SHOP_BROKER_URL": servers[PORTS[0]].url,
         "REDIS_PORT": str(servers[PORTS[0]].port),
-        "REDIS_CLI": shutil.which("redis-cli") or "",
+        "REDIS_CLI": find_redis_cli() if "redis-cli" in page.read_text("utf-8") else "",
     }
     if not page.is_relative_to(DOCS):
         environment["PYTHONPATH"] = str(ROOT)  # the other pages are read in the repository

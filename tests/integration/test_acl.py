@@ -25,11 +25,11 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.scripts import COUNT, TICK, TICKS, Script
 from celery_dislock.scripts.names import beat_of
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused, Replaced
 from celery_dislock.servers.requests import Ending, Execution, Terms
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.servers.store import Store
+from celery_dislock.servers.trial import CALLED, check_scripts
 from celery_dislock.servers.view import LockState
 from celery_dislock.worker.steps import check_lock_server
 from tests.holding import Holding, name_of, wait_for
@@ -52,6 +52,9 @@ WITHIN = 10.0  # seconds
 
 COMMANDS = re.findall(r"\+([\w|]+)", RULES)
 SENT = {"eval", "evalsha", "blpop", "scan", "info"}  # beside what scripts run
+TEXTS = {file.name: file.read_text("utf-8") for file in Path(scripts.__file__).parent.glob("*.lua")}
+CALLS = {name.lower() for text in TEXTS.values() for name in CALLED.findall(text)}
+SCRIPTS = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +117,13 @@ def start_worker(url: str) -> tuple[str, list[str]]:
 
 def test_the_page_allows_what_the_scripts_run_and_no_more():
     """The commands of the documentation are those in the scripts, and those sent beside them."""
-    assert sorted(COMMANDS) == sorted(SENT | {name.lower() for name in scripts.commands()})
+    assert sorted(COMMANDS) == sorted(SENT | CALLS)
 
 
 def test_every_call_of_a_script_is_counted():
-    """No script but the one that tries commands runs one whose name is not written in it."""
-    for file in Path(scripts.__file__).parent.glob("*.lua"):
-        text = file.read_text("utf-8")
-        calls = len(re.findall(r"redis\.p?call\b", text)) - text.count("redis.pcall(command,")
-        assert calls == len(scripts.CALL.findall(text)), file.name
+    """No script runs a command whose name is not written in it."""
+    for name, text in TEXTS.items():
+        assert len(re.findall(r"redis\.p?call\b", text)) == len(CALLED.findall(text)), name
 
 
 class Life:
@@ -274,26 +275,43 @@ def test_the_user_of_the_page_can_do_all(url, admin):
     life.beating()
     life.operating()
     life.store.close()
+    assert missing(admin) == ([], [])
+
+
+def missing(admin: redis.Redis) -> tuple[list[str], list[str]]:
+    """Return the commands of the documentation and the scripts that the server has not run."""
     stats = admin.info("commandstats")
-    unused = [name for name in COMMANDS if f"cmdstat_{name}" not in stats]
-    assert unused == []
-    known = {name: one for name, one in vars(scripts).items() if isinstance(one, Script)}
-    ran = admin.script_exists(*(one.sha for one in known.values()))
-    assert [name for name, yes in zip(known, ran, strict=True) if not yes] == []
+    ran = admin.script_exists(*(one.sha for one in SCRIPTS.values()))
+    return (
+        [name for name in COMMANDS if f"cmdstat_{name}" not in stats],
+        [name for name, yes in zip(SCRIPTS, ran, strict=True) if not yes],
+    )
 
 
-def test_the_check_leaves_nothing_behind(url, admin):
-    """What a worker tries at its start is gone, and is done in an instant."""
-    start_worker(url)
-    assert admin.keys() == []
+def test_a_worker_tries_everything_and_leaves_nothing_behind(url, admin):
+    """At its start it runs each script and each command; the second time the server knows them."""
+    for _ in range(2):
+        admin.config_resetstat()
+        start_worker(url)
+        assert missing(admin) == ([], [])
+        assert admin.keys() == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [one for one in COMMANDS if one != "info"])
 def test_a_worker_names_the_command_that_is_missing(limited, admin, command):
     """Without any one of the documented commands a worker does not start, and says which it is."""
     with pytest.raises(ForbiddenError, match=rf"(?i)\b{command}\b"):
         start_worker(limited(without(command)))
     wait_for(lambda: admin.keys() == [], "a server with nothing left behind")
+
+
+def test_a_worker_starts_without_info(limited):
+    """It says what it cannot know."""
+    server, warnings = start_worker(limited(without("info")))
+    assert server
+    assert "INFO" in warnings[0]
+    [(level, _)] = Report(limited(without("info"))).found("settings")
+    assert level == "note"
 
 
 def test_doctor_needs_no_more(limited):
@@ -315,9 +333,9 @@ def test_one_server_of_several_that_forbids_is_enough(redis_program, server, lim
     with RedisServer(tmp_path / "1") as first, RedisServer(tmp_path / "2") as second:
         store = Store([first.url, second.url, limited(without("hkeys"))])
         with pytest.raises(ForbiddenError, match="may not run HKEYS;"):
-            check_rights(store.lock_server, "dislock")
+            check_scripts(store.lock_server, "dislock")
         store.close()
         store = Store([first.url, second.url, limited(RULES)])
         second.kill()
-        check_rights(store.lock_server, "dislock")
+        check_scripts(store.lock_server, "dislock")
         store.close()

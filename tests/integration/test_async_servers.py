@@ -25,6 +25,7 @@ from tests.integration.servers import (
     make_certificates,
     wait_for_replicas,
 )
+from tests.programs import missing
 from tests.redis_server import RedisServer
 
 KEY, LIMIT = "export:7", 60.0  # seconds
@@ -42,7 +43,7 @@ class Provider(redis.CredentialProvider):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     if not shutil.which("openssl"):
-        pytest.skip("no openssl command")
+        missing("openssl")
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -51,7 +52,7 @@ def tls_server(redis_program, certificates, tmp_path_factory):
     asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     if "'tls-auth-clients" in said.stdout + said.stderr:
-        pytest.skip("redis-server was built without TLS")
+        missing("a Redis with TLS")
     with TlsServer(tmp_path_factory.mktemp("tls"), certificates) as server:
         yield server
 
@@ -192,9 +193,9 @@ def test_a_unix_socket(on_unix_socket):
 def test_tls_is_verified_on_both_sides(tls_server, verified):
     """An unknown authority, and a client without a certificate, get no lock."""
     used(tls_server.tls_url, transport_options=verified)
-    for missing in ("ssl_ca_certs", "ssl_certfile"):
-        some = {name: value for name, value in verified.items() if name != missing}
-        some.pop("ssl_keyfile" if missing == "ssl_certfile" else "", None)
+    for left_out in ("ssl_ca_certs", "ssl_certfile"):
+        some = {name: value for name, value in verified.items() if name != left_out}
+        some.pop("ssl_keyfile" if left_out == "ssl_certfile" else "", None)
         with pytest.raises(StoreError):
             used(tls_server.tls_url, transport_options=some)
 

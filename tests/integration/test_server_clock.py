@@ -11,9 +11,10 @@ from celery_dislock.servers.replies import Granted, Refused
 from celery_dislock.servers.store import Store
 from proof.clocks import Clocks, can_be_set
 from tests.holding import Holding
+from tests.programs import NOT_HERE
 from tests.redis_server import RedisServer
 
-pytestmark = pytest.mark.skipif(not can_be_set(), reason="no C compiler")
+pytestmark = pytest.mark.skipif(not can_be_set(), reason=f"{NOT_HERE}a C compiler")
 
 KEY, LOCK = "export:7", "dislock:{export:7}"
 HOUR = 3600  # seconds

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import re
 import shutil
@@ -22,10 +21,10 @@ from celery_dislock.parking.store import Lines, Ticket
 from celery_dislock.servers import cluster as cluster_module
 from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.overview import Overview
-from celery_dislock.servers.permissions import check_rights
 from celery_dislock.servers.replies import Done, Granted, Parked, Refused
 from celery_dislock.servers.requests import Ending
 from celery_dislock.servers.store import Store
+from celery_dislock.servers.trial import check_scripts
 from tests.holding import PATIENCE, Holding, name_of, wait_for
 from tests.integration.acl import RULES
 from tests.integration.servers import (
@@ -43,6 +42,7 @@ from tests.integration.servers import (
     wait_for_replicas,
 )
 from tests.leaks import SECRET
+from tests.programs import missing
 from tests.redis_server import RedisServer
 
 if TYPE_CHECKING:
@@ -73,13 +73,6 @@ def round_trip(store: Store, lock: str = LOCK) -> None:
     assert store.release([lock], "a/1") is False
 
 
-def missing(what: str) -> None:
-    """Skip the test for want of something; in CI that is a failure."""
-    if os.environ.get("CI"):
-        pytest.fail(f"CI must have {what}", pytrace=False)
-    pytest.skip(f"there is no {what} here")
-
-
 @pytest.fixture
 def connect():
     """Make stores that are closed at the end of the test."""
@@ -102,7 +95,7 @@ def connect_to(connect):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     if not shutil.which("openssl"):
-        missing("openssl command, to make certificates with")
+        missing("openssl")
     return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
@@ -113,7 +106,7 @@ def tls_server(
     asked = [str(redis_program), "--tls-auth-clients", "yes", "--port", "no"]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
     if "'tls-auth-clients" in said.stdout + said.stderr:
-        missing("redis-server that was built with TLS")
+        missing("a Redis with TLS")
     with TlsServer(tmp_path_factory.mktemp("tls"), certificates) as server:
         yield server
 
@@ -525,9 +518,9 @@ class TestReplicas:
                 f"redis://limited:{SECRET}@127.0.0.1:{master.port}", {"min_replicas": 1}
             )
             with pytest.raises(StoreError, match="may not run WAIT;"):
-                check_rights(store.lock_server, "dislock")
+                check_scripts(store.lock_server, "dislock")
             client.execute_command("ACL", "SETUSER", "limited", "+wait")
-            check_rights(store.lock_server, "dislock")
+            check_scripts(store.lock_server, "dislock")
             take(store, "a/1")
 
     def test_replicas_of_a_cluster_count_for_their_master(self, cluster):
@@ -701,9 +694,9 @@ class TestCluster:
             stack.callback(store.close)
             if missing:
                 with pytest.raises(StoreError, match=re.escape(missing)):
-                    check_rights(store.lock_server, "dislock")
+                    check_scripts(store.lock_server, "dislock")
                 return
-            check_rights(store.lock_server, "dislock")
+            check_scripts(store.lock_server, "dislock")
             for number in range(3):
                 round_trip(store, name_on(cluster.masters, number, "allowed"))
             lock = name_on(cluster.masters, 0, "allowed")

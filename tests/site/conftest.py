@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 from playwright.sync_api import sync_playwright
 
+from tests.programs import missing
 from tests.site.built import MERMAID, ROOT, SOURCES
 
 if TYPE_CHECKING:
@@ -86,10 +87,7 @@ def browser() -> Iterator[Browser]:
     """
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        missing = f"none of {', '.join(PROGRAMS)} is on PATH"
-        if os.environ.get("CI"):
-            pytest.fail(f"CI must have a browser: {missing}", pytrace=False)
-        pytest.skip(missing)
+        missing("a Chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser

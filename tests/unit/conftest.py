@@ -98,5 +98,5 @@ def broker(app, monkeypatch):
 @pytest.fixture
 def reachable(monkeypatch):
     """A lock server that a worker's start-up check finds well."""
-    monkeypatch.setattr(steps, "check_rights", lambda *_: None)
-    monkeypatch.setattr(Store, "ping", lambda _: {})
+    monkeypatch.setattr(steps, "check_scripts", lambda *_: None)
+    monkeypatch.setattr(Store, "ping", lambda _: {"role": "master"})

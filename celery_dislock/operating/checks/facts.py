@@ -10,17 +10,20 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery_dislock.exceptions import StoreError
 from celery_dislock.servers.connections import is_answer
 from celery_dislock.servers.overview import Overview
+from celery_dislock.servers.trial import complaints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from celery_dislock.servers.server import Server
+    from celery_dislock.servers.trial import Complaint
     from celery_dislock.servers.view import LockState
 
     # What a process tells of an app's locks: see celery_dislock.operating.inspection.
@@ -57,7 +60,7 @@ class Member(NamedTuple):
 def members_of(server: Server) -> list[Member]:
     """Ask each process of a lock server about itself; about twelve round trips to each."""
     try:
-        return [_member(name, send) for name, send in server.members()]
+        return [_member(one.name, one.send) for one in server.members()]
     except StoreError as exc:
         return [Member(server.name, away=exc.reason)]
 
@@ -166,6 +169,11 @@ class Facts:
         """Whether no lock can be taken, because the lock server does not answer."""
         enough = len(self.members) // 2 + 1 if self.server.kind == "quorum" else 1
         return len(self.answering) < enough
+
+    @cached_property
+    def complaints(self) -> Sequence[Complaint]:
+        """What the lock server refuses of all that locks need; it is tried once."""
+        return [] if self.away else complaints(self.server, self.prefix)
 
     @property
     def overview(self) -> Overview:

@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from celery_dislock.exceptions import ForbiddenError
 from celery_dislock.operating.checks.table import Row, note, ok, serious, warning
-from celery_dislock.scripts import TRY
-from celery_dislock.servers.permissions import check_rights, tried_in
-from celery_dislock.servers.records import text
 from celery_dislock.worker.startup import evicts, is_replica
 
 if TYPE_CHECKING:
@@ -17,6 +13,7 @@ if TYPE_CHECKING:
 
     from celery_dislock.operating.checks.facts import Facts, Member
     from celery_dislock.operating.checks.table import Finding
+    from celery_dislock.servers.trial import Complaint
 
 SLOW = 0.05  # seconds: two of them are added to each task
 TOKENS_OFF = 0.1  # seconds between the clocks of independent servers
@@ -27,7 +24,6 @@ KINDS = {
     "quorum": "one of several independent servers",
 }
 
-REFUSES = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")  # a replica is found by its role
 _REPLICA = re.compile(r"slave\d+")
 AS_AT_START = {"eviction": evicts, "role": is_replica}  # a worker warns of these when it starts
 
@@ -66,8 +62,8 @@ ROWS = (
         "settings",
         note,
         lambda one, _: one.no_info,
-        "Memory, role, replicas and what is saved could not be looked at",
-        "Allow it: ACL SETUSER ... +info",
+        "INFO is refused, so memory, role, replicas and what is saved could not be looked at",
+        "Allow it if the server has it: ACL SETUSER ... +info",
     ),
     Row(
         "persistence",
@@ -146,34 +142,21 @@ def answers(facts: Facts) -> Iterator[Finding]:
 
 
 def rights(facts: Facts) -> Iterator[Finding]:
-    """Find commands and keys that the server's user must be allowed.  A few round trips."""
-    if facts.away:
-        return
-    try:
-        check_rights(facts.server, facts.prefix)
-    except ForbiddenError as exc:
-        what, _, remedy = exc.reason.partition("; ")
-        what = f"On {exc.server}, {what}: some tasks fail, or no worker starts."
-        yield serious(what, f"{remedy[:1].upper()}{remedy[1:]}")
-    else:
-        yield ok("The server's user may do all that locks need.")
+    """Find what the server refuses: scripts, commands or keys."""
+    refused = [one for one in facts.complaints if not one.passes]
+    yield from map(_refused, refused)
+    if not refused and not facts.away:
+        yield ok("The server runs all scripts, and its user may do all that locks need.")
 
 
 def writes(facts: Facts) -> Iterator[Finding]:
-    """Find a server that refuses to write, by trying.  A round trip to each."""
-    for one in [] if facts.away else facts.answering:
-        tried = one.send(*TRY.by_text([], tried_in(facts.prefix), "HSET")) if one.send else []
-        why = next((text(part) for part in tried[1::2]), "")
-        if REFUSES.search(why):
-            why = why.partition("-")[2] if why.startswith("@") else why  # as Redis 6.2 writes it
-            yield serious(
-                f"It refuses to write, so no lock can be taken ({why}). Locks that are held can be "
-                "renewed and released if it is only its memory that is full.",
-                "Raise maxmemory, or keep the locks on a server of their own (dislock_url)."
-                if "OOM" in why
-                else "Look at its log, and at its disk.",
-                [one.name],
-            )
+    """Find a server that refuses to write, as long as something is wrong with it."""
+    yield from map(_refused, (one for one in facts.complaints if one.passes))
+
+
+def _refused(one: Complaint) -> Finding:
+    what, remedy = (f"{text[:1].upper()}{text[1:]}." for text in (one.what, one.remedy))
+    return serious(what, remedy, one.servers)
 
 
 def sentinels(facts: Facts) -> Iterator[Finding]:

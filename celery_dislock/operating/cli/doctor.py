@@ -1,7 +1,7 @@
 """``celery dislock doctor``: examine the lock server, the workers and the locks themselves.
 
 The facts are gathered first.  Then the checks of :mod:`celery_dislock.operating.checks` judge them.
-Nothing is changed but a key of doctor's own, which is gone again, and no command is sent that
+Nothing is changed but keys of doctor's own, which are gone again, and no command is sent that
 blocks the server.  If the lock server is away, what the workers say is judged nevertheless.
 """
 

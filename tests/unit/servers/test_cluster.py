@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import redis
 from redis.crc import key_slot
-from redis.exceptions import MovedError
+from redis.exceptions import AskError, MovedError
 
 from celery_dislock.exceptions import StoreError
-from celery_dislock.scripts import ACQUIRE
+from celery_dislock.scripts import ACQUIRE, RENEW
 from celery_dislock.servers.cluster import REDIRECTS
 from celery_dislock.servers.driver import Driver
 from celery_dislock.servers.kinds import server_for
@@ -20,6 +20,7 @@ class Node:
 
     def __init__(self, address, cluster):
         self.address = address
+        self.batch = self
         self._cluster = cluster
         self.closed = False
 
@@ -32,12 +33,24 @@ class Node:
 
     def exchange(self, _script, keys, *_arguments, asking=False):
         self._cluster.asked.append((self.address, "exchange", asking))
-        said = self._cluster.says[self.address].pop(0)
+        said = self._said()
         if isinstance(said, Exception):
-            error = StoreError("redis://node", "it failed")
-            error.raw = said
-            raise error
+            raise said
         return said, False
+
+    def send(self, _script, calls, *, within):
+        self._cluster.asked.append((self.address, "batch", len(calls)))
+
+    def read(self, _script, calls, *, within):
+        return [self._said() for _ in calls]
+
+    def _said(self):
+        said = self._cluster.says[self.address].pop(0)
+        if not isinstance(said, Exception):
+            return said
+        error = StoreError("redis://node", "it failed")
+        error.raw = said
+        return error
 
     def retire(self):
         self.closed = True
@@ -79,6 +92,31 @@ class TestSlots:
         with pytest.raises(StoreError):
             cluster.run(ACQUIRE, ["dislock:{a}"])
         assert cluster.says[ONE] == []
+
+    @pytest.mark.parametrize("many", [False, True], ids=["one", "batch"])
+    @pytest.mark.parametrize("error", [MovedError, AskError])
+    def test_the_slots_are_read_again_after_moved_and_not_after_ask(self, cluster, error, many):
+        """MOVED holds from now on; ASK for one command, and the next one goes where it went."""
+
+        def run():
+            cluster.asked.clear()
+            if many:
+                assert cluster.run_many(RENEW, [("dislock:{a}", "me", 1)], within=1.0) == [1]
+            else:
+                assert cluster.run(RENEW, ["dislock:{a}"]) == 1
+            return [(address, what) for address, what, *_ in cluster.asked]
+
+        how = "batch" if many else "exchange"
+        cluster.says[ONE] = [1]
+        assert run() == [(ONE, "CLUSTER"), (ONE, how)]
+        cluster.says = {ONE: [error(f"{key_slot(b'dislock:{a}')} 10.0.0.2:6379"), 1], TWO: [1, 1]}
+        cluster.slots = dict.fromkeys((ONE, TWO), owned_by((0, LAST, TWO)))
+        asked = run()
+        assert [one for one in asked if one[1] != "CLUSTER"] == [(ONE, how), (TWO, "exchange")]
+        moved = error is MovedError
+        assert len(asked) == 2 + moved
+        assert (TWO, "exchange", not moved) in cluster.asked
+        assert run() == [(TWO if moved else ONE, how)]
 
     def test_a_node_that_is_away_is_asked_last_for_the_slots(self, cluster):
         """Another one knows whether a replica has taken its place; what was lost is known."""

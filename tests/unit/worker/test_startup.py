@@ -114,17 +114,18 @@ class TestServer:
         [
             ({"maxmemory_policy": "volatile-lru", "maxmemory": "1000000"}, ["lru", "noeviction"]),
             ({"role": "slave"}, ["replica", "Give the master's URL"]),
+            ({}, ["INFO", "+info"]),
         ],
     )
     def test_one_that_makes_locks_unsafe(self, info, words):
-        """It evicts keys with an expiry, and so locks; or it answers, and takes no lock."""
+        """It evicts keys with an expiry, and so locks; takes no lock; or does not say."""
         (warning,) = about_server(info)
         assert all(word in warning for word in words)
 
     @pytest.mark.parametrize(
         "info",
         [
-            {},
+            {"role": "master"},
             {"role": "master", "maxmemory_policy": "noeviction", "maxmemory": "1000000"},
             {"maxmemory_policy": "allkeys-lru", "maxmemory": "0"},
         ],

