@@ -153,10 +153,10 @@ class Durations:
         for one in live - before:
             self._new(name, lock, one, asker)
         if script in RELEASES:
-            self._released(name, lock, before & {asker}, live)
-        elif script is scripts.RELEASE_DEAD:
-            its = {one for one in before if one.startswith(asker)}
-            self._released(name, lock, its, live)
+            if left := self._left(lock, before & {asker}) & live:
+                self.fail("at least", f"{left} are done, and have {name} until {lock.until}")
+        elif script is scripts.RELEASE_DEAD:  # what is left of them is judged at the end
+            self._left(lock, {one for one in before if one.startswith(asker)})
         elif script is scripts.RENEW_STALLED:
             for one in live:
                 if lock.until[one] != was.get(one):
@@ -195,14 +195,16 @@ class Durations:
         if lasts != min(wanted, TAKE_UP):
             self.fail("take-up", f"{one} was handed {name} for {lasts} ms")
 
-    def _released(self, name: str, lock: Leases, those: set[str], live: set[str]) -> None:
-        """Judge what is left of leases whose owners are done."""
+    def _left(self, lock: Leases, those: set[str]) -> set[str]:
+        """Note until when leases are held on; returns those that must be gone."""
+        gone = set()
         for one in those & self.options.keys() & lock.granted.keys():
             least = lock.granted[one] + least_of(self.options[one])
             if least > self.net.now_ms:
                 lock.least[f"~{one}"] = least
-            elif live & {one, f"~{one}"}:
-                self.fail("at least", f"{one} is done, and has {name} until {lock.until}")
+            else:
+                gone |= {one, f"~{one}"}
+        return gone
 
     def _held_on(self, name: str, lock: Leases, live: set[str]) -> None:
         """Judge for how long the leases are held whose owners are done."""

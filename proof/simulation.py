@@ -45,6 +45,7 @@ from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
 from proof import simulated_sending
+from proof.controls import CONTROLS
 from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
@@ -52,7 +53,7 @@ from proof.working import Copy, Worker, driven
 from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from celery_dislock.locks.lease import Lease
@@ -203,7 +204,9 @@ class History:
         if chance < 0.26:
             return ["replicate"]
         if chance < 0.29:
-            what = rng.choice(("kill", "freeze", "thaw", "thaw", "limit", "free", "failover"))
+            what = rng.choice(
+                ("kill", "kill", "freeze", "thaw", "thaw", "limit", "free", "failover")
+            )
             if what in self.faults or (what == "thaw" and "freeze" in self.faults):
                 lock = rng.choice(KEYS)
                 args: dict[str, list[Any]] = {
@@ -328,7 +331,7 @@ class History:
         self.processes.pop(nth)
         worker = self.workers.pop(process, None)
         self.new_process(nth, worker)
-        if worker is not None and self.steps % 2:  # its main process has seen it
+        if worker is not None and self.steps % 4:  # its main process has seen it
             for made in died:
                 name = f"{self.steps} {made.id}"
                 self.begin(name, self.processes[nth], partial(self.death, name, made))
@@ -743,12 +746,24 @@ def simulate(
         The shortest history that was found to break the first promise that was broken; None: none
         was broken.
     """
-    net, began, counts = Net(changed), time.monotonic(), Counter() if counts is None else counts
+    counts = Counter() if counts is None else counts
+    net, began = Net(changed), time.monotonic()
+    for name, outcome in outcomes(net, seed, began + seconds, say, counts):
+        if outcome.broken:
+            say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
+            return Script(name, shrink(net, name, outcome.steps, outcome.broken))
+    took, steps = time.monotonic() - began, counts["steps"]
+    say(f"{steps:,} steps in {counts['histories']:,} histories, {steps / took:,.0f} a second")
+    return None
+
+
+def outcomes(
+    net: Net, seed: int, until: float, say: Callable[[str], None], counts: Counter[str]
+) -> Iterator[tuple[str, Outcome]]:
+    """Run one history after the other until that monotonic time; yields their names, too."""
     for nth in count():
-        took, steps = time.monotonic() - began, counts["steps"]
-        if took > seconds:
-            say(f"{steps:,} steps in {nth:,} histories, {steps / took:,.0f} a second")
-            return None
+        if time.monotonic() > until:
+            return
         counts["histories"] += 1
         name = f"{seed}.{nth}"
         if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
@@ -764,10 +779,23 @@ def simulate(
                 f"history {name} ({outcome.kind}) ran out of rounds: {ROUNDS_MOST:,} are not "
                 "enough for its end. That breaks no promise: things still ended"
             )
-        if outcome.broken:
-            say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
-            return Script(name, shrink(net, name, outcome.steps, outcome.broken))
-    return None
+        yield name, outcome
+
+
+def catch(control: str, seed: int, seconds: float) -> tuple[int, float]:
+    """
+    Break the lock in this process for ever, and simulate until its promise is seen to be broken.
+
+    Returns:
+        In how many histories it was broken, 1 or 0, and after how many seconds.
+    """
+    breaks, promise, *_ = CONTROLS[control]
+    breaks()
+    began = time.monotonic()
+    for _, outcome in outcomes(Net(), seed, began + seconds, print, Counter()):
+        if outcome.broken.startswith(f"{promise}: "):
+            return 1, time.monotonic() - began
+    return 0, time.monotonic() - began
 
 
 @dataclass
