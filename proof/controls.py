@@ -235,6 +235,7 @@ def a_message_that_is_never_replaced() -> None:
 
 
 RUN, SIMULATION = "a run", "the simulation"  # where a control is shown
+FORGET = "forget the scripts"  # a fault that excuses nothing
 
 
 class Control(NamedTuple):
@@ -273,16 +274,16 @@ CONTROLS: dict[str, Control] = {
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),
         Control(a_hand_off_that_forgets_the_token, "token"),
         # A server that forgets would excuse these.
-        Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
+        Control(a_done_mark_without_a_run, "nothing lost", FORGET),
         Control(beats_without_a_record, "tick", "let no byte through"),
         Control(a_message_that_is_never_noted, "again", "let no byte through"),
         Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
-        Control(a_cancelled_acquisition_that_stays, "free", "forget the scripts", alone=True),
+        Control(a_cancelled_acquisition_that_stays, "free", FORGET, alone=True),
         Control(a_lock_that_is_not_held_at_least, "at least", shown_in=BOTH),
         Control(a_hand_off_that_lasts, "take-up", shown_in=(SIMULATION,)),
-        Control(a_death_that_ends_no_lease, "crash", "forget the scripts", shown_in=BOTH),
+        Control(a_death_that_ends_no_lease, "crash", FORGET, alone=True, shown_in=BOTH),
         Control(a_cap_that_is_never_reached, "cap", shown_in=BOTH),
         Control(some_of_several_locks, "all or none", shown_in=BOTH),
         Control(a_message_that_is_never_replaced, "newest"),
