@@ -3,6 +3,7 @@ Prove it: run the workloads under faults, and judge what their history shows.
 
     python -m proof [--minutes 2] [--seed 7] [--server cluster] [--keep FOLDER]
     python -m proof --simulate [--minutes 2] [--seed 7] [--keep FOLDER]
+    python -m proof --controls [--simulate] [--only NAME] [--minutes 2]
     python -m proof --replay FILE
     python -m proof --peers [--minutes 2] [--seed 7] [--keep FOLDER]
     python -m proof --page docs/proof.md
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +28,12 @@ import click
 
 from celery_dislock.testing.redis_server import ServerMissing, find_server
 from proof import results
-from proof.controls import CONTROLS
+from proof.controls import CONTROLS, RUN, SIMULATION
 from proof.page import render
 from proof.peers import compare
 from proof.run import run
 from proof.servers import KINDS
-from proof.simulation import Script, simulate
+from proof.simulation import Script, catch, simulate
 from tests.acceptance.rabbitmq import find_rabbitmq
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ def _replay(_context: click.Context, _option: click.Parameter, file: Path | None
 @click.option("--seed", type=int, default=1, show_default=True, help="Decides the faults.")
 @click.option("--server", type=click.Choice(list(KINDS)), default="redis", show_default=True)
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
+@click.option("--only", type=click.Choice(list(CONTROLS)), help="One of the controls.")
 @click.option("--peers", is_flag=True, help="Compare with other libraries.")
 @click.option("--previous", default="", help="Deploy this revision, and undo it.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
@@ -89,6 +93,7 @@ def main(  # noqa: PLR0913 -- one for each option
     seed: int,
     server: str,
     previous: str,
+    only: str | None,
     keep: Path | None,
     *,
     controls: bool,
@@ -99,10 +104,18 @@ def main(  # noqa: PLR0913 -- one for each option
     """
     Run the workloads under faults; the exit code is 1 if a promise was broken.
 
-    With --controls it is 1 if a lock that was broken on purpose was not caught.  With --simulate
-    a history that breaks a promise is made small and printed; --keep keeps it in a file.
+    With --controls it is 1 if a lock that was broken on purpose was not caught; with --simulate,
+    too, those that a simulation shows are tried in it.  With --simulate alone a history that breaks
+    a promise is made small and printed; --keep keeps it in a file.
     """
     noted = results.add if record else results.forget
+    chosen = [one for one in CONTROLS if only in (None, one)]
+    if simulates and controls:
+        tried = [one for one in chosen if SIMULATION in CONTROLS[one].shown_in]
+        caught = [
+            is_caught_simulated(one, minutes=minutes, seed=seed, noted=noted) for one in tried
+        ]
+        raise SystemExit(not all(caught))
     if simulates:
         raise SystemExit(not _is_simulated(minutes, seed, keep, noted))
     _check_programs()
@@ -113,7 +126,8 @@ def main(  # noqa: PLR0913 -- one for each option
         if controls:
             caught = [
                 _is_caught(name, keep or folder, seconds=60 * minutes, seed=seed, noted=noted)
-                for name in CONTROLS
+                for name in chosen
+                if RUN in CONTROLS[name].shown_in
             ]
             raise SystemExit(0 if all(caught) else 1)
         if peers:
@@ -174,6 +188,20 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
     return found is None
 
 
+def is_caught_simulated(
+    name: str, *, minutes: float, seed: int, noted: Noted = results.forget
+) -> bool:
+    """Simulate with a lock that is broken in this way, in a process of its own; say if it is seen."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        caught, took = process.submit(catch, name, seed, 60 * minutes).result()
+    promise = CONTROLS[name].promise
+    what = f"caught ({promise})" if caught else f"NOT CAUGHT: no {promise}"
+    click.echo(f"{name.replace('_', ' ')}, simulated: {what}, {took:.0f} s")
+    outcome = {"caught": caught, "seconds": took, "broken": {promise: int(caught)}}
+    noted("control", control=name, seed=seed, shown_in=SIMULATION, **outcome)
+    return caught
+
+
 def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Noted) -> bool:
     """Run with a lock that is broken in this way; returns whether the checker says so."""
     promise = CONTROLS[name].promise
@@ -192,7 +220,7 @@ def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Not
     caught = "caught" if broken[promise] else f"NOT CAUGHT: no {promise}"
     click.echo(f"{name.replace('_', ' ')}: {caught} ({what}), {took:.0f} s")
     outcome = {"caught": promise in broken, "seconds": took, "broken": broken}
-    noted("control", control=name, seed=seed, **outcome)
+    noted("control", control=name, seed=seed, shown_in=RUN, **outcome)
     return bool(broken[promise])
 
 

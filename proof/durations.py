@@ -60,8 +60,9 @@ def crashes(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation
     These processes kill themselves in their bodies.  Others that were killed together with their
     main process, perhaps before they had noted what they hold, keep it for a timeout.
     """
+    elsewhere = {e.process for e in events if e.what in {"operation", "beat", "probe"}}
     died = {e.about: e.at for e in events if e.kind == "killed" and e.more.get("by") == "itself"}
-    killed = [e.at for e in events if e.kind == "killed" and e.about not in died]
+    killed = [e.at for e in events if e.kind == "killed" and e.about not in died.keys() | elsewhere]
     wrong = faults(events, spares="spares_leases", kills=False)
     by_key: dict[str, list[Hold]] = defaultdict(list)
     for hold in holds(events):

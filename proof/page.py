@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from proof.controls import CONTROLS
+from proof.controls import CONTROLS, RUN
 from proof.servers import KINDS
 
 if TYPE_CHECKING:
@@ -62,6 +62,11 @@ PARTS = {
     "silent": "no beat sends, a timeout and a second after a fault, though two of them run",
     "again": "a message of a beat goes out again, though its sender had the time to note it",
     "missed": "a beat sends others for a second, and not what is due",
+    "at least": "a lock is given to another before `lock_at_least_for` is over, or held for longer",
+    "take-up": "a hand-off lasts longer than the time in which it is taken up, or is shorter",
+    "crash": "a lock refuses somebody though the pool process that had it has died",
+    "cap": "a lease is renewed beyond its cap, or ends before it",
+    "all or none": "somebody who was refused one of several locks keeps another",
     "newest": "an older message runs after a newer one that replaces it",
 }
 
@@ -180,19 +185,22 @@ def _by_server(runs: Sequence[Result], matches: Callable[[str], bool]) -> str:
 
 
 def _controls(controls: Sequence[Result]) -> str:
-    newest = {one["control"]: one for one in controls}
+    newest = {(one["control"], one.get("shown_in", RUN)): one for one in controls}
     rows = []
     for name, control in CONTROLS.items():
-        one = newest.get(name, {})
-        caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
-        took = f"{one['seconds']:.0f} s" if one else ""
-        rows.append([name.replace("_", " "), PARTS[control.promise], caught, took])
-    return table(("what is broken", "so that", "caught", "after"), rows)
+        for where in control.shown_in:
+            one = newest.get((name, where), {})
+            caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
+            took = f"{one['seconds']:.0f} s" if one else ""
+            what = name.replace("_", " ")
+            rows.append([what, PARTS[control.promise], where, caught, took])
+    return table(("what is broken", "so that", "in", "caught", "after"), rows)
 
 
 def _simulations(simulations: Sequence[Result]) -> str:
-    heads = ("seed", "steps", "histories", "seconds", "broken")
-    return table(heads, ([one[name] for name in heads] for one in simulations))
+    heads = ("seed", "steps", "histories", "seconds", "stopped", "broken")
+    rows = ([{"stopped": 0, **one}[name] for name in heads] for one in simulations)
+    return table(["given up" if name == "stopped" else name for name in heads], rows)
 
 
 def _peers(peers: Sequence[Result]) -> str:

@@ -17,7 +17,6 @@ from proof.operating import operate, probe
 from proof.tasking import (
     BURSTS,
     COUNTDOWN,
-    DIES,
     KEYS,
     MAY_FAIL,
     PARKS,
@@ -29,7 +28,6 @@ from proof.tasking import (
 
 PAUSE = 0.08  # seconds between two tasks, on average
 BURST = 4  # tasks that are sent at a time at most
-OFTEN = [DIES, *BURSTS]  # more often than others
 AGAIN = {"max_retries": 3, "interval_start": 0.1, "interval_max": 0.5}
 
 
@@ -52,7 +50,7 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
-    names = [*TASKS, *(name for name in OFTEN if name in TASKS)]
+    names = [*TASKS, *(name for name in BURSTS if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
         name, number = chance.choice(names), chance.randrange(KEYS)
         for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):

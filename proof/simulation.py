@@ -782,20 +782,20 @@ def outcomes(
         yield name, outcome
 
 
-def catch(control: str, seed: int, seconds: float) -> tuple[int, float]:
+def catch(control: str, seed: int, seconds: float) -> tuple[bool, float]:
     """
     Break the lock in this process for ever, and simulate until its promise is seen to be broken.
 
     Returns:
-        In how many histories it was broken, 1 or 0, and after how many seconds.
+        Whether it was seen, and after how many seconds.
     """
     breaks, promise, *_ = CONTROLS[control]
     breaks()
     began = time.monotonic()
     for _, outcome in outcomes(Net(), seed, began + seconds, print, Counter()):
         if outcome.broken.startswith(f"{promise}: "):
-            return 1, time.monotonic() - began
-    return 0, time.monotonic() - began
+            return True, time.monotonic() - began
+    return False, time.monotonic() - began
 
 
 @dataclass

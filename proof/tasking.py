@@ -29,7 +29,7 @@ LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, whi
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
 REPLACES = {"lock_on_duplicate": "replace"}
 AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
-DIES = "dies"  # in its body, more often than not; what it holds must not stay for its timeout
+DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
 DIES_TIMEOUT = 8.0  # seconds
 
 # By name, the options of each task.
@@ -59,7 +59,7 @@ PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflic
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
 BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
-DEATHS = 3 / 4  # of the bodies that may die
+DEATHS = 1 / 3  # of the bodies that may die
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 
 site = Site.of_this_process()
