@@ -191,7 +191,7 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
 def is_caught_simulated(
     name: str, *, minutes: float, seed: int, noted: Noted = results.forget
 ) -> bool:
-    """Simulate with a lock that is broken in this way, in a process of its own; say if it is seen."""
+    """Simulate with a lock that is broken in this way, in a process of its own; say what comes."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         caught, took = process.submit(catch, name, seed, 60 * minutes).result()
     promise = CONTROLS[name].promise

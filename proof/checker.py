@@ -367,8 +367,8 @@ def _beginning_again(
         ):
             counts["runs again, as the message came again"] += 1
         elif one.more.get("parks") and any(
-            one.ended.at < end and begin < again for begin, end in forgot
-        ):  # its mark went, and a copy that had been put off was on its way
+            one.claimed < end and begin < again for begin, end in forgot
+        ):  # its claim or its mark went, and a copy that had been put off was on its way
             counts["parked tasks run again, and the server forgot"] += 1
         else:
             yield Violation("once", f"{text} began again after its end", again)

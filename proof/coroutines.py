@@ -77,6 +77,7 @@ class Cancelled:
 class Coroutine(Worker):
     """One asyncio task that takes locks, and is cancelled at random."""
 
+    together = ()  # what was cancelled may be in the way, so that no refusal can be judged
     _asked = 0.0  # when a cancellation was asked for that was not met yet
     _met = 0  # cancellations since the last that ended what the task does
 

@@ -246,6 +246,13 @@ class Task:
     ended: Event | None = None
     outcome: Event | None = None
 
+    @property
+    def claimed(self) -> float:
+        """When the body that has ended had asked for its lock, or began if that is not known."""
+        ended = self.ended.at if self.ended else math.inf
+        bodies = zip(self.asked, self.begins, strict=True)
+        return max((since or begin for since, begin in bodies if begin <= ended), default=ended)
+
 
 def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
     """Return the tasks of a history, by id; those that were not known to be sent, too."""

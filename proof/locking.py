@@ -26,7 +26,7 @@ from proof.holding import Holding, name
 from proof.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
@@ -41,7 +41,6 @@ KINDS: Mapping[str, tuple[int, tuple[Mapping[str, Any], ...]]] = {
     "shared": (2, ({"mode": "shared"}, {"mode": "shared"}, {})),
     "runaway": (2, ({"max_renew_times": 3},)),
 }
-BOTH = ("both:0", "both:1")
 RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 # How a file is guarded; "unguarded" shows that a lost write would be seen.
 GUARDS = ("fenced", "locked", "unguarded")
@@ -90,6 +89,8 @@ class Worker:
         stop: Set when it is to end.
     """
 
+    together: Sequence[str] = ["both"] * 4
+
     def __init__(
         self, number: int, site: Site, dislock: Dislock, history: History, stop: threading.Event
     ) -> None:
@@ -123,13 +124,15 @@ class Worker:
                 raise
 
     async def _take_one(self) -> None:
-        kind = self._random.choice([*self._kinds, *["file", "private"] * 3, *["both"] * 2])
+        kind = self._random.choice([*self._kinds, *["file", "private"] * 3, *self.together])
         if kind == "file":
             await self._write_element(self._random.choice(GUARDS))
         elif kind == "private":
             await self._hold(self._private)
         elif kind == "both":
-            await self._hold(self._random.choice((BOTH, *BOTH)))
+            # Others after a while: an attempt of which nobody knows what came may be in the way.
+            both = tuple(f"both:{nth}:{int(time.monotonic() / PERIOD)}" for nth in range(2))
+            await self._hold(self._random.choice((both, *both)))
         else:
             many, terms = KINDS[kind]
             key = f"{kind}:{self._random.randrange(many)}"

@@ -362,6 +362,8 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
         task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(3.2, 3.4, **FORGETS),
+        # In its body: the claim goes, and so there is no mark at its end.
+        task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.1, 2.2, **FORGETS),
         task("t", "sent", "outcome", state="FAILURE", may_fail=True),
         task("t", "sent", "begin", "end"),
         task("t", "sent", "outcome"),
