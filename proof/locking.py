@@ -64,7 +64,9 @@ class Blocking:
 
     async def acquire(self, *, timeout: float) -> bool:
         """Take it."""
-        return self._lock.acquire(timeout=timeout)
+        if timeout:
+            return self._lock.acquire(timeout=timeout)
+        return self._lock.acquire(blocking=False)
 
     async def release(self) -> None:
         """Release it."""
@@ -131,8 +133,8 @@ class Worker:
             await self._hold(self._private)
         elif kind == "both":
             # Others after a while: an attempt of which nobody knows what came may be in the way.
-            both = tuple(f"both:{nth}:{int(time.monotonic() / PERIOD)}" for nth in range(2))
-            await self._hold(self._random.choice((both, *both)))
+            one, other = (f"both:{nth}:{int(time.monotonic() / PERIOD)}" for nth in range(2))
+            await self._hold(self._random.choice((one, other, (one, other))))
         else:
             many, terms = KINDS[kind]
             key = f"{kind}:{self._random.randrange(many)}"
