@@ -140,11 +140,12 @@ def was_forgotten(
     """
     Return whether the server forgot this hold before that time, and the hold ended soon.
 
-    Its process is told at the next renewal; if something is wrong then, its timeout is the limit.
+    Its process is told at the next renewal.  If something is wrong then, or there is a cap after
+    which none comes, its timeout is the limit.
     """
 
     def is_told_by(end: float) -> float:
-        if any(since < hold.until and end < until for since, until in wrong):
+        if hold.cap or any(since < hold.until and end < until for since, until in wrong):
             return end + hold.timeout
         return end + TOLD * hold.timeout
 

@@ -285,7 +285,7 @@ CONTROLS: dict[str, Control] = {
         Control(a_hand_off_that_lasts, "take-up", shown_in=(SIMULATION,)),
         Control(a_death_that_ends_no_lease, "crash", FORGET, alone=True, shown_in=BOTH),
         Control(a_cap_that_is_never_reached, "cap", shown_in=BOTH),
-        Control(some_of_several_locks, "all or none", shown_in=BOTH),
+        Control(some_of_several_locks, "all or none", FORGET, alone=True, shown_in=BOTH),
         Control(a_message_that_is_never_replaced, "newest"),
     )
 }

@@ -388,6 +388,7 @@ def test_a_planted_violation_is_found(promise, events):
         hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **FORGETS),
         hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **JUMPS),
         hold("a", 1, 6, **CAPPED),
+        hold("a", 1, 3.8, **CAPPED) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
         calm_loss(1, 5, {"cap": 9}),
         dies(2) + asks("p", 1.9 + TOLD_WITHIN),
         dies(2) + asks("p", 6, "ok"),
