@@ -29,6 +29,7 @@ import click
 from celery_dislock.testing.redis_server import ServerMissing, find_server
 from proof import results
 from proof.controls import CONTROLS, RUN, SIMULATION
+from proof.leases import PROMISES as LEASES
 from proof.page import render
 from proof.peers import compare
 from proof.run import run
@@ -180,7 +181,8 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
     counts: Counter[str] = Counter()
     found = simulate(seed, seconds=60 * minutes, say=click.echo, counts=counts)
     broken = found.seed if found else "nothing"
-    noted("simulation", seed=seed, seconds=60 * minutes, **counts, broken=broken)
+    outcome = {"judges": LEASES, "broken": broken}
+    noted("simulation", seed=seed, seconds=60 * minutes, **counts, **outcome)
     if found and keep:
         keep.mkdir(parents=True, exist_ok=True)
         (keep / f"{found.seed}.json").write_text(str(found), "utf-8")

@@ -227,15 +227,14 @@ def refused_by_nobody(events: Sequence[Event]) -> Iterator[tuple[Operation, Sequ
 def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Nobody is refused a lock that nobody can have, nor a message that nobody waits for."""
     forgot = faults(events, "loses_data")
+    several = [one for one in operations(events).values() if len(one.keys) > 1 and one.is_refused]
+    counts["refusals of several locks"] += len(several)
     for one, keys in refused_by_nobody(events):
         counts["refused by nobody"] += 1
-        before = [
-            other
-            for other in operations(events).values()
-            if other.is_refused and len(other.keys) > 1 and {*other.keys} & {*keys}
-        ]
         took_some = any(
-            other.end and other.end <= one.begin <= other.end + other.lasts for other in before
+            other.end and other.end <= one.begin <= other.end + other.lasts
+            for other in several
+            if {*other.keys} & {*keys}
         )
         text = f"{' + '.join(keys)}: {one.process} is refused by nobody"
         yield Violation("all or none" if took_some else "free", text, one.begin)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
     from proof.simulated import Net
 
+PROMISES = ("take-up", "at least", "crash", "cap", "all or none")
 TAKE_UP = 5_000  # ms for which a hand-off grants a lock
 
 

@@ -39,13 +39,25 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "**No task lost": ("nothing lost", "once"),
     "| more tasks of a key": ("order", "once"),
     "What holds with `lock_unique_until`": ("nothing lost", "free"),
+    "| before `lock_at_least_for` is over": ("at least",),
+    "| child killed, or out of memory (prefork)": ("crash",),
+    "| whole worker killed while it waits in line": ("take-up",),
+    "| it is refused one of several keys": ("all or none",),
+    "| runs for longer than its cap": ("cap",),
     "| the reply that a message is replaced is late": ("newest",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),
     "| the leader is killed while": ("again",),
     "| an entry became due while": ("missed",),
 }
-OF_BEATS = {"tick", "silent", "again", "missed"}  # not all runs have some
+# What not all runs have, or had: a count that says that there was something to be judged.
+SEEN = {
+    **dict.fromkeys(("tick", "silent", "again", "missed"), "ticks"),
+    "at least": "held on after the body",
+    "crash": "questions after a death",
+    "cap": "holds that reach their cap",
+    "all or none": "refusals of several locks",
+}
 PARTS = {
     "exclusion": "two trust leases at a time that the lock does not admit together",
     "token": "a fencing token is not larger than those before it",
@@ -80,7 +92,7 @@ def render(results: Sequence[Result]) -> str:
     return Template(TEMPLATE.read_text("utf-8")).substitute(
         runs=_runs(runs),
         where=_where(results),
-        promises=_promises(runs),
+        promises=_promises(runs, of["simulation"]),
         fencing=_by_server(runs, lambda name: "overlap" in name or "losses" in name),
         files=_by_server(runs, lambda name: name.startswith("element")),
         counts=_by_server(runs, lambda name: not re.match(r"fault|element|overlap|losses", name)),
@@ -139,17 +151,24 @@ def _where(results: Sequence[Result]) -> str:
     )
 
 
-def _promises(runs: Sequence[Result]) -> str:
+def _promises(runs: Sequence[Result], simulations: Sequence[Result]) -> str:
     return "\n\n".join(
-        f"> {quoted(start)}\n\n{_verdict(runs, parts)}" for start, parts in PROMISES.items()
+        f"> {quoted(start)}\n\n{_verdict(runs, simulations, parts)}"
+        for start, parts in PROMISES.items()
     )
 
 
-def _verdict(runs: Sequence[Result], parts: Sequence[str]) -> str:
+def _verdict(runs: Sequence[Result], simulations: Sequence[Result], parts: Sequence[str]) -> str:
     """Say for each lock server whether the parts of a promise hold."""
     said = defaultdict(list)
-    if OF_BEATS & set(parts):
-        runs = [run for run in runs if run["counts"].get("ticks")]
+    for count in {SEEN[part] for part in parts if part in SEEN}:
+        runs = [run for run in runs if run["counts"].get(count)]
+    if "take-up" in parts:  # in no run: leases of a second are shorter than what it is about
+        runs = []
+    judged = [one for one in simulations if set(parts) & {*one.get("judges", ())}]
+    if judged:
+        holds = all(one["broken"] == "nothing" for one in judged)
+        said["holds" if holds else "does not hold"].append("the simulation")
     for server, those in _servers(runs).items():
         broken, counts = _sum(those, "broken"), _sum(those, "counts")
         if any(broken[part] for part in parts):
