@@ -3,6 +3,7 @@ Prove it: run the workloads under faults, and judge what their history shows.
 
     python -m proof [--minutes 2] [--seed 7] [--server cluster] [--keep FOLDER]
     python -m proof --simulate [--minutes 2] [--seed 7] [--keep FOLDER]
+    python -m proof --controls [--simulate] [--only NAME] [--minutes 2]
     python -m proof --replay FILE
     python -m proof --peers [--minutes 2] [--seed 7] [--keep FOLDER]
     python -m proof --page docs/proof.md
@@ -18,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +28,13 @@ import click
 
 from celery_dislock.testing.redis_server import ServerMissing, find_server
 from proof import results
-from proof.controls import CONTROLS
+from proof.controls import CONTROLS, RUN, SIMULATION
+from proof.leases import PROMISES as LEASES
 from proof.page import render
 from proof.peers import compare
 from proof.run import run
 from proof.servers import KINDS
-from proof.simulation import Script, simulate
+from proof.simulation import Script, catch, simulate
 from tests.acceptance.rabbitmq import find_rabbitmq
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ def _replay(_context: click.Context, _option: click.Parameter, file: Path | None
 @click.option("--seed", type=int, default=1, show_default=True, help="Decides the faults.")
 @click.option("--server", type=click.Choice(list(KINDS)), default="redis", show_default=True)
 @click.option("--controls", is_flag=True, help="Break the lock on purpose, in each way.")
+@click.option("--only", type=click.Choice(list(CONTROLS)), help="One of the controls.")
 @click.option("--peers", is_flag=True, help="Compare with other libraries.")
 @click.option("--previous", default="", help="Deploy this revision, and undo it.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the history in this folder.")
@@ -89,6 +94,7 @@ def main(  # noqa: PLR0913 -- one for each option
     seed: int,
     server: str,
     previous: str,
+    only: str | None,
     keep: Path | None,
     *,
     controls: bool,
@@ -99,10 +105,18 @@ def main(  # noqa: PLR0913 -- one for each option
     """
     Run the workloads under faults; the exit code is 1 if a promise was broken.
 
-    With --controls it is 1 if a lock that was broken on purpose was not caught.  With --simulate
-    a history that breaks a promise is made small and printed; --keep keeps it in a file.
+    With --controls it is 1 if a lock that was broken on purpose was not caught; with --simulate,
+    too, those that a simulation shows are tried in it.  With --simulate alone a history that breaks
+    a promise is made small and printed; --keep keeps it in a file.
     """
     noted = results.add if record else results.forget
+    chosen = [one for one in CONTROLS if only in (None, one)]
+    if simulates and controls:
+        tried = [one for one in chosen if SIMULATION in CONTROLS[one].shown_in]
+        caught = [
+            is_caught_simulated(one, minutes=minutes, seed=seed, noted=noted) for one in tried
+        ]
+        raise SystemExit(not all(caught))
     if simulates:
         raise SystemExit(not _is_simulated(minutes, seed, keep, noted))
     _check_programs(all_of_it=controls or peers or record or bool(previous))
@@ -113,7 +127,8 @@ def main(  # noqa: PLR0913 -- one for each option
         if controls:
             caught = [
                 _is_caught(name, keep or folder, seconds=60 * minutes, seed=seed, noted=noted)
-                for name in CONTROLS
+                for name in chosen
+                if RUN in CONTROLS[name].shown_in
             ]
             raise SystemExit(0 if all(caught) else 1)
         if peers:
@@ -166,12 +181,27 @@ def _is_simulated(minutes: float, seed: int, keep: Path | None, noted: Noted) ->
     counts: Counter[str] = Counter()
     found = simulate(seed, seconds=60 * minutes, say=click.echo, counts=counts)
     broken = found.seed if found else "nothing"
-    noted("simulation", seed=seed, seconds=60 * minutes, **counts, broken=broken)
+    outcome = {"judges": LEASES, "broken": broken}
+    noted("simulation", seed=seed, seconds=60 * minutes, **counts, **outcome)
     if found and keep:
         keep.mkdir(parents=True, exist_ok=True)
         (keep / f"{found.seed}.json").write_text(str(found), "utf-8")
     click.echo(found or "No promise was broken.")
     return found is None
+
+
+def is_caught_simulated(
+    name: str, *, minutes: float, seed: int, noted: Noted = results.forget
+) -> bool:
+    """Simulate with a lock that is broken in this way, in a process of its own; say what comes."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        caught, took = process.submit(catch, name, seed, 60 * minutes).result()
+    promise = CONTROLS[name].promise
+    what = f"caught ({promise})" if caught else f"NOT CAUGHT: no {promise}"
+    click.echo(f"{name.replace('_', ' ')}, simulated: {what}, {took:.0f} s")
+    outcome = {"caught": caught, "seconds": took, "broken": {promise: int(caught)}}
+    noted("control", control=name, seed=seed, shown_in=SIMULATION, **outcome)
+    return caught
 
 
 def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Noted) -> bool:
@@ -192,7 +222,7 @@ def _is_caught(name: str, folder: Path, *, seconds: float, seed: int, noted: Not
     caught = "caught" if broken[promise] else f"NOT CAUGHT: no {promise}"
     click.echo(f"{name.replace('_', ' ')}: {caught} ({what}), {took:.0f} s")
     outcome = {"caught": promise in broken, "seconds": took, "broken": broken}
-    noted("control", control=name, seed=seed, **outcome)
+    noted("control", control=name, seed=seed, shown_in=RUN, **outcome)
     return bool(broken[promise])
 
 

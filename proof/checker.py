@@ -20,7 +20,21 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from proof.durations import caps, crashes, held_on
+from proof.events import (
+    MOMENTS,
+    Hold,
+    Operation,
+    Task,
+    Violation,
+    all_tasks,
+    faults,
+    holds,
+    operations,
+    pause,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,29 +46,10 @@ CALM = 1.5  # timeouts without a fault, in which a lease must have been renewed
 TOLD = 0.6  # timeouts in which a lease has been renewed, and its reply has come
 UNACKNOWLEDGED = 5.0  # seconds after its body in which a message may not be acknowledged yet
 LATE = 0.2  # seconds by which a limit is noted after it was set, as clocks may differ
-MOMENTS = 2.0  # seconds in which a cancellation takes effect, and what was cancelled is gone
 STALL = 0.25  # of the timeout: a process from which nothing was heard for so long did not run
 MICROSECONDS = 1e6  # of a second: tokens are times of the server's clock
 AHEAD = 0.5  # seconds; a clock that is set is wrong by more
-SILENCE = 0.25  # seconds without an answer, after which the lock server is away
 PROMPT = 1.0  # seconds in which a beat sends what is due, and goes round twice
-
-
-class Violation(NamedTuple):
-    """
-    A broken promise.
-
-    Attributes:
-        promise: Which one: "exclusion", "token", "kept", "free", "order", "end", "cancelled",
-            "once", "nothing lost", "newest", "clean", "written", "tick", "again",
-            "missed", "silent".
-        text: What happened, for people.
-        at: When it happened, in seconds of the history's clock.
-    """
-
-    promise: str
-    text: str
-    at: float
 
 
 @dataclass
@@ -70,79 +65,6 @@ class Verdict:
 
     violations: list[Violation] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass
-class Hold:
-    """
-    One owner's hold on a lock, as its process saw it.
-
-    Attributes:
-        asked: When it was asked for.
-        since: Since when its timeout has run, as its process knows: before the request was sent.
-        begin: When it was granted.
-        until: The last instant at which it was trusted.
-        lost: When its loss was declared; None: it was not.
-        left: When its body ended; None: it never did, because its process was killed.
-        timeout: Seconds after which its lease expires unless it is renewed; 0: it never does.
-    """
-
-    key: str
-    process: str
-    token: int | None
-    shared: bool
-    limit: int
-    timeout: float
-    asked: float
-    since: float
-    begin: float
-    until: float
-    lost: float | None = None
-    left: float | None = None
-
-    def excludes(self, others: Sequence[Hold]) -> bool:
-        """Return whether the lock must not admit this hold beside those others."""
-        if self.shared:
-            return any(not other.shared for other in others)
-        return any(other.shared for other in others) or len(others) >= self.limit
-
-    def was_told(self, at: float) -> bool:
-        """Return whether its loss had been declared by then."""
-        return self.lost is not None and self.lost < at
-
-    def __str__(self) -> str:
-        return f"{self.process} (token {self.token})"
-
-
-def holds(events: Iterable[Event]) -> list[Hold]:
-    """Return the holds of a history, in the order of their grants."""
-    found: dict[str, Hold] = {}
-    for event in events:
-        if event.what != "hold":
-            continue
-        if event.kind == "begin":
-            more = event.more
-            found[event.about] = Hold(
-                more["key"],
-                event.process,
-                more.get("token"),
-                more.get("mode") == "shared",
-                more.get("limit", 1),
-                more.get("timeout", 0.0),
-                more.get("asked", event.at),
-                more.get("since", event.at),
-                event.at,
-                event.at,
-            )
-            continue
-        hold = found[event.about]
-        if event.kind == "lost":
-            hold.lost = event.at
-        elif event.kind == "end":
-            hold.left = event.at
-        if event.kind != "lost" and hold.lost is None:
-            hold.until = event.at
-    return sorted(found.values(), key=lambda hold: hold.begin)
 
 
 def check(events: Sequence[Event]) -> Verdict:
@@ -218,11 +140,12 @@ def was_forgotten(
     """
     Return whether the server forgot this hold before that time, and the hold ended soon.
 
-    Its process is told at the next renewal; if something is wrong then, its timeout is the limit.
+    Its process is told at the next renewal.  If something is wrong then, or there is a cap after
+    which none comes, its timeout is the limit.
     """
 
     def is_told_by(end: float) -> float:
-        if any(since < hold.until and end < until for since, until in wrong):
+        if hold.cap or any(since < hold.until and end < until for since, until in wrong):
             return end + hold.timeout
         return end + TOLD * hold.timeout
 
@@ -253,30 +176,6 @@ def limited(events: Iterable[Event]) -> dict[str, list[tuple[int, float, float]]
     return found
 
 
-def faults(
-    events: Iterable[Event], which: str = "", *, spares: str = ""
-) -> list[tuple[float, float]]:
-    """
-    Return from when to when each fault lasted that does this, and does not spare that.
-
-    A lock server that nobody has heard for a while is away, as on a machine that stands still: then
-    leases suffer, and nothing else does.
-    """
-    begun: dict[str, float] = {}
-    found = []
-    for event in events:
-        if (which and not event.more.get(which)) or event.more.get(spares):
-            continue
-        if event.what == "fault" and event.kind == "begin":
-            begun[event.about] = event.at
-        elif event.what == "fault":
-            found.append((begun.pop(event.about, event.at), event.at))
-    if spares == "spares_leases":
-        heard = [event.at for event in events if event.what == "server"]
-        found += [one for one in pairwise(heard) if one[1] - one[0] > SILENCE]
-    return found + [(at, math.inf) for at in begun.values()]
-
-
 def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """A lease is not lost while its process runs and its server answers."""
     wrong = faults(events, spares="spares_leases")
@@ -286,7 +185,7 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         if event.what == "server":
             ran["server"].append(event.at)
     for hold in holds(events):
-        if hold.lost is None or not hold.timeout:
+        if hold.lost is None or not hold.timeout or hold.is_capped:
             continue
         since = hold.lost - CALM * hold.timeout
         if any(begin < hold.lost and since < end for begin, end in wrong):
@@ -303,93 +202,42 @@ def kept(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
         yield Violation("kept", f"{hold.key}: {hold} is lost, and nothing was wrong", hold.lost)
 
 
-def pause(heard: Iterable[float], since: float, until: float) -> float:
-    """Return for how long at most nothing was heard of a process in that time."""
-    between = [at for at in heard if since < at < until]
-    return max(later - at for at, later in pairwise([since, *between, until]))
-
-
-@dataclass
-class Operation:
-    """Something that a process asked for: when, on which terms, and what came of it."""
-
-    process: str
-    begin: float
-    more: dict[str, Any]
-    in_line: float | None = None
-    end: float | None = None
-    outcome: str = "open"
-    freed: float | None = None
-    answered: bool = True
-    cancelled: float | None = None
-
-    def over(
-        self,
-        wrong: Iterable[tuple[float, float]],
-        forgot: Iterable[tuple[float, float]],
-        jumps: Iterable[tuple[float, float]],
-    ) -> float:
-        """
-        Return when nothing of it can be in anybody's way any more.
-
-        Args:
-            wrong: All faults.
-            forgot: Those in which the server loses data, or one of several misses what it is told:
-                also that a lease was released.
-            jumps: Those in which its clock is set: what expires by itself may do so much later.
-        """
-        if self.cancelled is not None:
-            since, until = self.end or self.begin, self.cancelled + MOMENTS
-            calm = all(end < since or until < begin for begin, end in wrong)
-            return until if calm else math.inf
-        if self.outcome == "ok" and self.freed is not None:
-            lasts = float(self.more.get("lasts", 0.0))
-            again = [end + lasts for begin, end in forgot if begin <= self.freed <= end]
-            if not self.answered and any(self.begin <= end for _, end in jumps):
-                return math.inf
-            return max([self.freed if self.answered else self.freed + lasts, *again])
-        return self.end if self.outcome == "refused" and self.end else math.inf
-
-
-def operations(events: Iterable[Event]) -> dict[str, Operation]:
-    """Return the operations of a history, by id."""
-    found: dict[str, Operation] = {}
-    for event in events:
-        if event.what != "operation":
-            continue
-        if event.kind == "invoke":
-            found[event.about] = Operation(event.process, event.at, event.more)
-        elif event.kind == "in line":
-            found[event.about].in_line = event.at
-        elif event.kind == "freed":
-            found[event.about].freed = event.at
-            found[event.about].answered = event.more.get("answered", True)
-        elif event.kind == "cancelled":  # the acquisition, or the release
-            found[event.about].cancelled = event.at
-        else:
-            found[event.about].end, found[event.about].outcome = event.at, event.kind
-    return found
+def refused_by_nobody(events: Sequence[Event]) -> Iterator[tuple[Operation, Sequence[str]]]:
+    """Return the operations that were refused though nobody could have one of their locks."""
+    wrong, forgot = faults(events, spares="spares_leases"), faults(events, "loses_data")
+    jumps, missed = faults(events, "ends_leases"), forgot + faults(events, "misses_releases")
+    by_key: dict[str, list[Operation]] = defaultdict(list)
+    found = list(operations(events).values())
+    for one in found:
+        for key in one.keys:
+            by_key[key].append(one)
+    limits = {event.about for event in events if event.what == "limit"}
+    barred = set()
+    for key, asked in by_key.items():
+        asked.sort(key=lambda one: one.begin)
+        in_the_way = math.inf if key in limits else 0.0  # until when anybody before
+        for one, after in zip_longest(asked, asked[1:]):
+            met = after is not None and after.begin <= (one.end or math.inf)
+            if in_the_way >= one.begin or met:
+                barred.add(id(one))
+            in_the_way = max(in_the_way, one.over(wrong, missed, jumps))
+    yield from ((one, one.keys) for one in found if one.is_refused and id(one) not in barred)
 
 
 def free(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Nobody is refused a lock that nobody can have, nor a message that nobody waits for."""
-    wrong, forgot = faults(events, spares="spares_leases"), faults(events, "loses_data")
-    jumps, missed = faults(events, "ends_leases"), forgot + faults(events, "misses_releases")
-    by_key: dict[str, list[Operation]] = defaultdict(list)
-    for one in operations(events).values():
-        by_key[one.more["key"]].append(one)
-    limits = {event.about for event in events if event.what == "limit"}
-    for key, asked in by_key.items():
-        if key in limits:
-            continue
-        asked.sort(key=lambda one: one.begin)
-        in_the_way = 0.0  # until when anybody before
-        for one, after in zip_longest(asked, asked[1:]):
-            met = after is not None and after.begin <= (one.end or math.inf)
-            if one.outcome == "refused" and in_the_way < one.begin and not met:
-                counts["refused by nobody"] += 1
-                yield Violation("free", f"{key}: {one.process} is refused by nobody", one.begin)
-            in_the_way = max(in_the_way, one.over(wrong, missed, jumps))
+    forgot = faults(events, "loses_data")
+    several = [one for one in operations(events).values() if len(one.keys) > 1 and one.is_refused]
+    counts["refusals of several locks"] += len(several)
+    for one, keys in refused_by_nobody(events):
+        counts["refused by nobody"] += 1
+        took_some = any(
+            other.end and other.end <= one.begin <= other.end + other.lasts
+            for other in several
+            if {*other.keys} & {*keys}
+        )
+        text = f"{' + '.join(keys)}: {one.process} is refused by nobody"
+        yield Violation("all or none" if took_some else "free", text, one.begin)
     begun = {name: min(one.begins) for name, one in all_tasks(events).items() if one.begins}
     for event in events:
         if event.what == "task" and event.kind == "duplicate":
@@ -475,35 +323,6 @@ def cancellations(events: Sequence[Event], counts: Counter[str]) -> Iterator[Vio
             yield Violation("cancelled", text, event.at)
 
 
-@dataclass
-class Task:
-    """A task: when it was sent, when bodies of it began, and how it ended."""
-
-    more: Mapping[str, Any]
-    sent: float = math.inf
-    begins: list[float] = field(default_factory=list)
-    ended: Event | None = None
-    outcome: Event | None = None
-
-
-def all_tasks(events: Iterable[Event]) -> dict[str, Task]:
-    """Return the tasks of a history, by id; those that were not known to be sent, too."""
-    found: dict[str, Task] = defaultdict(lambda: Task({}))
-    for event in events:
-        if event.what != "task":
-            continue
-        task = found[event.about]
-        if event.kind == "sent":
-            task.sent, task.more = event.at, event.more
-        elif event.kind == "begin":
-            task.begins.append(event.at)
-        elif event.kind == "end":
-            task.ended = task.ended or event
-        elif event.kind == "outcome":
-            task.outcome = event
-    return found
-
-
 def tasks(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
     """Every task that was sent ends, and runs once; who is replaced, is so by one that runs."""
     killed = {e.about: e.at for e in events if e.what == "process" and e.kind == "killed"}
@@ -548,16 +367,16 @@ def _beginning_again(
         ):
             counts["runs again, as the message came again"] += 1
         elif one.more.get("parks") and any(
-            one.ended.at < end and begin < again for begin, end in forgot
-        ):  # its mark went, and a copy that had been put off was on its way
+            one.claimed < end and begin < again for begin, end in forgot
+        ):  # its claim or its mark went, and a copy that had been put off was on its way
             counts["parked tasks run again, and the server forgot"] += 1
         else:
             yield Violation("once", f"{text} began again after its end", again)
 
 
 def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
-    """After a task has begun that replaces others of its key, none begins that was sent before."""
-    forgot = faults(events, "loses_data")
+    """After a task was sent or has begun that replaces others, none begins that was sent before."""
+    forgot, wrong = faults(events, "loses_data"), faults(events, spares="spares_leases")
     by_key: dict[str, list[tuple[str, Task]]] = defaultdict(list)
     for name, one in all_tasks(events).items():
         if one.more.get("replaces"):
@@ -568,11 +387,19 @@ def newest(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]
         asked = [one.more["asked"] for _, one in of_key]
         begun = [min(one.begins, default=math.inf) for _, one in of_key]
         first = [*accumulate(reversed(begun), min, initial=math.inf)][::-1]  # from there on
+        known = [  # to the lock server, which else may not have heard that it was sent
+            math.inf
+            if any(begin <= one.sent and one.more["asked"] <= end for begin, end in wrong)
+            else one.sent
+            for _, one in of_key
+        ]
+        sent = [*accumulate(reversed(known), min, initial=math.inf)][::-1]
         for name, one in of_key:
-            later = first[bisect_left(asked, one.sent)]
-            for begin in one.begins:
-                if later < begin and not any(
-                    one.more["asked"] < end and since < begin for since, end in forgot
+            nth = bisect_left(asked, one.sent)
+            counts["tasks that were replaced"] += not one.begins and sent[nth] < math.inf
+            for since, begin in zip(one.asked, one.begins, strict=True):
+                if (first[nth] < begin or sent[nth] < since) and not any(
+                    one.more["asked"] < end and lost < begin for lost, end in forgot
                 ):
                     text = f"task {name} of {one.more} began after one that was sent later"
                     yield Violation("newest", text, begin)
@@ -696,6 +523,9 @@ def clean(events: Sequence[Event], counts: Counter[str]) -> Iterator[Violation]:
 JUDGES: tuple[Callable[[Sequence[Event], Counter[str]], Iterator[Violation]], ...] = (
     exclusion,
     kept,
+    held_on,
+    caps,
+    crashes,
     free,
     order,
     ends,

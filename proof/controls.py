@@ -18,12 +18,21 @@ from celery_dislock.scripts import (
     ACQUIRE,
     ACQUIRE_UNIQUE,
     BEGIN,
+    DROP,
+    FREE,
+    GIVE_BACK,
+    LEAVE,
+    LIMIT,
+    PARK,
     PARK_UNIQUE,
     RELEASE,
+    RELEASE_DEAD,
     RELEASE_UNIQUE,
     RENEW,
+    SWEEP,
     TICK,
     TICKS,
+    WITHDRAW,
 )
 from celery_dislock.servers.connections import Wire
 from celery_dislock.servers.store import Store
@@ -41,6 +50,13 @@ def _rewrite(scripts: Sequence[Script], old: str, new: str) -> None:
         assert old in script.text, old
         object.__setattr__(script, "text", script.text.replace(old, new))
         object.__setattr__(script, "sha", sha1(script.text.encode()).hexdigest())  # noqa: S324
+
+
+# All scripts that can hand a lock on.
+HAND_ON = (
+    *(ACQUIRE, ACQUIRE_UNIQUE, PARK, PARK_UNIQUE, RELEASE, RELEASE_UNIQUE, RELEASE_DEAD),
+    *(DROP, FREE, GIVE_BACK, LEAVE, LIMIT, SWEEP, WITHDRAW),
+)
 
 
 def release_without_looking_at_the_owner() -> None:
@@ -180,6 +196,48 @@ def a_beat_that_stands_by_for_ever() -> None:
     setattr(BeatLock, "_take_over", once)
 
 
+def a_lock_that_is_not_held_at_least() -> None:
+    """End a lease at its release, however short it was."""
+    read = "local owner, at_least_ms, ticket = ARGV[1], "
+    _rewrite([RELEASE, RELEASE_UNIQUE], f"{read}tonumber(ARGV[2])", f"{read}0")
+
+
+def a_hand_off_that_lasts() -> None:
+    """Hand the lock to a waiter for its full timeout, in place of the time to take it up."""
+    _rewrite(
+        HAND_ON, "local take_up = math.min(place.ttl, TAKE_UP_MS)", "local take_up = place.ttl"
+    )
+
+
+def a_death_that_ends_no_lease() -> None:
+    """Leave the lease of a dead pool process to expire."""
+    _rewrite([RELEASE_DEAD], "if at_least_ms >= 0 then", "if false then")
+
+
+def a_cap_that_is_never_reached() -> None:
+    """Forget how often a lease was renewed."""
+    setattr(Lease, "renewals", property(lambda _lease: 0, lambda _lease, _renewals: None))
+
+
+def some_of_several_locks() -> None:
+    """Keep what was taken of several locks, when another of them is held."""
+    drop = "for _, taken in ipairs(new) do drop(taken, lease_of(taken, owner)) end"
+    _rewrite([ACQUIRE, ACQUIRE_UNIQUE], drop, "")
+
+
+def a_message_that_is_never_replaced() -> None:
+    """Run each message, also if a newer one has replaced it."""
+    _rewrite(
+        [BEGIN, ACQUIRE_UNIQUE, PARK_UNIQUE],
+        "return it and it.mark == mark and number < math.max(it.confirmed, it.begun)",
+        "return false",
+    )
+
+
+RUN, SIMULATION = "a run", "the simulation"  # where a control is shown
+FORGET = "forget the scripts"  # a fault that excuses nothing
+
+
 class Control(NamedTuple):
     """
     A way to break the lock.
@@ -189,13 +247,17 @@ class Control(NamedTuple):
         promise: The promise that is broken then.
         shown_by: The one fault of the lock server that is made; empty: each of them.
         alone: Whether no other fault is made, as it would excuse what is to be shown.
+        shown_in: Where: a run, the simulation, or both.
     """
 
     breaks: Callable[[], None]
     promise: str
     shown_by: str = ""
     alone: bool = False
+    shown_in: tuple[str, ...] = (RUN,)
 
+
+BOTH = (RUN, SIMULATION)
 
 CONTROLS: dict[str, Control] = {
     control.breaks.__name__: control
@@ -212,12 +274,18 @@ CONTROLS: dict[str, Control] = {
         Control(a_watchdog_that_dies_at_its_first_error, "kept"),
         Control(a_hand_off_that_forgets_the_token, "token"),
         # A server that forgets would excuse these.
-        Control(a_done_mark_without_a_run, "nothing lost", "forget the scripts"),
+        Control(a_done_mark_without_a_run, "nothing lost", FORGET),
         Control(beats_without_a_record, "tick", "let no byte through"),
         Control(a_message_that_is_never_noted, "again", "let no byte through"),
         Control(a_beat_that_stands_by_for_ever, "silent"),
         Control(a_reservation_that_never_ends, "free"),
         Control(a_limit_that_is_one_higher, "exclusion"),
-        Control(a_cancelled_acquisition_that_stays, "free", "forget the scripts", alone=True),
+        Control(a_cancelled_acquisition_that_stays, "free", FORGET, alone=True),
+        Control(a_lock_that_is_not_held_at_least, "at least", shown_in=BOTH),
+        Control(a_hand_off_that_lasts, "take-up", shown_in=(SIMULATION,)),
+        Control(a_death_that_ends_no_lease, "crash", FORGET, alone=True, shown_in=BOTH),
+        Control(a_cap_that_is_never_reached, "cap", shown_in=BOTH),
+        Control(some_of_several_locks, "all or none", FORGET, alone=True, shown_in=BOTH),
+        Control(a_message_that_is_never_replaced, "newest"),
     )
 }

@@ -77,14 +77,15 @@ class Cancelled:
 class Coroutine(Worker):
     """One asyncio task that takes locks, and is cancelled at random."""
 
+    together = ()  # what was cancelled may be in the way, so that no refusal can be judged
     _asked = 0.0  # when a cancellation was asked for that was not met yet
     _met = 0  # cancellations since the last that ended what the task does
 
-    def _lock(self, key: str, **terms: Any) -> Any:
+    def _lock(self, key: str | tuple[str, ...], **terms: Any) -> Any:
         lock = self._dislock.async_lock(key, watchdog_timeout=self._timeout(key), **terms)
         return Cancelled(lock, self)
 
-    def _timeout(self, key: str) -> float:
+    def _timeout(self, key: str | tuple[str, ...]) -> float:
         return LONG if key == self._private else self._site.timeout
 
     async def _pause(self, seconds: float) -> None:

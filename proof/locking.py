@@ -26,7 +26,7 @@ from proof.holding import Holding, name
 from proof.site import Site
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     from celery_dislock.locks.lease import Lease
     from celery_dislock.locks.reentrant import ReentrantLock
@@ -39,7 +39,9 @@ KINDS: Mapping[str, tuple[int, tuple[Mapping[str, Any], ...]]] = {
     "mutex": (3, ({},)),
     "semaphore": (1, ({"limit": 3},)),
     "shared": (2, ({"mode": "shared"}, {"mode": "shared"}, {})),
+    "runaway": (2, ({"max_renew_times": 3},)),
 }
+RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 # How a file is guarded; "unguarded" shows that a lost write would be seen.
 GUARDS = ("fenced", "locked", "unguarded")
 PERIOD = 5.0  # seconds for which a file is written, so that none grows too long
@@ -62,7 +64,9 @@ class Blocking:
 
     async def acquire(self, *, timeout: float) -> bool:
         """Take it."""
-        return self._lock.acquire(timeout=timeout)
+        if timeout:
+            return self._lock.acquire(timeout=timeout)
+        return self._lock.acquire(blocking=False)
 
     async def release(self) -> None:
         """Release it."""
@@ -87,6 +91,8 @@ class Worker:
         stop: Set when it is to end.
     """
 
+    together: Sequence[str] = ["both"] * 4
+
     def __init__(
         self, number: int, site: Site, dislock: Dislock, history: History, stop: threading.Event
     ) -> None:
@@ -99,10 +105,10 @@ class Worker:
         self._private = f"private:{name()}"  # nobody else takes it
         self._lasts = (*[0.0, 0.01, 0.05] * 5, 2 * site.timeout)
 
-    def _lock(self, key: str, **terms: Any) -> Any:
+    def _lock(self, key: str | tuple[str, ...], **terms: Any) -> Any:
         return Blocking(self._dislock.lock(key, watchdog_timeout=self._timeout(key), **terms))
 
-    def _timeout(self, key: str) -> float:  # noqa: ARG002 -- others look at it
+    def _timeout(self, key: str | tuple[str, ...]) -> float:  # noqa: ARG002 -- others look at it
         return self._site.timeout
 
     async def _pause(self, seconds: float) -> None:
@@ -120,25 +126,32 @@ class Worker:
                 raise
 
     async def _take_one(self) -> None:
-        kind = self._random.choice([*self._kinds, *["file", "private"] * 3])
+        kind = self._random.choice([*self._kinds, *["file", "private"] * 3, *self.together])
         if kind == "file":
             await self._write_element(self._random.choice(GUARDS))
         elif kind == "private":
             await self._hold(self._private)
+        elif kind == "both":
+            # Others after a while: an attempt of which nobody knows what came may be in the way.
+            one, other = (f"both:{nth}:{int(time.monotonic() / PERIOD)}" for nth in range(2))
+            await self._hold(self._random.choice((one, other, (one, other))))
         else:
             many, terms = KINDS[kind]
             key = f"{kind}:{self._random.randrange(many)}"
             await self._hold(key, **self._random.choice(terms))
 
-    async def _hold(self, key: str, **terms: Any) -> None:
+    async def _hold(self, key: str | tuple[str, ...], **terms: Any) -> None:
         """Take a lock, perhaps twice, and hold it for a while; now and then beyond its timeout."""
         lasts = self._random.choice(self._lasts)
+        if terms.get("max_renew_times") and self._random.random() < 1 / 4:
+            lasts = RUNAWAY * self._site.timeout
         lock = self._lock(key, **terms)
         asked = time.monotonic()
         if not (operation := await self._acquire(lock, key)):
             return
         assert lock.lease is not None
-        holding = Holding(self._history, lock.lease, asked, timeout=self._timeout(key), **terms)
+        timeout, cap = self._timeout(key), terms.pop("max_renew_times", 0)
+        holding = Holding(self._history, lock.lease, asked, timeout=timeout, cap=cap, **terms)
         try:
             if self._random.random() < 1 / 4:
                 async with lock.again():
@@ -183,10 +196,13 @@ class Worker:
             holding.end()
             await self._release(lock, operation)
 
-    async def _acquire(self, lock: Any, key: str) -> str:
+    async def _acquire(self, lock: Any, key: str | tuple[str, ...]) -> str:
         operation, timeout = name(), self._random.choice(WAITS)
-        fair = self._site.has_lines and not key.startswith(("semaphore", "shared"))
-        more: Any = {"key": key, "timeout": timeout, "fair": fair, "lasts": self._timeout(key)}
+        more: Any = {"key": key, "lasts": self._timeout(key)}
+        if isinstance(key, tuple):  # all or none: it does not wait with some of them
+            timeout, more = 0.0, {**more, "key": " + ".join(key), "keys": key}
+        fair = self._site.has_lines and not more["key"].startswith(("semaphore", "shared", "both"))
+        more |= {"timeout": timeout, "fair": fair}
         self._history.add("operation", operation, "invoke", **more)
         asking.set(operation)
         try:

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
         more: What it excuses, as the checker knows it: "loses_data", "redelivers", "ends_leases"
             (too early, or too late), "misses_releases"; by how many seconds it "sets_clock" that
             tokens go by; or that those who wait keep their places in line ("spares_places"), and
-            all others what they have ("spares_leases").
+            all others what they have ("spares_leases"), or that it only "kills".
     """
 
     name: str
@@ -102,7 +102,7 @@ def of_processes(victims: Sequence[Victims], chance: random.Random, timeout: flo
         return stop
 
     found = [
-        Fault("kill a process", killed, SPARES_PLACES),
+        Fault("kill a process", killed, {"kills": True, **SPARES_PLACES}),
         Fault("stop a process for less than its lease", stopped(0.5 * timeout)),
         Fault("stop a process for longer than its lease", stopped(2.0 * timeout)),
     ]

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from celery_dislock.scripts import Script
     from proof.simulated import Net
 
-ACQUIRES = {scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE}
-PARKS = {scripts.PARK, scripts.PARK_UNIQUE}
-RELEASES = {scripts.RELEASE, scripts.RELEASE_UNIQUE}
-LEAVES = {scripts.LEAVE, scripts.WITHDRAW, scripts.DROP}
+# No sets: a script that a control has broken has another hash.
+ACQUIRES = (scripts.ACQUIRE, scripts.ACQUIRE_UNIQUE)
+PARKS = (scripts.PARK, scripts.PARK_UNIQUE)
+RELEASES = (scripts.RELEASE, scripts.RELEASE_UNIQUE)
+LEAVES = (scripts.LEAVE, scripts.WITHDRAW, scripts.DROP)
 FOREVER = float("inf")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from proof.controls import CONTROLS
+from proof.controls import CONTROLS, RUN
 from proof.servers import KINDS
 
 if TYPE_CHECKING:
@@ -39,13 +39,25 @@ PROMISES: dict[str, tuple[str, ...]] = {
     "**No task lost": ("nothing lost", "once"),
     "| more tasks of a key": ("order", "once"),
     "What holds with `lock_unique_until`": ("nothing lost", "free"),
+    "| before `lock_at_least_for` is over": ("at least",),
+    "| child killed, or out of memory (prefork)": ("crash",),
+    "| whole worker killed while it waits in line": ("take-up",),
+    "| it is refused one of several keys": ("all or none",),
+    "| runs for longer than its cap": ("cap",),
     "| the reply that a message is replaced is late": ("newest",),
     "| several beats run": ("tick",),
     "| the leader is killed | another": ("silent", "end"),
     "| the leader is killed while": ("again",),
     "| an entry became due while": ("missed",),
 }
-OF_BEATS = {"tick", "silent", "again", "missed"}  # not all runs have some
+# What not all runs have, or had: a count that says that there was something to be judged.
+SEEN = {
+    **dict.fromkeys(("tick", "silent", "again", "missed"), "ticks"),
+    "at least": "held on after the body",
+    "crash": "questions after a death",
+    "cap": "holds that reach their cap",
+    "all or none": "refusals of several locks",
+}
 PARTS = {
     "exclusion": "two trust leases at a time that the lock does not admit together",
     "token": "a fencing token is not larger than those before it",
@@ -62,6 +74,11 @@ PARTS = {
     "silent": "no beat sends, a timeout and a second after a fault, though two of them run",
     "again": "a message of a beat goes out again, though its sender had the time to note it",
     "missed": "a beat sends others for a second, and not what is due",
+    "at least": "a lock is given to another before `lock_at_least_for` is over, or held for longer",
+    "take-up": "a hand-off lasts longer than the time in which it is taken up, or is shorter",
+    "crash": "a lock refuses somebody though the pool process that had it has died",
+    "cap": "a lease is renewed beyond its cap, or ends before it",
+    "all or none": "somebody who was refused one of several locks keeps another",
     "newest": "an older message runs after a newer one that replaces it",
 }
 
@@ -75,7 +92,7 @@ def render(results: Sequence[Result]) -> str:
     return Template(TEMPLATE.read_text("utf-8")).substitute(
         runs=_runs(runs),
         where=_where(results),
-        promises=_promises(runs),
+        promises=_promises(runs, of["simulation"]),
         fencing=_by_server(runs, lambda name: "overlap" in name or "losses" in name),
         files=_by_server(runs, lambda name: name.startswith("element")),
         counts=_by_server(runs, lambda name: not re.match(r"fault|element|overlap|losses", name)),
@@ -134,17 +151,24 @@ def _where(results: Sequence[Result]) -> str:
     )
 
 
-def _promises(runs: Sequence[Result]) -> str:
+def _promises(runs: Sequence[Result], simulations: Sequence[Result]) -> str:
     return "\n\n".join(
-        f"> {quoted(start)}\n\n{_verdict(runs, parts)}" for start, parts in PROMISES.items()
+        f"> {quoted(start)}\n\n{_verdict(runs, simulations, parts)}"
+        for start, parts in PROMISES.items()
     )
 
 
-def _verdict(runs: Sequence[Result], parts: Sequence[str]) -> str:
+def _verdict(runs: Sequence[Result], simulations: Sequence[Result], parts: Sequence[str]) -> str:
     """Say for each lock server whether the parts of a promise hold."""
     said = defaultdict(list)
-    if OF_BEATS & set(parts):
-        runs = [run for run in runs if run["counts"].get("ticks")]
+    for count in {SEEN[part] for part in parts if part in SEEN}:
+        runs = [run for run in runs if run["counts"].get(count)]
+    if "take-up" in parts:  # in no run: leases of a second are shorter than what it is about
+        runs = []
+    judged = [one for one in simulations if set(parts) & {*one.get("judges", ())}]
+    if judged:
+        holds = all(one["broken"] == "nothing" for one in judged)
+        said["holds" if holds else "does not hold"].append("the simulation")
     for server, those in _servers(runs).items():
         broken, counts = _sum(those, "broken"), _sum(those, "counts")
         if any(broken[part] for part in parts):
@@ -180,19 +204,22 @@ def _by_server(runs: Sequence[Result], matches: Callable[[str], bool]) -> str:
 
 
 def _controls(controls: Sequence[Result]) -> str:
-    newest = {one["control"]: one for one in controls}
+    newest = {(one["control"], one.get("shown_in", RUN)): one for one in controls}
     rows = []
     for name, control in CONTROLS.items():
-        one = newest.get(name, {})
-        caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
-        took = f"{one['seconds']:.0f} s" if one else ""
-        rows.append([name.replace("_", " "), PARTS[control.promise], caught, took])
-    return table(("what is broken", "so that", "caught", "after"), rows)
+        for where in control.shown_in:
+            one = newest.get((name, where), {})
+            caught = {True: "yes", False: "**no**", None: "not tried"}[one.get("caught")]
+            took = f"{one['seconds']:.0f} s" if one else ""
+            what = name.replace("_", " ")
+            rows.append([what, PARTS[control.promise], where, caught, took])
+    return table(("what is broken", "so that", "in", "caught", "after"), rows)
 
 
 def _simulations(simulations: Sequence[Result]) -> str:
-    heads = ("seed", "steps", "histories", "seconds", "broken")
-    return table(heads, ([one[name] for name in heads] for one in simulations))
+    heads = ("seed", "steps", "histories", "seconds", "stopped", "broken")
+    rows = ([{"stopped": 0, **one}[name] for name in heads] for one in simulations)
+    return table(["given up" if name == "stopped" else name for name in heads], rows)
 
 
 def _peers(peers: Sequence[Result]) -> str:

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery.states import FAILURE, REVOKED
 
-from proof.checker import all_tasks, check, exclusion, faults, holds, was_forgotten
+from proof.checker import check, exclusion, was_forgotten
+from proof.events import all_tasks, faults, holds
 from proof.files import SharedFile
 from proof.history import History, read
 from proof.nemesis import LONG_PAUSE, Fault, Group, make_faults, of_processes

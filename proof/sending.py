@@ -13,10 +13,21 @@ from celery.signals import before_task_publish
 from kombu.exceptions import OperationalError
 
 from celery_dislock.messages.headers import UNIQUE_HEADER
-from proof.operating import operate
-from proof.tasking import COUNTDOWN, KEYS, MAY_FAIL, PARKS, TASKS, app, history, site
+from proof.operating import operate, probe
+from proof.tasking import (
+    BURSTS,
+    COUNTDOWN,
+    KEYS,
+    MAY_FAIL,
+    PARKS,
+    TASKS,
+    app,
+    history,
+    site,
+)
 
 PAUSE = 0.08  # seconds between two tasks, on average
+BURST = 4  # tasks that are sent at a time at most
 AGAIN = {"max_retries": 3, "interval_start": 0.1, "interval_max": 0.5}
 
 
@@ -31,7 +42,7 @@ def main() -> None:
     threading.Thread(target=wait_for_the_end, daemon=True).start()
     operator = threading.Thread(target=operate, args=(random.Random(f"{site.seed}:o"), stop))
     operator.start()
-    noted = history()
+    threading.Thread(target=probe, args=(stop,)).start()
     reserved: set[str] = set()  # ids of the messages that were sent with a reservation
 
     def look(headers: dict[str, Any], **_: object) -> None:
@@ -39,31 +50,38 @@ def main() -> None:
             reserved.add(headers["id"])
 
     before_task_publish.connect(look, weak=False)
+    names = [*TASKS, *(name for name in BURSTS if name in TASKS)]  # these more often
     while not stop.wait(chance.uniform(0, 2 * PAUSE)):
-        name, number, task_id = chance.choice(list(TASKS)), chance.randrange(KEYS), uuid.uuid4().hex
-        how = chance.choice((*["short"] * 28, "long", "keeps the GIL"))
-        about: dict[str, Any] = {
-            "name": name,
-            "key": f"{name}:{number}",
-            "asked": time.monotonic(),
-            "parks": name in PARKS,
-            "may_fail": name in MAY_FAIL,
-        }
-        try:
-            result = app.tasks[name].apply_async(
-                (number, how),
-                task_id=task_id,
-                countdown=COUNTDOWN.get(name),
-                retry_policy=AGAIN,
-            )
-        except OperationalError as exc:
-            noted.add("task", task_id, "unknown", error=str(exc), **about)
-            continue
-        kind = "sent" if result.id == task_id else "duplicate"
-        # What is sent without a reservation, as in an outage, runs as if there were no others.
-        replaces = task_id in reserved and TASKS[name].get("lock_on_duplicate") == "replace"
-        about["replaces"] = replaces
-        noted.add("task", task_id, kind, of=result.id, **about)
+        name, number = chance.choice(names), chance.randrange(KEYS)
+        for _ in range(chance.randint(2, BURST) if name in BURSTS else 1):
+            send(name, number, chance.choice((*["short"] * 28, "long", "keeps the GIL")), reserved)
+
+
+def send(name: str, number: int, how: str, reserved: set[str]) -> None:
+    """Send a task, and note it."""
+    task_id, noted = uuid.uuid4().hex, history()
+    about: dict[str, Any] = {
+        "name": name,
+        "key": f"{name}:{number}",
+        "asked": time.monotonic(),
+        "parks": name in PARKS,
+        "may_fail": name in MAY_FAIL,
+    }
+    try:
+        result = app.tasks[name].apply_async(
+            (number, how),
+            task_id=task_id,
+            countdown=COUNTDOWN.get(name),
+            retry_policy=AGAIN,
+        )
+    except OperationalError as exc:
+        noted.add("task", task_id, "unknown", error=str(exc), **about)
+        return
+    kind = "sent" if result.id == task_id else "duplicate"
+    # What is sent without a reservation, as in an outage, runs as if there were no others.
+    replaces = task_id in reserved and TASKS[name].get("lock_on_duplicate") == "replace"
+    about["replaces"] = replaces
+    noted.add("task", task_id, kind, of=result.id, **about)
 
 
 if __name__ == "__main__":

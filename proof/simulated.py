@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from celery_dislock.locks.lease import Lease
     from celery_dislock.scripts import Script
     from celery_dislock.servers.replies import Turn
+    from proof.leases import Durations
     from proof.order import Order
 
 HOME = "here"  # the broker
@@ -58,7 +59,7 @@ class Net(LuaServer):
 
     def __init__(self, changed: Callable[[str], str] = str) -> None:
         self.time = 0.0  # seconds of everybody's monotonic clock
-        self.order: Order | None = None  # judges what arrives
+        self.judges: Sequence[Order | Durations] = ()  # of what arrives
         super().__init__(changed)
 
     def record(self) -> Any:
@@ -74,10 +75,10 @@ class Net(LuaServer):
         }
 
     def arrive(self, script: Script, keys: Sequence[str], *arguments: str | bytes | int) -> Any:
-        """Run a script, and show it to the judge."""
+        """Run a script, and show it to the judges."""
         reply = super().run(script, keys, *arguments)
-        if self.order is not None:
-            self.order.arrived(script, keys, arguments, reply)
+        for judge in self.judges:
+            judge.arrived(script, keys, arguments, reply)
         return reply
 
     def advance(self, seconds: float) -> None:
@@ -145,30 +146,44 @@ class Actor:
     thread: Any
     copy: Any = None
     made: Any = None  # the worker's request of it
+    has_failed: bool = False  # a request was not answered
     waits: Wait = field(default_factory=Wait)
 
 
 class Watched(Observer):
-    """Keeps the leases that a process has, for the model."""
+    """
+    Keeps the leases that a process has, for the model.
 
-    def __init__(self, told: Callable[[Lease, float], None]) -> None:
+    Args:
+        told: Called with each lease that is granted or renewed.
+        durations: Judges for how long they last.
+    """
+
+    def __init__(self, told: Callable[[Lease, float], None], durations: Durations) -> None:
         super().__init__()
-        self.told = told
+        self.told, self.durations = told, durations
         self.leases: set[Lease] = set()
 
     def acquired(self, lease: Lease, how: str, waited: float) -> None:  # noqa: ARG002 -- an observer
         """Check what this lease is held beside, and its token."""
         self.leases.add(lease)
+        self.durations.acquired(lease)
         self.told(lease, waited)
 
     def renewed(self, lease: Lease) -> None:
         """Check it again: it is trusted for longer."""
         if lease.end is None:
+            self.durations.renewed(lease)
             self.told(lease, FOREVER)
 
+    def capped(self, lease: Lease, action: str) -> None:  # noqa: ARG002
+        """Check that it was renewed for as long as it may."""
+        self.durations.capped(lease)
+
     def ended(self, lease: Lease, end: str, held: float) -> None:  # noqa: ARG002
-        """Forget it."""
+        """Forget it; its lock may be held on."""
         self.leases.discard(lease)
+        self.durations.ended(lease)
 
 
 class SimulatedWatchdog(Watchdog):
@@ -189,11 +204,17 @@ class Process(Runtime[Any]):
     host, pid = "host", 1
     parking: Any = None  # if it is a worker's; see proof/working.py
 
-    def __init__(self, net: Net, number: int, told: Callable[[Lease, float], None]) -> None:
+    def __init__(
+        self,
+        net: Net,
+        number: int,
+        told: Callable[[Lease, float], None],
+        durations: Durations,
+    ) -> None:
         super().__init__(dict)
         self.net, self.number, self.name = net, number, f"p{number}"
         self.frozen = self.dead = False
-        self.observer = Watched(told)
+        self.observer = Watched(told, durations)
         self.store = self.store_here = Store("redis://nowhere", home=HOME, hand_over=self.publish)
         server: Any = net
         self.store.lock_server = server

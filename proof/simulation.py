@@ -13,6 +13,8 @@ what ``docs/guarantees.md`` says, in terms of what clients were told:
 * a key is not reserved any more when its messages have ended, or for an hour if requests are lost
   or late;
 * a task keeps its lease, also in a process that stands still, while the main process lives;
+* a lease lasts as long as it may, and no longer, also when its owner is done, has died, or has not
+  taken it up; of several locks all are taken, or none; for this see :mod:`proof.leases`;
 * who waits is let in before those who came later, and a line takes in no more than it may; for this
   see :mod:`proof.order`;
 * a task that was revoked never begins, unless its process died, or the server has lost data;
@@ -36,19 +38,22 @@ import greenlet
 
 from celery_dislock.config.options import RENEWALS_PER_TIMEOUT
 from celery_dislock.exceptions import DislockError, StoreError
+from celery_dislock.keys.names import execution_start
 from celery_dislock.locks.making import make_lock
 from celery_dislock.messages.headers import STORE_HEADER
 from celery_dislock.parking.sweep import Sweep
 from celery_dislock.tasks.request import release_after_death
 from celery_dislock.worker import stalled
 from proof import simulated_sending
+from proof.controls import CONTROLS
+from proof.leases import Durations, cap_of
 from proof.order import Order
 from proof.simulated import FOREVER, Actor, Net, Process, Wait, failed, stop
 from proof.working import Copy, Worker, driven
 from tests.integration.lua_server import START
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from celery_dislock.locks.lease import Lease
@@ -64,7 +69,9 @@ DAY = 86400.0  # seconds
 PROCESSES = 3
 ACTORS_MOST = 9  # at work at a time
 UNIQUE_EVERY = 8  # histories with one of a key that is unique when it is sent
-ROUNDS_MOST = 1_500  # steps in which all must have come to its end
+IDLE_MOST = 1800.0  # seconds in which something must have ended: no wait and no lease is as long
+STILL_MOST = 2_000  # rounds in which time must have passed
+ROUNDS_MOST = 50_000  # after which a history is given up, though things end
 KEYS = ("a", "b")
 FAULTS = ("replies", "late", "kill", "freeze", "failover", "limit", "free", "slow")
 HARMLESS = {"late", "freeze", "slow", "limit"}  # no lease suffers
@@ -101,8 +108,21 @@ UNIQUE: list[dict[str, Any]] = [  # when they are sent
 ]
 
 
+LASTING: list[dict[str, Any]] = [  # longer than the body, or shorter
+    {},
+    {},
+    {},
+    {"lock_at_least_for": 12.0},
+    {"max_renew_times": 2},
+]
+
+
 class BrokenPromiseError(AssertionError):
     """A promise was broken."""
+
+
+class OutOfRoundsError(Exception):
+    """A history takes longer than it is followed, which says nothing of the promises."""
 
 
 class History:
@@ -145,13 +165,15 @@ class History:
             f"faults: {', '.join(sorted(self.faults)) or 'none'}"
         )
         self.steps = self.generation = self.failed = 0
+        self.locked = 0  # threads that have taken a lock in plain Python, or tried to
         net.lose()
         net.replicate()
-        net.order = self.order = Order(net, self.fail)
+        self.order, self.durations = Order(net, self.fail), Durations(net, self.fail)
+        net.judges = [self.order, self.durations]
         net.advance(START - net.time)  # its times keep the number of digits that they have today
         self.keeper = None  # the main process of the workers, if it renews for those that do not
         if self.parks and rng.random() < 0.5:
-            self.keeper = stalled.StalledKeeper(Process(net, 0, self.check).store, net.clock)
+            self.keeper = stalled.StalledKeeper(self.process(0).store, net.clock)
         for nth in range(PROCESSES):
             worker = worker_of(nth) if self.parks else None
             if worker is not None:
@@ -164,7 +186,7 @@ class History:
         """Choose the options of a task, which are its name."""
         options = {
             **rng.choice(GROUPS[self.group]), **rng.choice(CONFLICTS), **rng.choice(UNIQUE),
-            "acks_late": self.late_acks,
+            **rng.choice(LASTING), "acks_late": self.late_acks,
         }  # fmt: skip
         return json.dumps(options, sort_keys=True)
 
@@ -182,7 +204,9 @@ class History:
         if chance < 0.26:
             return ["replicate"]
         if chance < 0.29:
-            what = rng.choice(("kill", "freeze", "thaw", "thaw", "limit", "free", "failover"))
+            what = rng.choice(
+                ("kill", "kill", "freeze", "thaw", "thaw", "limit", "free", "failover")
+            )
             if what in self.faults or (what == "thaw" and "freeze" in self.faults):
                 lock = rng.choice(KEYS)
                 args: dict[str, list[Any]] = {
@@ -285,6 +309,7 @@ class History:
         self.net.advance(1.0)
         self.net.fail_over()
         self.order.lost()
+        self.durations.lost()
         self.lost_at = self.net.time
         self.paused.clear()
 
@@ -306,10 +331,10 @@ class History:
         self.processes.pop(nth)
         worker = self.workers.pop(process, None)
         self.new_process(nth, worker)
-        if worker is not None and self.steps % 2:  # its main process has seen it
+        if worker is not None and self.steps % 4:  # its main process has seen it
             for made in died:
-                new = self.processes[nth]
-                self.begin(f"{self.steps} {made.id}", new, partial(release_after_death, made))
+                name = f"{self.steps} {made.id}"
+                self.begin(name, self.processes[nth], partial(self.death, name, made))
 
     def step_freeze(self, nth: int) -> None:
         """A process stands still."""
@@ -338,9 +363,12 @@ class History:
 
     # Threads.
 
+    def process(self, number: int) -> Process:
+        return Process(self.net, number, self.check, self.durations)
+
     def new_process(self, nth: int, worker: Worker | None) -> None:
         self.generation += 1
-        process = Process(self.net, self.generation, self.check)
+        process = self.process(self.generation)
         process.watchdog.renewals.asks = self.keeper is not None
         self.processes.insert(nth, process)
         if worker is not None:
@@ -368,6 +396,7 @@ class History:
     def resume(self, actor: Actor, error: StoreError | None, reply: object) -> None:
         self.tell(f"{self.net.time:10.3f} {actor.name:>12}", actor.waits, error or reply)
         if error is not None:
+            actor.has_failed = True
             waits = actor.thread.throw(error)
         elif actor.thread:
             waits = actor.thread.switch(reply)
@@ -395,12 +424,14 @@ class History:
         options = {
             **rng.choice(GROUPS[self.group]),
             "lock_at_least_for": rng.choice((0.0, 0.0, 0.0, 7.0)),
+            "max_renew_times": rng.choice((360, 360, 2)),
         }
         lock = make_lock(process, keys, options, fair=rng.random() < 0.9)
         waits = rng.choice((0.0, 3.0, 40.0, 300.0))
         depth = 0
         try:
             if not (lock.acquire(timeout=waits) if waits else lock.acquire(blocking=False)):
+                self.locked += 1
                 return
             depth = 1
             self.work(rng)
@@ -412,6 +443,7 @@ class History:
         for _ in range(depth):
             with contextlib.suppress(DislockError):
                 lock.release()
+        self.locked += 1
 
     def sending(self, worker: Worker, task: str, rng: random.Random) -> None:
         """Send a task's message; one that is unique perhaps not."""
@@ -436,6 +468,7 @@ class History:
         elif (
             self.keeper is not None
             and self.faults <= HARMLESS
+            and self.net.time - task.lease.since < cap_of(task.lease.driver.options)
             and task.dislock_guard.options.lock_on_conflict
             != "wait"  # it may be handed for seconds
         ):
@@ -466,6 +499,14 @@ class History:
             stop(Wait(self.net.time + TIMEOUT / 3))
             sweep.step()
 
+    def death(self, name: str, made: Any) -> None:
+        """Be the main process, when a process has died that had a task."""
+        lost_at = self.lost_at
+        release_after_death(made)
+        if not self.actors[name].has_failed and lost_at == self.lost_at:
+            names = made.task.dislock_guard.lock_names(made.args, made.kwargs)
+            self.durations.died(names, execution_start(made.id, made.hostname, made.worker_pid))
+
     # What must be so.
 
     def check(self, lease: Lease, waited: float) -> None:
@@ -487,13 +528,22 @@ class History:
                 and other.since > self.lost_at
                 and other.owner not in self.freed
             ]
-            modes = {one.driver.options.lock_mode for one in beside}
-            most = max(
-                [one.driver.options.lock_limit or 1 for one in beside] + self.limits.get(name, []),
-                default=1,
-            )
-            if len(modes) > 1 or ("exclusive" in modes and len(beside) > most):
+            if self.excludes(name, beside):
                 self.fail(f"they trust leases of {name} at a time: {beside}")
+            held_on = [
+                one
+                for one in self.durations.held_on(name)
+                if one.since > self.lost_at and one is not lease
+            ]
+            if held_on and self.excludes(name, [*beside, *held_on]):
+                self.durations.fail("at least", f"{name} is given to {beside} before {held_on}")
+
+    def excludes(self, name: str, leases: Sequence[Lease]) -> bool:
+        """Return whether a lock does not admit these leases together."""
+        modes = {one.driver.options.lock_mode for one in leases}
+        limits = [one.driver.options.lock_limit or 1 for one in leases]
+        most = max(limits + self.limits.get(name, []), default=1)
+        return len(modes) > 1 or ("exclusive" in modes and len(leases) > most)
 
     def check_paused(self) -> None:
         """Check that a lock that is paused has let nobody in."""
@@ -513,23 +563,7 @@ class History:
             self.take(["thaw", nth])
         for key in KEYS:
             self.take(["limit", key, None])
-        for number in range(ROUNDS_MOST):
-            workers = [n for n in self.actors if "p" not in n]
-            ready = [n for n, actor in self.actors.items() if self.is_ready(actor)]
-            if len(workers) < ACTORS_MOST and any(c.due <= self.net.time for c in self.queue):
-                self.deliver(-number - 1, self.processes[number % PROCESSES], random.Random(number))
-            elif ready:
-                for name in ready:
-                    self.take(["go", name, "answer"])
-            elif workers or self.queue or (self.parks and self.parked()):
-                self.take_over_lost()
-                self.take(["pass", 0.0])
-            else:
-                break
-        else:
-            raise BrokenPromiseError(
-                f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
-            )
+        self.let_all_end()
         for task in self.sent:
             if task not in self.ran and task not in self.excused and self.is_kept:
                 raise BrokenPromiseError(f"task {task} is lost")
@@ -550,6 +584,42 @@ class History:
         self.net.advance(31 * DAY)
         if self.keys():
             raise BrokenPromiseError(f"these keys do not end: {self.keys()}")
+
+    def let_all_end(self) -> None:
+        """
+        Go on until all has ended.
+
+        Many tasks that retry take thousands of rounds.  So what breaks a promise is not how long it
+        takes, but that time passes and nothing ends, or that no time passes.
+        """
+        progress, since, now, still = 0, self.net.time, self.net.time, 0
+        for number in range(ROUNDS_MOST):
+            workers = [n for n in self.actors if "p" not in n]
+            ready = [n for n, actor in self.actors.items() if self.is_ready(actor)]
+            if len(workers) < ACTORS_MOST and any(c.due <= self.net.time for c in self.queue):
+                self.deliver(-number - 1, self.processes[number % PROCESSES], random.Random(number))
+            elif ready:
+                for name in ready:
+                    self.take(["go", name, "answer"])
+            elif workers or self.queue or (self.parks and self.parked()):
+                self.take_over_lost()
+                self.take(["pass", 0.0])
+            else:
+                return
+            if progress < self.progress:
+                progress, since = self.progress, self.net.time
+            still = still + 1 if now == self.net.time else 0
+            now = self.net.time
+            if now - since > IDLE_MOST or still > STILL_MOST:
+                raise BrokenPromiseError(
+                    f"it does not end: {sorted(self.actors)}, {self.net.contents()}"
+                )
+        raise OutOfRoundsError
+
+    @property
+    def progress(self) -> int:
+        """How much has ended, of what must end once."""
+        return len(self.ran) + len(self.excused) + self.locked
 
     def take_over_lost(self) -> None:
         """Do as an operator does with `celery dislock drain --lost`."""
@@ -599,6 +669,7 @@ class Outcome:
     taken: int  # steps, with those to its end
     kind: str
     broken: str  # empty: nothing
+    stopped: bool  # it was given up before its end, though things ended
 
 
 def run(
@@ -609,7 +680,7 @@ def run(
 ) -> Outcome:
     """Take these steps of a history, or such as its seed chooses, and bring it to its end."""
     history, rng, taken = History(net, seed, tells), random.Random(seed), []
-    broken = ""
+    broken, stopped = "", False
     try:
         with driven(net, seed):
             for nth in range(STEPS if steps is None else len(steps)):
@@ -620,11 +691,13 @@ def run(
             history.end()
     except BrokenPromiseError as exc:
         broken = str(exc)
+    except OutOfRoundsError:
+        stopped = True
     except Exception as exc:  # noqa: BLE001 -- whatever the client or a script raises
         broken = repr(exc)
     for actor in history.actors.values():
         actor.thread.killed = True
-    return Outcome(taken, history.steps, history.kind, broken)
+    return Outcome(taken, history.steps, history.kind, broken, stopped)
 
 
 def shrink(net: Net, seed: str, steps: Sequence[Step], broken: str) -> list[Step]:
@@ -673,25 +746,56 @@ def simulate(
         The shortest history that was found to break the first promise that was broken; None: none
         was broken.
     """
-    net, began, counts = Net(changed), time.monotonic(), Counter() if counts is None else counts
+    counts = Counter() if counts is None else counts
+    net, began = Net(changed), time.monotonic()
+    for name, outcome in outcomes(net, seed, began + seconds, say, counts):
+        if outcome.broken:
+            say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
+            return Script(name, shrink(net, name, outcome.steps, outcome.broken))
+    took, steps = time.monotonic() - began, counts["steps"]
+    say(f"{steps:,} steps in {counts['histories']:,} histories, {steps / took:,.0f} a second")
+    return None
+
+
+def outcomes(
+    net: Net, seed: int, until: float, say: Callable[[str], None], counts: Counter[str]
+) -> Iterator[tuple[str, Outcome]]:
+    """Run one history after the other until that monotonic time; yields their names, too."""
     for nth in count():
-        took, steps = time.monotonic() - began, counts["steps"]
-        if took > seconds:
-            say(f"{steps:,} steps in {nth:,} histories, {steps / took:,.0f} a second")
-            return None
+        if time.monotonic() > until:
+            return
         counts["histories"] += 1
         name = f"{seed}.{nth}"
         if nth % UNIQUE_EVERY == 0:  # these are checked by a model of their own
-            net.order = None
+            net.judges = ()
             history = simulated_sending.History(net, name, loses=nth % 2 == 0)
             history.go(STEPS)
             counts["steps"] += STEPS + history.commands
         outcome = run(net, name)
         counts["steps"] += outcome.taken
-        if outcome.broken:
-            say(f"BROKEN in history {name} ({outcome.kind}): {outcome.broken}")
-            return Script(name, shrink(net, name, outcome.steps, outcome.broken))
-    return None
+        if outcome.stopped:
+            counts["stopped"] += 1
+            say(
+                f"history {name} ({outcome.kind}) ran out of rounds: {ROUNDS_MOST:,} are not "
+                "enough for its end. That breaks no promise: things still ended"
+            )
+        yield name, outcome
+
+
+def catch(control: str, seed: int, seconds: float) -> tuple[bool, float]:
+    """
+    Break the lock in this process for ever, and simulate until its promise is seen to be broken.
+
+    Returns:
+        Whether it was seen, and after how many seconds.
+    """
+    breaks, promise, *_ = CONTROLS[control]
+    breaks()
+    began = time.monotonic()
+    for _, outcome in outcomes(Net(), seed, began + seconds, print, Counter()):
+        if outcome.broken.startswith(f"{promise}: "):
+            return True, time.monotonic() - began
+    return False, time.monotonic() - began
 
 
 @dataclass

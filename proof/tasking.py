@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ PAIR = {
 }
 LATER = {"lock_retry_for": 6 * 3600}  # its end goes by the workers' clocks, which are set
 UNIQUE = {"lock_on_conflict": "queue", "lock_unique_until": "start"}
+REPLACES = {"lock_on_duplicate": "replace"}
+AT_LEAST = {"lock_at_least_for": 0.7}  # seconds: less than a timeout, so that no kill excuses less
+DIES = "dies"  # in its body, now and then; what it holds must not stay for its timeout
+DIES_TIMEOUT = 8.0  # seconds
 
 # By name, the options of each task.
 ALL_TASKS: dict[str, dict[str, Any]] = {
@@ -37,7 +43,12 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
     "three": {"lock_on_conflict": "queue", "lock_limit": 3},
     "newest": ONE_NEWER,
     "unique": UNIQUE,
-    "debounce": {**UNIQUE, "lock_on_duplicate": "replace"},
+    "debounce": {**UNIQUE, **REPLACES},
+    "latest": {**UNIQUE, **REPLACES, "lock_unique_until": "end"},
+    "at least": {"lock_on_conflict": "queue", **AT_LEAST},
+    "at least or wait": {"lock_on_conflict": "wait", "lock_wait_timeout": 600, **AT_LEAST},
+    "capped": {"lock_on_conflict": "retry", **LATER, "max_renew_times": 3},
+    DIES: {"lock_on_conflict": "skip", "lock_watchdog_timeout": DIES_TIMEOUT},
     "reads": {"lock_key": "book:<number>", "lock_on_conflict": "queue", "lock_mode": "shared"},
     "writes": {"lock_key": "book:<number>", "lock_on_conflict": "queue"},
     "two or skip": {**PAIR, "lock_on_conflict": "skip"},
@@ -47,6 +58,9 @@ ALL_TASKS: dict[str, dict[str, Any]] = {
 PARKS = {name for name, options in ALL_TASKS.items() if options["lock_on_conflict"] == "queue"}
 MAY_FAIL = {"raise", "reject"}
 COUNTDOWN = {"debounce": 0.2}  # seconds
+BURSTS = {"debounce", "latest"}  # several are sent at a time, to replace each other
+DEATHS = 1 / 3  # of the bodies that may die
+RUNAWAY = 8  # timeouts: a body that goes on beyond its cap
 
 site = Site.of_this_process()
 app = Celery("proof", broker=site.broker, backend=site.results, set_as_current=False)
@@ -77,18 +91,25 @@ def history() -> History:
 def body(task: Any, number: int, how: str) -> None:  # noqa: ARG001 -- of the key
     """Hold the lock for a while."""
     mine = history()
-    mine.add("task", task.request.id, "begin")
+    mine.add("task", task.request.id, "begin", since=task.lease.since)
     options = TASKS[task.name]
     terms = {
         "limit": options.get("lock_limit", 1),
         "mode": options.get("lock_mode", "exclusive"),
-        "timeout": site.timeout,
+        "timeout": options.get("lock_watchdog_timeout", site.timeout),
+        "at_least": options.get("lock_at_least_for", 0.0),
+        "cap": options.get("max_renew_times", 0),
     }
     # When this attempt asked for its lock is not known to the body; the lease knows.
     holding = Holding(mine, task.lease, task.lease.since, **terms)
     if how == "keeps the GIL":
         ctypes.PyDLL(None).usleep(int(2e6 * site.timeout))
-    holding.trust(2 * site.timeout if how == "long" else 0.05)
+    if task.name == "capped" and random.random() < 1 / 2:
+        how = "runaway"
+    holding.trust({"long": 2, "runaway": RUNAWAY}.get(how, 0.05) * site.timeout)
+    if task.name == DIES and random.random() < DEATHS:
+        mine.add("process", str(os.getpid()), "killed", by="itself")
+        os.kill(os.getpid(), signal.SIGKILL)
     holding.end()
     mine.add("task", task.request.id, "end")
 

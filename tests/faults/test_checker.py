@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from proof.checker import MOMENTS, SLACK, UNACKNOWLEDGED, check
+from proof.checker import SLACK, UNACKNOWLEDGED, check
+from proof.durations import TOLD_WITHIN
+from proof.events import MOMENTS
 from proof.history import Event, History, read
 from proof.nemesis import HARMLESS
 
@@ -136,7 +138,39 @@ def file(*names):
     return [Event(9, "run", "file", "f", "end", {"elements": list(names)})]
 
 
+def dies(at, **terms):
+    """Make the events of a hold from 1 on, whose process kills itself then."""
+    begin, trust, _ = hold("a", 1, at, timeout=8.0, **terms)
+    return [begin, trust, Event(at, "a", "process", "a", "killed", {"by": "itself"})]
+
+
+def asks(name, begin, outcome="refused"):
+    """Make the events of a question whether a lock can be had."""
+    more = {"key": "k", "lasts": 8.0}
+    events = [Event(begin, "s", "probe", name, "invoke", more)]
+    events.append(Event(begin + 0.1, "s", "probe", name, outcome, {}))
+    return [*events, Event(begin + 0.1, "s", "probe", name, "freed", {})] * (outcome == "ok") or (
+        events
+    )
+
+
+def several(name, begin, end):
+    """Make the events of an operation that is refused one of two locks, which another has."""
+    has_one = operation("c", 0.1, 0.5, key="j")
+    return has_one + operation(name, begin, end, keys=["k", "j"], lasts=1.0, **REFUSED)
+
+
+def overtaken(since, confirmed=2.5, **lasts):
+    """Make an older task that begins alone, and had asked for that at *since*, and a newer one."""
+    events = [one for one in replaced(2, 99, 5) if one.at < 99]
+    events[1] = events[1]._replace(at=confirmed)
+    events[2] = events[2]._replace(more={"since": since})
+    events.append(Event(98, "w", "task", "new", "outcome", {"state": "SUCCESS"}))
+    return events + (fault(lasts["begin"], lasts["end"]) if lasts else [])
+
+
 BODY = ("begin", "end")
+LEAST, CAPPED = {"at_least": 2.0, "timeout": 4.0}, {"cap": 3, "timeout": 1.0}
 REVOKED = {"state": "REVOKED", "parks": True}
 FORGETS, REDELIVERS = {"loses_data": True}, {"redelivers": True}
 MISSES = {"misses_releases": True}
@@ -239,6 +273,24 @@ FAIR = {"fair": True, "timeout": 5}
         ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **JUMPS)),
         ("token", granted("a", 1) + granted("b", 9, -8.5) + fault(2, 3, **AN_HOUR)),
         ("token", granted("a", 1) + granted("b", 4, -3.5) + fault(2, 3, **HARMLESS)),
+        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4)),
+        ("at least", hold("a", 1, 2, since=0.7, **LEAST) + hold("b", 2.6, 4)),
+        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4, **SHARED)),
+        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.2, 1.4)),
+        ("at least", hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(3, 4, **FORGETS)),
+        ("cap", hold("a", 1, 9, **CAPPED)),
+        ("cap", hold("a", 1, 6.5, **CAPPED) + fault(1, 6)),
+        ("kept", calm_loss(2, 2.5, {"since": 1.9, "cap": 9})),
+        ("crash", dies(2) + asks("p", 2.5 + TOLD_WITHIN)),
+        ("crash", dies(2) + asks("p", 2.5, "ok") + asks("q", 2.5 + TOLD_WITHIN)),
+        ("crash", dies(2) + asks("p", 6) + fault(5.5, 7)),
+        ("crash", dies(2) + asks("p", 6) + fault(1.9, 5.5, **HARMLESS)),
+        ("crash", dies(2) + asks("p", 6) + fault(1.9, 5.5, kills=True)),
+        ("all or none", several("a", 1, 2) + operation("b", 2.5, 2.6, **REFUSED)),
+        ("free", operation("a", 1, 2, keys=["k", "j"], **REFUSED)),
+        ("free", several("a", 1, 2) + operation("b", 3.5, 3.6, **REFUSED)),
+        ("newest", overtaken(3)),
+        ("newest", overtaken(3, begin=3.1, end=3.2)),
         ("written", element("e") + element("f") + file("f")),
         ("clean", [Event(9, "run", "key", "dislock:{k}", "left", {})]),
     ],
@@ -310,6 +362,8 @@ def test_a_planted_violation_is_found(promise, events):
         task("t", "sent", parks=True) + fault(2, 3, **FORGETS),
         task("t", "sent", "begin", "end", "begin", "end") + fault(2, 3, **REDELIVERS),
         task("t", "sent", "begin", "end", "begin", parks=True) + fault(3.2, 3.4, **FORGETS),
+        # In its body: the claim goes, and so there is no mark at its end.
+        task("t", "sent", "begin", "end", "begin", parks=True) + fault(2.1, 2.2, **FORGETS),
         task("t", "sent", "outcome", state="FAILURE", may_fail=True),
         task("t", "sent", "begin", "end"),
         task("t", "sent", "outcome"),
@@ -328,6 +382,28 @@ def test_a_planted_violation_is_found(promise, events):
         replaced(5, 6, 3),
         replaced(3, 5, 4),
         replaced(3, 4, 5) + fault(4.2, 4.5, **FORGETS),
+        hold("a", 1, 2, **LEAST) + hold("b", 3, 4),
+        hold("a", 1, 2, since=0.4, **LEAST) + hold("b", 2.5, 4),
+        hold("a", 1, 2, **SHARED, **LEAST) + hold("b", 2.5, 4, **SHARED),
+        hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **FORGETS),
+        hold("a", 1, 2, **LEAST) + hold("b", 2.5, 4) + fault(1.9, 2.2, **JUMPS),
+        hold("a", 1, 6, **CAPPED),
+        hold("a", 1, 3.8, **CAPPED) + hold("b", 3.5, 6) + fault(2, 3, **FORGETS),
+        calm_loss(1, 5, {"cap": 9}),
+        dies(2) + asks("p", 1.9 + TOLD_WITHIN),
+        dies(2) + asks("p", 6, "ok"),
+        dies(2) + asks("p", 6) + fault(3, 3.5),
+        dies(2) + asks("p", 6) + killed("z", 4),
+        dies(2) + asks("p", 6) + hold("b", 5, 5.5),
+        dies(2) + asks("p", 14),
+        hold("b", 5.5, 7, since=5.1) + dies(2) + asks("p", 5.2),
+        hold("a", 1, 2, timeout=8.0) + asks("p", 6),
+        several("a", 1, 2) + operation("b", 2.5, 3),
+        several("a", 1, 2) + operation("b", 2.5, 2.6, **REFUSED) + fault(1.5, 1.6),
+        operation("d", 1, 9) + several("a", 2, 3) + operation("b", 3.5, 3.6, **REFUSED),
+        overtaken(2.4),
+        overtaken(3, begin=2.1, end=2.2),
+        overtaken(3, begin=2.1, end=2.2, confirmed=4),
         element("e") + file("e"),
         element("e", "unguarded") + file(),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from celery_dislock.locks import lease
@@ -11,6 +13,9 @@ from celery_dislock.servers.replies import Granted, Parked
 from celery_dislock.servers.reservations import Reservation
 from celery_dislock.tasks import conflicts
 from celery_dislock.worker.stalled import StalledKeeper
+from proof import simulation
+from proof.__main__ import is_caught_simulated
+from proof.controls import CONTROLS, SIMULATION
 from proof.simulated import Net
 from proof.simulation import STEPS, Script, run, simulate
 from tests.integration.lua_server import LuaServer
@@ -99,6 +104,32 @@ def test_what_is_broken_is_caught(text, broken, tmp_path):
     assert again == found
     assert run(Net(change), again.seed, again.steps).broken
     assert not again.replay()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [name for name, one in CONTROLS.items() if SIMULATION in one.shown_in]
+)
+def test_a_duration_that_is_broken_is_caught(name):
+    """How long a lease lasts is judged, and so is who has some of several locks."""
+    assert is_caught_simulated(name, minutes=SECONDS / 60, seed=1)
+
+
+def test_a_history_that_takes_long_breaks_no_promise(monkeypatch):
+    """One that is given up while things still end is told apart from one that does not end."""
+    monkeypatch.setattr(simulation, "ROUNDS_MOST", 3)
+    counts, said = Counter(), []
+    assert simulate(1, seconds=1.0, say=said.append, counts=counts) is None
+    assert counts["stopped"] > 0
+    assert sum("ran out of rounds" in line for line in said) == counts["stopped"]
+
+
+def test_a_history_that_does_not_end_breaks_a_promise(monkeypatch):
+    """What waits for ever is found, however many rounds a history may take."""
+    monkeypatch.setattr(Publisher, "hand_over", lambda *_: None)
+    found = simulate(1, seconds=SECONDS, say=(said := []).append)
+    assert found is not None
+    assert "it does not end" in said[-1]
 
 
 def test_a_request_that_comes_late_claims_no_turn():
