@@ -16,9 +16,8 @@ from celery.worker.control import Panel
 from celery.worker.request import Request
 
 from celery_dislock import SingletonTask, hooks
-from celery_dislock.messages.headers import UNIQUE_HEADER
 from celery_dislock.plugin import LockStep  # noqa: F401 -- as a worker does
-from tests.unit.deliveries import Broker, arrived, deliver
+from tests.unit.deliveries import Broker, arrived, deliver, noted
 from tests.unit.fakes import FakeRecord
 
 LOCK = "dislock:{edit:1}"
@@ -129,9 +128,9 @@ def test_a_retry_of_a_body_is_sent_under_its_reservation(app, broker, there):
         raise self.retry(countdown=5)
 
     sent_id = edit.delay(1).id
-    header = broker.sent[0]["headers"]["dislock_unique"]
-    deliver(edit, sent_id, 1, headers={"dislock_unique": header})
-    assert [sent["headers"]["dislock_unique"] for sent in broker.sent] == [header, header]
+    header = broker.sent[0]["notes"]["unique"]
+    deliver(edit, sent_id, 1, notes={"unique": header})
+    assert [sent["notes"]["unique"] for sent in broker.sent] == [header, header]
     assert [sent["task_id"] for sent in broker.sent] == [sent_id, sent_id]
     assert there.of(LOCK).id == sent_id
 
@@ -196,7 +195,7 @@ def worker(app, there, monkeypatch):
 
 
 def received(task_id="a", header=(LOCK, "end", "ab", 3)):
-    context = SimpleNamespace(id=task_id, task="edit", headers={"dislock_unique": list(header)})
+    context = SimpleNamespace(id=task_id, task="edit", **noted(unique=list(header)))
     return SimpleNamespace(id=task_id, _context=context)
 
 
@@ -300,7 +299,7 @@ def seen(app, there, monkeypatch):
 def reserved(there):
     """Reserve the key for a message; return the headers that the message has."""
     there.records[LOCK] = FakeRecord("ab", "waiting", "1", number=1, newest=1, ends=9999.0)
-    return {UNIQUE_HEADER: [LOCK, "end", "ab", 1]}
+    return noted(unique=[LOCK, "end", "ab", 1])
 
 
 def plain(app, name="edit", **options):
