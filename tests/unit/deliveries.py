@@ -41,7 +41,7 @@ def deliver(
     """
     tracer = build_tracer(task.name, task, app=task.app)
     headers = {"id": task_id, "task": task.name, "retries": 0, **with_notes(headers, notes or {})}
-    body = json.dumps([args, {}, {}]).encode()
+    body = json.dumps([args, {}, {}], default=repr).encode()
     info = {"exchange": "", "routing_key": "celery", **about.pop("delivery_info", {})}
     info.setdefault(AS_IT_CAME, (headers, "application/json", "utf-8", body))
     return tracer(task_id, args, {}, {**headers, "hostname": "w1", **about, "delivery_info": info})
