@@ -14,6 +14,7 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from celery_dislock import Dislock, SingletonTask
+from celery_dislock.parking.process import runtime_of
 
 LIMIT = 60.0  # seconds: longer than any test waits
 SHORT = 0.3  # seconds: less than a broker with delayed delivery takes
@@ -96,6 +97,14 @@ def made(kind: str, locks: str, url: str, broker: str) -> Celery:
         lock_replace_for=SHORT,
     )
     return app
+
+
+def close(app: Celery) -> None:
+    """Close all connections of an app; redis-py 5.0 leaves them to the garbage collector."""
+    runtime_of(app).close()
+    app.backend.result_consumer.stop()
+    app.backend.client.connection_pool.disconnect()
+    app.close()
 
 
 if kind := os.environ.get("DELAYED_QUEUES"):

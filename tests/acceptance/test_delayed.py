@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, made
-from tests.acceptance.fleet import Worker, wait_for
+from tests.acceptance.delayed_app import LIMIT, QUEUES, SHORT, close, made
+from tests.acceptance.fleet import Worker, value_of, wait_for
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.acceptance
@@ -47,7 +47,7 @@ def queues(request, server, lock_server, workers, tmp_path_factory):
         app = made(kind, lock_server.url, server.url, broker)
         with lock_server.client() as locks, server.client(decode_responses=True) as client:
             yield SimpleNamespace(kind=kind, app=app, worker=worker, client=client, locks=locks)
-        app.close()
+        close(app)
     finally:
         worker.kill()
         workers.pop(worker)
@@ -89,7 +89,7 @@ def test_a_task_that_is_put_off_comes_again_to_its_queue(queues, key, queue):
 
     wait_for("they come again", lambda: all_were_put_off(3), LIMIT)
     queues.client.set(f"gate:{key}", "open")
-    assert sorted(one.get(timeout=LIMIT) for one in results) == sorted(map(str, range(MANY)))
+    assert sorted(value_of(one, LIMIT) for one in results) == sorted(map(str, range(MANY)))
     assert sorted(reports(queues, key)) == sorted(map(str, range(MANY)))
 
 
@@ -100,7 +100,7 @@ def test_parked_tasks_run_though_they_were_delayed_before(queues, key):
     line = f"dislock:{{{key}}}:line"
     wait_for("they are in line", lambda: queues.locks.zcard(line) == MANY, LIMIT)
     queues.client.set(f"gate:{key}", "open")
-    assert sorted(one.get(timeout=LIMIT) for one in results) == sorted(map(str, range(MANY)))
+    assert sorted(value_of(one, LIMIT) for one in results) == sorted(map(str, range(MANY)))
     assert len(reports(queues, key)) == MANY
 
 
@@ -109,7 +109,7 @@ def test_parked_tasks_run_though_they_were_delayed_before(queues, key):
 def test_a_retry_of_less_than_a_second_comes(queues, key, name, queue):
     """Celery asks for no delay then, which the broker refuses, and does not know the queue."""
     result = send(queues, name, key, RETRIES, queue=queue)
-    assert result.get(timeout=LIMIT) == "ran"
+    assert value_of(result, LIMIT) == "ran"
     assert reports(queues, key) == ["retries"] * RETRIES + ["ran"]
 
 
@@ -117,11 +117,11 @@ def test_a_message_that_waits_for_newer_ones_comes(queues, key):
     """A countdown of less than a second, or one cut to that, is one that the broker takes."""
     first = send(queues, "debounce", key, "old", countdown=2)
     newest = send(queues, "debounce", key, "new", countdown=SHORT)
-    assert newest.get(timeout=LIMIT) == "new"
+    assert value_of(newest, LIMIT) == "new"
     wait_for("the older one has ended", first.ready, LIMIT)
     assert first.state == "REVOKED"
     cut = send(queues, "debounce_briefly", key + "-cut", countdown=30)
-    assert cut.get(timeout=LIMIT / 2) == "ran"
+    assert value_of(cut, LIMIT) == "ran"
 
 
 def test_tasks_of_an_outage_run_after_it(queues, key, lock_server):
@@ -133,4 +133,4 @@ def test_tasks_of_an_outage_run_after_it(queues, key, lock_server):
         wait_for("all were put off", lambda: all(one in queues.worker.log for one in put_off))
     finally:
         lock_server.resume()
-    assert [one.get(timeout=LIMIT) for one in results] == list(map(str, range(MANY)))
+    assert [value_of(one, LIMIT) for one in results] == list(map(str, range(MANY)))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from celery.result import AsyncResult
 
-from tests.acceptance.delayed_app import LIMIT, made
-from tests.acceptance.fleet import Worker, wait_for
+from tests.acceptance.delayed_app import LIMIT, close, made
+from tests.acceptance.fleet import Worker, value_of, wait_for
 
 pytestmark = [pytest.mark.acceptance, pytest.mark.xdist_group("neighbours")]
 
@@ -55,7 +55,7 @@ def beside(request, server, workers, tmp_path_factory):
         with server.client(decode_responses=True) as client:
             known = {"neighbour": neighbour, "pool": pool, "app": app}
             yield SimpleNamespace(**known, worker=started, client=client)
-        app.close()
+        close(app)
     finally:
         started.kill()
         workers.pop(started)
@@ -75,7 +75,7 @@ def _require(module):
 def send(beside, *sent):
     """Let the worker send, since the neighbour is there; return results and who is a duplicate."""
     task = beside.app.send_task("send", ([one if len(one) > 2 else (*one, {}) for one in sent],))
-    answers = task.get(timeout=LIMIT)
+    answers = value_of(task, LIMIT)
     return [AsyncResult(one, app=beside.app) for one, _ in answers], [is_it for _, is_it in answers]
 
 
@@ -93,7 +93,7 @@ def ran(beside, key):
 def test_the_neighbour_is_there(beside):
     """It adds its headers, and so the other tests of it mean something."""
     [result], _ = send(beside, ("headers", []))
-    assert NEIGHBOURS[beside.neighbour][1] in result.get(timeout=LIMIT)
+    assert NEIGHBOURS[beside.neighbour][1] in value_of(result, LIMIT)
 
 
 def test_parked_tasks_run_once_each(beside, key):
@@ -106,8 +106,8 @@ def test_parked_tasks_run_once_each(beside, key):
     line = f"dislock:{{{key}}}:line"
     wait_for("they are in line", lambda: beside.client.zcard(line) == MANY, LIMIT)
     beside.client.set(f"gate:{key}", "open")
-    assert [one.get(timeout=LIMIT) for one in results] == list(map(str, range(MANY)))
-    assert holder.get(timeout=LIMIT) == "held"
+    assert [value_of(one, LIMIT) for one in results] == list(map(str, range(MANY)))
+    assert value_of(holder, LIMIT) == "held"
     assert sorted(ran(beside, key)) == list(map(str, range(MANY)))
 
 
@@ -117,7 +117,7 @@ def test_a_unique_key_is_free_when_its_task_has_ended(beside, key):
     for _ in range(3):
         [result, _], duplicates = send(beside, *[("unique", [key])] * 2)
         assert duplicates[0] is False
-        assert result.get(timeout=LIMIT) == "held"
+        assert value_of(result, LIMIT) == "held"
         wait_for("the key is free", lambda: not beside.client.exists(f"dislock:{{{key}}}:unique"))
 
 
@@ -125,7 +125,7 @@ def test_of_messages_that_replace_each_other_the_newest_runs(beside, key):
     """The older ones end as REVOKED when they come."""
     editions = [("debounce", [key, str(n)], {"countdown": 1}) for n in range(MANY)]
     results, _ = send(beside, *editions)
-    assert results[-1].get(timeout=LIMIT) == str(MANY - 1)
+    assert value_of(results[-1], LIMIT) == str(MANY - 1)
     for result in results[:-1]:
         wait_for("it has ended", result.ready, LIMIT)
     assert {result.state for result in results[:-1]} == {"REVOKED"}
@@ -137,7 +137,7 @@ def test_a_retry_goes_on_with_what_it_has(beside, key, name):
     """It is not put off by its own lease or its own reservation, and keeps them."""
     key += name
     [result], _ = send(beside, (name, [key, 2]))
-    assert result.get(timeout=LIMIT) == "ran"
+    assert value_of(result, LIMIT) == "ran"
     assert ran(beside, key) == ["retries", "retries", "ran"]
     assert f"{name}[{result.id}] put off" not in beside.worker.log
     wait_for("the key is free", lambda: not beside.client.exists(f"dislock:{{{key}}}:unique"))
